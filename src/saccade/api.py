@@ -1,0 +1,313 @@
+"""The one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from saccade import dispatch, ops, reference
+from saccade.dispatch import Unsupported
+from saccade.layouts import Dense
+from saccade.masks import Documents, Mask
+from saccade.partial import Partial
+from saccade.problem import Header, Problem
+from saccade.scores import ScoreMod
+from saccade.spec import DTYPES, Spec
+
+_BHSD = Dense()
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | None = None,
+    layout: Dense = _BHSD,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: Literal[False] = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | None = None,
+    layout: Dense = _BHSD,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: Literal[True],
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Partial: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | None = None,
+    layout: Dense = _BHSD,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | Partial:
+    """`out = softmax(mask(score_mod(scale q k^T))) v`, fused, differentiable, in memory linear in the lengths.
+
+    Order of operations: scale, score_mod, mask, sink, softmax. Query heads share key heads when `h_q` is a multiple of
+    `h_k` (GQA, MQA): query head i reads key head `i // (h_q // h_k)`.
+
+    Args:
+        q: (b, h_q, s_q, d) in the order that `layout` says; float16, bfloat16, float32, or float64 on the CPU. Any
+            strides.
+        k: (b, h_k, s_k, d), dtype and device of q.
+        v: (b, h_k, s_k, d_v); d_v may differ from d.
+        mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, combined with
+            `&` and `|`. None: everyone to everyone.
+        score_mod: how a scaled score changes, e.g. `softcap(50.0)`.
+        layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches.
+        scale: factor on q k^T; 1/sqrt(d) when None.
+        sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
+            modified. It gets a gradient. The LSE includes it.
+        dropout_p: not offered yet; must be 0.
+        return_lse: return a `Partial(out, lse)` instead of out alone.
+        deterministic: gradients bitwise equal from run to run; None follows
+            `torch.are_deterministic_algorithms_enabled()`. The forward always is.
+        backend: "auto", or one name out of `saccade.dispatch.NAMES`: that backend runs or raises.
+
+    Returns:
+        out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. With `return_lse`, a Partial whose lse is
+        (b, h_q, s_q) whatever the layout: natural log, float32 (float64 for float64 inputs), differentiable. A row
+        that sees no key has `out = 0`, `lse = -inf` (or its sink) and zero gradients.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit one another; the message quotes them.
+        TypeError: an argument that is not the record it should be.
+        Unsupported: no backend runs the call, with one line of reason for each; see `explain`.
+
+    Sources: Dao et al., FlashAttention (arXiv 2205.14135) and FlashAttention-2 (arXiv 2307.08691); sinks: Xiao et al.,
+    arXiv 2309.17453.
+
+    >>> q, k, v = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 128, 64), torch.randn(2, 2, 128, 64)
+    >>> attention(q, k, v, mask=causal() & window(63, None)).shape
+    torch.Size([2, 8, 128, 64])
+    >>> out, lse = attention(q, k, v, return_lse=True)
+    >>> lse.shape, lse.dtype
+    (torch.Size([2, 8, 128]), torch.float32)
+    """
+    problem = _problem(q, k, v, mask, score_mod, layout, scale, sink, dropout_p, deterministic)
+    if backend == "reference":
+        dispatch.plan(problem.spec, backend)
+        out, lse = reference.attention(problem)
+        out = layout.ordered(out)
+        return Partial(out, lse) if return_lse else out
+    header = Header(
+        layout.text,
+        "none" if mask is None else mask.kind,
+        "none" if score_mod is None else score_mod.kind,
+        backend,
+        problem.deterministic,
+    )
+    records = layout.records if mask is None else [*layout.records, *mask.records]
+    ints = [] if mask is None else mask.ints
+    floats = [problem.scale] if score_mod is None else [problem.scale, *score_mod.floats]
+    q, k, v = (layout.ordered(x) for x in (problem.q, problem.k, problem.v))
+    out, lse = ops.forward(q, k, v, sink, records, header, ints, floats, return_lse)
+    return Partial(out, lse) if return_lse else out
+
+
+class Explanation:
+    """Why a backend was chosen, and why not the others; prints as a small table.
+
+    Attributes:
+        spec: the call's Spec.
+        backend: the chosen one's name, or None.
+        reasons: backend name -> the reasons against it; an empty list is one that runs.
+    """
+
+    def __init__(self, spec: Spec, backend: str = "auto") -> None:
+        self.spec = spec
+        self.reasons = {name: dispatch.reasons_against(name, spec) for name in dispatch.NAMES}
+        able = [name for name in (dispatch.BACKENDS if backend == "auto" else (backend,)) if not self.reasons[name]]
+        self.backend = able[0] if able else None
+        self.workspace = dispatch.plan(spec, self.backend).module.workspace(spec) if self.backend else None
+
+    def __str__(self) -> str:
+        lines = [str(self.spec)]
+        for name, against in self.reasons.items():
+            verdict = "; ".join(against) or ("chosen" if name == self.backend else "runs it, not chosen")
+            lines.append(f"  {name}: {verdict}")
+        if self.workspace:
+            lines.append(f"  memory besides the outputs: {self.workspace}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> Explanation:
+    """Which backend runs a call, and one line of reason for each that does not.
+
+    Args:
+        q: the first of `attention`'s arguments, followed by the others; or a Spec's text alone.
+
+    Raises:
+        ValueError: arguments that `attention` would refuse, or a text that is no Spec.
+
+    >>> print(explain("fp32 d64 causal cpu"))
+    fp32 d64 dense causal cpu
+      cpu: chosen
+      reference: runs it, not chosen
+      memory besides the outputs: a few tiles of scores, at most 16 MB
+    """
+    return Explanation(_spec(q, arguments, keywords), backend)
+
+
+def plan(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> dispatch.Plan:
+    """The Plan that `attention` would use: the same arguments, or a Spec's text.
+
+    Raises:
+        Unsupported: no backend runs it.
+
+    >>> plan("bf16 d128 cpu").backend
+    'cpu'
+    """
+    return dispatch.plan(_spec(q, arguments, keywords), backend)
+
+
+def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Spec:
+    if isinstance(q, str):
+        return Spec.parse(q)
+    names = "mask", "score_mod", "layout", "scale", "sink", "dropout_p", "deterministic"
+    defaults = None, None, _BHSD, None, None, 0.0, None
+    given = [keywords.pop(name, default) for name, default in zip(names, defaults, strict=True)]
+    keywords.pop("return_lse", None)
+    if keywords:
+        raise TypeError(f"attention has no argument {', '.join(keywords)}")
+    return _problem(q, *arguments, *given).spec
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    score_mod: ScoreMod | Callable[..., Tensor] | None,
+    layout: Dense,
+    scale: float | None,
+    sink: Tensor | None,
+    dropout_p: float,
+    deterministic: bool | None,
+) -> Problem:
+    """The checked Problem; every complaint quotes the shapes."""
+    if not isinstance(layout, Dense):
+        raise TypeError(f"layout must be a Dense record, such as Dense('bshd'), got {layout!r}")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have the four dimensions {layout.order}, got shape {tuple(x.shape)}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
+    q, k, v = _autocast(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
+    q, k, v = (layout.canonical(x) for x in (q, k, v))
+    b, h_q, s_q, d = q.shape
+    h_k, s_k = k.shape[1:3]
+    if k.shape[0] != b or v.shape[0] != b:
+        raise ValueError(f"q, k and v must have one batch size: {shapes}")
+    if k.shape[3] != d:
+        raise ValueError(f"q and k must have one head dim: {shapes}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"k and v must have the same heads and length: {shapes}")
+    if d == 0 or v.shape[3] == 0:
+        raise ValueError(f"head dims must be at least 1: {shapes}")
+    if (h_q % h_k if h_k else h_q) != 0:
+        raise ValueError(f"the query heads must be a multiple of the key heads, got {h_q} and {h_k}: {shapes}")
+    _check_records(q, k, mask, score_mod, layout, sink, shapes)
+    if dropout_p:
+        if not 0 <= dropout_p < 1:
+            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        raise Unsupported(f"dropout is not offered yet by any backend, got dropout_p={dropout_p}; pass dropout_p=0.0")
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
+    q, k, v = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (q, k, v))
+    return Problem(q, k, v, sink, mask, score_mod, layout, scale, deterministic)  # pyright: ignore[reportArgumentType]
+
+
+def _check_records(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None,
+    score_mod: ScoreMod | Callable[..., Tensor] | None,
+    layout: Dense,
+    sink: Tensor | None,
+    shapes: str,
+) -> None:
+    b, h_q, s_q = q.shape[:3]
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask must be a saccade mask, such as causal() & window(1023, None), got {type(mask).__name__}; "
+            "bool tensors and mask functions are not offered yet"
+        )
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        raise Unsupported(f"score functions are not offered yet, got {score_mod!r}; softcap(cap) is")
+    if sink is not None:
+        if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
+            got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
+            raise ValueError(f"sink must be a float tensor ({h_q},), one logit per query head, got {got}: {shapes}")
+        if sink.device != q.device:
+            raise ValueError(f"sink must be on q's device {q.device}, got {sink.device}")
+    for used in layout.records:
+        if used.shape != (b,):
+            raise ValueError(f"used lengths must have shape ({b},), got {tuple(used.shape)}: {shapes}")
+    for tensor in [*layout.records, *(mask.records if mask is not None else [])]:
+        if tensor.device != q.device:
+            raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
+    for leaf in mask.leaves() if mask is not None else ():
+        if isinstance(leaf, Documents) and (
+            leaf.ids.shape[0] not in (1, b) or leaf.ids.shape[1] != s_q or s_q != k.shape[2]
+        ):
+            raise ValueError(
+                f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)} with {shapes}"
+            )
+        for lengths in leaf.records if leaf.kind == "prefixes" else ():
+            if lengths.shape != (b,):
+                raise ValueError(f"prefix lengths must have shape ({b},), got {tuple(lengths.shape)}: {shapes}")
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Inside torch.autocast, attention runs in the low precision, as torch's own does."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda", "xpu", "hpu", "mps") or not torch.is_autocast_enabled(device):
+        return tensors
+    low = torch.get_autocast_dtype(device)
+    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+

@@ -1,0 +1,87 @@
+"""What a backend is. One module each below, with what `Backend` asks for; they never import one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from saccade.problem import Problem
+from saccade.spec import FLAGS, Spec
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a backend declares that it runs. The support table in the README is made from these."""
+
+    devices: tuple[str, ...]
+    """Device words as in a Spec; a trailing `+` reads "this one and newer" (`sm80+`)."""
+    dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    masks: tuple[str, ...]
+    """Mask leaves; any combination of them runs."""
+    scores: tuple[str, ...]
+    flags: tuple[str, ...]
+    max_d: int
+
+    def reasons(self, spec: Spec) -> list[str]:
+        """Why not; empty when it runs."""
+        found = []
+        if not any(_on(spec.device, device) for device in self.devices):
+            found.append(f"runs on {', '.join(self.devices)}, not on {spec.device}")
+        if spec.dtype not in self.dtypes:
+            found.append(f"takes {', '.join(self.dtypes)}, not {spec.dtype}")
+        if spec.layout not in self.layouts:
+            found.append(f"has no {spec.layout} layout")
+        if max(spec.d, spec.d_v) > self.max_d:
+            found.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
+        if spec.score != "none" and spec.score not in self.scores:
+            found.append(f"has no score {spec.score}")
+        for leaf in sorted({leaf for part in spec.mask.split("|") for leaf in part.strip("()").split("&")}):
+            if leaf.strip("()") != "none" and leaf.strip("()") not in self.masks:
+                found.append(f"has no mask {leaf}")
+        found += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a backward needs besides the Problem; (b, h_q, s_q, …) views."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
+class Backend(Protocol):
+    """What a module under `backends/` offers."""
+
+    SUPPORT: Support
+
+    def obstacle(self) -> str | None:
+        """What keeps the backend from running on this machine at all, or None."""
+        ...
+
+    def workspace(self, spec: Spec) -> str:
+        """One line on the memory that a call needs besides its outputs."""
+        ...
+
+    def forward(self, problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]: ...
+
+    def backward(self, problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
+
+
+def _on(device: str, supported: str) -> bool:
+    """
+    >>> _on("sm90", "sm80+"), _on("sm75", "sm80+"), _on("cpu", "any")
+    (True, False, True)
+    """
+    if supported in ("any", device):
+        return True
+    family = supported.rstrip("+").rstrip("0123456789")
+    if not supported.endswith("+") or not device.startswith(family):
+        return False
+    number = device.removeprefix(family)
+    return number.isdigit() and int(number) >= int(supported.removeprefix(family).rstrip("+"))

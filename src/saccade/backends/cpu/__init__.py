@@ -1,0 +1,53 @@
+"""Attention on a CPU: tiles of plain PyTorch operations, and PyTorch's own kernel where that is faster."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.backends import Saved, Support
+from saccade.backends.cpu import native, tiled
+from saccade.masks import KINDS as MASKS
+from saccade.problem import Problem
+from saccade.scores import KINDS as SCORES
+from saccade.spec import Spec
+
+SUPPORT = Support(
+    devices=("cpu",),
+    dtypes=("fp16", "bf16", "fp32", "fp64"),
+    layouts=("dense", "padded"),
+    masks=MASKS,
+    scores=tuple(SCORES),
+    flags=("sink", "deterministic", "aligned"),
+    max_d=1 << 20,
+)
+
+
+def obstacle() -> str | None:
+    return None
+
+
+def workspace(spec: Spec) -> str:
+    return f"a few tiles of scores, at most {4 * 4 * tiled.TILE_ELEMENTS >> 20} MB"
+
+
+def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check_lengths(problem)
+    if native.runs_forward(problem):
+        return native.forward(problem)
+    return tiled.forward(problem, lse)
+
+
+def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if native.runs_backward(problem, saved):
+        return native.backward(problem, saved)
+    return tiled.backward(problem, saved)
+
+
+def _check_lengths(problem: Problem) -> None:
+    for name, used, s in (
+        ("seqused_q", problem.layout.seqused_q, problem.q.shape[2]),
+        ("seqused_k", problem.layout.seqused_k, problem.k.shape[2]),
+    ):
+        if used is not None and bool(((used < 0) | (used > s)).any()):
+            raise ValueError(f"{name} must be in [0, {s}], got {used.tolist()}")
+

@@ -1,0 +1,289 @@
+"""Attention in tiles of plain PyTorch operations: one block of query rows against the keys that it can see.
+
+A tile holds whole score rows where they fit, so that one softmax does, as PyTorch's matrix products are fast only on
+large operands; longer rows are streamed with the online softmax. Memory is a few tiles, whatever the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import hardware
+from saccade.backends import Saved
+from saccade.backends.cpu import sink
+from saccade.layouts import empty_like_rows
+from saccade.masks import Interval
+from saccade.problem import Problem
+
+TILE_ELEMENTS = 1 << 20
+"""Scores in a tile: 2 MB of bf16, what one core's cache holds."""
+TILE_ROWS = 256
+"""Rows of the matrix product, query heads of a group folded in; fewer, but at least a quarter, where rows are long."""
+
+
+class Heads(NamedTuple):
+    """The batch rows and key heads that one matrix product holds."""
+
+    batch: slice
+    heads: slice
+
+
+class Tile(NamedTuple):
+    """Query rows against keys. In the columns `core` every row sees every key; outside of it, look."""
+
+    rows: slice
+    keys: slice
+    core: slice
+    empty_rows: bool
+    """Whether some row sees no key at all."""
+
+
+def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """out (b, h_q, s_q, d_v) and lse (b, h_q, s_q) if it is asked for or a sink needs it."""
+    grid = _Grid(problem)
+    out = empty_like_rows(problem.q, problem.v.shape[3]).zero_()
+    want_lse = lse or problem.sink is not None
+    found = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    for heads in grid.heads():
+        k, v = grid.keys(problem.k, heads), grid.keys(problem.v, heads)
+        for tile in grid.tiles(heads):
+            stream = _Softmax(want_lse or tile.empty_rows)
+            q = grid.queries(problem.q, heads, tile)
+            for part in grid.parts(tile):
+                score = grid.hide(grid.score(q, k, heads, part)[0], heads, part)
+                stream.add(score, v[:, part.keys], only=part.keys == tile.keys)
+            grid.put(out, stream.out(), heads, tile)
+            if want_lse:
+                grid.put(found[..., None], stream.lse(), heads, tile)
+    if problem.sink is None:
+        return out, found if lse else None
+    joined = sink.join(out, found, problem.sink)
+    # Rows that are not in use have no sink either.
+    unused = problem.extent.q_idx() >= problem.extent.rows
+    return out, joined.masked_fill_(unused[:, None], -torch.inf)
+
+
+def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dsink; a block of rows at a time recomputes its softmax and adds to dk and dv in float32."""
+    grid = _Grid(problem)
+    delta = sink.delta(saved)
+    # exp(score - lse) must be zero, not NaN, where a row sees nothing.
+    lse = torch.where(saved.lse == -torch.inf, 0, saved.lse)
+    dq = empty_like_rows(problem.q, problem.q.shape[3]).zero_()
+    dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.k, problem.v))
+    total = problem.lse_dtype()
+    for heads in grid.heads():
+        k, v = grid.keys(problem.k, heads), grid.keys(problem.v, heads)
+        dk_sum, dv_sum = torch.zeros_like(k, dtype=total), torch.zeros_like(v, dtype=total)
+        for tile in grid.tiles(heads):
+            q, dout = grid.queries(problem.q, heads, tile), grid.queries(saved.dout, heads, tile)
+            row_lse, row_delta = (grid.queries(x[..., None], heads, tile, total) for x in (lse, delta))
+            dq_sum = torch.zeros_like(q, dtype=total)
+            for part in grid.parts(tile):
+                raw, slope = grid.score(q, k, heads, part, derivative=True)
+                p = _probability(grid.hide(raw, heads, part), row_lse, whole=part.keys == tile.keys and grid.plain)
+                dp = torch.bmm(dout, v[:, part.keys].mT)
+                ds = _score_gradient(p, dp, row_delta)
+                if slope is not None:
+                    ds = ds.mul_(slope)
+                dv_sum[:, part.keys] += torch.bmm(p.mT, dout)
+                dk_sum[:, part.keys] += torch.bmm(ds.mT, q)
+                dq_sum += torch.bmm(ds, k[:, part.keys])
+            grid.put(dq, dq_sum.mul_(problem.scale), heads, tile)
+        at = heads.batch, heads.heads
+        dk[at] = dk_sum.mul_(problem.scale).unflatten(0, dk[at].shape[:2])
+        dv[at] = dv_sum.unflatten(0, dv[at].shape[:2])
+    return dq, dk, dv, sink.gradient(problem, saved, delta)
+
+
+def _probability(score: Tensor, lse: Tensor, whole: bool) -> Tensor:
+    """exp(score - lse); over whole rows in bf16 by the softmax, which keeps its inside in float32."""
+    if score.dtype != torch.bfloat16:
+        return score.sub_(lse).exp_()
+    if whole:
+        return torch.softmax(score, -1)
+    return score.float().sub_(lse).exp_().to(score.dtype)
+
+
+def _score_gradient(p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
+    """p (dp - delta), in dp's memory."""
+    return dp.sub_(delta).mul_(p)
+
+
+class _Softmax:
+    """The online softmax over parts of the keys: `acc = sum exp(score - top) v`, `total = sum exp(score - top)`."""
+
+    def __init__(self, streaming: bool) -> None:
+        self.streaming = streaming
+        self.acc = self.top = self.total = None
+
+    def add(self, score: Tensor, v: Tensor, only: bool) -> None:
+        """score (n, m, keys), overwritten, with v (n, keys, d_v); `only` says that no other part follows."""
+        if only and not self.streaming:
+            self.acc = torch.bmm(torch.softmax(score, -1), v)
+            return
+        top = score.amax(-1, keepdim=True)
+        top = torch.where(top == -torch.inf, 0, top) if self.top is None else torch.maximum(top, self.top)
+        weight = score.sub_(top).exp_()
+        dtype = torch.float64 if score.dtype == torch.float64 else torch.float32
+        total = weight.sum(-1, keepdim=True, dtype=dtype)
+        acc = torch.bmm(weight, v).to(dtype)
+        if self.top is not None:
+            rescale = (self.top - top).to(dtype).exp_()
+            acc += self.acc * rescale
+            total += self.total * rescale
+        self.acc, self.top, self.total = acc, top, total
+
+    def out(self) -> Tensor:
+        return self.acc if self.total is None else self.acc / torch.where(self.total == 0, 1, self.total)
+
+    def lse(self) -> Tensor:
+        return self.top.to(self.total.dtype) + self.total.log()
+
+
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """How a Problem is cut into tiles, and how tensors are read and written by them.
+
+    A tensor of query rows becomes (n, m, d): n = batch rows x key heads, m = group x rows.
+    """
+
+    problem: Problem
+
+    @cached_property
+    def compute(self) -> torch.dtype:
+        """What the matrix products run in: float32 for half types that this CPU has no products for."""
+        dtype = self.problem.q.dtype
+        half = dtype == torch.float16 or (dtype == torch.bfloat16 and hardware.cpu_bf16() == "none")
+        return torch.float32 if half else dtype
+
+    @cached_property
+    def plain(self) -> bool:
+        """A softmax over whole rows is the probability: no sink, and no row that sees nothing."""
+        return self.problem.sink is None and bool((self.hull.hi > self.hull.lo).all())
+
+    @cached_property
+    def hull(self) -> Interval:
+        """(1 or b, s_q)"""
+        mask, extent = self.problem.mask, self.problem.extent
+        everything = Interval(torch.zeros_like(extent.q_idx()), extent.keys)
+        return (everything if mask is None else mask.hull(extent)).clipped(extent)
+
+    @cached_property
+    def core(self) -> Interval:
+        mask, extent = self.problem.mask, self.problem.extent
+        return self.hull if mask is None or mask.exact else mask.core(extent).clipped(extent)
+
+    @cached_property
+    def rows(self) -> int:
+        """Query rows in a tile."""
+        width = max(int(self.hull.length().max()) if self.hull.lo.numel() else 0, 1)
+        m = max(TILE_ROWS // 4, min(TILE_ROWS, TILE_ELEMENTS // width))
+        return max(1, m // self.problem.group)
+
+    def heads(self) -> Iterator[Heads]:
+        """As many heads together as fill a tile; of one batch row where the batch rows see different keys."""
+        b, h_k = self.problem.k.shape[:2]
+        width = int(self.hull.length().max()) + self.rows if self.hull.lo.numel() else 1
+        many = max(1, TILE_ELEMENTS // (self.rows * self.problem.group * width))
+        if h_k == 0:
+            return
+        batches = min(b, many // h_k) if self.hull.lo.shape[0] == 1 else 1
+        if batches > 1:
+            for start in range(0, b, batches):
+                yield Heads(slice(start, min(start + batches, b)), slice(0, h_k))
+            return
+        for batch in range(b):
+            for start in range(0, h_k, many):
+                yield Heads(slice(batch, batch + 1), slice(start, min(start + many, h_k)))
+
+    def tiles(self, heads: Heads) -> list[Tile]:
+        return self._tiles[heads.batch.start if self.hull.lo.shape[0] > 1 else 0]
+
+    @cached_property
+    def _tiles(self) -> list[list[Tile]]:
+        return [
+            [tile for start in range(0, self.problem.q.shape[2], self.rows) if (tile := self._tile(b, start))]
+            for b in range(self.hull.lo.shape[0])
+        ]
+
+    def _tile(self, b: int, start: int) -> Tile | None:
+        rows = slice(start, start + self.rows)
+        lo, hi = self.hull.lo[b, rows], self.hull.hi[b, rows]
+        seeing = (hi > lo).nonzero()[:, 0]
+        if not len(seeing):
+            return None
+        first, last = int(seeing[0]), int(seeing[-1]) + 1
+        keys = slice(int(lo[seeing].min()), int(hi[seeing].max()))
+        empty_rows = len(seeing) < last - first
+        core_lo, core_hi = int(self.core.lo[b, rows][first:last].max()), int(self.core.hi[b, rows][first:last].min())
+        core = slice(core_lo, core_hi) if core_lo < core_hi and not empty_rows else slice(keys.start, keys.start)
+        return Tile(slice(start + first, start + last), keys, core, empty_rows)
+
+    def parts(self, tile: Tile) -> Iterator[Tile]:
+        """The tile in pieces of at most TILE_ELEMENTS scores."""
+        m = (tile.rows.stop - tile.rows.start) * self.problem.group
+        step = max(TILE_ELEMENTS // m, 64)
+        for start in range(tile.keys.start, tile.keys.stop, step):
+            keys = slice(start, min(start + step, tile.keys.stop))
+            core = slice(*(min(max(edge, keys.start), keys.stop) for edge in (tile.core.start, tile.core.stop)))
+            yield tile._replace(keys=keys, core=core)
+
+    def keys(self, x: Tensor, heads: Heads) -> Tensor:
+        """(n, s_k, d) in the compute dtype"""
+        return x[heads.batch, heads.heads].to(self.compute).flatten(0, 1)
+
+    def queries(self, x: Tensor, heads: Heads, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:
+        """(n, m, d)"""
+        x = x.unflatten(1, (-1, self.problem.group))[heads.batch, heads.heads, :, tile.rows]
+        return x.to(dtype or self.compute).flatten(0, 1).flatten(1, 2)
+
+    def put(self, target: Tensor, x: Tensor, heads: Heads, tile: Tile) -> None:
+        """Writes (n, m, d) where `queries` reads it."""
+        place = target.unflatten(1, (-1, self.problem.group))[heads.batch, heads.heads, :, tile.rows]
+        place.copy_(x.view(place.shape))
+
+    def score(
+        self, q: Tensor, k: Tensor, heads: Heads, tile: Tile, derivative: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The modified scores (n, m, keys), and their derivative by the scaled ones if asked for and not 1."""
+        k = k[:, tile.keys]
+        score = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=self.problem.scale)
+        if self.problem.score is None:
+            return score, None
+        batch, h = heads.batch, heads.heads
+        group = self.problem.group
+        b_idx = torch.arange(batch.start, batch.stop)[:, None, None, None]
+        h_idx = torch.arange(h.start * group, h.stop * group)[:, None, None]
+        at = b_idx, h_idx, torch.arange(tile.rows.start, tile.rows.stop)[:, None], torch.arange(
+            tile.keys.start, tile.keys.stop
+        )
+        scaled = score.view(len(b_idx), len(h_idx), -1, score.shape[-1])
+        slope = self.problem.score.derivative(scaled, *at).view_as(score) if derivative else None
+        return self.problem.score(scaled, *at).view_as(score), slope
+
+    def hide(self, score: Tensor, heads: Heads, tile: Tile) -> Tensor:
+        """-inf, in place, where a query does not see a key."""
+        batch = heads.batch
+        at = slice(0, 1) if self.hull.lo.shape[0] == 1 else batch
+        lo, hi = (edge[at, tile.rows, None] for edge in self.hull)
+        q_idx = torch.arange(tile.rows.start, tile.rows.stop)[:, None]
+        b_idx = torch.arange(batch.start, batch.stop)[:, None, None]
+        edges = (tile.keys.start, tile.core.start), (tile.core.stop, tile.keys.stop)
+        for start, stop in edges:
+            if start >= stop:
+                continue
+            kv_idx = torch.arange(start, stop)
+            seen = (kv_idx >= lo) & (kv_idx < hi)
+            if self.problem.mask is not None and not self.problem.mask.exact:
+                seen = seen & self.problem.mask.sees(self.problem.extent, b_idx, q_idx, kv_idx)
+            columns = slice(start - tile.keys.start, stop - tile.keys.start)
+            view = score.view(batch.stop - batch.start, -1, tile.rows.stop - tile.rows.start, score.shape[-1])
+            view[..., columns].masked_fill_(~seen[:, None], -torch.inf)
+        return score

@@ -1,0 +1,27 @@
+"""The oracle as a backend: `attention(..., backend="reference")` calls `saccade.reference` directly, so that PyTorch
+differentiates it, as often as one likes; only its declaration is here."""
+
+from __future__ import annotations
+
+from saccade.backends import Support
+from saccade.masks import KINDS as MASKS
+from saccade.scores import KINDS as SCORES
+from saccade.spec import Spec
+
+SUPPORT = Support(
+    devices=("any",),
+    dtypes=("fp16", "bf16", "fp32", "fp64"),
+    layouts=("dense", "padded"),
+    masks=MASKS,
+    scores=tuple(SCORES),
+    flags=("sink", "deterministic", "aligned"),
+    max_d=1 << 20,
+)
+
+
+def obstacle() -> str | None:
+    return None
+
+
+def workspace(spec: Spec) -> str:
+    return "several times the score matrix b h_q s_q s_k"

@@ -1,0 +1,70 @@
+"""Which backend runs a Spec, and one line of reason for every one that does not."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from saccade.backends import Backend
+from saccade.spec import Spec
+
+# "auto" takes the first that can; the reference runs only when it is named.
+BACKENDS = ("cpu",)
+NAMES = (*BACKENDS, "reference")
+
+
+class Unsupported(NotImplementedError):
+    """No backend, or not the one that was named, runs this call; the message holds one line of reason for each."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A Spec and the backend that runs it. Owns no tensors."""
+
+    spec: Spec
+    backend: str
+
+    @property
+    def module(self) -> Backend:
+        return _module(self.backend)
+
+
+@lru_cache(maxsize=1024)
+def plan(spec: Spec, backend: str = "auto") -> Plan:
+    """The Plan for a Spec: the named backend, or the first that runs it.
+
+    Raises:
+        Unsupported: with one line of reason per backend.
+        ValueError: a backend that does not exist.
+    """
+    if backend not in ("auto", *NAMES):
+        raise ValueError(f"unknown backend {backend!r}; it is one of auto, {', '.join(NAMES)}")
+    tried = BACKENDS if backend == "auto" else (backend,)
+    reasons = {name: reasons_against(name, spec) for name in tried}
+    for name, against in reasons.items():
+        if not against:
+            return Plan(spec, name)
+    raise Unsupported(refusal(spec, reasons))
+
+
+def reasons_against(backend: str, spec: Spec) -> list[str]:
+    """Why this backend does not run this Spec here; empty when it does."""
+    module = _module(backend)
+    obstacle = module.obstacle()
+    return [*([obstacle] if obstacle else []), *module.SUPPORT.reasons(spec)]
+
+
+def refusal(spec: Spec, reasons: dict[str, Sequence[str]]) -> str:
+    lines = [f"no backend runs {spec}", *(f"  {name}: {'; '.join(against)}" for name, against in reasons.items())]
+    if "reference" not in reasons and not reasons_against("reference", spec):
+        lines.append('  backend="reference" runs it, slowly, in memory for the whole score matrix')
+    return "\n".join(lines)
+
+
+@lru_cache(maxsize=None)
+def _module(backend: str) -> Any:
+    return importlib.import_module(f"saccade.backends.{backend}")
+

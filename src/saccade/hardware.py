@@ -1,0 +1,28 @@
+"""What this machine's processors can do."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def name(device: torch.device) -> str:
+    """The word that a Spec has for a device: `cpu`, `sm90`, `gfx942`, or torch's own name of the device type."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+@cache
+def cpu_bf16() -> str:
+    """How this CPU multiplies bfloat16 matrices: `amx` tiles, `avx512_bf16` dot products, or `none` in hardware."""
+    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+        return "amx"
+    if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
+        return "avx512_bf16"
+    return "none"

@@ -1,0 +1,567 @@
+"""Who may attend to whom.
+
+A mask is a small expression. Each node says three things about it: `sees`, the definition, elementwise; `hull`,
+the one interval of keys per query row outside of which nothing is visible, so that whole tiles are never visited;
+and `core`, the interval inside of which everything is visible, so that inner tiles need no mask arithmetic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Stands for "no bound" where bounds are plain integers. i + off -+ UNBOUNDED stays inside int32.
+UNBOUNDED = 1 << 30
+
+
+class Extent(NamedTuple):
+    """The lengths of one call: query row i of batch row b sits on key `i + keys[b] - rows[b]`, bottom-right aligned."""
+
+    s_q: int
+    s_k: int
+    rows: Tensor
+    """(b or 1, 1) integer: query rows in use."""
+    keys: Tensor
+    """(b or 1, 1) integer: keys in use."""
+
+    @staticmethod
+    def of(s_q: int, s_k: int, seqused_q: Tensor | None, seqused_k: Tensor | None, device: torch.device) -> Extent:
+        def column(used: Tensor | None, s: int) -> Tensor:
+            if used is None:
+                return torch.full((1, 1), s, dtype=torch.int64, device=device)
+            return used.to(torch.int64).clamp(0, s)[:, None]
+
+        return Extent(s_q, s_k, column(seqused_q, s_q), column(seqused_k, s_k))
+
+    def q_idx(self) -> Tensor:
+        """(1, s_q)"""
+        return torch.arange(self.s_q, device=self.rows.device)[None]
+
+
+class Interval(NamedTuple):
+    """Keys `[lo, hi)` for every query row; each (b or 1, s_q) integer. Empty where `hi <= lo`."""
+
+    lo: Tensor
+    hi: Tensor
+
+    def intersection(self, other: Interval) -> Interval:
+        return Interval(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi))
+
+    def length(self) -> Tensor:
+        return (self.hi - self.lo).clamp(min=0)
+
+    def hull(self, other: Interval) -> Interval:
+        """The smallest interval that holds both; an empty one does not count."""
+        first, second = self.hi > self.lo, other.hi > other.lo
+        lo = torch.where(first & second, torch.minimum(self.lo, other.lo), torch.where(first, self.lo, other.lo))
+        hi = torch.where(first & second, torch.maximum(self.hi, other.hi), torch.where(first, self.hi, other.hi))
+        return Interval(lo, hi)
+
+    def union(self, other: Interval) -> Interval:
+        """The union where it is an interval, else the longer of the two."""
+        touch = (self.lo <= other.hi) & (other.lo <= self.hi) & (self.length() > 0) & (other.length() > 0)
+        both, longer = self.hull(other), self.length() >= other.length()
+        return Interval(
+            torch.where(touch, both.lo, torch.where(longer, self.lo, other.lo)),
+            torch.where(touch, both.hi, torch.where(longer, self.hi, other.hi)),
+        )
+
+    def clipped(self, extent: Extent) -> Interval:
+        """Inside the keys in use; empty, at zero, for rows that are not in use."""
+        used = extent.q_idx() < extent.rows
+        lo = torch.where(used, self.lo.clamp(min=0), 0)
+        hi = torch.where(used, torch.minimum(self.hi, extent.keys), 0)
+        return Interval(lo, torch.maximum(lo, hi))
+
+
+class Mask:
+    """A set of (query, key) pairs that may attend; `&` and `|` combine masks, `print` draws one."""
+
+    kind: ClassVar[str]
+
+    exact: bool = True
+    """Whether `hull` is the whole truth, so that nothing has to be tested inside it."""
+
+    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Elementwise, broadcast: may query `q_idx` of batch row `b` attend to key `kv_idx`?"""
+        raise NotImplementedError
+
+    def hull(self, extent: Extent) -> Interval:
+        """Outside of it a row sees nothing. Not yet clipped to the keys that exist."""
+        raise NotImplementedError
+
+    def core(self, extent: Extent) -> Interval:
+        """Inside of it a row sees everything."""
+        return self.hull(extent)
+
+    def leaves(self) -> Iterator[Mask]:
+        yield self
+
+    @property
+    def ints(self) -> list[int]:
+        """The runtime scalars, leaf after leaf, in the order of `kind`."""
+        return [value for leaf in self.leaves() for value in leaf._ints()]
+
+    @property
+    def records(self) -> list[Tensor]:
+        """The tensors, leaf after leaf, in the order of `kind`."""
+        return [value for leaf in self.leaves() for value in leaf._records()]
+
+    def _ints(self) -> list[int]:
+        return []
+
+    def _records(self) -> list[Tensor]:
+        return []
+
+    def __and__(self, other: Mask) -> Mask:
+        return _intersection(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return _union(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        same = len(self.records) == len(other.records) and all(
+            a is b for a, b in zip(self.records, other.records, strict=True)
+        )
+        return self.kind == other.kind and self.ints == other.ints and same
+
+    def __hash__(self) -> int:
+        return hash((self.kind, *self.ints, *map(id, self.records)))
+
+    def visible(self, s_q: int, s_k: int, b: int = 1) -> Tensor:
+        """The whole mask as a bool tensor (b, s_q, s_k), True where a query may attend: for pictures and small checks."""
+        device = self.records[0].device if self.records else torch.device("cpu")
+        extent = Extent.of(s_q, s_k, None, None, device)
+        at = torch.arange(b, device=device)[:, None, None], extent.q_idx()[..., None], torch.arange(s_k, device=device)
+        return self.sees(extent, *at).expand(b, s_q, s_k)
+
+    def draw(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0) -> str:
+        """Rows are queries, columns keys: `■` visible, `·` hidden.
+
+        >>> print(causal().draw(2, 4))
+        causal
+        ■ ■ ■ ·
+        ■ ■ ■ ■
+        """
+        s_q = s_q or self._size() or 8
+        s_k = s_k or s_q
+        rows = self.visible(s_q, s_k, batch + 1)[batch].tolist()
+        return "\n".join([repr(self), *(" ".join("■" if cell else "·" for cell in row) for row in rows)])
+
+    def plot(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0, ax: Axes | None = None) -> Axes:
+        """The same picture with matplotlib; returns the axes."""
+        import matplotlib.pyplot as plt
+
+        s_q = s_q or self._size() or 64
+        s_k = s_k or s_q
+        if ax is None:
+            ax = plt.subplots()[1]
+        ax.imshow(self.visible(s_q, s_k, batch + 1)[batch].cpu().numpy(), cmap="Blues", vmin=0, vmax=1)
+        ax.set(title=repr(self), xlabel="key", ylabel="query")
+        return ax
+
+    def _size(self) -> int | None:
+        """The sequence length that the mask itself knows."""
+        return next((leaf.first.shape[1] for leaf in self.leaves() if isinstance(leaf, Documents)), None)
+
+    def __str__(self) -> str:
+        return self.draw() if (self._size() or 8) <= 64 else repr(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """`i + off - left <= j <= i + off + right`; None is unbounded."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "causal" if self.left is None and self.right == 0 else "window"
+
+    def _bounds(self) -> tuple[int, int]:
+        return (
+            UNBOUNDED if self.left is None else self.left,
+            UNBOUNDED if self.right is None else self.right,
+        )
+
+    def _ints(self) -> list[int]:
+        return [] if self.kind == "causal" else list(self._bounds())
+
+    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        left, right = self._bounds()
+        diagonal = q_idx + _offset(extent, b)
+        return (kv_idx >= diagonal - left) & (kv_idx <= diagonal + right)
+
+    def hull(self, extent: Extent) -> Interval:
+        left, right = self._bounds()
+        diagonal = extent.q_idx() + extent.keys - extent.rows
+        return Interval(diagonal - left, diagonal + right + 1)
+
+    def __repr__(self) -> str:
+        return "causal" if self.kind == "causal" else f"window({self.left},{self.right})"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """`j < n` or `j <= i + off`."""
+
+    n: int | Tensor
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "prefixes" if isinstance(self.n, Tensor) else "prefix"
+
+    def _ints(self) -> list[int]:
+        return [] if isinstance(self.n, Tensor) else [self.n]
+
+    def _records(self) -> list[Tensor]:
+        return [self.n] if isinstance(self.n, Tensor) else []
+
+    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        n = self.n[b] if isinstance(self.n, Tensor) else self.n
+        return (kv_idx < n) | (kv_idx <= q_idx + _offset(extent, b))
+
+    def hull(self, extent: Extent) -> Interval:
+        n = self.n[:, None] if isinstance(self.n, Tensor) else self.n
+        hi = (extent.q_idx() + extent.keys - extent.rows + 1).clamp(min=n)
+        return Interval(torch.zeros_like(hi), hi)
+
+    def __repr__(self) -> str:
+        return f"prefix({list(self.n.shape) if isinstance(self.n, Tensor) else self.n})"
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """`ids[b, i] == ids[b, j]`, with the hull of every document found once, when the mask is made.
+
+    Every field is (b, s): `ids` int32, renumbered; `first` and `stop` int32, the interval from the first to behind the
+    last token of the row's document; `solid` bool, whether that interval holds no other document's token.
+    """
+
+    kind: ClassVar[str] = "documents"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    ids: Tensor
+    first: Tensor
+    stop: Tensor
+    solid: Tensor
+
+    def _records(self) -> list[Tensor]:
+        return [self.ids, self.first, self.stop, self.solid]
+
+    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        b = b if self.ids.shape[0] > 1 else torch.zeros_like(b)  # one row of ids for the whole batch
+        return self.ids[b, q_idx] == self.ids[b, kv_idx]
+
+    def hull(self, extent: Extent) -> Interval:
+        return Interval(self.first, self.stop)
+
+    def core(self, extent: Extent) -> Interval:
+        return Interval(self.first, torch.where(self.solid, self.stop, self.first))
+
+    def __repr__(self) -> str:
+        return "documents"
+
+
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    """Both."""
+
+    parts: tuple[Mask, ...]
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "&".join(part.kind if not isinstance(part, Or) else f"({part.kind})" for part in self.parts)
+
+    @property
+    def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(part.exact for part in self.parts)
+
+    def leaves(self) -> Iterator[Mask]:
+        for part in self.parts:
+            yield from part.leaves()
+
+    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = self.parts[0].sees(extent, b, q_idx, kv_idx)
+        for part in self.parts[1:]:
+            seen = seen & part.sees(extent, b, q_idx, kv_idx)
+        return seen
+
+    def hull(self, extent: Extent) -> Interval:
+        made = self.parts[0].hull(extent)
+        for part in self.parts[1:]:
+            made = made.intersection(part.hull(extent))
+        return made
+
+    def core(self, extent: Extent) -> Interval:
+        made = self.parts[0].core(extent)
+        for part in self.parts[1:]:
+            made = made.intersection(part.core(extent))
+        return made
+
+    def __repr__(self) -> str:
+        return "&".join(repr(part) if not isinstance(part, Or) else f"({part!r})" for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Mask):
+    """Either. The hull of two intervals that need not touch, so `sees` decides inside it."""
+
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    parts: tuple[Mask, ...]
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "|".join(part.kind for part in self.parts)
+
+    def leaves(self) -> Iterator[Mask]:
+        for part in self.parts:
+            yield from part.leaves()
+
+    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = self.parts[0].sees(extent, b, q_idx, kv_idx)
+        for part in self.parts[1:]:
+            seen = seen | part.sees(extent, b, q_idx, kv_idx)
+        return seen
+
+    def hull(self, extent: Extent) -> Interval:
+        made = self.parts[0].hull(extent).clipped(extent)
+        for part in self.parts[1:]:
+            made = made.hull(part.hull(extent).clipped(extent))
+        return made
+
+    def core(self, extent: Extent) -> Interval:
+        made = self.parts[0].core(extent).clipped(extent)
+        for part in self.parts[1:]:
+            made = made.union(part.core(extent).clipped(extent))
+        return made
+
+    def __repr__(self) -> str:
+        return "|".join(map(repr, self.parts))
+
+
+def causal() -> Mask:
+    """Row i sees keys `j <= i + off` with `off = s_k - s_q`: the diagonal ends in the bottom right corner.
+
+    ```
+    s_q = s_k = 4      s_q = 2, s_k = 4      s_q = 4, s_k = 2
+    ■ · · ·            ■ ■ ■ ·               · ·
+    ■ ■ · ·            ■ ■ ■ ■               · ·
+    ■ ■ ■ ·                                  ■ ·
+    ■ ■ ■ ■                                  ■ ■
+    ```
+    Rows that see no key give `out = 0`, `lse = -inf` and zero gradients.
+
+    >>> print(causal().draw(4))
+    causal
+    ■ · · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    ■ ■ ■ ■
+    """
+    return Window(None, 0)
+
+
+def window(left: int | None, right: int | None) -> Mask:
+    """Row i sees keys `i + off - left <= j <= i + off + right`, with `off = s_k - s_q`; None is unbounded.
+
+    A causal sliding window over the last n tokens, the current one included, is `window(n - 1, 0)`.
+
+    Raises:
+        ValueError: a bound that is negative.
+        TypeError: a bound that is neither an integer nor None.
+
+    >>> print(window(1, 0).draw(4))
+    window(1,0)
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
+    """
+    return Window(_bound("left", left), _bound("right", right))
+
+
+def prefix(n: int | Tensor) -> Mask:
+    """Every row sees the first n keys, and the causal ones besides: `j < n or j <= i + off` (prefix-LM).
+
+    Args:
+        n: one length for all, or a (b,) integer tensor on q's device, one for each batch row.
+
+    Raises:
+        ValueError: a negative length, or a tensor that is not an integer vector.
+
+    >>> print(prefix(2).draw(4))
+    prefix(2)
+    ■ ■ · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    ■ ■ ■ ■
+    """
+    if isinstance(n, Tensor):
+        if n.dim() != 1 or n.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"prefix lengths must be an int32 or int64 tensor (b,), got {n.dtype} {tuple(n.shape)}")
+        return Prefix(n)
+    if _bound("n", n) is None:
+        raise TypeError("prefix(n) needs an integer or a (b,) integer tensor")
+    return Prefix(n)
+
+
+def documents(ids: Tensor) -> Mask:
+    """Row i sees key j of the same document: `ids[b, i] == ids[b, j]`, for packed training batches with s_q = s_k.
+
+    The ids need not be sorted, nor be in one piece. Each document's extent is found here, once, on the ids' device:
+    make one mask per batch and use it in every layer.
+
+    Args:
+        ids: (b, s) integer tensor on q's device, or (1, s) for all batch rows.
+
+    Raises:
+        ValueError: ids that are not a two-dimensional integer tensor.
+
+    >>> print((documents(torch.tensor([[7, 7, 3, 3]])) & causal()).draw())
+    documents&causal
+    ■ · · ·
+    ■ ■ · ·
+    · · ■ ·
+    · · ■ ■
+    """
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+        raise ValueError(f"document ids must be an integer tensor (b, s), got {got}")
+    if ids.shape[1] == 0:
+        nothing = ids.to(torch.int32)
+        return Documents(nothing, nothing, nothing, nothing.bool())
+    # Sorting brings a document's tokens together in order of position; a run of equal ids is a document.
+    ordered, place = ids.long().sort(dim=1, stable=True)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    number = starts.long().cumsum(1) - 1
+    count = torch.zeros_like(number).scatter_add_(1, number, torch.ones_like(number))
+    first = torch.full_like(number, ids.shape[1]).scatter_reduce_(1, number, place, "amin")
+    last = torch.zeros_like(number).scatter_reduce_(1, number, place, "amax")
+    compact = torch.empty_like(number).scatter_(1, place, number)
+    start, stop = first.gather(1, compact), last.gather(1, compact) + 1
+    solid = stop - start == count.gather(1, compact)
+    return Documents(compact.int(), start.int(), stop.int(), solid)
+
+
+def _offset(extent: Extent, b: Tensor) -> Tensor:
+    off = (extent.keys - extent.rows)[:, 0]
+    return off[b] if off.shape[0] > 1 else off[0]
+
+
+def _bound(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer or None, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}; None means unbounded")
+    return None if value >= UNBOUNDED else value
+
+
+# One spelling: documents, then prefixes, then unions, then the window.
+_RANK = {Documents: 0, Prefix: 1, Or: 2, Window: 3}
+
+
+def _intersection(a: Mask, b: Mask) -> Mask:
+    parts = [*(a.parts if isinstance(a, And) else [a]), *(b.parts if isinstance(b, And) else [b])]
+    windows = [part for part in parts if isinstance(part, Window)]
+    others = sorted((part for part in parts if not isinstance(part, Window)), key=lambda part: _RANK[type(part)])
+    if windows:
+        left = min(part._bounds()[0] for part in windows)
+        right = min(part._bounds()[1] for part in windows)
+        others.append(Window(_bound("left", left), _bound("right", right)))
+    return others[0] if len(others) == 1 else And(tuple(others))
+
+
+def _union(a: Mask, b: Mask) -> Mask:
+    parts = [*(a.parts if isinstance(a, Or) else [a]), *(b.parts if isinstance(b, Or) else [b])]
+    windows = [part for part in parts if isinstance(part, Window)]
+    prefixes = [part for part in parts if isinstance(part, Prefix)]
+    others = [part for part in parts if not isinstance(part, (Window, Prefix))]
+    if windows:  # all hold the diagonal, so their union is a window
+        left = max(part._bounds()[0] for part in windows)
+        right = max(part._bounds()[1] for part in windows)
+        merged = Window(_bound("left", left), _bound("right", right))
+        if not (prefixes and right == 0):  # a prefix is causal besides
+            others.append(merged)
+    parts = prefixes + others
+    return parts[0] if len(parts) == 1 else Or(tuple(parts))
+
+
+@lru_cache(maxsize=512)
+def _parsed(kind: str) -> Any:
+    """`documents&(prefix|window)` as nested tuples: ("&", "documents", ("|", "prefix", "window"))."""
+    tokens = re.findall(r"[a-z_]+|[&|()]", kind)
+    if "".join(tokens) != kind:
+        raise ValueError(f"not a mask: {kind!r}")
+
+    def level(operators: str) -> Any:
+        parts = [level(operators[1:]) if len(operators) > 1 else atom()]
+        while tokens and tokens[0] == operators[0]:
+            tokens.pop(0)
+            parts.append(level(operators[1:]) if len(operators) > 1 else atom())
+        return parts[0] if len(parts) == 1 else (operators[0], *parts)
+
+    def atom() -> Any:
+        token = tokens.pop(0) if tokens else ""
+        if token == "(":
+            inner = level("|&")
+            if not tokens or tokens.pop(0) != ")":
+                raise ValueError(f"not a mask: {kind!r}")
+            return inner
+        if token not in KINDS:
+            raise ValueError(f"unknown mask {token!r} in {kind!r}; the kinds are {', '.join(KINDS)}")
+        return token
+
+    tree = level("|&")
+    if tokens:
+        raise ValueError(f"not a mask: {kind!r}")
+    return tree
+
+
+KINDS = ("causal", "window", "prefix", "prefixes", "documents")
+
+
+def is_kind(text: str) -> bool:
+    """Whether `text` spells a mask, as `Mask.kind` does."""
+    try:
+        _parsed(text)
+    except ValueError:
+        return False
+    return True
+
+
+def from_records(kind: str, ints: list[int], records: list[Tensor]) -> Mask | None:
+    """The inverse of `kind`, `ints` and `records`; takes what it needs from the front of both lists."""
+
+    def build(tree: Any) -> Mask:
+        match tree:
+            case ("&", *parts):
+                return And(tuple(build(part) for part in parts))
+            case ("|", *parts):
+                return Or(tuple(build(part) for part in parts))
+            case "causal":
+                return Window(None, 0)
+            case "window":
+                return Window(_bound("left", ints.pop(0)), _bound("right", ints.pop(0)))
+            case "prefix":
+                return Prefix(ints.pop(0))
+            case "prefixes":
+                return Prefix(records.pop(0))
+            case _:
+                return Documents(records.pop(0), records.pop(0), records.pop(0), records.pop(0))
+
+    return None if kind == "none" else build(_parsed(kind))

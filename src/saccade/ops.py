@@ -1,0 +1,191 @@
+"""The registered operators: schema, fakes, autograd and flop formulas around the backends.
+
+`saccade::forward` is opaque to torch.compile. A Problem passes through its schema flat: the tensors of the layout and
+the mask as `records`, one text that says what they are (`problem.Header`), and the runtime numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.utils.flop_counter import register_flop_formula
+
+from saccade import dispatch
+from saccade.backends import Saved
+from saccade.layouts import Dense, empty_like_rows
+from saccade.problem import Header
+
+_library = torch.library.Library("saccade", "DEF")
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] records, str header, SymInt[] ints, float[] floats"
+_library.define(f"forward({_ARGUMENTS}, bool lse) -> (Tensor out, Tensor lse)")
+_library.define(
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    records: list[Tensor],
+    header: Header,
+    ints: list[int],
+    floats: list[float],
+    lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """out in q's layout and lse (b, h_q, s_q); lse is empty, (0,), when neither the caller nor a backward needs it."""
+    return torch.ops.saccade.forward(q, k, v, sink, records, str(header), ints, floats, lse)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, records: Any, header: str, ints: Any, floats: Any, lse: bool
+) -> tuple[Tensor, Tensor]:
+    parsed = Header.parse(header)
+    problem = parsed.problem(q, k, v, sink, records, ints, floats)
+    plan = dispatch.plan(problem.spec, parsed.backend)
+    out, found = plan.module.forward(problem, lse)
+    return problem.layout.ordered(out), q.new_empty(0, dtype=problem.lse_dtype()) if found is None else found
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    records: Any,
+    header: str,
+    ints: Any,
+    floats: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = Header.parse(header)
+    problem = parsed.problem(q, k, v, sink, records, ints, floats)
+    plan = dispatch.plan(problem.spec, parsed.backend)
+    layout = problem.layout
+    saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse)
+    dq, dk, dv, dsink = plan.module.backward(problem, saved)
+    none = q.new_empty(0) if dsink is None else dsink
+    return layout.ordered(dq), layout.ordered(dk), layout.ordered(dv), none
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, records: Any, header: str, ints: Any, floats: Any, lse: bool
+) -> tuple[Tensor, Tensor]:
+    layout = Dense(Header.parse(header).layout.split(",")[0])
+    rows = layout.canonical(q)
+    out = layout.ordered(empty_like_rows(rows, v.shape[-1]))
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(rows.shape[:-1] if lse else (0,), dtype=dtype)
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Any, out: Any, lse: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layout = Dense(Header.parse(rest[1]).layout.split(",")[0])
+
+    def gradient(x: Tensor) -> Tensor:
+        return layout.ordered(empty_like_rows(layout.canonical(x), x.shape[-1]))
+
+    return gradient(q), gradient(k), gradient(v), q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+# At the operators' Autograd key torch.func has already peeled one level off, so these are single-level functions:
+# the plain ones would start the peeling again.
+class _Attention(torch.autograd.function._SingleLevelFunction):
+    @staticmethod
+    def forward(q, k, v, sink, records, header, ints, floats):  # pyright: ignore
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # pyright: ignore
+        q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats = inputs
+        ctx.save_for_backward(q, k, v, sink, *output, *records)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # pyright: ignore
+        q, k, v, sink, out, lse, *records = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 8
+        dout = torch.zeros_like(out) if dout is None else dout
+        gradients = torch.ops.saccade.backward(
+            dout, dlse, out, lse, q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats
+        )
+        gradients = [given if wanted else None for given, wanted in zip(gradients, ctx.needs_input_grad, strict=False)]
+        return (*gradients, None, None, None, None)
+
+
+class _Gradient(torch.autograd.function._SingleLevelFunction):
+    """The backward operator's own autograd: differentiating it is an error, not silence."""
+
+    @staticmethod
+    def forward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):  # pyright: ignore
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.saccade.backward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # pyright: ignore
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):  # pyright: ignore
+        raise RuntimeError(
+            "saccade.attention cannot be differentiated twice by its fused backends; "
+            'backend="reference" can, in memory for the whole score matrix'
+        )
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _forward_autograd(q, k, v, sink, records, header, ints, floats, lse):  # pyright: ignore
+    if _needs_gradient(q, k, v, sink):
+        with enable_single_level_autograd_function():
+            return _Attention.apply(q, k, v, sink, records, header, ints, floats)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, lse)
+
+
+def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):  # pyright: ignore
+    if _needs_gradient(dout, dlse, out, lse, q, k, v, sink):
+        with enable_single_level_autograd_function():
+            return _Gradient.apply(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.saccade.backward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
+
+
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+_library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("backward", _backward_autograd, "Autograd")
+torch.library.register_fake("saccade::forward", _fake_forward, lib=_library)
+torch.library.register_fake("saccade::backward", _fake_backward, lib=_library)
+
+
+def _products(q_shape: Any, k_shape: Any, v_shape: Any, header: str) -> tuple[int, int]:
+    """Multiply-adds of q k^T and of p v, hidden pairs counted too, as torch counts them for its own attention."""
+    dims = {name: Header.parse(header).layout.split(",")[0].index(name) for name in "bhs"}
+    b, h, s = (q_shape[dims[name]] for name in "bhs")
+    pairs = b * h * s * k_shape[dims["s"]]
+    return pairs * q_shape[-1], pairs * v_shape[-1]
+
+
+@register_flop_formula(torch.ops.saccade.forward)
+def _forward_flops(q_shape, k_shape, v_shape, sink_shape, records, header, *args, out_shape=None, **kwargs) -> int:  # pyright: ignore
+    scores, values = _products(q_shape, k_shape, v_shape, header)
+    return 2 * (scores + values)
+
+
+@register_flop_formula(torch.ops.saccade.backward)
+def _backward_flops(dout, dlse, out, lse, q_shape, k_shape, v_shape, sink, records, header, *args, **kwargs) -> int:  # pyright: ignore
+    scores, values = _products(q_shape, k_shape, v_shape, header)
+    return 2 * (3 * scores + 2 * values)

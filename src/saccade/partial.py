@@ -1,0 +1,68 @@
+"""The result of attention over some of the keys, and how two of them become one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.layouts import Dense
+
+
+class Partial(NamedTuple):
+    """`out` and the log-sum-exp that it was normalised with; Partials over disjoint keys `merge`."""
+
+    out: Tensor
+    """softmax(scores) v, in the layout and dtype of q."""
+    lse: Tensor
+    """log sum exp(scores): natural log, float32 (float64 for float64 inputs), (b, h_q, s_q) whatever the layout."""
+
+
+def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
+    """`lse = log sum_i exp(lse_i)`, `out = sum_i exp(lse_i - lse) out_i`: attention over the union of disjoint keys.
+
+    Split-KV decoding, shared prefixes and ring attention are all this one function. Differentiable in every `out` and
+    `lse`; exact to rounding for any split of the keys. Of the Partials exactly one may carry a sink.
+
+    Args:
+        partials: as `attention(..., return_lse=True)` returns them, all of one shape.
+        layout: the Dense layout that `out` is in; its order says where the heads and rows are. Default "bhsd".
+
+    Returns:
+        A Partial with the first one's dtypes. Rows that no Partial has keys for are `out = 0`, `lse = -inf`.
+
+    Raises:
+        ValueError: no Partials, or shapes that do not fit one another.
+
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> from saccade import attention
+    >>> left = attention(q, k[:, :, :3], v[:, :, :3], return_lse=True)
+    >>> right = attention(q, k[:, :, 3:], v[:, :, 3:], return_lse=True)
+    >>> torch.allclose(merge(left, right).out, attention(q, k, v), atol=1e-5)
+    True
+    """
+    if not partials:
+        raise ValueError("merge needs at least one Partial")
+    layout = layout or Dense()
+    dtype, first = partials[0].lse.dtype, layout.canonical(partials[0].out)
+    for out, lse in partials:
+        rows = tuple(layout.canonical(out).shape[:-1])
+        if out.shape != partials[0].out.shape or lse.shape != partials[0].lse.shape or rows != tuple(lse.shape):
+            shapes = ", ".join(f"out {tuple(o.shape)} with lse {tuple(m.shape)}" for o, m in partials)
+            raise ValueError(
+                f"merge needs Partials of one shape, out {layout.order} and lse (b, h, s), got {shapes}; "
+                "say layout=Dense('bshd') or Dense('sbhd') when out is in that order"
+            )
+    lses = torch.stack([lse for _, lse in partials])
+    top = lses.amax(0).detach()
+    top = torch.where(top == -torch.inf, 0, top)
+    weights = (lses - top).exp()
+    total = weights.sum(0)
+    empty = total == 0
+    weights = weights / torch.where(empty, 1, total)
+    out = torch.zeros_like(first, dtype=dtype)
+    for weight, partial in zip(weights, partials, strict=True):
+        out = out + weight[..., None] * layout.canonical(partial.out).to(dtype)
+    lse = torch.where(empty, -torch.inf, top + torch.where(empty, 1, total).log())
+    return Partial(layout.ordered(out).to(partials[0].out.dtype), lse)

@@ -1,0 +1,118 @@
+"""One call as a backend sees it, and the flat form in which it passes through a registered operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from saccade import hardware, masks, scores
+from saccade.layouts import Dense
+from saccade.masks import Extent, Mask
+from saccade.scores import ScoreMod
+from saccade.spec import DTYPES, Spec
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """`out = softmax(mask(score_mod(scale q k^T)), with sink) v`, all of it."""
+
+    q: Tensor
+    """(b, h_q, s_q, d), a view of the user's tensor"""
+    k: Tensor
+    """(b, h_k, s_k, d)"""
+    v: Tensor
+    """(b, h_k, s_k, d_v)"""
+    sink: Tensor | None
+    """(h_q)"""
+    mask: Mask | None
+    score: ScoreMod | None
+    layout: Dense
+    scale: float
+    deterministic: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
+
+    @cached_property
+    def extent(self) -> Extent:
+        used = self.layout.seqused_q, self.layout.seqused_k
+        return Extent.of(self.q.shape[2], self.k.shape[2], *used, self.q.device)
+
+    @cached_property
+    def spec(self) -> Spec:
+        return Spec(
+            dtype=DTYPES[self.q.dtype],
+            d=self.q.shape[3],
+            d_v=self.v.shape[3],
+            group=self.group,
+            layout="padded" if self.layout.records else "dense",
+            mask=self.mask.kind if self.mask else "none",
+            score=self.score.kind if self.score else "none",
+            sink=self.sink is not None,
+            deterministic=self.deterministic,
+            aligned=all(_aligned(x) for x in (self.q, self.k, self.v)),
+            device=hardware.name(self.q.device),
+        )
+
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Header:
+    """The static part of a flattened Problem, with one text form: what the records that travel beside it are."""
+
+    layout: str = "bhsd"
+    mask: str = "none"
+    score: str = "none"
+    backend: str = "auto"
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        flag = "deterministic" if self.deterministic else "any_order"
+        return f"{self.layout} {self.mask} {self.score} {self.backend} {flag}"
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def parse(text: str) -> Header:
+        *words, flag = text.split(" ")
+        return Header(*words, deterministic=flag == "deterministic")
+
+    def problem(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        records: list[Tensor],
+        ints: list[int],
+        floats: list[float],
+    ) -> Problem:
+        """The Problem whose layout, mask and score were flattened to (`records`, `ints`, `floats`)."""
+        records, ints, floats = list(records), list(ints), list(floats)
+        layout = Dense.from_records(self.layout, records)
+        return Problem(
+            q=layout.canonical(q),
+            k=layout.canonical(k),
+            v=layout.canonical(v),
+            sink=sink,
+            layout=layout,
+            mask=masks.from_records(self.mask, ints, records),
+            scale=floats.pop(0),
+            score=scores.from_records(self.score, floats),
+            deterministic=self.deterministic,
+        )
+
+
+def _aligned(x: Tensor) -> bool:
+    size = x.element_size()
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(stride * size % 16 == 0 for stride, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+    )

@@ -1,0 +1,50 @@
+"""The oracle: the definition of the function, in plain PyTorch, differentiated by PyTorch.
+
+It holds the whole score matrix, runs on any device in any dtype up to float64, and is a backend only by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.problem import Problem
+
+
+def attention(problem: Problem) -> tuple[Tensor, Tensor]:
+    """`out = softmax(mask(score_mod(scale q k^T))) v` and `lse = log sum exp`, every step in the dtype of q.
+
+    Returns:
+        out (b, h_q, s_q, d_v) in q's dtype, and lse (b, h_q, s_q), natural log, float32 or float64.
+    """
+    extent, device = problem.extent, problem.q.device
+    b = torch.arange(problem.q.shape[0], device=device)[:, None, None, None]
+    h = torch.arange(problem.q.shape[1], device=device)[:, None, None]
+    q_idx, kv_idx = torch.arange(extent.s_q, device=device)[:, None], torch.arange(extent.s_k, device=device)
+
+    # Rows that are not in use hold anything, NaN included: they are replaced, not multiplied by zero.
+    in_use = (q_idx < extent.rows[..., None])[:, None]
+    key_in_use = (kv_idx[:, None] < extent.keys[..., None])[:, None]
+    q = torch.where(in_use, problem.q, 0)
+    k, v = (torch.where(key_in_use, x, 0).repeat_interleave(problem.group, dim=1) for x in (problem.k, problem.v))
+
+    visible = in_use & key_in_use.mT
+    if problem.mask is not None:
+        visible = visible & problem.mask.sees(extent, b, q_idx, kv_idx)
+    score = q @ k.mT * problem.scale
+    if problem.score is not None:
+        score = problem.score(score, b, h, q_idx, kv_idx)
+    score = torch.where(visible, score, -torch.inf)
+    if problem.sink is not None:  # one more column, whose value is zero
+        column = problem.sink.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)
+        score = torch.cat([score, torch.where(in_use, column, -torch.inf)], dim=-1)
+
+    top = score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_zeros(*score.shape[:-1], 1)
+    top = torch.where(top == -torch.inf, 0, top)
+    weight = (score - top).exp()
+    total = weight.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1, total)
+    out = (weight / total)[..., : extent.s_k] @ v
+    lse = torch.where(empty, -torch.inf, top + total.log())[..., 0]
+    return torch.where(in_use, out, 0), lse.to(problem.lse_dtype())

@@ -1,0 +1,106 @@
+"""Everything static about a call, in one frozen record with one text form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from saccade import masks, scores
+
+DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a kernel is compiled and chosen for. Lengths, batch and head counts, window bounds and scale are not here.
+
+    The text form is the cache key, the test id, the benchmark row and the header of an error:
+
+    >>> print(Spec("bf16", d=128, group=4, mask="causal", score="softcap", device="sm90"))
+    bf16 group4 d128 dense causal softcap sm90
+    >>> Spec.parse("bf16 group4 d128 causal sm90") == Spec("bf16", d=128, group=4, mask="causal", device="sm90")
+    True
+    """
+
+    dtype: str
+    d: int
+    d_v: int = 0
+    """0 stands for d_v = d and is replaced by it."""
+    group: int = 1
+    """Query heads per key head."""
+    layout: str = "dense"
+    """`dense`, or `padded`: dense with used lengths per batch row."""
+    mask: str = "none"
+    score: str = "none"
+    sink: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    aligned: bool = False
+    """Pointers and strides of q, k and v are multiples of 16 bytes, as bulk copies need them."""
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.d_v:
+            object.__setattr__(self, "d_v", self.d)
+
+    def __str__(self) -> str:
+        words = [self.dtype]
+        if self.group != 1:
+            words.append(f"group{self.group}")
+        words.append(f"d{self.d}" if self.d == self.d_v else f"d{self.d}/{self.d_v}")
+        words.append(self.layout)
+        words += [word for word in (self.mask, self.score) if word != "none"]
+        words += [flag for flag in FLAGS if getattr(self, flag)]
+        return " ".join([*words, self.device])
+
+    @staticmethod
+    def parse(text: str) -> Spec:
+        """The Spec that prints as `text`; words may come in any order, and all but dtype and d have defaults.
+
+        Raises:
+            ValueError: a word that is no dtype, size, layout, mask, score, flag or device; a missing dtype or d.
+        """
+        found: dict[str, Any] = {}
+        for word in text.split():
+            if word in TORCH_DTYPES:
+                found["dtype"] = word
+            elif match := re.fullmatch(r"group(\d+)", word):
+                found["group"] = int(match[1])
+            elif match := re.fullmatch(r"d(\d+)(?:/(\d+))?", word):
+                found["d"], found["d_v"] = int(match[1]), int(match[2] or match[1])
+            elif word in LAYOUTS:
+                found["layout"] = word
+            elif word in FLAGS:
+                found[word] = True
+            elif word in scores.KINDS:
+                found["score"] = word
+            elif re.fullmatch(r"cpu|cuda|mps|xpu|meta|sm\d+|gfx\w+", word):
+                found["device"] = word
+            elif masks.is_kind(word):
+                found["mask"] = word
+            else:
+                raise ValueError(
+                    f"unknown word {word!r} in the spec {text!r}; a spec reads like "
+                    "'bf16 group4 d128 dense documents&causal softcap sink cpu': a dtype "
+                    f"({', '.join(TORCH_DTYPES)}), groupN, dN or dN/M, a layout ({', '.join(LAYOUTS)}), a mask of "
+                    f"{', '.join(masks.KINDS)} with & and |, a score ({', '.join(scores.KINDS)}), "
+                    f"{', '.join(FLAGS)}, a device (cpu, sm90, …)"
+                )
+        if missing := [name for name in ("dtype", "d") if name not in found]:
+            raise ValueError(f"the spec {text!r} lacks {' and '.join(missing)}; the shortest spec reads like 'bf16 d128'")
+        return Spec(**found)
+
+
+LAYOUTS = ("dense", "padded")
+FLAGS = tuple(field.name for field in fields(Spec) if field.type == "bool")
