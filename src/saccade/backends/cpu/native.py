@@ -69,16 +69,13 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
 
     q, dout, out = (members(x.float()) for x in (problem.q, saved.dout, saved.out))
     k, v, lse = problem.k.float(), problem.v.float(), members(saved.lse)
-    dq = empty_like_rows(problem.q, problem.q.shape[3])
-    dk, dv = (empty_like_rows(x, x.shape[3], torch.float32).zero_() for x in (problem.k, problem.v))
+    dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
+    dk_sum = dv_sum = None
     for member in range(problem.group):
-        gradients = _backward(
-            *(dout[:, :, member], q[:, :, member], k, v, out[:, :, member], lse[:, :, member]),
-            *(0.0, problem.mask is not None),
-            scale=problem.scale,
-        )
-        members(dq)[:, :, member] = gradients[0]
-        dk += gradients[1]
-        dv += gradients[2]
-    dtype = problem.q.dtype
-    return dq, dk.to(dtype), dv.to(dtype), sink.gradient(problem, saved, sink.delta(saved) if problem.sink is not None else lse)
+        tensors = dout[:, :, member], q[:, :, member], k, v, out[:, :, member], lse[:, :, member]
+        found = _backward(*tensors, 0.0, problem.mask is not None, scale=problem.scale)
+        members(dq)[:, :, member] = found[0]
+        dk_sum = found[1] if dk_sum is None else dk_sum.add_(found[1])
+        dv_sum = found[2] if dv_sum is None else dv_sum.add_(found[2])
+    delta = saved.lse if problem.sink is None else sink.delta(saved)
+    return dq, dk.copy_(dk_sum), dv.copy_(dv_sum), sink.gradient(problem, saved, delta)

@@ -87,9 +87,13 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
             dq_sum = torch.zeros_like(q, dtype=total)
             for part in grid.parts(tile):
                 raw, slope = grid.score(q, k, heads, part, derivative=True)
-                p = _probability(grid.hide(raw, heads, part), row_lse, whole=part.keys == tile.keys and grid.plain)
+                whole = part.keys == tile.keys and grid.plain
+                p = _probability(grid.hide(raw, heads, part), row_lse, whole)
                 dp = torch.bmm(dout, v[:, part.keys].mT)
-                ds = _score_gradient(p, dp, row_delta)
+                if whole and saved.dlse is None:  # one pass, float32 inside, finds delta itself
+                    ds = torch._softmax_backward_data(dp, p, -1, dp.dtype)
+                else:
+                    ds = dp.sub_(row_delta).mul_(p)
                 if slope is not None:
                     ds = ds.mul_(slope)
                 dv_sum[:, part.keys] += torch.bmm(p.mT, dout)
@@ -109,11 +113,6 @@ def _probability(score: Tensor, lse: Tensor, whole: bool) -> Tensor:
     if whole:
         return torch.softmax(score, -1)
     return score.float().sub_(lse).exp_().to(score.dtype)
-
-
-def _score_gradient(p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
-    """p (dp - delta), in dp's memory."""
-    return dp.sub_(delta).mul_(p)
 
 
 class _Softmax:
@@ -257,14 +256,11 @@ class _Grid:
         score = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=self.problem.scale)
         if self.problem.score is None:
             return score, None
-        batch, h = heads.batch, heads.heads
-        group = self.problem.group
-        b_idx = torch.arange(batch.start, batch.stop)[:, None, None, None]
-        h_idx = torch.arange(h.start * group, h.stop * group)[:, None, None]
-        at = b_idx, h_idx, torch.arange(tile.rows.start, tile.rows.stop)[:, None], torch.arange(
-            tile.keys.start, tile.keys.stop
-        )
-        scaled = score.view(len(b_idx), len(h_idx), -1, score.shape[-1])
+        b_idx = torch.arange(heads.batch.start, heads.batch.stop)[:, None, None, None]
+        h_idx = torch.arange(heads.heads.start * self.problem.group, heads.heads.stop * self.problem.group)
+        q_idx, kv_idx = torch.arange(tile.rows.start, tile.rows.stop), torch.arange(tile.keys.start, tile.keys.stop)
+        at = b_idx, h_idx[:, None, None], q_idx[:, None], kv_idx
+        scaled = score.view(len(b_idx), len(h_idx), len(q_idx), len(kv_idx))
         slope = self.problem.score.derivative(scaled, *at).view_as(score) if derivative else None
         return self.problem.score(scaled, *at).view_as(score), slope
 
