@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from saccade import dispatch, ops, reference
+from saccade import dispatch, ops
 from saccade.dispatch import Unsupported
-from saccade.layouts import Dense
+from saccade.layouts import ORDERS, Dense
 from saccade.masks import Documents, Mask
 from saccade.partial import Partial
 from saccade.problem import Header, Problem
@@ -115,24 +114,19 @@ def attention(
     >>> lse.shape, lse.dtype
     (torch.Size([2, 8, 128]), torch.float32)
     """
-    problem = _problem(q, k, v, mask, score_mod, layout, scale, sink, dropout_p, deterministic)
-    if backend == "reference":
-        dispatch.plan(problem.spec, backend)
-        out, lse = reference.attention(problem)
-        out = layout.ordered(out)
-        return Partial(out, lse) if return_lse else out
-    header = Header(
-        layout.text,
-        "none" if mask is None else mask.kind,
-        "none" if score_mod is None else score_mod.kind,
-        backend,
-        problem.deterministic,
-    )
-    records = layout.records if mask is None else [*layout.records, *mask.records]
-    ints = [] if mask is None else mask.ints
-    floats = [problem.scale] if score_mod is None else [problem.scale, *score_mod.floats]
-    q, k, v = (layout.ordered(x) for x in (problem.q, problem.k, problem.v))
-    out, lse = ops.forward(q, k, v, sink, records, header, ints, floats, return_lse)
+    q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    if backend == "reference" or ops.runs_directly(q, k, v, sink):
+        operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
+        problem = Problem(*operands, sink, mask, score_mod, layout, scale, deterministic)
+        out, lse = ops.execute(problem, backend, return_lse)
+    else:
+        kinds = "none" if mask is None else mask.kind, "none" if score_mod is None else score_mod.kind
+        header = str(Header(layout.text, *kinds, backend, deterministic))
+        records = [*layout.records, *mask.records] if mask else layout.records
+        floats = [scale, *score_mod.floats] if score_mod else [scale]
+        out, lse = ops.forward(q, k, v, sink, records, header, mask.ints if mask else [], floats, return_lse)
     return Partial(out, lse) if return_lse else out
 
 
@@ -175,6 +169,7 @@ def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords:
 
     >>> print(explain("fp32 d64 causal cpu"))
     fp32 d64 dense causal cpu
+      triton: runs on sm80+, gfx90a, gfx942, gfx950, not on cpu
       cpu: chosen
       reference: runs it, not chosen
       memory besides the outputs: a few tiles of scores, at most 16 MB
@@ -197,36 +192,38 @@ def plan(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: An
 def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Spec:
     if isinstance(q, str):
         return Spec.parse(q)
-    names = "mask", "score_mod", "layout", "scale", "sink", "dropout_p", "deterministic"
-    defaults = None, None, _BHSD, None, None, 0.0, None
-    given = [keywords.pop(name, default) for name, default in zip(names, defaults, strict=True)]
-    keywords.pop("return_lse", None)
-    if keywords:
-        raise TypeError(f"attention has no argument {', '.join(keywords)}")
-    return _problem(q, *arguments, *given).spec
+    defaults = {"mask": None, "score_mod": None, "layout": _BHSD, "scale": None, "sink": None, "dropout_p": 0.0}
+    defaults |= {"return_lse": False, "deterministic": None}
+    if unknown := keywords.keys() - defaults.keys():
+        raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
+    given = defaults | keywords
+    layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
+    operands = _checked(q, *arguments, mask, score_mod, layout, sink, given["dropout_p"])
+    deterministic = given["deterministic"]
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    views = (layout.canonical(x) for x in operands)
+    return Problem(*views, sink, mask, score_mod, layout, 1.0, deterministic).spec()
 
 
-def _problem(
+def _checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
-    score_mod: ScoreMod | Callable[..., Tensor] | None,
+    score_mod: ScoreMod | None,
     layout: Dense,
-    scale: float | None,
     sink: Tensor | None,
     dropout_p: float,
-    deterministic: bool | None,
-) -> Problem:
-    """The checked Problem; every complaint quotes the shapes."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as a backend takes them, or an error that quotes their shapes. In the hot path of small calls."""
     if not isinstance(layout, Dense):
         raise TypeError(f"layout must be a Dense record, such as Dense('bshd'), got {layout!r}")
-    for name, x in {"q": q, "k": k, "v": v}.items():
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have the four dimensions {layout.order}, got shape {tuple(x.shape)}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
     q, k, v = _autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -234,42 +231,54 @@ def _problem(
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if q.dtype not in DTYPES:
         raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
-    q, k, v = (layout.canonical(x) for x in (q, k, v))
-    b, h_q, s_q, d = q.shape
-    h_k, s_k = k.shape[1:3]
-    if k.shape[0] != b or v.shape[0] != b:
-        raise ValueError(f"q, k and v must have one batch size: {shapes}")
-    if k.shape[3] != d:
-        raise ValueError(f"q and k must have one head dim: {shapes}")
-    if v.shape[1:3] != k.shape[1:3]:
-        raise ValueError(f"k and v must have the same heads and length: {shapes}")
-    if d == 0 or v.shape[3] == 0:
-        raise ValueError(f"head dims must be at least 1: {shapes}")
-    if (h_q % h_k if h_k else h_q) != 0:
-        raise ValueError(f"the query heads must be a multiple of the key heads, got {h_q} and {h_k}: {shapes}")
-    _check_records(q, k, mask, score_mod, layout, sink, shapes)
+    b_dim, h_dim, s_dim, _ = ORDERS[layout.order]
+    complaint = _complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
+    if complaint:
+        raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
+    if mask is not None or score_mod is not None or sink is not None or layout.records:
+        _check_records(q, k, v, mask, score_mod, layout, sink)
     if dropout_p:
         if not 0 <= dropout_p < 1:
             raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
         raise Unsupported(f"dropout is not offered yet by any backend, got dropout_p={dropout_p}; pass dropout_p=0.0")
-    scale = 1 / math.sqrt(d) if scale is None else float(scale)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
-    q, k, v = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (q, k, v))
-    return Problem(q, k, v, sink, mask, score_mod, layout, scale, deterministic)  # pyright: ignore[reportArgumentType]
+    return _rows(q), _rows(k), _rows(v)
+
+
+def _complaint(q: torch.Size, k: torch.Size, v: torch.Size, b: int, h: int, s: int) -> str | None:
+    """What is wrong with the shapes, whose batch, head and row dimensions are b, h and s."""
+    if not q[b] == k[b] == v[b]:
+        return "q, k and v must have one batch size"
+    if q[3] != k[3]:
+        return "q and k must have one head dim"
+    if k[h] != v[h] or k[s] != v[s]:
+        return "k and v must have the same heads and length"
+    if q[3] == 0 or v[3] == 0:
+        return "head dims must be at least 1"
+    if (q[h] % k[h] if k[h] else q[h]) != 0:
+        return f"the query heads must be a multiple of the key heads, got {q[h]} and {k[h]}"
+    return None
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Dense) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _check_records(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     mask: Mask | None,
-    score_mod: ScoreMod | Callable[..., Tensor] | None,
+    score_mod: ScoreMod | None,
     layout: Dense,
     sink: Tensor | None,
-    shapes: str,
 ) -> None:
-    b, h_q, s_q = q.shape[:3]
+    shapes = _shapes(q, k, v, layout)
+    (b, h_q, s_q), s_k = layout.canonical(q).shape[:3], layout.canonical(k).shape[2]
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
             f"mask must be a saccade mask, such as causal() & window(1023, None), got {type(mask).__name__}; "
@@ -290,9 +299,7 @@ def _check_records(
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
     for leaf in mask.leaves() if mask is not None else ():
-        if isinstance(leaf, Documents) and (
-            leaf.ids.shape[0] not in (1, b) or leaf.ids.shape[1] != s_q or s_q != k.shape[2]
-        ):
+        if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
             raise ValueError(
                 f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)} with {shapes}"
             )
@@ -301,13 +308,11 @@ def _check_records(
                 raise ValueError(f"prefix lengths must have shape ({b},), got {tuple(lengths.shape)}: {shapes}")
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast, attention runs in the low precision, as torch's own does."""
-    device = tensors[0].device.type
+    device = q.device.type
     if device not in ("cpu", "cuda", "xpu", "hpu", "mps") or not torch.is_autocast_enabled(device):
-        return tensors
+        return q, k, v
     low = torch.get_autocast_dtype(device)
-    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-
+    made = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return tuple(made)  # pyright: ignore[reportReturnType]

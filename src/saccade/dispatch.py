@@ -9,10 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from saccade.backends import Backend
+from saccade.problem import Problem
 from saccade.spec import Spec
 
 # "auto" takes the first that can; the reference runs only when it is named.
-BACKENDS = ("cpu",)
+BACKENDS = ("triton", "cpu")
 NAMES = (*BACKENDS, "reference")
 
 
@@ -50,11 +51,26 @@ def plan(spec: Spec, backend: str = "auto") -> Plan:
     raise Unsupported(refusal(spec, reasons))
 
 
+def plan_of(problem: Problem, backend: str) -> Plan:
+    """`plan(problem.spec(), backend)`, by way of the Problem's key, which costs less to make than a Spec."""
+    key = problem.key, backend
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        found = _plans[key] = plan(problem.spec(), backend)
+    return found
+
+
+_plans: dict[Any, Plan] = {}
+_PLANS = 4096
+
+
 def reasons_against(backend: str, spec: Spec) -> list[str]:
     """Why this backend does not run this Spec here; empty when it does."""
     module = _module(backend)
     obstacle = module.obstacle()
-    return [*([obstacle] if obstacle else []), *module.SUPPORT.reasons(spec)]
+    return module.SUPPORT.reasons(spec) or ([obstacle] if obstacle else [])
 
 
 def refusal(spec: Spec, reasons: dict[str, Sequence[str]]) -> str:

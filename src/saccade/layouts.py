@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,19 +49,25 @@ class Dense:
     @property
     def text(self) -> str:
         """The static part, e.g. `bshd,seqused_k`: what `records` says about the tensors that follow."""
+        if self.seqused_q is None and self.seqused_k is None:
+            return self.order
         names = [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
         return ",".join([self.order, *names])
 
     @property
     def records(self) -> list[Tensor]:
         """The tensors, in the order in which `text` names them."""
+        if self.seqused_q is None and self.seqused_k is None:
+            return []
         return [used for used in (self.seqused_q, self.seqused_k) if used is not None]
 
     @staticmethod
     def from_records(text: str, records: list[Tensor]) -> Dense:
         """The inverse of `text` and `records`; takes what it needs from the front of `records`."""
+        if text in PLAIN:
+            return PLAIN[text]
         order, *names = text.split(",")
-        return replace(Dense(order), **{name: records.pop(0) for name in names})
+        return Dense(order, **{name: records.pop(0) for name in names})
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of a tensor in this order."""
@@ -76,12 +82,18 @@ class Dense:
         return f"Dense({', '.join([repr(self.order), *used])})"
 
 
+PLAIN = {order: Dense(order) for order in ORDERS}
+"""The layouts without tensors, made once."""
+
+
 def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor of x's shape with last dimension `d`, dense, its dimensions in x's memory order.
 
     So a transposed view in gives a transposed view out, as torch's own attention does.
     """
     shape = [*x.shape[:-1], d]
+    if x.is_contiguous():
+        return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
     order = sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)) + [x.dim() - 1]
     made = torch.empty([shape[dim] for dim in order], dtype=dtype or x.dtype, device=x.device)
     return made.permute([order.index(dim) for dim in range(x.dim())])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Stands for "no bound" where bounds are plain integers. i + off -+ UNBOUNDED stays inside int32.
-UNBOUNDED = 1 << 30
+UNBOUNDED = (1 << 30) - 4
 
 
 class Extent(NamedTuple):
@@ -80,7 +80,7 @@ class Interval(NamedTuple):
         used = extent.q_idx() < extent.rows
         lo = torch.where(used, self.lo.clamp(min=0), 0)
         hi = torch.where(used, torch.minimum(self.hi, extent.keys), 0)
-        return Interval(lo, torch.maximum(lo, hi))
+        return Interval(*torch.broadcast_tensors(lo, torch.maximum(lo, hi)))
 
 
 class Mask:
@@ -190,22 +190,24 @@ class Window(Mask):
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "causal" if self.left is None and self.right == 0 else "window"
 
-    def _bounds(self) -> tuple[int, int]:
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """With UNBOUNDED for None."""
         return (
             UNBOUNDED if self.left is None else self.left,
             UNBOUNDED if self.right is None else self.right,
         )
 
     def _ints(self) -> list[int]:
-        return [] if self.kind == "causal" else list(self._bounds())
+        return [] if self.kind == "causal" else list(self.bounds)
 
     def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        left, right = self._bounds()
+        left, right = self.bounds
         diagonal = q_idx + _offset(extent, b)
         return (kv_idx >= diagonal - left) & (kv_idx <= diagonal + right)
 
     def hull(self, extent: Extent) -> Interval:
-        left, right = self._bounds()
+        left, right = self.bounds
         diagonal = extent.q_idx() + extent.keys - extent.rows
         return Interval(diagonal - left, diagonal + right + 1)
 
@@ -480,8 +482,8 @@ def _intersection(a: Mask, b: Mask) -> Mask:
     windows = [part for part in parts if isinstance(part, Window)]
     others = sorted((part for part in parts if not isinstance(part, Window)), key=lambda part: _RANK[type(part)])
     if windows:
-        left = min(part._bounds()[0] for part in windows)
-        right = min(part._bounds()[1] for part in windows)
+        left = min(part.bounds[0] for part in windows)
+        right = min(part.bounds[1] for part in windows)
         others.append(Window(_bound("left", left), _bound("right", right)))
     return others[0] if len(others) == 1 else And(tuple(others))
 
@@ -492,8 +494,8 @@ def _union(a: Mask, b: Mask) -> Mask:
     prefixes = [part for part in parts if isinstance(part, Prefix)]
     others = [part for part in parts if not isinstance(part, (Window, Prefix))]
     if windows:  # all hold the diagonal, so their union is a window
-        left = max(part._bounds()[0] for part in windows)
-        right = max(part._bounds()[1] for part in windows)
+        left = max(part.bounds[0] for part in windows)
+        right = max(part.bounds[1] for part in windows)
         merged = Window(_bound("left", left), _bound("right", right))
         if not (prefixes and right == 0):  # a prefix is causal besides
             others.append(merged)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from saccade import dispatch
 from saccade.backends import Saved
 from saccade.layouts import Dense, empty_like_rows
-from saccade.problem import Header
+from saccade.problem import Header, Problem
 
 _library = torch.library.Library("saccade", "DEF")
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] records, str header, SymInt[] ints, float[] floats"
@@ -32,13 +32,33 @@ def forward(
     v: Tensor,
     sink: Tensor | None,
     records: list[Tensor],
-    header: Header,
+    header: str,
     ints: list[int],
     floats: list[float],
     lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """out in q's layout and lse (b, h_q, s_q); lse is empty, (0,), when neither the caller nor a backward needs it."""
-    return torch.ops.saccade.forward(q, k, v, sink, records, str(header), ints, floats, lse)
+    return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, lse)
+
+
+def runs_directly(*tensors: Tensor | None) -> bool:
+    """Whether a call may go past the dispatcher: plain tensors, no gradient, no mode or transform that would watch.
+
+    The operator costs a small call as much as its launch does.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not _needs_gradient(*tensors)
+        and all(x is None or type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+    )
+
+
+def execute(problem: Problem, backend: str, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Plan and run: what the operator does."""
+    out, found = dispatch.plan_of(problem, backend).module.forward(problem, lse)
+    return problem.layout.ordered(out), found
 
 
 def _forward(
@@ -46,9 +66,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, records, ints, floats)
-    plan = dispatch.plan(problem.spec, parsed.backend)
-    out, found = plan.module.forward(problem, lse)
-    return problem.layout.ordered(out), q.new_empty(0, dtype=problem.lse_dtype()) if found is None else found
+    out, found = execute(problem, parsed.backend, lse)
+    return out, q.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
 
 
 def _backward(
@@ -67,7 +86,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, records, ints, floats)
-    plan = dispatch.plan(problem.spec, parsed.backend)
+    plan = dispatch.plan_of(problem, parsed.backend)
     layout = problem.layout
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse)
     dq, dk, dv, dsink = plan.module.backward(problem, saved)
@@ -144,7 +163,11 @@ class _Gradient(torch.autograd.function._SingleLevelFunction):
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def _forward_autograd(q, k, v, sink, records, header, ints, floats, lse):  # pyright: ignore

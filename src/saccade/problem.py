@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -15,7 +16,7 @@ from saccade.scores import ScoreMod
 from saccade.spec import DTYPES, Spec
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Problem:
     """`out = softmax(mask(score_mod(scale q k^T)), with sink) v`, all of it."""
 
@@ -33,6 +34,16 @@ class Problem:
     scale: float
     deterministic: bool = False
 
+    @cached_property
+    def key(self) -> tuple[Hashable, ...]:
+        """Everything but values: two Problems of one key have one Spec, and run the same kernels on the same grid."""
+        q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
+        return (
+            *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
+            *(layout.text, mask and mask.kind, score and score.kind, sink is None or sink.dtype, self.deterministic),
+        )
+
     @property
     def group(self) -> int:
         """Query heads per key head."""
@@ -43,7 +54,6 @@ class Problem:
         used = self.layout.seqused_q, self.layout.seqused_k
         return Extent.of(self.q.shape[2], self.k.shape[2], *used, self.q.device)
 
-    @cached_property
     def spec(self) -> Spec:
         return Spec(
             dtype=DTYPES[self.q.dtype],
@@ -55,7 +65,7 @@ class Problem:
             score=self.score.kind if self.score else "none",
             sink=self.sink is not None,
             deterministic=self.deterministic,
-            aligned=all(_aligned(x) for x in (self.q, self.k, self.v)),
+            aligned=all(map(_aligned, (self.q, self.k, self.v))),
             device=hardware.name(self.q.device),
         )
 
@@ -94,25 +104,23 @@ class Header:
         floats: list[float],
     ) -> Problem:
         """The Problem whose layout, mask and score were flattened to (`records`, `ints`, `floats`)."""
-        records, ints, floats = list(records), list(ints), list(floats)
+        scale, *floats = floats
+        records, ints = list(records), list(ints)
         layout = Dense.from_records(self.layout, records)
-        return Problem(
-            q=layout.canonical(q),
-            k=layout.canonical(k),
-            v=layout.canonical(v),
-            sink=sink,
-            layout=layout,
-            mask=masks.from_records(self.mask, ints, records),
-            scale=floats.pop(0),
-            score=scores.from_records(self.score, floats),
-            deterministic=self.deterministic,
-        )
+        mask = masks.from_records(self.mask, ints, records)
+        score = scores.from_records(self.score, floats)
+        q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
+        return Problem(q, k, v, sink, mask, score, layout, scale, self.deterministic)
+
+
+ALIGNMENT = 16
+"""Bytes: what a bulk copy wants of pointers and strides."""
 
 
 def _aligned(x: Tensor) -> bool:
     size = x.element_size()
     return (
         x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride * size % 16 == 0 for stride, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+        and x.data_ptr() % ALIGNMENT == 0
+        and all(stride * size % ALIGNMENT == 0 for stride, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
     )

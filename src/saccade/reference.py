@@ -17,18 +17,30 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor]:
     Returns:
         out (b, h_q, s_q, d_v) in q's dtype, and lse (b, h_q, s_q), natural log, float32 or float64.
     """
-    extent, device = problem.extent, problem.q.device
-    b = torch.arange(problem.q.shape[0], device=device)[:, None, None, None]
-    h = torch.arange(problem.q.shape[1], device=device)[:, None, None]
-    q_idx, kv_idx = torch.arange(extent.s_q, device=device)[:, None], torch.arange(extent.s_k, device=device)
+    q, k, v = operands(problem)
+    p, lse = probability(problem, q, k)
+    return torch.where(_rows_in_use(problem), p @ v, 0), lse
 
-    # Rows that are not in use hold anything, NaN included: they are replaced, not multiplied by zero.
-    in_use = (q_idx < extent.rows[..., None])[:, None]
-    key_in_use = (kv_idx[:, None] < extent.keys[..., None])[:, None]
-    q = torch.where(in_use, problem.q, 0)
+
+def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with a head of k and v for every one of q, (b, h_q, s, d), and zero in rows that are not in use.
+
+    Those hold anything, NaN included: they are replaced, not multiplied by zero.
+    """
+    key_in_use = _keys_in_use(problem).mT
+    q = torch.where(_rows_in_use(problem), problem.q, 0)
     k, v = (torch.where(key_in_use, x, 0).repeat_interleave(problem.group, dim=1) for x in (problem.k, problem.v))
+    return q, k, v
 
-    visible = in_use & key_in_use.mT
+
+def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(mask(score_mod(scale q k^T))), (b, h_q, s_q, s_k), without the sink's column, and lse (b, h_q, s_q)."""
+    extent, device = problem.extent, q.device
+    b = torch.arange(q.shape[0], device=device)[:, None, None, None]
+    h = torch.arange(q.shape[1], device=device)[:, None, None]
+    q_idx, kv_idx = torch.arange(extent.s_q, device=device)[:, None], torch.arange(extent.s_k, device=device)
+    in_use = _rows_in_use(problem)
+    visible = in_use & _keys_in_use(problem)
     if problem.mask is not None:
         visible = visible & problem.mask.sees(extent, b, q_idx, kv_idx)
     score = q @ k.mT * problem.scale
@@ -45,6 +57,15 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor]:
     total = weight.sum(-1, keepdim=True)
     empty = total == 0
     total = torch.where(empty, 1, total)
-    out = (weight / total)[..., : extent.s_k] @ v
     lse = torch.where(empty, -torch.inf, top + total.log())[..., 0]
-    return torch.where(in_use, out, 0), lse.to(problem.lse_dtype())
+    return (weight / total)[..., : extent.s_k], lse.to(problem.lse_dtype())
+
+
+def _rows_in_use(problem: Problem) -> Tensor:
+    """(b or 1, 1, s_q, 1)"""
+    return (problem.extent.q_idx() < problem.extent.rows)[:, None, :, None]
+
+
+def _keys_in_use(problem: Problem) -> Tensor:
+    """(b or 1, 1, 1, s_k)"""
+    return (torch.arange(problem.extent.s_k, device=problem.k.device) < problem.extent.keys)[:, None, None]

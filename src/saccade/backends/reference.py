@@ -1,10 +1,14 @@
-"""The oracle as a backend: `attention(..., backend="reference")` calls `saccade.reference` directly, so that PyTorch
-differentiates it, as often as one likes; only its declaration is here."""
+"""The oracle as a backend. It runs outside of the registered operator, so that PyTorch differentiates it, as often as
+one likes; it has no backward of its own."""
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from saccade import reference
 from saccade.backends import Support
 from saccade.masks import KINDS as MASKS
+from saccade.problem import Problem
 from saccade.scores import KINDS as SCORES
 from saccade.spec import Spec
 
@@ -25,3 +29,7 @@ def obstacle() -> str | None:
 
 def workspace(spec: Spec) -> str:
     return "several times the score matrix b h_q s_q s_k"
+
+
+def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor]:
+    return reference.attention(problem)

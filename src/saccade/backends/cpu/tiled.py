@@ -6,8 +6,9 @@ large operands; longer rows are streamed with the online softmax. Memory is a fe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     for heads in grid.heads():
         k, v = grid.keys(problem.k, heads), grid.keys(problem.v, heads)
         for tile in grid.tiles(heads):
-            stream = _Softmax(want_lse or tile.empty_rows)
+            stream = _Softmax(grid, want_lse or tile.empty_rows)
             q = grid.queries(problem.q, heads, tile)
             for part in grid.parts(tile):
                 score = grid.hide(grid.score(q, k, heads, part)[0], heads, part)
@@ -88,10 +89,10 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
             for part in grid.parts(tile):
                 raw, slope = grid.score(q, k, heads, part, derivative=True)
                 whole = part.keys == tile.keys and grid.plain
-                p = _probability(grid.hide(raw, heads, part), row_lse, whole)
-                dp = torch.bmm(dout, v[:, part.keys].mT)
+                p = grid.probability(grid.hide(raw, heads, part), row_lse, whole)
+                dp = torch.bmm(dout, v[:, part.keys].mT, out=grid.scratch("dp", raw.shape))
                 if whole and saved.dlse is None:  # one pass, float32 inside, finds delta itself
-                    ds = torch._softmax_backward_data(dp, p, -1, dp.dtype)
+                    ds = torch._softmax_backward_data(dp, p, -1, dp.dtype, grad_input=dp)
                 else:
                     ds = dp.sub_(row_delta).mul_(p)
                 if slope is not None:
@@ -106,26 +107,17 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     return dq, dk, dv, sink.gradient(problem, saved, delta)
 
 
-def _probability(score: Tensor, lse: Tensor, whole: bool) -> Tensor:
-    """exp(score - lse); over whole rows in bf16 by the softmax, which keeps its inside in float32."""
-    if score.dtype != torch.bfloat16:
-        return score.sub_(lse).exp_()
-    if whole:
-        return torch.softmax(score, -1)
-    return score.float().sub_(lse).exp_().to(score.dtype)
-
-
 class _Softmax:
     """The online softmax over parts of the keys: `acc = sum exp(score - top) v`, `total = sum exp(score - top)`."""
 
-    def __init__(self, streaming: bool) -> None:
-        self.streaming = streaming
+    def __init__(self, grid: _Grid, streaming: bool) -> None:
+        self.grid, self.streaming = grid, streaming
         self.acc = self.top = self.total = None
 
     def add(self, score: Tensor, v: Tensor, only: bool) -> None:
         """score (n, m, keys), overwritten, with v (n, keys, d_v); `only` says that no other part follows."""
         if only and not self.streaming:
-            self.acc = torch.bmm(torch.softmax(score, -1), v)
+            self.acc = torch.bmm(self.grid.softmax(score), v)
             return
         top = score.amax(-1, keepdim=True)
         top = torch.where(top == -torch.inf, 0, top) if self.top is None else torch.maximum(top, self.top)
@@ -154,6 +146,25 @@ class _Grid:
     """
 
     problem: Problem
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Memory of tiles, used again: fresh pages cost more than the arithmetic that fills them."""
+
+    def scratch(self, name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
+        """An uninitialised tensor, the same memory whenever the name is the same."""
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.compute)
+        return self.buffers[name][:size].view(shape)
+
+    def softmax(self, score: Tensor) -> Tensor:
+        return torch._softmax(score, -1, False, out=self.scratch("p", score.shape))
+
+    def probability(self, score: Tensor, lse: Tensor, whole: bool) -> Tensor:
+        """exp(score - lse); over whole rows in bf16 by the softmax, which keeps its inside in float32."""
+        if score.dtype != torch.bfloat16:
+            return score.sub_(lse).exp_()
+        return self.softmax(score) if whole else score.float().sub_(lse).exp_().to(score.dtype)
 
     @cached_property
     def compute(self) -> torch.dtype:
@@ -253,7 +264,8 @@ class _Grid:
     ) -> tuple[Tensor, Tensor | None]:
         """The modified scores (n, m, keys), and their derivative by the scaled ones if asked for and not 1."""
         k = k[:, tile.keys]
-        score = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=self.problem.scale)
+        made = self.scratch("score", (q.shape[0], q.shape[1], k.shape[1]))
+        score = torch.baddbmm(made, q, k.mT, beta=0, alpha=self.problem.scale, out=made)
         if self.problem.score is None:
             return score, None
         b_idx = torch.arange(heads.batch.start, heads.batch.stop)[:, None, None, None]

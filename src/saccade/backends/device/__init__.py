@@ -1,0 +1,1 @@
+"""Device functions that the Triton and the Gluon kernels share: records, masks, scores, tiles."""

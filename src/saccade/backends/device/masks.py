@@ -1,0 +1,219 @@
+"""Masks on the device: the same expression as `saccade.masks`, as a record of functions and their data.
+
+Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
+keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
+functions of their parts, so a new leaf is three functions and a line in `record`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade import masks
+from saccade.backends.device.records import plain_int, runtime_int
+
+FAR = tl.constexpr(1 << 30)
+
+
+class DeviceMask(NamedTuple):
+    keys_of: Any
+    """(data, b, q_idx, off) -> lo, hi, core_lo, core_hi, each of q_idx's shape"""
+    rows_of: Any
+    """(data, b, kv_idx, off) -> lo, hi, core_lo, core_hi, each of kv_idx's shape"""
+    sees: Any
+    """(data, b, q_idx, kv_idx, off) -> bool, broadcast"""
+    exact: Any
+    """constexpr: the hull is the whole truth"""
+    data: tuple
+
+
+@triton.jit
+def _all_of(data, b, idx, off):
+    return idx * 0, idx * 0 + FAR, idx * 0, idx * 0 + FAR
+
+
+@triton.jit
+def _all_sees(data, b, q_idx, kv_idx, off):
+    return (q_idx >= 0) & (kv_idx >= 0)
+
+
+@triton.jit
+def _window_keys(data, b, q_idx, off):
+    lo = q_idx + off - plain_int(data[0])
+    hi = q_idx + off + plain_int(data[1]) + 1
+    return lo, hi, lo, hi
+
+
+@triton.jit
+def _window_rows(data, b, kv_idx, off):
+    lo = kv_idx - off - plain_int(data[1])
+    hi = kv_idx - off + plain_int(data[0]) + 1
+    return lo, hi, lo, hi
+
+
+@triton.jit
+def _window_sees(data, b, q_idx, kv_idx, off):
+    distance = kv_idx - q_idx - off
+    return (distance >= -plain_int(data[0])) & (distance <= plain_int(data[1]))
+
+
+@triton.jit
+def _anchored_keys(n, q_idx, off):
+    hi = tl.maximum(q_idx + off + 1, n)
+    return hi * 0, hi, hi * 0, hi
+
+
+@triton.jit
+def _anchored_rows(n, kv_idx, off):
+    lo = tl.where(kv_idx < n, 0, kv_idx - off)
+    return lo, lo * 0 + FAR, lo, lo * 0 + FAR
+
+
+@triton.jit
+def _prefix_keys(data, b, q_idx, off):
+    return _anchored_keys(plain_int(data[0]), q_idx, off)
+
+
+@triton.jit
+def _prefix_rows(data, b, kv_idx, off):
+    return _anchored_rows(plain_int(data[0]), kv_idx, off)
+
+
+@triton.jit
+def _prefix_sees(data, b, q_idx, kv_idx, off):
+    return (kv_idx < plain_int(data[0])) | (kv_idx <= q_idx + off)
+
+
+@triton.jit
+def _prefixes_keys(data, b, q_idx, off):
+    return _anchored_keys(tl.load(data[0] + b).to(tl.int32), q_idx, off)
+
+
+@triton.jit
+def _prefixes_rows(data, b, kv_idx, off):
+    return _anchored_rows(tl.load(data[0] + b).to(tl.int32), kv_idx, off)
+
+
+@triton.jit
+def _prefixes_sees(data, b, q_idx, kv_idx, off):
+    return (kv_idx < tl.load(data[0] + b).to(tl.int32)) | (kv_idx <= q_idx + off)
+
+
+@triton.jit
+def _documents_of(data, b, idx, off):
+    # Rows and keys are the same tokens. A document in pieces has no core.
+    place = _token(data, b, idx)
+    lo = tl.load(data[1] + place)
+    hi = tl.load(data[2] + place)
+    return lo, hi, lo, tl.where(tl.load(data[3] + place) != 0, hi, lo)
+
+
+@triton.jit
+def _documents_sees(data, b, q_idx, kv_idx, off):
+    return tl.load(data[0] + _token(data, b, q_idx)) == tl.load(data[0] + _token(data, b, kv_idx))
+
+
+@triton.jit
+def _token(data, b, idx):
+    # Tiles reach beyond the end; what is read there is not used.
+    return b.to(tl.int64) * plain_int(data[4]) + tl.minimum(idx, plain_int(data[5]) - 1)
+
+
+@triton.jit
+def _and_keys(data, b, q_idx, off):
+    lo, hi, core_lo, core_hi = data[0].keys_of(data[0].data, b, q_idx, off)
+    lo2, hi2, core_lo2, core_hi2 = data[1].keys_of(data[1].data, b, q_idx, off)
+    return _intersection(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2)
+
+
+@triton.jit
+def _and_rows(data, b, kv_idx, off):
+    lo, hi, core_lo, core_hi = data[0].rows_of(data[0].data, b, kv_idx, off)
+    lo2, hi2, core_lo2, core_hi2 = data[1].rows_of(data[1].data, b, kv_idx, off)
+    return _intersection(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2)
+
+
+@triton.jit
+def _and_sees(data, b, q_idx, kv_idx, off):
+    first = data[0].sees(data[0].data, b, q_idx, kv_idx, off)
+    return first & data[1].sees(data[1].data, b, q_idx, kv_idx, off)
+
+
+@triton.jit
+def _or_keys(data, b, q_idx, off):
+    lo, hi, core_lo, core_hi = data[0].keys_of(data[0].data, b, q_idx, off)
+    lo2, hi2, core_lo2, core_hi2 = data[1].keys_of(data[1].data, b, q_idx, off)
+    return _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2)
+
+
+@triton.jit
+def _or_rows(data, b, kv_idx, off):
+    lo, hi, core_lo, core_hi = data[0].rows_of(data[0].data, b, kv_idx, off)
+    lo2, hi2, core_lo2, core_hi2 = data[1].rows_of(data[1].data, b, kv_idx, off)
+    return _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2)
+
+
+@triton.jit
+def _or_sees(data, b, q_idx, kv_idx, off):
+    first = data[0].sees(data[0].data, b, q_idx, kv_idx, off)
+    return first | data[1].sees(data[1].data, b, q_idx, kv_idx, off)
+
+
+@triton.jit
+def _intersection(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
+    core_lo, core_hi = tl.maximum(core_lo, core_lo2), tl.minimum(core_hi, core_hi2)
+    return tl.maximum(lo, lo2), tl.minimum(hi, hi2), core_lo, core_hi
+
+
+@triton.jit
+def _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
+    # The hull of both, where an empty one does not count; of the cores the longer.
+    first = hi > lo
+    second = hi2 > lo2
+    hull_lo = tl.minimum(tl.where(first, lo, FAR), tl.where(second, lo2, FAR))
+    hull_hi = tl.maximum(tl.where(first, hi, 0), tl.where(second, hi2, 0))
+    core_lo = tl.maximum(core_lo, 0)
+    core_lo2 = tl.maximum(core_lo2, 0)
+    longer = core_hi - core_lo >= core_hi2 - core_lo2
+    return hull_lo, hull_hi, tl.where(longer, core_lo, core_lo2), tl.where(longer, core_hi, core_hi2)
+
+
+def _functions(keys_of: Any, rows_of: Any, sees: Any, exact: bool) -> tuple[Any, Any, Any, Any]:
+    return tl.constexpr(keys_of), tl.constexpr(rows_of), tl.constexpr(sees), tl.constexpr(exact)
+
+
+_WINDOW = _functions(_window_keys, _window_rows, _window_sees, True)
+_PREFIX = _functions(_prefix_keys, _prefix_rows, _prefix_sees, True)
+_PREFIXES = _functions(_prefixes_keys, _prefixes_rows, _prefixes_sees, True)
+_DOCUMENTS = _functions(_documents_of, _documents_of, _documents_sees, False)
+_AND = {exact: _functions(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
+_OR = _functions(_or_keys, _or_rows, _or_sees, False)
+_ALL = DeviceMask(*_functions(_all_of, _all_of, _all_sees, True), ())
+
+
+def record(mask: masks.Mask | None) -> DeviceMask:
+    """The device form of a mask; None sees everything."""
+    match mask:
+        case None:
+            return _ALL
+        case masks.Window():
+            return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)))
+        case masks.Prefix(n=int(n)):
+            return DeviceMask(*_PREFIX, (runtime_int(n),))
+        case masks.Prefix():
+            return DeviceMask(*_PREFIXES, (mask.n,))
+        case masks.Documents():
+            batches, s = mask.ids.shape
+            stride = 0 if batches == 1 else s
+            data = (mask.ids, mask.first, mask.stop, mask.solid, runtime_int(stride), runtime_int(s))
+            return DeviceMask(*_DOCUMENTS, data)
+        case masks.And() | masks.Or():
+            first, *rest = map(record, mask.parts)
+            for other in rest:
+                exact = first.exact.value and other.exact.value
+                first = DeviceMask(*(_AND[exact] if isinstance(mask, masks.And) else _OR), (first, other))
+            return first
+    raise TypeError(f"no device form of {mask!r}")

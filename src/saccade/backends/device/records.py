@@ -1,0 +1,43 @@
+"""What kernels take instead of long argument lists: named tuples, which Triton passes as one value each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Rows(NamedTuple):
+    """A (b, h, s, d) tensor whose last dimension is contiguous."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    wide: Any
+    """constexpr: one head spans 2^31 elements or more, so that places inside it need 64 bits"""
+
+    @staticmethod
+    def of(x: Tensor) -> Rows:
+        stride_b, stride_h, stride_s, _ = x.stride()
+        return Rows(x, stride_b, stride_h, stride_s, WIDE if x.shape[2] * stride_s >= NARROW_LIMIT else NARROW)
+
+
+# A tile may reach 256 rows beyond the end, in addresses that are masked.
+NARROW_LIMIT = (1 << 31) - (1 << 24)
+NARROW, WIDE = tl.constexpr(False), tl.constexpr(True)
+
+
+def runtime_int(value: int) -> int:
+    """A form of an integer that Triton never specialises: it compiles anew for 1 and for multiples of 16, and this one
+    is odd and at least 3. `plain_int` undoes it. (`do_not_specialize` does not reach inside records.)"""
+    return 2 * value + 3
+
+
+@triton.jit
+def plain_int(value):
+    return (value - 3) >> 1

@@ -1,0 +1,100 @@
+"""Tiles of q, k and v, and the ranges of tiles that a mask leaves to visit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.masks import FAR
+from saccade.backends.device.records import LOG2E
+
+
+@triton.jit
+def used_length(used, b, s):
+    """How many of `s` rows batch row `b` uses."""
+    if used is None:
+        return s
+    else:
+        return tl.minimum(tl.maximum(tl.load(used + b).to(tl.int32), 0), s)
+
+
+@triton.jit
+def head(x, b, h):
+    """Pointer to row 0 of head h of batch row b; 64-bit, as tensors may hold more than 2^31 elements."""
+    return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+
+
+@triton.jit
+def places(x, base, start, N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [N, BLOCK_D] to rows [start, start + N) of one head."""
+    n = tl.arange(0, N)
+    d = tl.arange(0, BLOCK_D)
+    # The start is a scalar added last, so that the rest is loop-invariant.
+    if x.wide:
+        within = n.to(tl.int64)[:, None] * x.stride_s + d[None, :]
+        return base + (tl.full([], 0, tl.int64) + start) * x.stride_s + within
+    else:
+        return base + start * x.stride_s + (n[:, None] * x.stride_s + d[None, :])
+
+
+@triton.jit
+def load_tile(x, base, start, stop, N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr):
+    """Rows [start, start + N) of one head, zero from `stop` on (if CHECK) and beyond column D."""
+    # [N, BLOCK_D]
+    place = places(x, base, start, N, BLOCK_D)
+    row = (start + tl.arange(0, N) < stop)[:, None]
+    column = (tl.arange(0, BLOCK_D) < D)[None, :]
+    if CHECK and D < BLOCK_D:
+        return tl.load(place, mask=row & column, other=0.0)
+    elif CHECK:
+        return tl.load(place, mask=row, other=0.0)
+    elif D < BLOCK_D:
+        return tl.load(place, mask=column, other=0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def store_tile(x, base, start, stop, value, N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes rows [start, min(start + N, stop)) of one head, columns below D."""
+    row = (start + tl.arange(0, N) < stop)[:, None]
+    column = (tl.arange(0, BLOCK_D) < D)[None, :]
+    tl.store(places(x, base, start, N, BLOCK_D), value.to(x.ptr.dtype.element_ty), mask=row & column)
+
+
+@triton.jit
+def tile_range(lo, hi, core_lo, core_hi, live, length, BLOCK: tl.constexpr):
+    """What a block of rows has to visit, from its rows' hulls and cores: tile starts, multiples of BLOCK.
+
+    Returns first, core, core_end, end: [first, core) and [core_end, end) need the mask, [core, core_end) does not.
+    `live` says which rows count; `length` is the number of keys.
+    """
+    lo = tl.maximum(lo, 0)
+    hi = tl.minimum(hi, length)
+    seeing = live & (hi > lo)
+    first = tl.min(tl.where(seeing, lo, FAR)) // BLOCK * BLOCK
+    end = tl.cdiv(tl.max(tl.where(seeing, hi, 0)), BLOCK) * BLOCK
+    first = tl.minimum(first, end)
+    core = tl.max(tl.where(live, tl.maximum(core_lo, 0), 0))
+    core_end = tl.min(tl.where(live, tl.minimum(core_hi, length), FAR))
+    # Whole tiles only; where there is none, everything is in the first part.
+    core = tl.minimum(tl.maximum(tl.cdiv(core, BLOCK) * BLOCK, first), end)
+    core_end = tl.minimum(core_end // BLOCK * BLOCK, end)
+    nothing = core_end <= core
+    return first, tl.where(nothing, end, core), tl.where(nothing, end, core_end), end
+
+
+@triton.jit
+def visible(mask, b, q_idx, kv_idx, rows, keys, off):
+    """One tile of the mask: both rows and keys in use, and seeing one another. q_idx and kv_idx broadcast."""
+    inside = (q_idx < rows) & (kv_idx < keys)
+    return inside & mask.sees(mask.data, b, q_idx, kv_idx, off)
+
+
+@triton.jit
+def logits(qk, score, scale, b, h, q_idx, kv_idx):
+    """Scores in units of log2, after the score modification."""
+    if score.identity:
+        return qk * (scale * LOG2E)
+    else:
+        return score.apply(score.data, qk * scale, b, h, q_idx, kv_idx) * LOG2E

@@ -1,0 +1,48 @@
+"""Portable Triton kernels, forward and backward: any GPU that Triton serves since sm_80, and AMD's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from saccade.backends import Saved, Support
+from saccade.masks import KINDS as MASKS
+from saccade.problem import Problem
+from saccade.scores import KINDS as SCORES
+from saccade.spec import Spec
+
+SUPPORT = Support(
+    devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
+    dtypes=("fp16", "bf16", "fp32"),
+    layouts=("dense", "padded"),
+    masks=MASKS,
+    scores=tuple(SCORES),
+    flags=("sink", "deterministic", "aligned"),
+    max_d=256,
+)
+
+
+@lru_cache
+def obstacle() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None if torch.cuda.is_available() else "needs a GPU, and torch sees none"
+
+
+def workspace(spec: Spec) -> str:
+    return "forward: none; backward: 8 bytes for every query row and head"
+
+
+def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    from saccade.backends.triton import launch
+
+    return launch.forward(problem)
+
+
+def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    from saccade.backends.triton import launch
+
+    return launch.backward(problem, saved)

@@ -1,0 +1,200 @@
+"""The backward kernels: delta, then dK and dV a block of keys at a time, and dQ a block of rows at a time.
+
+Nothing is added across programs, so the gradients are the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.records import LOG2E
+from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q"])
+def delta_kernel(
+    dout, out, dlse, lse, delta, lse2, used_q, h_q, s_q, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """delta = rowsum(dout out) - dlse, and the LSE in log2 units, +inf where a row has no keys: exp2(x - inf) = 0."""
+    blocks = tl.cdiv(s_q, BLOCK_Q)
+    start = tl.program_id(0) % blocks * BLOCK_Q
+    bh = tl.program_id(0) // blocks
+    b = bh // h_q
+    h = bh % h_q
+    rows = used_length(used_q, b, s_q)
+    # [block_q, d_v]
+    dout_tile = load_tile(dout, head(dout, b, h), start, rows, BLOCK_Q, D_V, BLOCK_DV, True).to(tl.float32)
+    out_tile = load_tile(out, head(out, b, h), start, rows, BLOCK_Q, D_V, BLOCK_DV, True).to(tl.float32)
+    # [block_q]
+    q_idx = start + tl.arange(0, BLOCK_Q)
+    place = bh.to(tl.int64) * s_q + q_idx
+    row = tl.sum(dout_tile * out_tile, 1)
+    if dlse is not None:
+        row -= tl.load(dlse + place, mask=q_idx < rows, other=0.0)
+    row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
+    tl.store(delta + place, row, mask=q_idx < s_q)
+    tl.store(lse2 + place, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E), mask=q_idx < s_q)
+
+
+@triton.jit
+def _score_gradient(
+    qk, dp, row_lse, row_delta, b, h, q_idx, kv_idx, rows, keys, off, scale, mask, score, MASKED: tl.constexpr
+):
+    """p and ds of one tile, by whichever orientation the operands broadcast in."""
+    x = logits(qk, score, scale, b, h, q_idx, kv_idx)
+    if MASKED:
+        x = tl.where(visible(mask, b, q_idx, kv_idx, rows, keys, off), x, float("-inf"))
+    p = tl.exp2(x - row_lse)
+    ds = p * (dp - row_delta)
+    if not score.identity:
+        ds *= score.slope(score.data, qk * scale, b, h, q_idx, kv_idx)
+    return p, ds
+
+
+@triton.jit
+def _rows_step(
+    dk, dv, q, dout, k_tile, v_tile, q_head, dout_head, lse2, delta, start, b, h, kv_idx, rows, keys, off, scale,
+    mask, score, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v]."""
+    # [block_q, d], [block_q, d_v]
+    q_tile = load_tile(q, q_head, start, rows, BLOCK_Q, D, BLOCK_D, MASKED)
+    dout_tile = load_tile(dout, dout_head, start, rows, BLOCK_Q, D_V, BLOCK_DV, MASKED)
+    # [block_q]
+    q_idx = start + tl.arange(0, BLOCK_Q)
+    if MASKED:
+        row_lse = tl.load(lse2 + q_idx, mask=q_idx < rows, other=float("inf"))
+        row_delta = tl.load(delta + q_idx, mask=q_idx < rows, other=0.0)
+    else:
+        row_lse = tl.load(lse2 + q_idx)
+        row_delta = tl.load(delta + q_idx)
+    # [block_k, block_q]
+    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
+    p, ds = _score_gradient(
+        qk, dp, row_lse[None, :], row_delta[None, :], b, h, q_idx[None, :], kv_idx[:, None], rows, keys, off, scale,
+        mask, score, MASKED,
+    )  # fmt: skip
+    dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
+def keys_kernel(
+    q, k, v, dout, dk, dv, lse2, delta, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk = scale ds^T q and dv = p^T dout for one block of keys of one key head, over all query heads of its group."""
+    blocks = tl.cdiv(s_k, BLOCK_K)
+    # The first keys of a causal mask have the most rows.
+    start_k = tl.program_id(0) % blocks * BLOCK_K
+    h_k = h_q // GROUP
+    b = tl.program_id(0) // blocks // h_k
+    head_k = tl.program_id(0) // blocks % h_k
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    off = keys - rows
+    # [block_k]
+    kv_idx = start_k + tl.arange(0, BLOCK_K)
+    live = kv_idx < keys
+    lo, hi, core_lo, core_hi = mask.rows_of(mask.data, b, kv_idx, off)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, rows, BLOCK_Q)
+
+    # [block_k, d], [block_k, d_v]
+    k_tile = load_tile(k, head(k, b, head_k), start_k, keys, BLOCK_K, D, BLOCK_D, True)
+    v_tile = load_tile(v, head(v, b, head_k), start_k, keys, BLOCK_K, D_V, BLOCK_DV, True)
+    dk_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv_sum = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    before = core - first
+    for member in range(GROUP):
+        h = head_k * GROUP + member
+        q_head = head(q, b, h)
+        dout_head = head(dout, b, h)
+        row = (b.to(tl.int64) * h_q + h) * s_q
+        for step in range(0, before + end - core_end, BLOCK_Q):
+            start = tl.where(step < before, first + step, core_end + step - before)
+            dk_sum, dv_sum = _rows_step(
+                dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
+                kv_idx, rows, keys, off, scale, mask, score, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, True,
+            )  # fmt: skip
+        for start in range(core, core_end, BLOCK_Q):
+            dk_sum, dv_sum = _rows_step(
+                dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
+                kv_idx, rows, keys, off, scale, mask, score, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, False,
+            )  # fmt: skip
+    # Keys that are not in use get zeros.
+    dk_sum = tl.where(live[:, None], dk_sum * scale, 0.0)
+    dv_sum = tl.where(live[:, None], dv_sum, 0.0)
+    store_tile(dk, head(dk, b, head_k), start_k, s_k, dk_sum, BLOCK_K, D, BLOCK_D)
+    store_tile(dv, head(dv, b, head_k), start_k, s_k, dv_sum, BLOCK_K, D_V, BLOCK_DV)
+
+
+@triton.jit
+def _keys_step(
+    dq, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
+    mask, score, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: dq [block_q, d]."""
+    # [block_k, d], [block_k, d_v]
+    k_tile = load_tile(k, k_head, start, keys, BLOCK_K, D, BLOCK_D, MASKED)
+    v_tile = load_tile(v, v_head, start, keys, BLOCK_K, D_V, BLOCK_DV, MASKED)
+    # [block_q, block_k]
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+    kv_idx = start + tl.arange(0, BLOCK_K)
+    p, ds = _score_gradient(
+        qk, dp, row_lse[:, None], row_delta[:, None], b, h, q_idx[:, None], kv_idx[None, :], rows, keys, off, scale,
+        mask, score, MASKED,
+    )  # fmt: skip
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
+def rows_kernel(
+    q, k, v, dout, dq, lse2, delta, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq = scale ds k for one block of query rows of one head."""
+    blocks = tl.cdiv(s_q, BLOCK_Q)
+    start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
+    bh = tl.program_id(0) // blocks
+    b = bh // h_q
+    h = bh % h_q
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    off = keys - rows
+    # [block_q]
+    q_idx = start_q + tl.arange(0, BLOCK_Q)
+    live = q_idx < rows
+    lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+
+    # [block_q, d], [block_q, d_v]
+    q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
+    dout_tile = load_tile(dout, head(dout, b, h), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
+    place = bh.to(tl.int64) * s_q + q_idx
+    row_lse = tl.load(lse2 + place, mask=live, other=float("inf"))
+    row_delta = tl.load(delta + place, mask=live, other=0.0)
+    k_head = head(k, b, h // GROUP)
+    v_head = head(v, b, h // GROUP)
+    dq_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    before = core - first
+    for step in range(0, before + end - core_end, BLOCK_K):
+        start = tl.where(step < before, first + step, core_end + step - before)
+        dq_sum = _keys_step(
+            dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
+            scale, mask, score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+        )  # fmt: skip
+    for start in range(core, core_end, BLOCK_K):
+        dq_sum = _keys_step(
+            dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
+            scale, mask, score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+        )  # fmt: skip
+    dq_sum = tl.where(live[:, None], dq_sum * scale, 0.0)
+    store_tile(dq, head(dq, b, h), start_q, s_q, dq_sum, BLOCK_Q, D, BLOCK_D)

@@ -1,0 +1,95 @@
+"""The forward kernel: one block of query rows streams over the keys that its mask leaves, with the online softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.records import LOG2E
+from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
+
+
+@triton.jit
+def _step(
+    acc, row_max, row_sum, q, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask, score,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys. acc [block_q, d_v], row_max [block_q] in log2 units, row_sum [block_q]."""
+    # [block_k, d]
+    k_tile = load_tile(k, k_head, start, keys, BLOCK_K, D, BLOCK_D, MASKED)
+    # [block_q, block_k]
+    qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+    kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
+    x = logits(qk, score, scale, b, h, q_idx[:, None], kv_idx)
+    if MASKED:
+        x = tl.where(visible(mask, b, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
+    # [block_q]
+    new_max = tl.maximum(row_max, tl.max(x, 1))
+    if MASKED or not score.identity:  # a row that has seen nothing yet: exp2(-inf - 0) = 0
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        shift = new_max
+    p = tl.exp2(x - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    # [block_k, d_v]
+    v_tile = load_tile(v, v_head, start, keys, BLOCK_K, D_V, BLOCK_DV, MASKED)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
+def forward_kernel(
+    q, k, v, out, lse, sink, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(q k^T) v and lse, (b, h_q, s_q) contiguous, for one block of rows of one head a program."""
+    blocks = tl.cdiv(s_q, BLOCK_Q)
+    # The last rows of a causal mask have the most keys: they start first.
+    start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
+    b = tl.program_id(0) // blocks // h_q
+    h = tl.program_id(0) // blocks % h_q
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    off = keys - rows
+    # [block_q]
+    q_idx = start_q + tl.arange(0, BLOCK_Q)
+    live = q_idx < rows
+
+    lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+
+    # [block_q, d]
+    q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
+    k_head = head(k, b, h // GROUP)
+    v_head = head(v, b, h // GROUP)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    if sink is None:
+        row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    else:  # one more column, seen before all others
+        row_max = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sink + h).to(tl.float32) * LOG2E
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+
+    # Tiles on the mask's edge, those before the core and those behind it, in one loop.
+    before = core - first
+    for step in range(0, before + end - core_end, BLOCK_K):
+        start = tl.where(step < before, first + step, core_end + step - before)
+        acc, row_max, row_sum = _step(
+            acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask, score,
+            D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+        )  # fmt: skip
+    for start in range(core, core_end, BLOCK_K):
+        acc, row_max, row_sum = _step(
+            acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask, score,
+            D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+        )  # fmt: skip
+
+    seen = live & (row_sum > 0)
+    acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    store_tile(out, head(out, b, h), start_q, s_q, acc, BLOCK_Q, D_V, BLOCK_DV)
+    row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))
+    tl.store(lse + (tl.program_id(0) // blocks).to(tl.int64) * s_q + q_idx, row_lse, mask=q_idx < s_q)

@@ -1,0 +1,143 @@
+"""From a Problem to launches: records of strides, tile configs, outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from saccade import configs
+from saccade.backends import Saved
+from saccade.backends.device import masks, scores
+from saccade.backends.device.records import Rows
+from saccade.backends.triton.backward_kernels import delta_kernel, keys_kernel, rows_kernel
+from saccade.backends.triton.config import Config, block_d, config
+from saccade.backends.triton.forward_kernel import forward_kernel
+from saccade.layouts import empty_like_rows
+from saccade.problem import ALIGNMENT, Problem
+
+Tiles = Mapping[str, Config]
+"""Configs by kernel that take the place of the table's, for tuning."""
+
+
+def forward(problem: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+    """out (b, h_q, s_q, d_v) and lse (b, h_q, s_q)."""
+    q, k, v = problem.q, problem.k, problem.v
+    out = empty_like_rows(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if out.numel():
+        with _device(q):
+            tensors = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(out), lse, problem.sink
+            _launch("forward", forward_kernel, q, tensors, problem, tiles)
+    return out, lse
+
+
+def backward(
+    problem: Problem, saved: Saved, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dsink."""
+    q, k, v = problem.q, problem.k, problem.v
+    dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return dq.zero_(), dk.zero_(), dv.zero_(), _sink_gradient(problem, saved)
+    dout, out = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (saved.dout, saved.out))
+    dlse = None if saved.dlse is None else saved.dlse.contiguous()
+    delta, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    with _device(q):
+        rows = dlse, saved.lse.contiguous(), delta, lse2, problem.layout.seqused_q, q.shape[1], q.shape[2]
+        shape = {"D_V": v.shape[3], "BLOCK_Q": 32, "BLOCK_DV": block_d(v.shape[3])}
+        delta_kernel[_grid(q, 32)](Rows.of(dout), Rows.of(out), *rows, **shape)
+        operands = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(dout)
+        _launch("keys", keys_kernel, k, (*operands, Rows.of(dk), Rows.of(dv), lse2, delta), problem, tiles)
+        _launch("rows", rows_kernel, q, (*operands, Rows.of(dq), lse2, delta), problem, tiles)
+    return dq, dk, dv, _sink_gradient(problem, saved, delta)
+
+
+_compiled: dict[Any, tuple[Any, tuple[int, int, int], tuple[Any, ...]]] = {}
+"""Problem key, and the rest that Triton specialises for -> compiled kernel, grid, constants: Triton's own look-up costs
+more than all else in a small call."""
+_COMPILED = 4096
+
+
+def _launch(
+    name: str, kernel: Any, blocked: Tensor, tensors: tuple[Any, ...], problem: Problem, tiles: Tiles | None
+) -> None:
+    """Runs a kernel with one program for each block of rows of `blocked`, which is q or k."""
+    arguments = (*tensors, *_call(problem))
+    records = problem.mask.records if problem.mask else ()
+    places = tuple(x.data_ptr() % ALIGNMENT for x in (*problem.layout.records, *records))
+    sink = problem.sink is not None and problem.sink.data_ptr() % ALIGNMENT
+    last = tensors[3]  # out or dout: what the Problem does not hold
+    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    key = name, problem.key, places, sink, last[1:4], last.ptr.data_ptr() % ALIGNMENT, precision
+    found = _compiled.get(key) if tiles is None else None
+    if found is not None:
+        _run(*found, problem.q.device.index, arguments)
+        return
+    tile = tiles[name] if tiles and name in tiles else _config(name, problem)
+    grid = _grid(blocked, tile.block_k if blocked is problem.k else tile.block_q)
+    constants = _constants(problem, tile, precision)
+    compiled = kernel[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+    if tiles is None and compiled is not None:  # the interpreter compiles nothing
+        if len(_compiled) >= _COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled, grid, tuple(constants.values())
+
+
+def _run(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], device: int, arguments: Any) -> None:
+    """`compiled[grid](*arguments, *constants)` on torch's current stream, without its look-ups; a profiler that hooks
+    launches gets them."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if not any(getattr(hook, "calls", hook) for hook in hooks):
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launch = compiled.run, compiled.function, compiled.packed_metadata
+        launch[0](*grid, stream, *launch[1:], None, None, None, *arguments, *constants)
+    else:
+        compiled[grid](*arguments, *constants)
+
+
+def _call(problem: Problem) -> tuple[Any, ...]:
+    """What every kernel takes between its tensors and its constants."""
+    layout, q = problem.layout, problem.q
+    mask, score = masks.record(problem.mask), scores.record(problem.score)
+    return layout.seqused_q, layout.seqused_k, mask, score, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
+
+
+def _constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:
+    """In the order of the kernels' last parameters."""
+    d, d_v = problem.q.shape[3], problem.v.shape[3]
+    blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v)}
+    return {"GROUP": problem.group, "D": d, "D_V": d_v, **blocks, "PRECISION": precision}
+
+
+def _config(kernel: str, problem: Problem) -> Config:
+    device = problem.q.device
+    gpu = configs.gpu_name(device.index) if device.type == "cuda" else device.type
+    return config(kernel, problem.spec(), gpu)
+
+
+def _grid(x: Tensor, block: int) -> tuple[int, int, int]:
+    """Blocks of rows, then heads, then batch rows, all in one dimension: the others end at 65,535."""
+    b, h, s = x.shape[:3]
+    return b * h * -(-s // block), 1, 1
+
+
+def _device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def _sink_gradient(problem: Problem, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
+    """`-sum p_sink delta` with p_sink = exp(sink - lse); rows that are not in use have lse = -inf."""
+    if problem.sink is None:
+        return None
+    if delta is None:  # no keys or no rows: only the LSE has a gradient
+        delta = torch.zeros_like(saved.lse) if saved.dlse is None else -saved.dlse
+    share = torch.exp(problem.sink.float()[:, None] - saved.lse)
+    return -torch.where(saved.lse == -torch.inf, 0, share * delta).sum((0, 2)).to(problem.sink.dtype)

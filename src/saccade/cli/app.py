@@ -1,0 +1,19 @@
+"""The application: every command is a function in a module of its own, listed here."""
+
+from __future__ import annotations
+
+import typer
+
+from saccade.cli.check import check
+from saccade.cli.explain import explain
+from saccade.cli.info import info
+
+app = typer.Typer(
+    name="saccade",
+    help="Fused attention for PyTorch, in pure Python.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (info, check, explain):
+    app.command()(command)

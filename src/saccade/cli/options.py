@@ -1,0 +1,18 @@
+"""Options that commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from saccade import dispatch
+
+
+def _known(name: str) -> str:
+    if name not in ("auto", *dispatch.NAMES):
+        raise typer.BadParameter(f"{name!r} is not one of auto, {', '.join(dispatch.NAMES)}")
+    return name
+
+
+Backend = Annotated[str, typer.Option(help="auto, or one backend by name: that one runs or refuses.", callback=_known)]

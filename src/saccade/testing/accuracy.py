@@ -1,0 +1,333 @@
+"""The one tolerance policy: how far from the exact answer a backend may be.
+
+`exact` is the oracle in float64 on the inputs as they are, `eager` the oracle in the inputs' dtype, and `terms` the
+size of what is rounded on the way to an element. A tensor x passes when
+
+    max |x - exact| <= 2 (max |eager - exact| + eps max terms)
+
+and when the same holds for root mean squares, with eps of the inputs' dtype. So a fused kernel may be as wrong as twice
+the plain one, and gradients that cancel to zero have the rounding of what cancelled. No test holds a number.
+
+`terms` is the formula with every sum replaced by the root of the sum of the squares of its summands and of itself, as
+independent roundings add up. Their absolute values would bound the worst case, but grow with the length where errors
+grow with its root: at s = 1024 in bfloat16 such a tolerance for dk is larger than dk, and passes zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import masks, reference
+from saccade.api import attention, plan
+from saccade.layouts import Dense
+from saccade.masks import Mask
+from saccade.problem import Problem
+
+SCORES_AT_ONCE = 1 << 22
+"""The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
+
+Results = dict[str, Tensor]
+"""out, lse, and as far as they are asked for dq, dk, dv, dsink."""
+
+@dataclass(frozen=True)
+class Report:
+    """How far one call is from the exact answer."""
+
+    spec: str
+    """The Spec's text form."""
+    backend: str
+    """Which backend ran it."""
+    call: str
+    """What the Spec leaves out: shapes and keywords."""
+    ratios: dict[str, float]
+    """Error over tolerance of each of out, lse, dq, dk, dv, dsink; infinite for NaN and for infinities out of place."""
+
+    @property
+    def ratio(self) -> float:
+        """The worst of them; up to 1 passes."""
+        return max(self.ratios.values())
+
+    def assert_ok(self) -> None:
+        """
+        Raises:
+            AssertionError: a ratio above 1; the message names the worst tensor, the Spec and the call.
+        """
+        if not self.ratio <= 1:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        worst = max(self.ratios, key=lambda name: self.ratios[name])
+        every = ", ".join(f"{name} {ratio:.2f}" for name, ratio in self.ratios.items())
+        return (
+            f"{self.spec}, run by {self.backend}: the error of {worst} is {self.ratio:.2f} of the tolerance\n"
+            f"  {self.call}\n  {every}"
+        )
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    backend: str = "auto",
+    backward: bool = True,
+    **keywords: Any,
+) -> Report:
+    """Runs `attention`, forward and backward, with and without the LSE, and measures it against the oracle.
+
+    The oracle works on q's device, one batch row and a few heads at a time: about ten float64 matrices of
+    (group, s_q, s_k) must fit into memory.
+
+    Args:
+        q: as `attention` takes it, and so k, v and `keywords`.
+        dout: gradient of out, of its shape; the same random numbers in every call when None.
+        dlse: gradient of the LSE, (b, h_q, s_q); none when None.
+        backward: False leaves the gradients out.
+
+    Raises:
+        AssertionError: a result that has not the shape, dtype or device that it should have.
+
+    >>> q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    >>> check(q, k, v).assert_ok()
+    """
+    keywords = {name: value for name, value in keywords.items() if value is not None}
+    layout, sink = keywords.get("layout", Dense()), keywords.get("sink")
+    if not backward:
+        dout = dlse = None
+    elif dout is None:
+        dout = random((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+    chosen = plan(q, k, v, backend=backend, **keywords)
+    found = _run(q, k, v, dout, dlse, backend, keywords)
+    with torch.no_grad():  # without an LSE it is often another path
+        found["alone"] = attention(q.detach(), k.detach(), v.detach(), backend=backend, **keywords)
+    _check_form(found, q, k, v, sink, layout)
+
+    eps = torch.finfo(q.dtype).eps
+    tallies = {name: _Tally(eps) for name in found}
+    dsink = torch.zeros(3, 0 if sink is None else len(sink), dtype=torch.float64, device=q.device)
+    for part in _parts(q, k, v, dout, dlse, keywords):
+        exact, eager = part.exact(), part.eager()
+        ways = exact, eager, part.terms(exact)
+        for name, tally in tallies.items():
+            if name == "dsink":  # one sum over all batch rows
+                dsink[:, part.heads] += torch.stack([way[name].double() for way in ways])
+                continue
+            x = found[name] if name == "lse" else layout.canonical(found[name])
+            x = x[part.batch, part.key_heads if name in ("dk", "dv") else part.heads]
+            tally.add(x, *(way["out" if name == "alone" else name] for way in ways))
+    if "dsink" in tallies:
+        tallies["dsink"].eps = max(eps, torch.finfo(sink.dtype).eps)  # pyright: ignore[reportOptionalMemberAccess]
+        tallies["dsink"].add(found["dsink"], *dsink)
+    ratios = {name: tally.ratio() for name, tally in tallies.items()}
+    ratios["out"] = max(ratios["out"], ratios.pop("alone"))
+    words = [f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items()]
+    words += [f"{name}={list(x.shape) if isinstance(x, Tensor) else repr(x)}" for name, x in keywords.items()]
+    return Report(str(chosen.spec), chosen.backend, ", ".join(words), ratios)
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
+    """Contiguous normal numbers that depend on the shape and the seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, backend: str, keywords: dict[str, Any]
+) -> Results:
+    """What a backend makes of the whole call."""
+    given = {"dq": q, "dk": k, "dv": v, "dsink": keywords.get("sink")}
+    leaves = {name: x.detach().requires_grad_(dout is not None) for name, x in given.items() if x is not None}
+    q, k, v, *sink = leaves.values()
+    keywords = keywords | ({"sink": sink[0]} if sink else {})
+    out, lse = attention(q, k, v, backend=backend, return_lse=True, **keywords)
+    return _with_gradients(out, lse, leaves, dout, dlse)
+
+
+def _with_gradients(
+    out: Tensor, lse: Tensor, leaves: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None
+) -> Results:
+    found = {"out": out.detach(), "lse": lse.detach()}
+    if dout is not None:
+        results, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+        found |= zip(leaves, torch.autograd.grad(results, list(leaves.values()), gradients), strict=True)
+    return found
+
+
+def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, layout: Dense) -> None:
+    """Shapes, dtypes and devices are those of the contract."""
+    out = ((*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = (tuple(layout.canonical(q).shape[:-1]), torch.float64 if q.dtype == torch.float64 else torch.float32)
+    forms = {"out": out, "alone": out, "lse": lse}
+    given = {"dq": q, "dk": k, "dv": v, "dsink": sink}
+    forms |= {name: (tuple(x.shape), x.dtype) for name, x in given.items() if x is not None}
+    for name, x in found.items():
+        got, wanted = (tuple(x.shape), x.dtype, x.device), (*forms[name], q.device)
+        assert got == wanted, f"{name} is {got}, should be {wanted}"
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, keywords: dict[str, Any]
+) -> Iterator[_Part]:
+    layout, mask, sink = keywords.get("layout", Dense()), keywords.get("mask"), keywords.get("sink")
+    scale = keywords.get("scale", 1 / math.sqrt(q.shape[-1]))
+    q, k, v = (layout.canonical(x.detach()) for x in (q, k, v))
+    dout = None if dout is None else layout.canonical(dout)
+    h_k = k.shape[1]
+    group = q.shape[1] // max(h_k, 1)
+    step = max(1, SCORES_AT_ONCE // max(1, group * q.shape[2] * k.shape[2]))
+    for row in range(q.shape[0]):
+        batch = slice(row, row + 1)
+        used = (None if x is None else x[batch] for x in (layout.seqused_q, layout.seqused_k))
+        records = Dense("bhsd", *used), None if mask is None else _of_batch_rows(mask, batch)
+        for start in range(0, h_k, step):
+            key_heads = slice(start, min(start + step, h_k))
+            heads = slice(key_heads.start * group, key_heads.stop * group)
+            problem = Problem(
+                q=q[batch, heads],
+                k=k[batch, key_heads],
+                v=v[batch, key_heads],
+                sink=None if sink is None else sink.detach()[heads],
+                layout=records[0],
+                mask=records[1],
+                score=keywords.get("score_mod"),
+                scale=float(scale),
+            )
+            gradients = (None if x is None else x[batch, heads] for x in (dout, dlse))
+            yield _Part(batch, heads, key_heads, problem, *gradients)
+
+
+def _of_batch_rows(mask: Mask, rows: slice) -> Mask | None:
+    """The mask of some batch rows: every record has the batch first, or one row for all."""
+    records = [record[rows] if record.shape[0] > 1 else record for record in mask.records]
+    return masks.from_records(mask.kind, mask.ints, records)
+
+
+class _Part(NamedTuple):
+    """One batch row and some heads of a call, tensors (1, h, s, …), and where they are in it."""
+
+    batch: slice
+    heads: slice
+    key_heads: slice
+    problem: Problem
+    dout: Tensor | None
+    dlse: Tensor | None
+
+    def exact(self) -> Results:
+        return self._wide()._oracle()
+
+    def eager(self) -> Results:
+        problem = self.problem
+        if problem.q.dtype != torch.float64:
+            return self._oracle()
+        # Here the plain run would repeat the exact one to the bit and call its rounding none: scale first, and sum the
+        # head dimension from its other end.
+        turned = replace(problem, q=problem.q.flip(-1) * problem.scale, k=problem.k.flip(-1), scale=1.0)
+        found = self._replace(problem=turned)._oracle()
+        if self.dout is not None:
+            found["dq"], found["dk"] = found["dq"].flip(-1) * problem.scale, found["dk"].flip(-1)
+        return found
+
+    def terms(self, exact: Results) -> Results:
+        """What is rounded, squared until the end; the exact result itself always is.
+
+        `p_term`: p goes wrong by the factor by which its score does, in the backward by the saved LSE's too, which has
+        a dtype of its own. dp, delta and dlse cancel in ds = p (dp - delta + dlse), so they count one by one.
+        """
+        problem, dout, dlse = self._wide()[3:]
+        q, k, v = reference.operands(problem)
+        p, _ = reference.probability(problem, q, k)
+        score = q @ k.mT * problem.scale
+        modified, slope = self._modified(score)
+        score_term = modified**2 + slope**2 * (score**2 + q**2 @ (k**2).mT * problem.scale**2)
+        squares = {"lse": 1 + exact["lse"] ** 2 + (p**2 * score_term).sum(-1)}
+        p_term = p**2 * (1 + score_term)
+        squares["out"] = exact["out"] ** 2 + p_term @ v**2
+        if dout is not None:
+            lse_eps = torch.finfo(self.problem.lse_dtype()).eps / torch.finfo(self.problem.q.dtype).eps
+            p_term = p_term + p**2 * torch.where(exact["lse"] == -torch.inf, 0, squares["lse"] * lse_eps**2)[..., None]
+            dout = torch.where(exact["lse"][..., None] == -torch.inf, 0, dout)  # in padding it may be NaN
+            dlse = torch.zeros_like(exact["lse"]) if dlse is None else dlse
+            dp_term = (dout @ v.mT) ** 2 + dout**2 @ (v**2).mT
+            row_term = (dout * exact["out"]).sum(-1) ** 2 + (dout**2 * squares["out"]).sum(-1) + dlse**2
+            row_term = torch.where(exact["lse"] == -torch.inf, 0, row_term)[..., None]
+            ds_term = p_term * (dp_term + row_term) * slope**2
+            # A row's error in delta is common to its keys.
+            dq = ds_term @ k**2 + row_term * (p * slope @ k) ** 2
+            squares["dq"] = exact["dq"] ** 2 + dq * problem.scale**2
+            squares["dk"] = exact["dk"] ** 2 + self._of_groups(ds_term.mT @ q**2) * problem.scale**2
+            squares["dv"] = exact["dv"] ** 2 + self._of_groups(p_term.mT @ dout**2)
+            if problem.sink is not None:
+                share = (problem.sink[:, None] - exact["lse"]).exp() ** 2 * (1 + squares["lse"])
+                share = torch.where(exact["lse"] == -torch.inf, 0, share)
+                squares["dsink"] = exact["dsink"] ** 2 + (share * row_term[..., 0]).sum((0, 2))
+        return {name: square.sqrt() for name, square in squares.items()}
+
+    def _oracle(self) -> Results:
+        problem, backward = self.problem, self.dout is not None
+        given = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
+        leaves = {name: x.detach().requires_grad_(backward) for name, x in given.items() if x is not None}
+        problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
+        return _with_gradients(*reference.attention(problem), leaves, self.dout, self.dlse)
+
+    def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
+        """The modified score, and its derivative by the score."""
+        if self.problem.score is None:
+            return score, torch.ones_like(score)
+        score = score.detach().requires_grad_()
+        b, h, q_idx, kv_idx = (
+            torch.arange(n, device=score.device).view([-1] + [1] * (3 - dim)) for dim, n in enumerate(score.shape)
+        )
+        modified = self.problem.score(score, b, h, q_idx, kv_idx)
+        return modified.detach(), torch.autograd.grad(modified, score, torch.ones_like(modified))[0]
+
+    def _of_groups(self, x: Tensor) -> Tensor:
+        """(1, h_q, s, d) summed over the query heads of each key head"""
+        return x.unflatten(1, (-1, self.problem.group)).sum(2)
+
+    def _wide(self) -> _Part:
+        def wide(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.double()
+
+        tensors: dict[str, Any] = {name: wide(getattr(self.problem, name)) for name in ("q", "k", "v", "sink")}
+        return self._replace(problem=replace(self.problem, **tensors), dout=wide(self.dout), dlse=wide(self.dlse))
+
+
+class _Tally:
+    """Largest elements and sums of squares of a tensor's errors and terms, part after part."""
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+        self.top = torch.zeros(3, dtype=torch.float64)
+        self.squares = torch.zeros(3, dtype=torch.float64)
+        self.broken = False
+
+    def add(self, x: Tensor, exact: Tensor, eager: Tensor, terms: Tensor) -> None:
+        if not x.numel():
+            return
+        x, exact, eager = x.double(), exact.double(), eager.double()
+        finite = exact.isfinite()
+        self.broken |= bool((x.isfinite() != finite).any()) or bool((x != exact)[~finite].any())
+        for i, row in enumerate((x - exact, eager - exact, terms)):
+            # Where the plain run overflows, it says nothing.
+            row = row.double().nan_to_num(0, 0, 0).abs()
+            self.top[i] = max(self.top[i], row.max().cpu())
+            self.squares[i] += row.square().sum().cpu()
+
+    def ratio(self) -> float:
+        if self.broken:
+            return math.inf
+
+        def share(error: float, eager: float, terms: float) -> float:
+            return error / (2 * (eager + self.eps * terms)) if error else 0.0
+
+        try:  # the roots of the sums stand for the roots of the means
+            return max(share(*self.top.tolist()), share(*self.squares.sqrt().tolist()))
+        except ZeroDivisionError:
+            return math.inf

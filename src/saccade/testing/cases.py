@@ -1,0 +1,267 @@
+"""Named problems, shared by tests, benchmarks, tuning and the command line."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade import masks, scores
+from saccade.layouts import Dense
+from saccade.masks import UNBOUNDED, Mask
+from saccade.spec import TORCH_DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The tensors of a Case: `attention(i.q, i.k, i.v, **i.keywords)`, with gradients for its results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    """Of out's shape, in q's order and dtype."""
+    dlse: Tensor
+    """(b, h_q, s_q), float32 or float64."""
+    keywords: dict[str, Any]
+    """mask, score_mod, sink and layout, as far as the Case has them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem by name, without its tensors: `inputs` draws those."""
+
+    name: str
+    dtype: str = "bf16"
+    """As in a Spec."""
+    b: int = 2
+    h_q: int = 2
+    h_k: int = 2
+    s_q: int = 64
+    s_k: int = 64
+    d: int = 64
+    d_v: int = 0
+    """0 stands for d_v = d and is replaced by it."""
+    mask: str = "none"
+    """As masks print: `causal`, `window(1023,0)`, `prefix(5)`, `prefixes` (a drawn one for each batch row), `documents`
+    (drawn ids), `&`, `|` and parentheses."""
+    score: str = "none"
+    """`none`, or `softcap(50)`."""
+    sink: bool = False
+    order: str = "bhsd"
+    used: str = "all"
+    """Which lengths are drawn, at most s: `all` of it is used, `q`, `k`, or `qk` are ragged."""
+    ids: str = "packed"
+    """Document ids: `packed` in runs, or `scattered`."""
+
+    def __post_init__(self) -> None:
+        if not self.d_v:
+            object.__setattr__(self, "d_v", self.d)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def describe(self) -> str:
+        """The call that builds this Case: what a failing draw prints."""
+        default = Case("")
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return f"Case({', '.join(f'{name}={value!r}' for name, value in given.items() if value != getattr(default, name))})"
+
+    def replace(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def smaller(self, s: int) -> Case:
+        """At most `s` queries and keys, all lengths and bounds of the mask shrunk by one factor."""
+        longest = max(self.s_q, self.s_k)
+        if longest <= s:
+            return self
+
+        def shrunk(n: int) -> int:
+            return math.ceil(n * s / longest)
+
+        mask = re.sub(r"\d+", lambda found: str(shrunk(int(found[0]))), self.mask)
+        return replace(self, s_q=shrunk(self.s_q), s_k=shrunk(self.s_k), mask=mask)
+
+    def inputs(self, device: torch.device | str = "cpu", seed: int = 0, requires_grad: bool = False) -> Inputs:
+        """The same numbers on every device and, up to rounding and order, for every dtype and order.
+
+        Rows beyond the used lengths are NaN: nothing may read them.
+        """
+        made = torch.Generator().manual_seed(seed)
+        dtype, layout = TORCH_DTYPES[self.dtype], Dense(self.order)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=made)
+
+        def lengths(s: int) -> Tensor:  # the longest there is, and any others
+            found = torch.randint(0, s + 1, (self.b,), generator=made, dtype=torch.int32)
+            found[:1] = s
+            return found
+
+        q, k, v, dout = (
+            normal(self.b, h, s, d)
+            for h, s, d in (
+                (self.h_q, self.s_q, self.d),
+                (self.h_k, self.s_k, self.d),
+                (self.h_k, self.s_k, self.d_v),
+                (self.h_q, self.s_q, self.d_v),
+            )
+        )
+        dlse, sink = normal(self.b, self.h_q, self.s_q), normal(self.h_q)
+        used_q = lengths(self.s_q) if "q" in self.used else None
+        used_k = lengths(self.s_k) if "k" in self.used else None
+        for used, tensors in ((used_q, (q, dout)), (used_k, (k, v))):
+            if used is not None:
+                for x in tensors:
+                    x.masked_fill_((torch.arange(x.shape[2]) >= used[:, None])[:, None, :, None], math.nan)
+        keywords: dict[str, Any] = {
+            "mask": self._mask(made, device),
+            "score_mod": self._score(),
+            "sink": sink.to(device).requires_grad_(requires_grad) if self.sink else None,
+            "layout": Dense(self.order, *(None if used is None else used.to(device) for used in (used_q, used_k))),
+        }
+        q, k, v, dout = (layout.ordered(x).to(device, dtype).contiguous() for x in (q, k, v, dout))
+        for x in (q, k, v):
+            x.requires_grad_(requires_grad)
+        dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+        return Inputs(q, k, v, dout, dlse, {name: value for name, value in keywords.items() if value is not None})
+
+    def _mask(self, made: torch.Generator, device: torch.device | str) -> Mask | None:
+        bounds = [bound for call in re.findall(r"\(([\w,]+)\)", self.mask) for bound in call.split(",")]
+        numbers = [bound for bound in bounds if bound == "None" or bound.isdigit()]
+        kind = re.sub(r"\((?:\d|None)[\w,]*\)", "", self.mask)
+        records: list[Tensor] = []
+        for leaf in re.findall(r"[a-z]+", kind):
+            if leaf == "documents":
+                records += masks.documents(self._ids(made).to(device)).records
+            elif leaf == "prefixes":
+                records.append(torch.randint(0, self.s_k + 1, (self.b,), generator=made).to(device))
+        return masks.from_records(kind, [UNBOUNDED if n == "None" else int(n) for n in numbers], records)
+
+    def _ids(self, made: torch.Generator) -> Tensor:
+        """About four documents in a row."""
+        shape = self.b, self.s_q
+        if self.ids == "scattered":
+            return torch.randint(0, 4, shape, generator=made)
+        return (torch.rand(shape, generator=made) * max(self.s_q, 1) < 3).cumsum(1)
+
+    def _score(self) -> scores.ScoreMod | None:
+        if self.score == "none":
+            return None
+        kind, number = re.fullmatch(r"(\w+)\(([\d.]+)\)", self.score).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        return scores.from_records(kind, [float(number)])
+
+
+# Layers of real models, as they train or prefill: what users run, and what is timed.
+MODELS = [
+    Case("llama3-8b", b=1, h_q=32, h_k=8, s_q=8192, s_k=8192, d=128, mask="causal"),
+    Case("gemma2-9b", b=1, h_q=16, h_k=8, s_q=8192, s_k=8192, d=256, mask="window(4095,0)", score="softcap(50)"),
+    Case("gpt-oss-120b", b=1, h_q=64, h_k=8, s_q=8192, s_k=8192, d=64, mask="window(127,0)", sink=True),
+    Case("packed-documents", b=2, h_q=16, h_k=4, s_q=8192, s_k=8192, d=128, mask="documents&causal"),
+]
+
+# Each covers one feature or edge, at lengths that no tile size divides: small enough for every dtype and backend.
+SMALL = [
+    Case("plain", s_q=67, s_k=67),
+    # masks
+    Case("causal", s_q=129, s_k=129, mask="causal"),
+    Case("window", s_q=150, s_k=150, mask="window(17,5)"),
+    Case("window-causal", s_q=130, s_k=130, mask="window(33,0)"),
+    Case("window-left-open", s_q=65, s_k=70, mask="window(None,7)"),
+    Case("window-right-open", s_q=65, s_k=70, mask="window(7,None)"),
+    Case("window-diagonal", s_q=65, s_k=65, mask="window(0,0)"),
+    Case("prefix", s_q=100, s_k=100, mask="prefix(37)"),
+    Case("prefix-beyond", s_q=33, s_k=33, mask="prefix(50)"),
+    Case("prefixes", b=3, s_q=70, s_k=90, mask="prefixes"),
+    Case("prefix-window", s_q=80, s_k=80, mask="prefix(20)&window(9,9)"),
+    Case("prefix-or-window", s_q=140, s_k=140, mask="prefix(11)|window(5,3)"),
+    Case("documents", s_q=130, s_k=130, mask="documents"),
+    Case("documents-causal", s_q=190, s_k=190, mask="documents&causal"),
+    Case("documents-window", s_q=140, s_k=140, mask="documents&window(20,0)"),
+    Case("documents-scattered", s_q=90, s_k=90, mask="documents&causal", ids="scattered"),
+    Case("documents-or-window", s_q=75, s_k=75, mask="documents|window(4,4)", ids="scattered"),
+    Case("documents-prefix", s_q=75, s_k=75, mask="documents&prefix(30)"),
+    Case("union-in-window", s_q=96, s_k=96, mask="documents&(prefix(9)|window(3,3))&causal"),
+    # heads and head dims
+    Case("group3", h_q=6, s_q=50, s_k=50, mask="causal"),
+    Case("group5", h_q=5, h_k=1, s_q=50, s_k=50, mask="causal"),
+    Case("group7", h_q=14, s_q=20, s_k=45, mask="causal"),
+    Case("mqa", h_q=16, h_k=1, s_q=33, s_k=65),
+    Case("d1", s_q=40, s_k=40, d=1, mask="causal"),
+    Case("d72", s_q=40, s_k=40, d=72, mask="causal"),
+    Case("d80", s_q=40, s_k=40, d=80),
+    Case("d96", s_q=40, s_k=40, d=96, mask="causal"),
+    Case("d111", s_q=40, s_k=40, d=111),
+    Case("d192-128", s_q=70, s_k=70, d=192, d_v=128, mask="causal"),
+    Case("d64-256", s_q=40, s_k=40, d=64, d_v=256),
+    Case("d256", s_q=70, s_k=70, d=256, mask="window(20,0)"),
+    # what changes scores
+    Case("softcap", s_q=65, s_k=65, mask="causal", score="softcap(2.5)"),
+    Case("sink", s_q=65, s_k=65, mask="window(9,0)", sink=True),
+    Case("softcap-sink", h_q=8, s_q=65, s_k=65, mask="causal", score="softcap(20)", sink=True),
+    # where the rows are
+    Case("bshd", h_q=4, s_q=66, s_k=66, mask="causal", order="bshd"),
+    Case("sbhd", h_q=4, s_q=66, s_k=66, mask="causal", order="sbhd"),
+    Case("bshd-everything", b=3, h_q=6, s_q=70, s_k=70, d=40, d_v=24, mask="documents&window(30,0)",
+         score="softcap(9)", sink=True, order="bshd", used="k"),  # fmt: skip
+    Case("ragged", b=4, s_q=70, s_k=90, mask="causal", used="qk"),
+    Case("ragged-keys", b=4, s_q=30, s_k=90, used="k"),
+    Case("ragged-queries", b=4, s_q=90, s_k=30, mask="window(10,10)", used="q", order="sbhd"),
+    Case("ragged-sink", b=4, h_q=4, s_q=50, s_k=70, mask="causal", sink=True, used="qk", order="bshd"),
+    Case("ragged-prefixes", b=4, s_q=50, s_k=70, mask="prefixes", used="qk"),
+    # lengths
+    Case("few-queries", s_q=5, s_k=200, mask="causal"),
+    Case("few-keys", s_q=200, s_k=5, mask="causal"),  # most rows see none
+    Case("few-keys-sink", s_q=40, s_k=5, mask="causal", sink=True),
+    Case("few-keys-window", s_q=100, s_k=40, mask="window(10,0)", score="softcap(5)"),
+    Case("one-query", h_q=8, s_q=1, s_k=77, mask="causal"),
+    Case("one-key", s_q=9, s_k=1),
+    Case("one-token", b=1, s_q=1, s_k=1, mask="causal"),
+    Case("no-queries", s_q=0, s_k=8, mask="causal"),
+    Case("no-keys", s_q=8, s_k=0, mask="causal"),
+    Case("no-keys-sink", s_q=8, s_k=0, sink=True),
+    Case("no-tokens", s_q=0, s_k=0, mask="documents"),
+    Case("no-batch", b=0, s_q=8, s_k=8, mask="causal"),
+    Case("no-heads", h_q=0, h_k=0, s_q=8, s_k=8),
+    Case("long-rows", b=1, h_q=1, h_k=1, s_q=700, s_k=2100, d=16, mask="causal"),
+]  # fmt: off
+
+NAMED = {case.name: case for case in [*MODELS, *SMALL]}
+
+
+def draw(seed: int, dtype: str | None = None) -> Case:
+    """A random Case, the same one for the same seed; its name holds the seed."""
+    dice = random.Random(seed)
+    group, h_k = dice.choice([1, 1, 2, 3, 4, 7]), dice.choice([1, 2, 3])
+    s_q = dice.choice([1, 2, dice.randint(3, 40), dice.randint(41, 300)])
+    s_k = dice.choice([s_q, s_q, 1, dice.randint(1, 40), dice.randint(41, 300)])
+    d = dice.choice([1, 8, 16, 32, 40, 64, 64, 72, 96, 128, dice.randint(1, 256)])
+    d_v = dice.choice([d, d, d, dice.randint(1, 256)])
+    bounds = [dice.choice(["None", str(dice.randint(0, 3)), str(dice.randint(0, 200))]) for _ in range(2)]
+    window = f"window({bounds[0]},{bounds[1]})" if bounds != ["None", "0"] else "causal"
+    prefix = dice.choice([f"prefix({dice.randint(0, s_k + 3)})", "prefixes"])
+    choices = ["none", "causal", "causal", window, window, prefix, f"{prefix}&{window}", f"{prefix}|{window}"]
+    if s_q == s_k:
+        choices += ["documents", "documents&causal", f"documents&{window}", f"documents&{prefix}", f"documents|{window}"]
+    return Case(
+        f"draw{seed}",
+        dtype=dtype or dice.choice(["fp16", "bf16", "fp32", "fp64"]),
+        b=dice.randint(1, 3),
+        h_q=group * h_k,
+        h_k=h_k,
+        s_q=s_q,
+        s_k=s_k,
+        d=d,
+        d_v=d_v,
+        mask=dice.choice(choices),
+        score=dice.choice(["none", "none", f"softcap({dice.choice([1, 5, 30])})"]),
+        sink=dice.random() < 0.3,
+        order=dice.choice(["bhsd", "bhsd", "bshd", "sbhd"]),
+        used=dice.choice(["all", "all", "all", "k", "q", "qk"]),
+        ids=dice.choice(["packed", "scattered"]),
+    )

@@ -1,0 +1,65 @@
+"""The README's support table, made from what the backends declare: `python -m saccade.testing.support [README.md]`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from saccade import dispatch
+from saccade.backends import Support
+
+START, STOP = "<!-- support -->", "<!-- /support -->"
+
+# Where a backend's tests have passed. One that has no line here has only been compiled.
+RAN = {"cpu": "CPU, in every CI run", "reference": "CPU, in every CI run"}
+
+
+def table() -> str:
+    """Markdown: a column for each backend, a row for each thing that it declares."""
+    supports = {name: import_module(f"saccade.backends.{name}").SUPPORT for name in dispatch.NAMES}
+    columns = [_column(name, support) for name, support in supports.items()]
+    lines = ["| | " + " | ".join(f"`{name}`" for name in supports) + " |", "|---" * (len(supports) + 1) + "|"]
+    lines += [f"| {row} | " + " | ".join(column[row] for column in columns) + " |" for row in columns[0]]
+    return "\n".join(lines)
+
+
+def updated(readme: str) -> str:
+    """The README's text with the table as it should be between the markers.
+
+    Raises:
+        ValueError: the markers are not there, once each and in order.
+    """
+    before, start, rest = readme.partition(START)
+    _, stop, after = rest.partition(STOP)
+    if not (start and stop):
+        raise ValueError(f"no {START} followed by {STOP}")
+    return f"{before}{START}\n{table()}\n{STOP}{after}"
+
+
+def _column(name: str, support: Support) -> dict[str, str]:
+    def flag(word: str) -> str:
+        return "yes" if word in support.flags else "no"
+
+    return {
+        "chosen": "by `auto`" if name in dispatch.BACKENDS else "by name only",
+        "ran on": RAN.get(name, "nothing yet: compiled only"),
+        "devices": _words(support.devices),
+        "dtypes": _words(support.dtypes),
+        "head dims": "any" if support.max_d >= 1 << 20 else f"1 to {support.max_d}",
+        "layouts": _words(support.layouts),
+        "masks, and all of `&` and `\\|`": _words(support.masks),
+        "scores": _words(support.scores),
+        "sink": flag("sink"),
+        "dropout": flag("dropout"),
+        "deterministic gradients": flag("deterministic"),
+    }
+
+
+def _words(words: tuple[str, ...]) -> str:
+    return ", ".join(words) or "none"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1] if len(sys.argv) > 1 else "README.md")
+    page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
