@@ -116,7 +116,8 @@ def attention(
     """
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     if backend == "reference" or ops.runs_directly(q, k, v, sink):
         operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
         problem = Problem(*operands, sink, mask, score_mod, layout, scale, deterministic)
@@ -219,11 +220,10 @@ def _checked(
     """q, k and v as a backend takes them, or an error that quotes their shapes. In the hot path of small calls."""
     if not isinstance(layout, Dense):
         raise TypeError(f"layout must be a Dense record, such as Dense('bshd'), got {layout!r}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have the four dimensions {layout.order}, got shape {tuple(x.shape)}")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise TypeError(f"q, k and v must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must have four dimensions: {_shapes(q, k, v, layout)}")
     q, k, v = _autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -277,8 +277,6 @@ def _check_records(
     layout: Dense,
     sink: Tensor | None,
 ) -> None:
-    shapes = _shapes(q, k, v, layout)
-    (b, h_q, s_q), s_k = layout.canonical(q).shape[:3], layout.canonical(k).shape[2]
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
             f"mask must be a saccade mask, such as causal() & window(1023, None), got {type(mask).__name__}; "
@@ -286,6 +284,11 @@ def _check_records(
         )
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise Unsupported(f"score functions are not offered yet, got {score_mod!r}; softcap(cap) is")
+    records = [*layout.records, *mask.records] if mask is not None else layout.records
+    if sink is None and not records:
+        return
+    shapes = _shapes(q, k, v, layout)
+    (b, h_q, s_q), s_k = layout.canonical(q).shape[:3], layout.canonical(k).shape[2]
     if sink is not None:
         if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
             got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
@@ -295,7 +298,7 @@ def _check_records(
     for used in layout.records:
         if used.shape != (b,):
             raise ValueError(f"used lengths must have shape ({b},), got {tuple(used.shape)}: {shapes}")
-    for tensor in [*layout.records, *(mask.records if mask is not None else [])]:
+    for tensor in records:
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
     for leaf in mask.leaves() if mask is not None else ():

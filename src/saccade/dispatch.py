@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +27,8 @@ class Plan:
 
     spec: Spec
     backend: str
+    launches: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What the backend keeps for calls of the same shapes and strides."""
 
     @property
     def module(self) -> Backend:
@@ -58,7 +60,8 @@ def plan_of(problem: Problem, backend: str) -> Plan:
     if found is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
-        found = _plans[key] = plan(problem.spec(), backend)
+        found = _plans[key] = replace(plan(problem.spec(), backend), launches={})
+    problem.launches = found.launches
     return found
 
 

@@ -187,6 +187,10 @@ class Window(Mask):
     right: int | None
 
     @property
+    def records(self) -> list[Tensor]:
+        return []
+
+    @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "causal" if self.left is None and self.right == 0 else "window"
 

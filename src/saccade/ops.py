@@ -41,22 +41,23 @@ def forward(
     return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, lse)
 
 
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
 def runs_directly(*tensors: Tensor | None) -> bool:
     """Whether a call may go past the dispatcher: plain tensors, no gradient, no mode or transform that would watch.
 
     The operator costs a small call as much as its launch does.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not _needs_gradient(*tensors)
-        and all(x is None or type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-    )
+    if torch.compiler.is_compiling() or _needs_gradient(*tensors):
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(x) in _PLAIN for x in tensors)
 
 
 def execute(problem: Problem, backend: str, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Plan and run: what the operator does."""
+    """Plan and run: what the operator does. out is in the layout's order."""
     out, found = dispatch.plan_of(problem, backend).module.forward(problem, lse)
     return problem.layout.ordered(out), found
 

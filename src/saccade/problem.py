@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +35,21 @@ class Problem:
     scale: float
     deterministic: bool = False
 
+    launches: dict[Any, Any] = field(default_factory=dict)
+    """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors."""
+
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
-        """Everything but values: two Problems of one key have one Spec, and run the same kernels on the same grid."""
+        """Everything but values: Problems of one key have one Spec and run the same kernels on the same grid."""
         q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
+        records = [*layout.records, *mask.records] if mask else layout.records
+        if sink is not None:
+            records = [*records, sink]
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
-            *(layout.text, mask and mask.kind, score and score.kind, sink is None or sink.dtype, self.deterministic),
+            *(layout.text, mask and mask.kind, score and score.kind, sink is None, self.deterministic),
+            *((x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT) for x in records),
         )
 
     @property
@@ -65,7 +73,7 @@ class Problem:
             score=self.score.kind if self.score else "none",
             sink=self.sink is not None,
             deterministic=self.deterministic,
-            aligned=all(map(_aligned, (self.q, self.k, self.v))),
+            aligned=all(map(aligned, (self.q, self.k, self.v))),
             device=hardware.name(self.q.device),
         )
 
@@ -117,10 +125,7 @@ ALIGNMENT = 16
 """Bytes: what a bulk copy wants of pointers and strides."""
 
 
-def _aligned(x: Tensor) -> bool:
-    size = x.element_size()
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % ALIGNMENT == 0
-        and all(stride * size % ALIGNMENT == 0 for stride, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
-    )
+def aligned(x: Tensor) -> bool:
+    """Whether every row of a (b, h, s, d) tensor is contiguous and starts at a multiple of 16 bytes."""
+    stride_b, stride_h, stride_s, stride_d = x.stride()
+    return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | x.data_ptr()) % ALIGNMENT == 0

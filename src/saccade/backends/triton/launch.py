@@ -18,7 +18,7 @@ from saccade.backends.triton.backward_kernels import delta_kernel, keys_kernel, 
 from saccade.backends.triton.config import Config, block_d, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.layouts import empty_like_rows
-from saccade.problem import ALIGNMENT, Problem
+from saccade.problem import ALIGNMENT, Problem, aligned
 
 Tiles = Mapping[str, Config]
 """Configs by kernel that take the place of the table's, for tuning."""
@@ -26,13 +26,13 @@ Tiles = Mapping[str, Config]
 
 def forward(problem: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """out (b, h_q, s_q, d_v) and lse (b, h_q, s_q)."""
-    q, k, v = problem.q, problem.k, problem.v
-    out = empty_like_rows(q, v.shape[3])
+    q = problem.q
+    out = empty_like_rows(q, problem.v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel():
         with _device(q):
-            tensors = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(out), lse, problem.sink
-            _launch("forward", forward_kernel, q, tensors, problem, tiles)
+            operands = (_rows(x) for x in (q, problem.k, problem.v))
+            _launch("forward", forward_kernel, (*operands, Rows.of(out), lse, problem.sink), problem, tiles)
     return out, lse
 
 
@@ -44,60 +44,63 @@ def backward(
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_(), _sink_gradient(problem, saved)
-    dout, out = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (saved.dout, saved.out))
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with _device(q):
+        dout = _rows(saved.dout)
         rows = dlse, saved.lse.contiguous(), delta, lse2, problem.layout.seqused_q, q.shape[1], q.shape[2]
-        shape = {"D_V": v.shape[3], "BLOCK_Q": 32, "BLOCK_DV": block_d(v.shape[3])}
-        delta_kernel[_grid(q, 32)](Rows.of(dout), Rows.of(out), *rows, **shape)
-        operands = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(dout)
-        _launch("keys", keys_kernel, k, (*operands, Rows.of(dk), Rows.of(dv), lse2, delta), problem, tiles)
-        _launch("rows", rows_kernel, q, (*operands, Rows.of(dq), lse2, delta), problem, tiles)
+        shape = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
+        delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
+        operands = _rows(q), _rows(k), _rows(v), dout
+        _launch("keys", keys_kernel, (*operands, Rows.of(dk), Rows.of(dv), lse2, delta), problem, tiles)
+        _launch("rows", rows_kernel, (*operands, Rows.of(dq), lse2, delta), problem, tiles)
     return dq, dk, dv, _sink_gradient(problem, saved, delta)
 
 
-_compiled: dict[Any, tuple[Any, tuple[int, int, int], tuple[Any, ...]]] = {}
-"""Problem key, and the rest that Triton specialises for -> compiled kernel, grid, constants: Triton's own look-up costs
-more than all else in a small call."""
-_COMPILED = 4096
+DELTA_ROWS = 32
 
 
-def _launch(
-    name: str, kernel: Any, blocked: Tensor, tensors: tuple[Any, ...], problem: Problem, tiles: Tiles | None
-) -> None:
-    """Runs a kernel with one program for each block of rows of `blocked`, which is q or k."""
+def _rows(x: Tensor) -> Rows:
+    """Rows that kernels read in pieces of 16 bytes; others are copied, padded. (Element by element they would be slow,
+    and Triton 3.6 miscompiles some such tiles: docs/findings/triton.md.)"""
+    return Rows.of(x if aligned(x) else padded(x))
+
+
+def padded(x: Tensor) -> Tensor:
+    """A copy of x (b, h, s, d) whose rows start at multiples of 16 bytes."""
+    whole = ALIGNMENT // x.element_size()
+    made = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
+    return made.copy_(x)
+
+
+def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, tiles: Tiles | None) -> None:
+    """Runs a kernel with one program for each block of query rows, or of keys."""
     arguments = (*tensors, *_call(problem))
-    records = problem.mask.records if problem.mask else ()
-    places = tuple(x.data_ptr() % ALIGNMENT for x in (*problem.layout.records, *records))
-    sink = problem.sink is not None and problem.sink.data_ptr() % ALIGNMENT
-    last = tensors[3]  # out or dout: what the Problem does not hold
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    key = name, problem.key, places, sink, last[1:4], last.ptr.data_ptr() % ALIGNMENT, precision
-    found = _compiled.get(key) if tiles is None else None
+    # What Triton specialises for and the Problem's key does not hold: the strides of out or dout.
+    key = name, tensors[3][1:4], precision
+    found = problem.launches.get(key) if tiles is None else None
     if found is not None:
         _run(*found, problem.q.device.index, arguments)
         return
     tile = tiles[name] if tiles and name in tiles else _config(name, problem)
-    grid = _grid(blocked, tile.block_k if blocked is problem.k else tile.block_q)
+    grid = _grid(problem.k, tile.block_k) if name == "keys" else _grid(problem.q, tile.block_q)
     constants = _constants(problem, tile, precision)
     compiled = kernel[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
     if tiles is None and compiled is not None:  # the interpreter compiles nothing
-        if len(_compiled) >= _COMPILED:
-            _compiled.clear()
-        _compiled[key] = compiled, grid, tuple(constants.values())
+        problem.launches[key] = compiled, grid, tuple(constants.values())
 
 
 def _run(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], device: int, arguments: Any) -> None:
     """`compiled[grid](*arguments, *constants)` on torch's current stream, without its look-ups; a profiler that hooks
-    launches gets them."""
+    launches gets them. Triton's own way through the jitted function costs more than all else in a small call."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if not any(getattr(hook, "calls", hook) for hook in hooks):
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        launch = compiled.run, compiled.function, compiled.packed_metadata
-        launch[0](*grid, stream, *launch[1:], None, None, None, *arguments, *constants)
-    else:
+    if any(getattr(hook, "calls", hook) for hook in hooks):
         compiled[grid](*arguments, *constants)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    handles = compiled.function, compiled.packed_metadata
+    compiled.run(*grid, stream, *handles, None, None, None, *arguments, *constants)
 
 
 def _call(problem: Problem) -> tuple[Any, ...]:
