@@ -7,6 +7,7 @@ import typer
 from saccade.cli.check import check
 from saccade.cli.explain import explain
 from saccade.cli.info import info
+from saccade.cli.tune import tune
 
 app = typer.Typer(
     name="saccade",
@@ -15,5 +16,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (info, check, explain):
+for command in (info, check, explain, tune):
     app.command()(command)

@@ -56,7 +56,7 @@ class Row:
 
 def check(
     backend: Backend = "auto",
-    cases: Annotated[str, typer.Option(help="Names of saccade.testing.cases, with commas; the models when empty.")] = "",
+    cases: Annotated[str, typer.Option(help="Names of saccade.testing.cases, with commas; none: the models.")] = "",
     length: Annotated[int, typer.Option(help="At most this length; 0 is the real one on a GPU, 512 on a CPU.")] = 0,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
@@ -116,7 +116,7 @@ def _row(case: Case, backend: str, device: torch.device) -> Row:
 
 
 def _sdpa(inputs: Inputs) -> Callable[[], Tensor] | None:
-    """The same call of PyTorch's, mask tensor and repeated key heads made beforehand; None where it has no such call."""
+    """The same call of PyTorch's, with mask and repeated key heads made beforehand; None where it has none."""
     keywords: dict[str, Any] = inputs.keywords
     if keywords.get("score_mod") is not None or keywords.get("sink") is not None:
         return None

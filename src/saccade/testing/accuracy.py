@@ -1,23 +1,24 @@
 """The one tolerance policy: how far from the exact answer a backend may be.
 
-`exact` is the oracle in float64 on the inputs as they are, `eager` the oracle in the inputs' dtype, and `terms` the
-size of what is rounded on the way to an element. A tensor x passes when
+`exact` is the oracle in float64 on the inputs as they are, `eager` the oracle in the inputs' dtype, and `terms` what is
+rounded on the way to an element. A tensor x passes when
 
     max |x - exact| <= 2 (max |eager - exact| + eps max terms)
 
 and when the same holds for root mean squares, with eps of the inputs' dtype. So a fused kernel may be as wrong as twice
 the plain one, and gradients that cancel to zero have the rounding of what cancelled. No test holds a number.
 
-`terms` is the formula with every sum replaced by the root of the sum of the squares of its summands and of itself, as
-independent roundings add up. Their absolute values would bound the worst case, but grow with the length where errors
-grow with its root: at s = 1024 in bfloat16 such a tolerance for dk is larger than dk, and passes zeros.
+`terms` adds the roundings up as independent ones add up, by the root of the sum of their squares. The sum of absolute
+values would bound the worst case, but it grows with the length where errors grow with its root: at s = 1024 in bfloat16
+such a tolerance for dk is larger than dk, and passes zeros.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ SCORES_AT_ONCE = 1 << 22
 
 Results = dict[str, Tensor]
 """out, lse, and as far as they are asked for dq, dk, dv, dsink."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -79,6 +81,7 @@ def check(
     dlse: Tensor | None = None,
     backend: str = "auto",
     backward: bool = True,
+    function: Callable[..., Any] = attention,
     **keywords: Any,
 ) -> Report:
     """Runs `attention`, forward and backward, with and without the LSE, and measures it against the oracle.
@@ -91,6 +94,7 @@ def check(
         dout: gradient of out, of its shape; the same random numbers in every call when None.
         dlse: gradient of the LSE, (b, h_q, s_q); none when None.
         backward: False leaves the gradients out.
+        function: what to run in the place of `attention`, with its arguments: a merge of parts, another library's face.
 
     Raises:
         AssertionError: a result that has not the shape, dtype or device that it should have.
@@ -105,9 +109,10 @@ def check(
     elif dout is None:
         dout = random((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     chosen = plan(q, k, v, backend=backend, **keywords)
-    found = _run(q, k, v, dout, dlse, backend, keywords)
+    function = partial(function, backend=backend)
+    found = _run(function, q, k, v, dout, dlse, keywords)
     with torch.no_grad():  # without an LSE it is often another path
-        found["alone"] = attention(q.detach(), k.detach(), v.detach(), backend=backend, **keywords)
+        found["alone"] = function(q.detach(), k.detach(), v.detach(), **keywords)
     _check_form(found, q, k, v, sink, layout)
 
     eps = torch.finfo(q.dtype).eps
@@ -139,14 +144,20 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, backend: str, keywords: dict[str, Any]
+    function: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    keywords: dict[str, Any],
 ) -> Results:
-    """What a backend makes of the whole call."""
+    """What the function makes of the whole call."""
     given = {"dq": q, "dk": k, "dv": v, "dsink": keywords.get("sink")}
     leaves = {name: x.detach().requires_grad_(dout is not None) for name, x in given.items() if x is not None}
     q, k, v, *sink = leaves.values()
     keywords = keywords | ({"sink": sink[0]} if sink else {})
-    out, lse = attention(q, k, v, backend=backend, return_lse=True, **keywords)
+    out, lse = function(q, k, v, return_lse=True, **keywords)
     return _with_gradients(out, lse, leaves, dout, dlse)
 
 
@@ -235,38 +246,49 @@ class _Part(NamedTuple):
         return found
 
     def terms(self, exact: Results) -> Results:
-        """What is rounded, squared until the end; the exact result itself always is.
+        """The roundings that reach an element, in units of eps; here they are squared until the end.
 
-        `p_term`: p goes wrong by the factor by which its score does, in the backward by the saved LSE's too, which has
-        a dtype of its own. dp, delta and dlse cancel in ds = p (dp - delta + dlse), so they count one by one.
+        A matrix product x y passes on the roundings of x, and rounds its n partial sums in the dtype of the LSE:
+        (x_term + n sums x^2) y^2. In the backward p is exp(score - lse), so it has the LSE's roundings too. dp, delta
+        and dlse cancel in g = dp - delta + dlse, so they count one by one. Every result is itself rounded.
         """
+        dtype, lse_dtype = self.problem.q.dtype, self.problem.lse_dtype()
+        sums = (torch.finfo(lse_dtype).eps / torch.finfo(dtype).eps) ** 2
         problem, dout, dlse = self._wide()[3:]
         q, k, v = reference.operands(problem)
         p, _ = reference.probability(problem, q, k)
+        s_q, s_k, d, d_v = *p.shape[2:], q.shape[3], v.shape[3]
+        hidden = (exact["lse"] == -torch.inf)[..., None]
+        out, lse = exact["out"], torch.where(hidden, 0, exact["lse"][..., None])
+
         score = q @ k.mT * problem.scale
         modified, slope = self._modified(score)
-        score_term = modified**2 + slope**2 * (score**2 + q**2 @ (k**2).mT * problem.scale**2)
-        squares = {"lse": 1 + exact["lse"] ** 2 + (p**2 * score_term).sum(-1)}
+        score_term = modified**2 + slope**2 * (score**2 + (1 + d * sums) * (q**2 @ k.mT**2) * problem.scale**2)
         p_term = p**2 * (1 + score_term)
-        squares["out"] = exact["out"] ** 2 + p_term @ v**2
+        lse_term = 1 + lse**2 + (p**2 * (score_term + s_k * sums)).sum(-1, keepdim=True)
+        out_term = out**2 + (p_term + s_k * sums * p**2) @ v**2
+        squares = {"out": out_term, "lse": lse_term[..., 0]}
         if dout is not None:
-            lse_eps = torch.finfo(self.problem.lse_dtype()).eps / torch.finfo(self.problem.q.dtype).eps
-            p_term = p_term + p**2 * torch.where(exact["lse"] == -torch.inf, 0, squares["lse"] * lse_eps**2)[..., None]
-            dout = torch.where(exact["lse"][..., None] == -torch.inf, 0, dout)  # in padding it may be NaN
-            dlse = torch.zeros_like(exact["lse"]) if dlse is None else dlse
-            dp_term = (dout @ v.mT) ** 2 + dout**2 @ (v**2).mT
-            row_term = (dout * exact["out"]).sum(-1) ** 2 + (dout**2 * squares["out"]).sum(-1) + dlse**2
-            row_term = torch.where(exact["lse"] == -torch.inf, 0, row_term)[..., None]
-            ds_term = p_term * (dp_term + row_term) * slope**2
+            dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
+            dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
+            p_term = p_term + p**2 * lse_term * sums
+            dp, delta = dout @ v.mT, (dout * out).sum(-1, keepdim=True)
+            dp_term = dp**2 + (1 + d_v * sums) * (dout**2 @ v.mT**2)
+            row_term = delta**2 + (dout**2 * (out_term + d_v * sums * out**2)).sum(-1, keepdim=True) + dlse**2
+            g = (dp - delta + dlse) * slope
+            ds_term = p_term * g**2 + p**2 * (dp_term + row_term) * slope**2
+            ds = p * g
             # A row's error in delta is common to its keys.
-            dq = ds_term @ k**2 + row_term * (p * slope @ k) ** 2
-            squares["dq"] = exact["dq"] ** 2 + dq * problem.scale**2
-            squares["dk"] = exact["dk"] ** 2 + self._of_groups(ds_term.mT @ q**2) * problem.scale**2
-            squares["dv"] = exact["dv"] ** 2 + self._of_groups(p_term.mT @ dout**2)
+            dq_term = (ds_term + s_k * sums * ds**2) @ k**2 + row_term * (p * slope @ k) ** 2
+            dk_term = (ds_term + s_q * sums * ds**2).mT @ q**2
+            dv_term = (p_term + s_q * sums * p**2).mT @ dout**2
+            squares["dq"] = exact["dq"] ** 2 + dq_term * problem.scale**2
+            squares["dk"] = exact["dk"] ** 2 + self._of_groups(dk_term) * problem.scale**2
+            squares["dv"] = exact["dv"] ** 2 + self._of_groups(dv_term)
             if problem.sink is not None:
-                share = (problem.sink[:, None] - exact["lse"]).exp() ** 2 * (1 + squares["lse"])
-                share = torch.where(exact["lse"] == -torch.inf, 0, share)
-                squares["dsink"] = exact["dsink"] ** 2 + (share * row_term[..., 0]).sum((0, 2))
+                share = torch.where(hidden, 0, (problem.sink[:, None, None] - lse).exp())
+                rows = share**2 * (row_term + (1 + lse_term + s_q * sums) * (delta - dlse) ** 2)
+                squares["dsink"] = exact["dsink"] ** 2 + rows.sum((0, 2, 3))
         return {name: square.sqrt() for name, square in squares.items()}
 
     def _oracle(self) -> Results:

@@ -1,8 +1,8 @@
 """PyTorch's own CPU kernel, where it expresses the call and is the fastest way.
 
 Seen at 1x8x4096x64 on two cores, this kernel against our tiles, in ms: fp32 forward 169 against 230 (AVX512); bf16
-forward 47 against 80 on a CPU with AMX, 173 against 70 on one with AVX512-BF16 alone, 309 against 1150 without either.
-Its bf16 backward loses everywhere: 1766 against 850 for this same kernel in fp32 on a CPU without bf16 arithmetic.
+forward 47 against 100 and backward 200 against 240 on a CPU with AMX, forward 173 against 70 on one with AVX512-BF16
+alone, 309 against 1150 without either. There its own bf16 backward takes 1766, and 850 on operands made float32.
 """
 
 from __future__ import annotations
@@ -22,22 +22,19 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def runs_forward(problem: Problem) -> bool:
     dtype = problem.q.dtype
-    fast = dtype in (torch.float32, torch.float16) or (
-        dtype == torch.bfloat16 and hardware.cpu_bf16() != "avx512_bf16"
-    )
-    return fast and _expresses(problem)
+    half = dtype == torch.bfloat16 and hardware.cpu_bf16() != "avx512_bf16"
+    return (half or dtype in (torch.float32, torch.float16)) and _expresses(problem)
 
 
 def runs_backward(problem: Problem, saved: Saved) -> bool:
-    dtype = problem.q.dtype
-    fast = dtype in (torch.float32, torch.float16) or (dtype == torch.bfloat16 and hardware.cpu_bf16() == "none")
-    return fast and saved.dlse is None and _expresses(problem)
+    return saved.dlse is None and runs_forward(problem)
 
 
 def _expresses(problem: Problem) -> bool:
     q, k, v = problem.q, problem.k, problem.v
-    # Its causal mask is aligned top-left.
-    plain = problem.mask is None or (problem.mask.kind == "causal" and q.shape[2] == k.shape[2])
+    # Its causal mask is aligned top-left, and is -inf before the scale multiplies it.
+    causal = problem.mask is not None and problem.mask.kind == "causal"
+    plain = problem.mask is None or (causal and q.shape[2] == k.shape[2] and problem.scale > 0)
     return (
         plain
         and problem.score is None
@@ -67,15 +64,18 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     def members(x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, problem.group))
 
-    q, dout, out = (members(x.float()) for x in (problem.q, saved.dout, saved.out))
-    k, v, lse = problem.k.float(), problem.v.float(), members(saved.lse)
+    amx = problem.q.dtype == torch.bfloat16 and hardware.cpu_bf16() == "amx"
+    compute = torch.bfloat16 if amx else torch.float32
+    q, dout, out = (members(x.to(compute)) for x in (problem.q, saved.dout, saved.out))
+    k, v, lse = problem.k.to(compute), problem.v.to(compute), members(saved.lse)
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
     dk_sum = dv_sum = None
     for member in range(problem.group):
         tensors = dout[:, :, member], q[:, :, member], k, v, out[:, :, member], lse[:, :, member]
         found = _backward(*tensors, 0.0, problem.mask is not None, scale=problem.scale)
         members(dq)[:, :, member] = found[0]
-        dk_sum = found[1] if dk_sum is None else dk_sum.add_(found[1])
-        dv_sum = found[2] if dv_sum is None else dv_sum.add_(found[2])
+        # Several heads' sums stay in float32 until all are in.
+        dk_sum = found[1] if problem.group == 1 else found[1].float() if dk_sum is None else dk_sum.add_(found[1])
+        dv_sum = found[2] if problem.group == 1 else found[2].float() if dv_sum is None else dv_sum.add_(found[2])
     delta = saved.lse if problem.sink is None else sink.delta(saved)
     return dq, dk.copy_(dk_sum), dv.copy_(dv_sum), sink.gradient(problem, saved, delta)

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     keys: slice
     core: slice
     empty_rows: bool
-    """Whether some row sees no key at all."""
+    """Whether some row sees no key at all, as far as the mask's intervals tell."""
 
 
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -175,8 +175,8 @@ class _Grid:
 
     @cached_property
     def plain(self) -> bool:
-        """A softmax over whole rows is the probability: no sink, and no row that sees nothing."""
-        return self.problem.sink is None and bool((self.hull.hi > self.hull.lo).all())
+        """A softmax over whole rows is the probability: no sink, and no row that may see nothing."""
+        return self.problem.sink is None and bool((self.core.hi > self.core.lo).all())
 
     @cached_property
     def hull(self) -> Interval:
@@ -194,7 +194,8 @@ class _Grid:
     def rows(self) -> int:
         """Query rows in a tile."""
         width = max(int(self.hull.length().max()) if self.hull.lo.numel() else 0, 1)
-        m = max(TILE_ROWS // 4, min(TILE_ROWS, TILE_ELEMENTS // width))
+        # A narrow band wastes a triangle of a tile's rows; long rows leave room for few of them.
+        m = max(TILE_ROWS // 4, min(TILE_ROWS, width // 2, TILE_ELEMENTS // width))
         return max(1, m // self.problem.group)
 
     def heads(self) -> Iterator[Heads]:
@@ -231,9 +232,11 @@ class _Grid:
             return None
         first, last = int(seeing[0]), int(seeing[-1]) + 1
         keys = slice(int(lo[seeing].min()), int(hi[seeing].max()))
-        empty_rows = len(seeing) < last - first
-        core_lo, core_hi = int(self.core.lo[b, rows][first:last].max()), int(self.core.hi[b, rows][first:last].min())
-        core = slice(core_lo, core_hi) if core_lo < core_hi and not empty_rows else slice(keys.start, keys.start)
+        core_lo, core_hi = (edge[b, rows][first:last] for edge in self.core)
+        empty_rows = bool((core_lo >= core_hi).any())  # inside its hull a predicate may hide everything
+        core = slice(int(core_lo.max()), int(core_hi.min()))
+        if core.start >= core.stop:
+            core = slice(keys.start, keys.start)
         return Tile(slice(start + first, start + last), keys, core, empty_rows)
 
     def parts(self, tile: Tile) -> Iterator[Tile]:

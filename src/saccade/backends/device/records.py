@@ -8,28 +8,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.problem import ALIGNMENT, aligned
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Rows(NamedTuple):
-    """A (b, h, s, d) tensor whose last dimension is contiguous."""
+    """A (b, h, s, d) tensor whose last dimension is contiguous. Strides are `runtime_int`s, in units of `unit` elements."""
 
     ptr: Any
     stride_b: Any
     stride_h: Any
     stride_s: Any
+    unit: Any
+    """constexpr: elements in 16 bytes where every row starts at a multiple of 16 bytes, else 1. Triton by itself sees
+    multiples of 16 elements only, and moves all else element by element."""
     wide: Any
     """constexpr: one head spans 2^31 elements or more, so that places inside it need 64 bits"""
 
     @staticmethod
     def of(x: Tensor) -> Rows:
         stride_b, stride_h, stride_s, _ = x.stride()
-        return Rows(x, stride_b, stride_h, stride_s, WIDE if x.shape[2] * stride_s >= NARROW_LIMIT else NARROW)
+        unit = ALIGNMENT // x.element_size() if aligned(x) else 1
+        strides = runtime_int(stride_b // unit), runtime_int(stride_h // unit), runtime_int(stride_s // unit)
+        return Rows(x, *strides, UNITS[unit], WIDE if x.shape[2] * stride_s >= NARROW_LIMIT else NARROW)
 
 
 # A tile may reach 256 rows beyond the end, in addresses that are masked.
 NARROW_LIMIT = (1 << 31) - (1 << 24)
 NARROW, WIDE = tl.constexpr(False), tl.constexpr(True)
+UNITS = {unit: tl.constexpr(unit) for unit in (1, 2, 4, 8, 16)}
 
 
 def runtime_int(value: int) -> int:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.masks import FAR
-from saccade.backends.device.records import LOG2E
+from saccade.backends.device.records import LOG2E, plain_int
 
 
 @triton.jit
@@ -21,7 +21,9 @@ def used_length(used, b, s):
 @triton.jit
 def head(x, b, h):
     """Pointer to row 0 of head h of batch row b; 64-bit, as tensors may hold more than 2^31 elements."""
-    return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    stride_b = plain_int(x.stride_b).to(tl.int64)
+    stride_h = plain_int(x.stride_h).to(tl.int64)
+    return x.ptr + (b * stride_b + h * stride_h) * x.unit
 
 
 @triton.jit
@@ -29,12 +31,11 @@ def places(x, base, start, N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers [N, BLOCK_D] to rows [start, start + N) of one head."""
     n = tl.arange(0, N)
     d = tl.arange(0, BLOCK_D)
-    # The start is a scalar added last, so that the rest is loop-invariant.
+    stride = plain_int(x.stride_s)
     if x.wide:
-        within = n.to(tl.int64)[:, None] * x.stride_s + d[None, :]
-        return base + (tl.full([], 0, tl.int64) + start) * x.stride_s + within
-    else:
-        return base + start * x.stride_s + (n[:, None] * x.stride_s + d[None, :])
+        stride = stride.to(tl.int64)
+    # The start is a scalar added last, so that the rest is loop-invariant.
+    return base + start * stride * x.unit + (n[:, None] * (stride * x.unit) + d[None, :])
 
 
 @triton.jit

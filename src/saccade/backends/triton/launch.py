@@ -75,20 +75,20 @@ def padded(x: Tensor) -> Tensor:
 
 def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, tiles: Tiles | None) -> None:
     """Runs a kernel with one program for each block of query rows, or of keys."""
-    arguments = (*tensors, *_call(problem))
+    arguments = (*tensors, *call_arguments(problem))
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    # What Triton specialises for and the Problem's key does not hold: the strides of out or dout.
-    key = name, tensors[3][1:4], precision
+    # What Triton specialises for and the Problem's key does not hold: how out or dout lies.
+    key = name, tensors[3].unit.value, tensors[3].wide.value, precision
     found = problem.launches.get(key) if tiles is None else None
     if found is not None:
         _run(*found, problem.q.device.index, arguments)
         return
     tile = tiles[name] if tiles and name in tiles else _config(name, problem)
     grid = _grid(problem.k, tile.block_k) if name == "keys" else _grid(problem.q, tile.block_q)
-    constants = _constants(problem, tile, precision)
-    compiled = kernel[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+    fixed = constants(problem, tile, precision)
+    compiled = kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=tile.stages)
     if tiles is None and compiled is not None:  # the interpreter compiles nothing
-        problem.launches[key] = compiled, grid, tuple(constants.values())
+        problem.launches[key] = compiled, grid, tuple(fixed.values())
 
 
 def _run(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], device: int, arguments: Any) -> None:
@@ -103,14 +103,14 @@ def _run(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], 
     compiled.run(*grid, stream, *handles, None, None, None, *arguments, *constants)
 
 
-def _call(problem: Problem) -> tuple[Any, ...]:
+def call_arguments(problem: Problem) -> tuple[Any, ...]:
     """What every kernel takes between its tensors and its constants."""
     layout, q = problem.layout, problem.q
     mask, score = masks.record(problem.mask), scores.record(problem.score)
     return layout.seqused_q, layout.seqused_k, mask, score, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 
 
-def _constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:
+def constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:
     """In the order of the kernels' last parameters."""
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v)}

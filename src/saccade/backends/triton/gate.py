@@ -1,0 +1,58 @@
+"""The Triton kernels as the compile gate sees them: each config row, compiled from tensors that stand in for real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from saccade import configs
+from saccade.backends.device.records import Rows
+from saccade.backends.triton import launch
+from saccade.backends.triton.backward_kernels import keys_kernel, rows_kernel
+from saccade.backends.triton.config import KERNELS, config, key
+from saccade.backends.triton.forward_kernel import forward_kernel
+from saccade.layouts import Dense
+from saccade.masks import causal
+from saccade.problem import Problem
+from saccade.spec import Spec
+
+GPU = "h200"
+_FUNCTIONS = {"forward": forward_kernel, "keys": keys_kernel, "rows": rows_kernel}
+_DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
+
+
+def keys() -> Iterator[str]:
+    """Every row of the table, then formulas where the table is silent."""
+    yield from (row for row in configs.table(GPU) if row.startswith("triton "))
+    silent = Spec("fp32", 64), Spec("fp32", 128), Spec("fp32", 256, mask="causal"), Spec("bf16", 32)
+    for spec in silent:
+        yield from (key(kernel, spec) for kernel in KERNELS if key(kernel, spec) not in configs.table(GPU))
+
+
+def compiled(row: str) -> tuple[Any, int]:
+    """The compiled kernel of one row, and the spill bytes that the row allows itself."""
+    _, kernel, size, dims, edges = row.split()
+    d, d_v = map(int, dims.removeprefix("d").split("/"))
+    dtype = _DTYPES[size]
+    q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
+    problem = Problem(q, k, v, None, causal() if edges == "masked" else None, None, Dense(), 1.0)
+    rows = torch.empty(1, 2, 512)
+    operands = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(torch.empty_like(v))
+    outputs = {
+        "forward": (rows, None),
+        "keys": (Rows.of(torch.empty_like(k)), Rows.of(torch.empty_like(v)), rows, rows),
+        "rows": (Rows.of(torch.empty_like(q)), rows, rows),
+    }
+    tile = config(kernel, problem.spec(), GPU)
+    made = _FUNCTIONS[kernel].warmup(
+        *operands,
+        *outputs[kernel],
+        *launch.call_arguments(problem),
+        **launch.constants(problem, tile, "ieee"),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        grid=(1,),
+    )
+    return made, tile.spill

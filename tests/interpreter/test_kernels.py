@@ -1,0 +1,66 @@
+"""Forward and backward of the portable kernels against the oracle, wherever a GPU is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from saccade import masks
+from saccade.backends.device import masks as device_masks
+from saccade.backends.device import records
+from saccade.backends.device import scores as device_scores
+from saccade.masks import Mask
+from saccade.testing.accuracy import check
+from saccade.testing.cases import NAMED, SMALL, Case, draw
+
+# The interpreter's dot product reads bfloat16 as integers, and takes a second or two for each case.
+FLOAT32 = [
+    "plain", "window", "window-right-open", "prefixes", "prefix-or-window", "documents-causal", "documents-scattered",
+    "documents-or-window", "union-in-window", "group3", "d1", "d111", "sink", "bshd", "everything", "ragged-sink",
+    "few-queries", "few-keys-sink", "one-query", "one-key", "no-queries", "no-keys-sink", "no-batch",
+]  # fmt: skip
+FLOAT16 = ["causal", "documents-window", "softcap-sink", "d72", "ragged"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [NAMED[name].replace(dtype="fp32") for name in FLOAT32] + [NAMED[name].replace(dtype="fp16") for name in FLOAT16],
+    ids=lambda case: f"{case.name}-{case.dtype}",
+)
+def test_named_case(case: Case) -> None:
+    given = case.inputs()
+    check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_case(seed: int) -> None:
+    case = draw(1000 + seed, dtype="fp32").smaller(80)
+    given = case.inputs()
+    report = check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords)
+    assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+def test_every_mask_and_score_has_a_device_form() -> None:
+    made: list[Mask | None] = [case.inputs().keywords.get("mask") for case in SMALL if case.b]
+    for mask in made:
+        record = device_masks.record(mask)
+        assert record.exact.value == (mask is None or mask.exact)
+    for case in SMALL:
+        score = case.inputs().keywords.get("score_mod")
+        assert device_scores.record(score).identity.value == (score is None)
+
+
+def test_an_unknown_mask_is_refused() -> None:
+    class Other(masks.Mask):
+        kind = "other"
+
+    with pytest.raises(TypeError, match="no device form"):
+        device_masks.record(Other())
+
+
+def test_wide_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places inside one head in 64 bits, which only tensors need that do not fit here: the limit moves instead."""
+    given = NAMED["causal"].replace(dtype="fp32", s_q=40, s_k=40, b=1, h_q=1, h_k=1, d=16).inputs()
+    assert records.Rows.of(given.q).wide is records.NARROW
+    monkeypatch.setattr(records, "NARROW_LIMIT", 0)
+    assert records.Rows.of(given.q).wide is records.WIDE
+    check(given.q, given.k, given.v, dout=given.dout, backend="triton", **given.keywords).assert_ok()
