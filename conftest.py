@@ -13,7 +13,9 @@ def _names(doctest_namespace):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shard", default="0/1", help="i/n: every n-th test from the i-th on; tests/gpu.sh runs n at once")
+    parser.addoption(
+        "--shard", default="0/1", help="i/n: every n-th test from the i-th on; tests/gpu.sh runs n at once"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

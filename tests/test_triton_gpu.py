@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,13 +38,13 @@ def test_drawn_case(seed: int) -> None:
     assert report.ratio <= 1, f"{case.describe()}\n{report}"
 
 
-def operands(b: int, h: int, s: int, d: int, dtype: torch.dtype = torch.bfloat16, **where: object) -> list[Tensor]:
+def operands(b: int, h: int, s: int, d: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [torch.randn(b, h, s, d, device="cuda", dtype=dtype) for _ in range(3)]
 
 
-def gradients(*tensors: Tensor, **keywords: object) -> list[Tensor]:
+def gradients(*tensors: Tensor, **keywords: Any) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out = attention(*leaves, backend="triton", **keywords)  # pyright: ignore
+    out = attention(*leaves, backend="triton", **keywords)
     return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
@@ -64,7 +66,7 @@ def test_more_than_65535_heads() -> None:
 
 
 def test_more_than_two_billion_elements() -> None:
-    """Rows 2^24 + 2^10 elements apart, as in a (s, b, h, d) batch of thousands of heads: 2^31 is in the middle of a head."""
+    """Rows 2^24 + 2^10 elements apart, as in a (s, b, h, d) batch of thousands of heads: 2^31 is inside a head."""
     s, stride = 300, (1 << 24) + 1024
     memory = torch.full((s * stride,), torch.nan, device="cuda", dtype=torch.bfloat16)
     q, k, v = (torch.as_strided(memory, (1, 1, s, 64), (0, 0, stride, 1), 64 * i).normal_() for i in range(3))
@@ -174,7 +176,12 @@ def test_no_second_compile_for_other_shapes() -> None:
     call(1, 2, 64, 5, 0.1)
     cache = forward_kernel.device_caches[0][0]
     before = len(cache)
-    for b, h, s, left, scale in ((2, 3, 77, 1, 1.0), (1, 1, 1, 16, 0.5), (5, 16, 256, 0, 2.0), (1, 7, 1000, 300, 0.125)):
+    for b, h, s, left, scale in (
+        (2, 3, 77, 1, 1.0),
+        (1, 1, 1, 16, 0.5),
+        (5, 16, 256, 0, 2.0),
+        (1, 7, 1000, 300, 0.125),
+    ):
         call(b, h, s, left, scale)
     assert len(cache) == before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ def attention(
         records = [*layout.records, *mask.records] if mask else layout.records
         floats = [scale, *score_mod.floats] if score_mod else [scale]
         out, lse = ops.forward(q, k, v, sink, records, header, mask.ints if mask else [], floats, return_lse)
-    return Partial(out, lse) if return_lse else out
+    return Partial(out, cast(Tensor, lse)) if return_lse else out
 
 
 class Explanation:
@@ -199,12 +199,13 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
         raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
     given = defaults | keywords
     layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
-    operands = _checked(q, *arguments, mask, score_mod, layout, sink, given["dropout_p"])
+    k, v = arguments
+    operands = _checked(q, k, v, mask, score_mod, layout, sink, given["dropout_p"])
     deterministic = given["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    views = (layout.canonical(x) for x in operands)
-    return Problem(*views, sink, mask, score_mod, layout, 1.0, deterministic).spec()
+    views = [layout.canonical(x) for x in operands]
+    return Problem(views[0], views[1], views[2], sink, mask, score_mod, layout, 1.0, deterministic).spec()
 
 
 def _checked(
@@ -285,30 +286,39 @@ def _check_records(
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise Unsupported(f"score functions are not offered yet, got {score_mod!r}; softcap(cap) is")
     records = [*layout.records, *mask.records] if mask is not None else layout.records
-    if sink is None and not records:
-        return
-    shapes = _shapes(q, k, v, layout)
-    (b, h_q, s_q), s_k = layout.canonical(q).shape[:3], layout.canonical(k).shape[2]
-    if sink is not None:
-        if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
-            got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
-            raise ValueError(f"sink must be a float tensor ({h_q},), one logit per query head, got {got}: {shapes}")
-        if sink.device != q.device:
-            raise ValueError(f"sink must be on q's device {q.device}, got {sink.device}")
-    for used in layout.records:
-        if used.shape != (b,):
-            raise ValueError(f"used lengths must have shape ({b},), got {tuple(used.shape)}: {shapes}")
     for tensor in records:
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
+    complaint = None
+    if records:
+        complaint = _record_complaint(layout.canonical(q).shape, layout.canonical(k).shape[2], mask, layout)
+    if sink is not None and not complaint:
+        complaint = _sink_complaint(sink, layout.canonical(q).shape[1], q.device)
+    if complaint:
+        raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
+
+
+def _sink_complaint(sink: Tensor, h_q: int, device: torch.device) -> str | None:
+    if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
+        got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
+        return f"sink must be a float tensor ({h_q},), one logit per query head, got {got}"
+    if sink.device != device:
+        return f"sink must be on q's device {device}, got {sink.device}"
+    return None
+
+
+def _record_complaint(q: torch.Size, s_k: int, mask: Mask | None, layout: Dense) -> str | None:
+    """What is wrong with the tensors of layout and mask; q is (b, h_q, s_q, d)."""
+    b, _, s_q, _ = q
+    for used in layout.records:
+        if used.shape != (b,):
+            return f"used lengths must have shape ({b},), got {tuple(used.shape)}"
     for leaf in mask.leaves() if mask is not None else ():
         if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
-            raise ValueError(
-                f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)} with {shapes}"
-            )
-        for lengths in leaf.records if leaf.kind == "prefixes" else ():
-            if lengths.shape != (b,):
-                raise ValueError(f"prefix lengths must have shape ({b},), got {tuple(lengths.shape)}: {shapes}")
+            return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
+        if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
+            return f"prefix lengths must have shape ({b},), got {tuple(leaf.records[0].shape)}"
+    return None
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

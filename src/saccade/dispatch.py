@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from saccade.backends import Backend
@@ -76,14 +76,13 @@ def reasons_against(backend: str, spec: Spec) -> list[str]:
     return module.SUPPORT.reasons(spec) or ([obstacle] if obstacle else [])
 
 
-def refusal(spec: Spec, reasons: dict[str, Sequence[str]]) -> str:
+def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:
     lines = [f"no backend runs {spec}", *(f"  {name}: {'; '.join(against)}" for name, against in reasons.items())]
     if "reference" not in reasons and not reasons_against("reference", spec):
         lines.append('  backend="reference" runs it, slowly, in memory for the whole score matrix')
     return "\n".join(lines)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _module(backend: str) -> Any:
     return importlib.import_module(f"saccade.backends.{backend}")
-

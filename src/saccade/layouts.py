@@ -94,7 +94,7 @@ def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tens
     shape = [*x.shape[:-1], d]
     if x.is_contiguous():
         return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-    order = sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)) + [x.dim() - 1]
+    order = [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
     made = torch.empty([shape[dim] for dim in order], dtype=dtype or x.dtype, device=x.device)
     return made.permute([order.index(dim) for dim in range(x.dim())])
 

@@ -140,7 +140,7 @@ class Mask:
         return hash((self.kind, *self.ints, *map(id, self.records)))
 
     def visible(self, s_q: int, s_k: int, b: int = 1) -> Tensor:
-        """The whole mask as a bool tensor (b, s_q, s_k), True where a query may attend: for pictures and small checks."""
+        """The whole mask, bool (b, s_q, s_k), True where a query may attend: for pictures and small checks."""
         device = self.records[0].device if self.records else torch.device("cpu")
         extent = Extent.of(s_q, s_k, None, None, device)
         at = torch.arange(b, device=device)[:, None, None], extent.q_idx()[..., None], torch.arange(s_k, device=device)
@@ -467,7 +467,7 @@ def _offset(extent: Extent, b: Tensor) -> Tensor:
     return off[b] if off.shape[0] > 1 else off[0]
 
 
-def _bound(name: str, value: Any) -> int | None:
+def _bound(name: str, value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):

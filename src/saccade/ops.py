@@ -120,18 +120,18 @@ def _fake_backward(
 # the plain ones would start the peeling again.
 class _Attention(torch.autograd.function._SingleLevelFunction):
     @staticmethod
-    def forward(q, k, v, sink, records, header, ints, floats):  # pyright: ignore
+    def forward(q, k, v, sink, records, header, ints, floats):
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, True)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):  # pyright: ignore
+    def setup_context(ctx, inputs, output):
         q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats = inputs
         ctx.save_for_backward(q, k, v, sink, *output, *records)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, dout, dlse):  # pyright: ignore
+    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, sink, out, lse, *records = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 8
@@ -147,16 +147,16 @@ class _Gradient(torch.autograd.function._SingleLevelFunction):
     """The backward operator's own autograd: differentiating it is an error, not silence."""
 
     @staticmethod
-    def forward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):  # pyright: ignore
+    def forward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.saccade.backward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):  # pyright: ignore
+    def setup_context(ctx, inputs, output):
         pass
 
     @staticmethod
-    def backward(ctx, *gradients):  # pyright: ignore
+    def backward(ctx, *gradients):
         raise RuntimeError(
             "saccade.attention cannot be differentiated twice by its fused backends; "
             'backend="reference" can, in memory for the whole score matrix'
@@ -171,18 +171,18 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _forward_autograd(q, k, v, sink, records, header, ints, floats, lse):  # pyright: ignore
+def _forward_autograd(q, k, v, sink, records, header, ints, floats, lse):
     if _needs_gradient(q, k, v, sink):
         with enable_single_level_autograd_function():
-            return _Attention.apply(q, k, v, sink, records, header, ints, floats)
+            return _Attention.apply(q, k, v, sink, records, header, ints, floats)  # pyright: ignore[reportAttributeAccessIssue]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, lse)
 
 
-def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):  # pyright: ignore
+def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):
     if _needs_gradient(dout, dlse, out, lse, q, k, v, sink):
         with enable_single_level_autograd_function():
-            return _Gradient.apply(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
+            return _Gradient.apply(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)  # pyright: ignore[reportAttributeAccessIssue]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.backward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
 
@@ -204,12 +204,12 @@ def _products(q_shape: Any, k_shape: Any, v_shape: Any, header: str) -> tuple[in
 
 
 @register_flop_formula(torch.ops.saccade.forward)
-def _forward_flops(q_shape, k_shape, v_shape, sink_shape, records, header, *args, out_shape=None, **kwargs) -> int:  # pyright: ignore
+def _forward_flops(q_shape, k_shape, v_shape, sink_shape, records, header, *args, out_shape=None, **kwargs) -> int:
     scores, values = _products(q_shape, k_shape, v_shape, header)
     return 2 * (scores + values)
 
 
 @register_flop_formula(torch.ops.saccade.backward)
-def _backward_flops(dout, dlse, out, lse, q_shape, k_shape, v_shape, sink, records, header, *args, **kwargs) -> int:  # pyright: ignore
+def _backward_flops(dout, dlse, out, lse, q_shape, k_shape, v_shape, sink, records, header, *args, **kwargs) -> int:
     scores, values = _products(q_shape, k_shape, v_shape, header)
     return 2 * (3 * scores + 2 * values)

@@ -98,7 +98,9 @@ class Spec:
                     f"{', '.join(FLAGS)}, a device (cpu, sm90, …)"
                 )
         if missing := [name for name in ("dtype", "d") if name not in found]:
-            raise ValueError(f"the spec {text!r} lacks {' and '.join(missing)}; the shortest spec reads like 'bf16 d128'")
+            raise ValueError(
+                f"the spec {text!r} lacks {' and '.join(missing)}; the shortest spec reads like 'bf16 d128'"
+            )
         return Spec(**found)
 
 

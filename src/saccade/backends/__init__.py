@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,9 +39,8 @@ class Support:
             found.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
         if spec.score != "none" and spec.score not in self.scores:
             found.append(f"has no score {spec.score}")
-        for leaf in sorted({leaf for part in spec.mask.split("|") for leaf in part.strip("()").split("&")}):
-            if leaf.strip("()") != "none" and leaf.strip("()") not in self.masks:
-                found.append(f"has no mask {leaf}")
+        leaves = set(re.findall(r"[a-z_]+", spec.mask)) - {"none"}
+        found += [f"has no mask {leaf}" for leaf in sorted(leaves - set(self.masks))]
         found += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
         return found
 

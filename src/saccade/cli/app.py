@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from saccade.bench.cli import bench
 from saccade.cli.check import check
 from saccade.cli.explain import explain
 from saccade.cli.info import info
@@ -16,5 +17,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (info, check, explain, tune):
+for command in (info, check, explain, bench, tune):
     app.command()(command)

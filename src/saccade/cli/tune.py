@@ -66,7 +66,9 @@ def tune(
             found[row.key()] = {"config": kept, "measured": _measurement(row, milliseconds)}
     table = Table("row", "config", "ms")
     for key, row in found.items():
-        table.add_row(key, " ".join(f"{name} {value}" for name, value in row["config"].items()), str(row["measured"]["ms"]))
+        table.add_row(
+            key, " ".join(f"{name} {value}" for name, value in row["config"].items()), str(row["measured"]["ms"])
+        )
     Console().print(table)
     if not dry_run:
         console.print(f"written to {configs.save(gpu, found)}")

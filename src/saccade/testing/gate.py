@@ -86,7 +86,8 @@ def fit(key: str) -> Fit:
 
     from saccade.backends.triton import gate
 
-    driver.set_active(_Hopper())
+    target: Any = _Hopper()
+    driver.set_active(target)
     compiled, allowed_spill = gate.compiled(key)
     return _read(key, compiled, allowed_spill)
 
@@ -94,7 +95,7 @@ def fit(key: str) -> Fit:
 def _read(key: str, compiled: Any, allowed_spill: int) -> Fit:
     from triton.backends.nvidia.compiler import get_ptxas
 
-    ptxas = get_ptxas(CAPABILITY) if get_ptxas.__code__.co_argcount else get_ptxas()
+    ptxas = get_ptxas(CAPABILITY)
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(compiled.asm["ptx"])

@@ -50,4 +50,3 @@ def _check_lengths(problem: Problem) -> None:
     ):
         if used is not None and bool(((used < 0) | (used > s)).any()):
             raise ValueError(f"{name} must be in [0, {s}], got {used.tolist()}")
-

@@ -7,6 +7,8 @@ alone, 309 against 1150 without either. There its own bf16 backward takes 1766, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,7 +71,8 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     q, dout, out = (members(x.to(compute)) for x in (problem.q, saved.dout, saved.out))
     k, v, lse = problem.k.to(compute), problem.v.to(compute), members(saved.lse)
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
-    dk_sum = dv_sum = None
+    dk_sum: Any = None
+    dv_sum: Any = None
     for member in range(problem.group):
         tensors = dout[:, :, member], q[:, :, member], k, v, out[:, :, member], lse[:, :, member]
         found = _backward(*tensors, 0.0, problem.mask is not None, scale=problem.scale)

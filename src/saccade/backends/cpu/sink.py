@@ -10,7 +10,7 @@ from saccade.problem import Problem
 
 
 def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Rescales `out` (b, h, s, d_v) in place for a softmax that holds the sink (h) too; returns the new lse (b, h, s)."""
+    """Rescales `out` (b, h, s, d_v) in place for a softmax that holds the sink (h) too; returns its lse (b, h, s)."""
     joined = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
     share = torch.exp(lse - torch.where(joined == -torch.inf, 0, joined))
     out.mul_(share[..., None])

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
                 p = grid.probability(grid.hide(raw, heads, part), row_lse, whole)
                 dp = torch.bmm(dout, v[:, part.keys].mT, out=grid.scratch("dp", raw.shape))
                 if whole and saved.dlse is None:  # one pass, float32 inside, finds delta itself
-                    ds = torch._softmax_backward_data(dp, p, -1, dp.dtype, grad_input=dp)
+                    ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
                 else:
                     ds = dp.sub_(row_delta).mul_(p)
                 if slope is not None:
@@ -112,7 +112,9 @@ class _Softmax:
 
     def __init__(self, grid: _Grid, streaming: bool) -> None:
         self.grid, self.streaming = grid, streaming
-        self.acc = self.top = self.total = None
+        self.acc: Any = None
+        self.top: Any = None
+        self.total: Any = None
 
     def add(self, score: Tensor, v: Tensor, only: bool) -> None:
         """score (n, m, keys), overwritten, with v (n, keys, d_v); `only` says that no other part follows."""
@@ -158,7 +160,7 @@ class _Grid:
         return self.buffers[name][:size].view(shape)
 
     def softmax(self, score: Tensor) -> Tensor:
-        return torch._softmax(score, -1, False, out=self.scratch("p", score.shape))
+        return torch.ops.aten._softmax.out(score, -1, False, out=self.scratch("p", score.shape))
 
     def probability(self, score: Tensor, lse: Tensor, whole: bool) -> Tensor:
         """exp(score - lse); over whole rows in bf16 by the softmax, which keeps its inside in float32."""

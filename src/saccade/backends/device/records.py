@@ -14,7 +14,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Rows(NamedTuple):
-    """A (b, h, s, d) tensor whose last dimension is contiguous. Strides are `runtime_int`s, in units of `unit` elements."""
+    """A (b, h, s, d) tensor whose last dimension is contiguous. Strides are `runtime_int`s, in `unit`s of elements."""
 
     ptr: Any
     stride_b: Any

@@ -39,7 +39,7 @@ def workspace(spec: Spec) -> str:
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     from saccade.backends.triton import launch
 
-    return launch.forward(problem)
+    return launch.forward(problem, lse)
 
 
 def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

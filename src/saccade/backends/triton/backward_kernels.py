@@ -3,6 +3,8 @@
 Nothing is added across programs, so the gradients are the same bits in every run.
 """
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import triton
@@ -14,7 +16,18 @@ from saccade.backends.device.tiles import head, load_tile, logits, store_tile, t
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def delta_kernel(
-    dout, out, dlse, lse, delta, lse2, used_q, h_q, s_q, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr
+    dout,
+    out,
+    dlse,
+    lse,
+    delta,
+    lse2,
+    used_q,
+    h_q,
+    s_q,
+    D_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
     """delta = rowsum(dout out) - dlse, and the LSE in log2 units, +inf where a row has no keys: exp2(x - inf) = 0."""
     blocks = tl.cdiv(s_q, BLOCK_Q)
@@ -147,7 +160,7 @@ def _keys_step(
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
     kv_idx = start + tl.arange(0, BLOCK_K)
-    p, ds = _score_gradient(
+    _, ds = _score_gradient(
         qk, dp, row_lse[:, None], row_delta[:, None], b, h, q_idx[:, None], kv_idx[None, :], rows, keys, off, scale,
         mask, score, MASKED,
     )  # fmt: skip

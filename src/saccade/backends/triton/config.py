@@ -14,7 +14,7 @@ KERNELS = ("forward", "keys", "rows")
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is cut: query rows and keys of a tile, warps of a program, stages of its loads in flight."""
+    """How one kernel is cut: query rows and keys of a tile, warps of a program, stages of loads in flight."""
 
     block_q: int
     block_k: int
@@ -25,7 +25,7 @@ class Config:
 
 
 def block_d(d: int) -> int:
-    """The head dim that a tile has: the next power of two, as Triton's shapes are, and at least 16, as its dots want."""
+    """The head dim that a tile has: the next power of two, as Triton's shapes are, and at least 16 for its dots."""
     return max(16, 1 << (d - 1).bit_length())
 
 

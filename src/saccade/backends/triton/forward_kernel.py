@@ -1,5 +1,7 @@
 """The forward kernel: one block of query rows streams over the keys that its mask leaves, with the online softmax."""
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import triton
@@ -46,7 +48,7 @@ def forward_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(q k^T) v and lse, (b, h_q, s_q) contiguous, for one block of rows of one head a program."""
+    """out = softmax(q k^T) v and lse, (b, h_q, s_q) contiguous or None, for one block of rows of one head a program."""
     blocks = tl.cdiv(s_q, BLOCK_Q)
     # The last rows of a causal mask have the most keys: they start first.
     start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
@@ -79,17 +81,18 @@ def forward_kernel(
     for step in range(0, before + end - core_end, BLOCK_K):
         start = tl.where(step < before, first + step, core_end + step - before)
         acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask, score,
-            D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+            acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask,
+            score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
     for start in range(core, core_end, BLOCK_K):
         acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask, score,
-            D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+            acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask,
+            score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip
 
     seen = live & (row_sum > 0)
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     store_tile(out, head(out, b, h), start_q, s_q, acc, BLOCK_Q, D_V, BLOCK_DV)
-    row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))
-    tl.store(lse + (tl.program_id(0) // blocks).to(tl.int64) * s_q + q_idx, row_lse, mask=q_idx < s_q)
+    if lse is not None:
+        row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))
+        tl.store(lse + (tl.program_id(0) // blocks).to(tl.int64) * s_q + q_idx, row_lse, mask=q_idx < s_q)

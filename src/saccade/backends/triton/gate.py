@@ -1,4 +1,4 @@
-"""The Triton kernels as the compile gate sees them: each config row, compiled from tensors that stand in for real ones."""
+"""The Triton kernels as the compile gate sees them: each config row, compiled from stand-in tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """From a Problem to launches: records of strides, tile configs, outputs."""
 
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import contextlib
@@ -24,16 +26,17 @@ Tiles = Mapping[str, Config]
 """Configs by kernel that take the place of the table's, for tuning."""
 
 
-def forward(problem: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """out (b, h_q, s_q, d_v) and lse (b, h_q, s_q)."""
+def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> tuple[Tensor, Tensor | None]:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     q = problem.q
     out = empty_like_rows(q, problem.v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
     if out.numel():
         with _device(q):
-            operands = (_rows(x) for x in (q, problem.k, problem.v))
-            _launch("forward", forward_kernel, (*operands, Rows.of(out), lse, problem.sink), problem, tiles)
-    return out, lse
+            operands = (_operand(problem, name) for name in ("q", "k", "v"))
+            tensors = (*operands, _known(problem, "out", out), row_lse, problem.sink)
+            _launch("forward", forward_kernel, tensors, problem, tiles)
+    return out, row_lse
 
 
 def backward(
@@ -49,15 +52,31 @@ def backward(
     with _device(q):
         dout = _rows(saved.dout)
         rows = dlse, saved.lse.contiguous(), delta, lse2, problem.layout.seqused_q, q.shape[1], q.shape[2]
-        shape = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
+        shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
-        operands = _rows(q), _rows(k), _rows(v), dout
+        operands = (*(_operand(problem, name) for name in ("q", "k", "v")), dout)
         _launch("keys", keys_kernel, (*operands, Rows.of(dk), Rows.of(dv), lse2, delta), problem, tiles)
         _launch("rows", rows_kernel, (*operands, Rows.of(dq), lse2, delta), problem, tiles)
     return dq, dk, dv, _sink_gradient(problem, saved, delta)
 
 
 DELTA_ROWS = 32
+
+
+def _operand(problem: Problem, name: str) -> Rows:
+    """q, k or v as kernels take them; a Problem's key knows where they lie."""
+    x = getattr(problem, name)
+    return Rows(x, *problem.launches[name]) if name in problem.launches else _known(problem, name, x, _rows(x))
+
+
+def _known(problem: Problem, name: str, x: Tensor, rows: Rows | None = None) -> Rows:
+    """Rows of x, kept for the next Problem of the same key, unless they are those of a copy."""
+    if name in problem.launches:
+        return Rows(x, *problem.launches[name])
+    rows = rows or Rows.of(x)
+    if rows.ptr is x:
+        problem.launches[name] = rows[1:]
+    return rows
 
 
 def _rows(x: Tensor) -> Rows:
@@ -78,7 +97,7 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
     arguments = (*tensors, *call_arguments(problem))
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     # What Triton specialises for and the Problem's key does not hold: how out or dout lies.
-    key = name, tensors[3].unit.value, tensors[3].wide.value, precision
+    key = name, tensors[3].unit.value, tensors[3].wide.value, tensors[4] is None, precision
     found = problem.launches.get(key) if tiles is None else None
     if found is not None:
         _run(*found, problem.q.device.index, arguments)

@@ -1,5 +1,7 @@
 """Candidates for the tile table, and how long each one takes."""
 
+# pyright: reportArgumentType=false, reportReturnType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -68,7 +70,7 @@ def compile_one(task: tuple[Row, Config]) -> tuple[Row, Config, str | None]:
     row, tile = task
     try:
         problem = row.problem(512, 512)
-        out, lse = launch.forward(problem, {row.kernel: tile})
+        out, lse = launch.forward(problem, tiles={row.kernel: tile})
         if row.kernel != "forward":
             launch.backward(problem, Saved(torch.ones_like(out), None, out, lse), {row.kernel: tile})
         torch.cuda.synchronize()
@@ -84,11 +86,11 @@ class Timer:
         self.row, self.problem = row, row.problem()
         spec = self.problem.spec()
         self.tiles = {kernel: config(kernel, spec, gpu) for kernel in KERNELS} | best
-        out, lse = launch.forward(self.problem, self.tiles)
+        out, lse = launch.forward(self.problem, tiles=self.tiles)
         self.saved = Saved(torch.randn_like(out), None, out, lse)
 
     def milliseconds(self, tile: Config) -> float:
         tiles = {**self.tiles, self.row.kernel: tile}
         if self.row.kernel == "forward":
-            return triton.testing.do_bench(lambda: launch.forward(self.problem, tiles), return_mode="median")
+            return triton.testing.do_bench(lambda: launch.forward(self.problem, tiles=tiles), return_mode="median")
         return triton.testing.do_bench(lambda: launch.backward(self.problem, self.saved, tiles), return_mode="median")

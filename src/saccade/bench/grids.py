@@ -1,0 +1,150 @@
+"""What is measured: Cells, and the named lists of them that `saccade bench --cases` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from saccade.testing.cases import MODELS, NAMED, Case
+
+MODES = ("forward", "backward", "forward+backward")
+
+# A trailing star stands for every provider whose name starts so.
+FUSED = ("saccade-*", "fa3", "fa4", "sdpa-cudnn", "sdpa-flash")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison: all providers do the same work, in turns."""
+
+    case: Case
+    mode: str
+    deterministic: bool = False
+    """Gradients bitwise equal from run to run."""
+
+    def __str__(self) -> str:
+        return f"{self.case.name} {self.mode}" + (" deterministic" if self.deterministic else "")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells, and the providers that are worth their time on them."""
+
+    cells: tuple[Cell, ...]
+    providers: tuple[str, ...]
+    what: str
+    """One line for `saccade bench --list`."""
+
+
+def named(case: Case) -> Case:
+    """The Case under its canonical name, so that one problem has one name in every grid and every results file.
+
+    >>> named(Case("", b=1, h_q=64, h_k=8, s_q=2048, s_k=2048, d=128, mask="causal")).name
+    'bf16 b1 h64:8 s2048 d128 causal'
+    """
+    heads = f"h{case.h_q}" if case.h_q == case.h_k else f"h{case.h_q}:{case.h_k}"
+    lengths = f"s{case.s_q}" if case.s_q == case.s_k else f"s{case.s_q}:{case.s_k}"
+    dims = f"d{case.d}" if case.d == case.d_v else f"d{case.d}/{case.d_v}"
+    words = [case.dtype, f"b{case.b}", heads, lengths, dims]
+    words += [word for word in (case.mask, case.score) if word != "none"]
+    words += ["sink"] if case.sink else []
+    words += [case.order] if case.order != "bhsd" else []
+    words += [f"used-{case.used}"] if case.used != "all" else []
+    return case.replace(name=" ".join(words))
+
+
+def _tokens(d: int, s: int, mask: str) -> Case:
+    """16k tokens and h d = 2048, as FlashAttention's papers and Triton's tutorial measure."""
+    h = 2048 // d
+    return named(Case("", b=16384 // s, h_q=h, h_k=h, s_q=s, s_k=s, d=d, mask=mask))
+
+
+def _cells(cases: Iterable[Case], *modes: str) -> tuple[Cell, ...]:
+    # The modes of one case follow one another: they share its inputs.
+    return tuple(Cell(case, mode) for case in cases for mode in modes)
+
+
+_GRID = [
+    _tokens(d, s, mask) for d in (64, 128, 256) for mask in ("none", "causal") for s in (1024, 2048, 4096, 8192, 16384)
+]
+_FLEX = [_tokens(d, s, mask) for d in (64, 128) for mask in ("none", "causal") for s in (2048, 8192)]
+
+
+def _gqa(s: int, mask: str) -> Case:
+    return named(Case("", b=1, h_q=64, h_k=8, s_q=s, s_k=s, d=128, mask=mask))
+
+
+_GQA = [_gqa(s, mask) for mask in ("none", "causal") for s in (2048, 4096, 8192, 16384, 32768)]
+_WINDOW = [
+    named(Case("", b=2, h_q=2048 // d, h_k=2048 // d, s_q=8192, s_k=8192, d=d, mask="window(1023,0)", sink=sink))
+    for d, sink in ((128, False), (64, True))
+]
+
+
+def _cpu(dtype: str, mask: str = "none", s: int = 4096) -> Case:
+    return named(Case("", dtype=dtype, b=1, h_q=8, h_k=8, s_q=s, s_k=s, d=64, mask=mask))
+
+
+_CPU = [
+    *(cell for dtype in ("bf16", "fp32") for cell in _cells([_cpu(dtype)], "forward", "forward+backward")),
+    *_cells([_cpu(dtype, "causal") for dtype in ("bf16", "fp32")], "forward"),
+    *_cells([_cpu(dtype, "window(256,0)", 8192) for dtype in ("bf16", "fp32")], "forward"),
+]
+
+GRIDS = {
+    "h200": Grid(_cells(_GRID, "forward", "backward"), FUSED, "16k tokens, h d = 2048, s = 1k to 16k, both modes"),
+    "grid-forward": Grid(_cells(_GRID, "forward"), FUSED, "the forward half of h200"),
+    "grid-backward": Grid(_cells(_GRID, "backward"), FUSED, "the backward half of h200"),
+    "flex-bar": Grid(
+        _cells(_FLEX, "forward", "backward"),
+        ("saccade-*", "flex", "fa3", "sdpa-cudnn"),
+        "against compiled FlexAttention: d 64 and 128, s 2048 and 8192, both modes",
+    ),
+    # The oracle's float64 matrices of one head fill an H200 in the backward at 32k.
+    "gqa": Grid(
+        tuple(
+            cell for case in _GQA for cell in _cells([case], "forward", *(["backward"] if case.s_q <= 16384 else []))
+        ),
+        FUSED,
+        "64 query heads on 8 key heads, d 128, one row of s = 2k to 32k",
+    ),
+    "window": Grid(
+        _cells(_WINDOW, "forward", "backward"),
+        (*FUSED, "flex"),
+        "causal window of 1024 at s = 8192: d 128, and d 64 with a sink",
+    ),
+    "models": Grid(
+        _cells(map(named, MODELS), "forward", "backward"),
+        (*FUSED, "flex"),
+        "layers of real models",
+    ),
+    "cpu": Grid(
+        tuple(_CPU),
+        ("saccade-cpu", "sdpa", "sdpa-padded"),
+        "1x8x4096x64 in bf16 and fp32, and a window of 256 at 8192 against SDPA with a mask tensor",
+    ),
+}
+"""In the order of `saccade bench --list`."""
+
+
+def cells(names: Iterable[str]) -> Iterator[Cell]:
+    """The Cells of grids and of named cases (forward and backward), each once.
+
+    Raises:
+        ValueError: a name that is neither.
+    """
+    found: dict[Cell, None] = {}
+    for name in names:
+        if name in GRIDS:
+            found |= dict.fromkeys(GRIDS[name].cells)
+        elif name in NAMED:
+            found |= dict.fromkeys(_cells([named(NAMED[name])], "forward", "backward"))
+        else:
+            raise ValueError(f"no cases {name!r}; grids: {', '.join(GRIDS)}; or a case, such as {MODELS[0].name}")
+    return iter(found)
+
+
+def providers(names: Iterable[str]) -> tuple[str, ...]:
+    """The patterns of the providers that these grids are worth the time of."""
+    wanted = dict.fromkeys(word for name in names for word in (GRIDS[name].providers if name in GRIDS else FUSED))
+    return tuple(wanted)

@@ -1,0 +1,70 @@
+"""What one call costs the host: a small call, a thousand times back to back, nothing synchronised inside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from saccade.bench.grids import Cell, named
+from saccade.bench.providers import Prepared
+from saccade.bench.rows import Row, blank, compared
+from saccade.bench.run import Bench, described, inputs_of, spec_of
+from saccade.bench.timing import Times, rotated
+from saccade.bench.yardstick import Yardstick
+from saccade.testing.cases import Case
+
+CALLS = 1000
+PROVIDERS = ("saccade-*", "sdpa", "sdpa-flash", "sdpa-cudnn", "fa3")
+CELL = Cell(named(Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64)), "forward")
+
+
+@torch.no_grad()
+def rows(bench: Bench, calls: int = CALLS) -> list[Row]:
+    """One Row of mode `host` for each provider; its ms are the host's for one call, and it has no rates."""
+    inputs = inputs_of(CELL.case, bench.device)
+    spec = spec_of(CELL, inputs)
+    yardstick = Yardstick(CELL, inputs) if bench.check else None
+    found: dict[str, Row] = {}
+    ready: dict[str, Prepared] = {}
+    for provider in bench.providers:
+        row = replace(blank(bench.run, CELL, spec, provider.name, provider.role), mode="host")
+        bench.tell(f"host: {provider.name}")
+        try:
+            reason = provider.supports(CELL, inputs)
+            if reason is None:
+                prepared = provider.prepare(CELL, inputs)
+                row = replace(row, error_ratio=yardstick.check(prepared) if yardstick else None)
+                if row.error_ratio is not None and not row.error_ratio <= 1:
+                    reason = f"wrong: the error is {row.error_ratio:.3g} of the tolerance"
+                else:
+                    ready[provider.name] = prepared
+        except Exception as problem:  # a peer may raise anything
+            reason = described(problem)
+        found[provider.name] = replace(row, reason=reason)
+
+    bench.tell("host: timing")
+    samples: dict[str, list[float]] = {name: [] for name in ready}
+    for one in ready.values():
+        _seconds(one.call, max(1, calls // 20), bench.device)
+    for order in rotated(list(ready), max(5, bench.clock.rounds // 2)):
+        for name in order:
+            samples[name].append(_seconds(ready[name].call, calls, bench.device))
+    for name, seconds in samples.items():
+        found[name] = found[name].timed(Times.of(seconds), None)
+    return compared(list(found.values()))
+
+
+def _seconds(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """For one call; what the device has left to do is waited for outside."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = (time.perf_counter() - start) / calls
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return seconds

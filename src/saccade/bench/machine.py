@@ -1,0 +1,83 @@
+"""Where and with what a run was: what its rows have in common."""
+
+from __future__ import annotations
+
+import platform
+import re
+import secrets
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Run:
+    """One interleaved run on one machine."""
+
+    run: str
+    """Random, the same in all rows of the run."""
+    date: str
+    """When it started: ISO 8601, UTC, seconds."""
+    commit: str
+    """Of saccade's checkout, with `+` when files differ from it."""
+    gpu: str
+    """The device's name, of the processor for a CPU."""
+    torch: str
+    triton: str
+
+    @staticmethod
+    def now(device: torch.device, commit: str | None = None) -> Run:
+        return Run(
+            run=secrets.token_hex(4),
+            date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            commit=commit or _commit(),
+            gpu=device_name(device),
+            torch=str(torch.__version__),
+            triton=_version("triton"),
+        )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+
+
+def folder(device: torch.device) -> str:
+    """The device's folder under `benchmarks/results`: `h200`, `rtx_4090`, `cpu`."""
+    if device.type != "cuda":
+        return device.type
+    words = torch.cuda.get_device_name(device).lower().replace("nvidia", "").replace("geforce", "")
+    return re.sub(r"[^a-z0-9]+", "_", words).strip("_") or "gpu"
+
+
+def _commit() -> str:
+    """`git describe` of the checkout that this file is in; `unknown` when it was installed from a wheel."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"

@@ -1,0 +1,46 @@
+"""Who is measured: an adapter for each implementation, under the name that rows have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+
+from torch.nn.attention import SDPBackend
+
+from saccade import dispatch
+from saccade.bench.providers.base import Call, Prepared, Provider, prepared
+from saccade.bench.providers.ceilings import Copy, Matmul
+from saccade.bench.providers.flash import FlashAttention3, FlashAttention4
+from saccade.bench.providers.flex import Flex
+from saccade.bench.providers.own import Naive, Saccade
+from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
+
+__all__ = ["CEILINGS", "PROVIDERS", "Call", "Prepared", "Provider", "matching", "prepared"]
+
+_ALL: list[Provider] = [
+    *(Saccade(backend) for backend in dispatch.NAMES if backend != "reference"),
+    FlashAttention3(),
+    FlashAttention4(),
+    Sdpa(),
+    Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+    Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
+    SdpaPadded(),
+    Flex(),
+    Naive(),
+]
+
+PROVIDERS = {provider.name: provider for provider in _ALL}
+CEILINGS: tuple[Provider, ...] = (Matmul(), Copy())
+
+
+def matching(patterns: Iterable[str]) -> list[Provider]:
+    """The providers of these names, where `saccade-*` stands for all that start so.
+
+    Raises:
+        ValueError: a pattern that no name matches.
+    """
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in PROVIDERS):
+            raise ValueError(f"no provider {pattern!r}; the providers are {', '.join(PROVIDERS)}")
+    return [provider for name, provider in PROVIDERS.items() if any(fnmatch(name, pattern) for pattern in patterns)]

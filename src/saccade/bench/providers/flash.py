@@ -1,0 +1,141 @@
+"""FlashAttention-3's operators and FlashAttention-4's functions, both in (b, s, h, d)."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.bench.grids import Cell
+from saccade.bench.providers.base import Call, Prepared, Provider, Results, prepared
+from saccade.masks import Mask, Window
+from saccade.testing.cases import Inputs
+
+_TENSOR_CORES = ("bf16", "fp16")
+
+
+class _Flash(Provider):
+    """What the two have in common."""
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        mask = inputs.keywords.get("mask")
+        if cell.case.dtype not in _TENSOR_CORES:
+            return f"takes {' and '.join(_TENSOR_CORES)}, not {cell.case.dtype}"
+        if mask is not None and not isinstance(mask, Window):
+            return f"has no {mask.kind} mask"
+        if cell.case.used != "all":
+            return f"this adapter gives {self.name} no padded batches"
+        return None
+
+
+class FlashAttention3(_Flash):
+    """`torch.ops.flash_attn_3`, from an installed `flash_attn_3` or from the library that FA3_LIBRARY names.
+
+    A library that was built for CUDA 12 needs its runtime beside a torch for CUDA 13: CUDART12 names it.
+    """
+
+    name = "fa3"
+
+    def available(self, device: torch.device) -> str | None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            return "runs on sm90"
+        try:
+            return None if self._load() else "not installed: no flash_attn_3 package, and FA3_LIBRARY is not set"
+        except (OSError, ImportError, RuntimeError) as problem:
+            return f"does not load: {_line(problem)}"
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        if cell.case.score != "none" or cell.case.sink:
+            return "these operators have no scores and no sinks"
+        return super().supports(cell, inputs)
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        self._load()
+        call = Call.of(inputs, "bshd")
+        operators = torch.ops.flash_attn_3
+        left, right = _window(call.mask, -1)
+        given: dict[str, Any] = {"softmax_scale": call.q.shape[-1] ** -0.5, "is_causal": cell.case.mask == "causal"}
+        if not given["is_causal"]:
+            given |= {"window_size_left": left, "window_size_right": right}
+
+        def forward() -> Results:
+            return operators.fwd(call.q, call.k, call.v, num_splits=1, **given)[:2]
+
+        def backward(out: Tensor, lse: Tensor) -> Results:
+            flags = given | {"deterministic": cell.deterministic}
+            return operators.bwd(call.dout, call.q, call.k, call.v, out, lse, **flags)[:3]
+
+        if cell.mode == "forward":
+            return Prepared(lambda: forward()[:1], "bshd")
+        if cell.mode == "forward+backward":
+            return Prepared(lambda: backward(*forward()), "bshd")
+        out, lse = forward()
+        return Prepared(lambda: backward(out, lse), "bshd")
+
+    @staticmethod
+    def _load() -> bool:
+        """Whether the operators are there now."""
+        if hasattr(torch.ops.flash_attn_3, "fwd"):
+            return True
+        if library := os.environ.get("FA3_LIBRARY"):
+            if runtime := os.environ.get("CUDART12"):
+                ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+            torch.ops.load_library(library)
+        elif importlib.util.find_spec("flash_attn_3"):
+            importlib.import_module("flash_attn_3._C")
+        return hasattr(torch.ops.flash_attn_3, "fwd")
+
+
+class FlashAttention4(_Flash):
+    """`flash_attn.cute`, which compiles its kernels at their first call."""
+
+    name = "fa4"
+
+    def available(self, device: torch.device) -> str | None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+            return "runs on sm90 and newer"
+        try:
+            importlib.import_module("flash_attn.cute")
+        except ImportError as missing:
+            return f"not installed: {_line(missing)}"
+        except Exception as problem:  # a foreign package at import: whatever it raises is its reason
+            return f"does not load: {_line(problem)}"
+        return None
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        if cell.case.score.partition("(")[0] not in ("none", "softcap"):
+            return "this adapter gives it no scores but softcap"
+        return super().supports(cell, inputs)
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        attend = importlib.import_module("flash_attn.cute").flash_attn_func
+        call = Call.of(inputs, "bshd")
+        given: dict[str, Any] = {"causal": cell.case.mask == "causal", "deterministic": cell.deterministic}
+        if call.mask is not None and not given["causal"]:
+            given["window_size"] = _window(call.mask, None)
+        if call.sink is not None:  # it asks for this dtype; the bench rounds every provider's sink to it
+            given["learnable_sink"] = call.sink.detach().bfloat16()
+        if call.score is not None:
+            given["softcap"] = call.score.floats[0]
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found = attend(q, k, v, **given)
+            return found[0] if isinstance(found, tuple) else found
+
+        return prepared(function, cell.mode, call)
+
+
+def _window(mask: Mask | None, unbounded: int | None) -> tuple[int | None, int | None]:
+    if not isinstance(mask, Window):
+        return unbounded, unbounded
+    left, right = (unbounded if bound is None else bound for bound in (mask.left, mask.right))
+    return left, right
+
+
+def _line(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]

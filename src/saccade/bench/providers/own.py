@@ -1,0 +1,67 @@
+"""saccade's backends, and its reference as the naive implementation that needs the whole score matrix."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from saccade import dispatch, hardware
+from saccade.api import attention, explain
+from saccade.bench.grids import Cell
+from saccade.bench.providers.base import Operands, Prepared, Provider, prepared
+from saccade.spec import Spec
+from saccade.testing.cases import Inputs
+
+_COPIES = 8
+"""Score matrices that the reference and its gradient hold at once."""
+
+
+class Saccade(Provider):
+    role = "saccade"
+
+    def __init__(self, backend: str) -> None:
+        self.name, self.backend = f"saccade-{backend}", backend
+
+    def available(self, device: torch.device) -> str | None:
+        try:
+            support = import_module(f"saccade.backends.{self.backend}").SUPPORT
+            plainest = Spec(support.dtypes[0], d=64, device=hardware.name(device))
+            return "; ".join(dispatch.reasons_against(self.backend, plainest)) or None
+        except ImportError as missing:
+            return str(missing)
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        found = explain(inputs.q, inputs.k, inputs.v, deterministic=cell.deterministic, **inputs.keywords)
+        return "; ".join(found.reasons[self.backend]) or None
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        keywords = inputs.keywords | {"backend": self.backend, "deterministic": cell.deterministic}
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, **keywords)
+
+        return prepared(function, cell.mode, Operands(inputs.q, inputs.k, inputs.v, inputs.dout, cell.case.order))
+
+
+class Naive(Saccade):
+    """Plain PyTorch operations over the whole score matrix."""
+
+    role = "peer"
+
+    def __init__(self) -> None:
+        self.name, self.backend = "naive", "reference"
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        case = cell.case
+        scores = case.b * case.h_q * case.s_q * case.s_k * inputs.q.element_size()
+        needed, free = _COPIES * scores, memory(inputs.q.device)
+        if needed > free / 2:
+            return f"its score matrices need {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free"
+        return super().supports(cell, inputs)
+
+
+def memory(device: torch.device) -> int:
+    """Bytes that are free; on a CPU a modest guess, so that nothing is swapped."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30

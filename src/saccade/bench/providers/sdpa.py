@@ -1,0 +1,91 @@
+"""PyTorch's `scaled_dot_product_attention`: as it chooses itself, one kernel by name, and with the mask as a tensor."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from saccade.bench.grids import Cell
+from saccade.bench.providers.base import Call, Prepared, Provider, prepared
+from saccade.masks import Extent
+from saccade.testing.cases import Inputs
+
+
+class Sdpa(Provider):
+    """No mask, or a causal one by its flag."""
+
+    def __init__(self, name: str = "sdpa", kernel: SDPBackend | None = None) -> None:
+        self.name, self.kernel = name, kernel
+
+    def available(self, device: torch.device) -> str | None:
+        if self.kernel == SDPBackend.CUDNN_ATTENTION and device.type != "cuda":
+            return "cuDNN runs on CUDA GPUs"
+        return None
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        case = cell.case
+        if case.score != "none" or case.sink:
+            return "SDPA has no scores and no sinks"
+        if cell.deterministic:
+            return "this adapter does not ask SDPA for deterministic gradients"
+        return self._refusal(cell)
+
+    def _refusal(self, cell: Cell) -> str | None:
+        case = cell.case
+        if case.mask not in ("none", "causal") or case.used != "all":
+            return "SDPA takes other masks than causal as a tensor only: sdpa-padded"
+        if case.mask == "causal" and case.s_q != case.s_k:
+            return "SDPA's causal mask is aligned top-left"
+        return None
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        call = Call.of(inputs, "bhsd")
+        causal, gqa, kernel = cell.case.mask == "causal", call.group > 1, self.kernel
+
+        def context() -> AbstractContextManager[object]:
+            return nullcontext() if kernel is None else sdpa_kernel(kernel)
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with context():
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+
+        return prepared(function, cell.mode, call)
+
+
+class SdpaPadded(Sdpa):
+    """Any mask and any used lengths, as one bool tensor, which is made outside of the clock."""
+
+    def __init__(self) -> None:
+        super().__init__("sdpa-padded")
+
+    def _refusal(self, cell: Cell) -> str | None:
+        pairs = cell.case.b * cell.case.s_q * cell.case.s_k
+        return f"its mask would have {pairs:.1e} elements" if pairs > 1 << 31 else None
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        call = Call.of(inputs, "bhsd")
+        mask, group = visible(call, cell.case.b), call.group
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if group > 1:  # as model code does: of its fused kernels those with a mask tensor have no grouped heads
+                k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+        return prepared(function, cell.mode, call)
+
+
+def visible(call: Call, b: int) -> Tensor:
+    """(b or 1, 1, s_q, s_k) bool, True where a query may attend."""
+    used = call.layout.seqused_q, call.layout.seqused_k
+    extent = Extent.of(call.q.shape[2], call.k.shape[2], *used, call.q.device)
+    same = not call.layout.records and not (call.mask and call.mask.records)
+    rows, keys = extent.q_idx()[..., None], torch.arange(extent.s_k, device=call.q.device)
+    seen = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
+    if call.mask is not None:
+        batch = torch.arange(1 if same else b, device=call.q.device)[:, None, None]
+        seen = seen & call.mask.sees(extent, batch, rows, keys)
+    return seen[:, None]

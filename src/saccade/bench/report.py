@@ -1,0 +1,187 @@
+"""Tables and plots from committed rows: `python -m saccade.bench.report README.md docs/benchmarks.md …`.
+
+A page says where a table goes and what it selects:
+
+    <!-- bench gpu=h200 mode=forward d=128 -->
+    <!-- /bench -->
+
+`gpu` is a folder under benchmarks/results, every other word a field of a Row and the value that it must have, with `|`
+between several; `providers=` names the columns. Everything between the two markers is made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from saccade.bench import plots
+from saccade.bench.rows import Row, latest, read
+
+RESULTS, PLOTS = Path("benchmarks/results"), Path("benchmarks/plots")
+
+_MARKED = re.compile(r"(<!-- bench (?P<query>[^>]*?)-->\n)(?P<old>.*?)(<!-- /bench -->)", re.DOTALL)
+_SHAPE = (
+    *("mode", "dtype", "layout", "mask", "score", "sink", "deterministic"),
+    *("h_q", "h_k", "d", "d_v", "b", "s_q", "s_k"),
+)
+_SAME = {"h_k": "h_q", "d_v": "d", "s_k": "s_q"}
+"""Columns that say something only where they differ from another."""
+
+
+def updated(page: str, results: Path = RESULTS) -> str:
+    """A page's text with every marked table as the rows have it.
+
+    Raises:
+        ValueError: a marker that is not understood, or that selects nothing.
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        query = parsed(found["query"])
+        rows = latest(read(results / query.pop("gpu", ["h200"])[0]))
+        columns = query.pop("providers", None)
+        chosen = selected(rows, query)
+        if not chosen:
+            raise ValueError(f"no rows for <!-- bench {found['query']}-->")
+        return f"{found[1]}{table(chosen, columns)}\n{found[4]}"
+
+    return _MARKED.sub(filled, page)
+
+
+def parsed(query: str) -> dict[str, list[str]]:
+    """
+    >>> parsed("gpu=h200 d=64|128 mode=forward")
+    {'gpu': ['h200'], 'd': ['64', '128'], 'mode': ['forward']}
+    """
+    found = {}
+    for word in query.split():
+        name, equals, value = word.partition("=")
+        if not equals or (name not in ("gpu", "providers") and name not in Row.__dataclass_fields__):
+            raise ValueError(f"{word!r} in <!-- bench {query}--> is no field=value of a row")
+        found[name] = value.split("|")
+    return found
+
+
+def selected(rows: Iterable[Row], query: dict[str, list[str]]) -> list[Row]:
+    return [row for row in rows if all(str(getattr(row, name)) in values for name, values in query.items())]
+
+
+def table(rows: list[Row], columns: list[str] | None = None) -> str:
+    """Markdown: a line for each cell, TFLOP/s of each provider (host times in microseconds), and saccade's best ratio.
+
+    The columns on the left are the parts of the shape that differ between the cells.
+    """
+    cells: dict[tuple[str, str, bool], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault(row.cell, {})[row.provider] = row
+    shapes = [next(iter(providers.values())) for providers in cells.values()]
+    varying = [name for name in _SHAPE if _varies(shapes, name)] or ["s_q"]
+    columns = columns or _columns(rows)
+    lines = [
+        f"| {' | '.join([*varying, *columns, 'saccade / best peer'])} |",
+        "|---" * len(varying) + "|---:" * (len(columns) + 1) + "|",
+    ]
+    ordered = sorted(cells.values(), key=lambda providers: _order(next(iter(providers.values())), varying))
+    for providers in ordered:
+        shape = next(iter(providers.values()))
+        words = [str(getattr(shape, name)).replace("|", "\\|") for name in varying]
+        words += [_figure(providers.get(name)) for name in columns]
+        lines.append(f"| {' | '.join([*words, _best(providers.values())])} |")
+    return "\n".join([*lines, "", _caption(rows)])
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """
+    >>> round(geometric_mean([0.5, 2.0]), 6)
+    1.0
+    """
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def comparison(new: Iterable[Row], old: Iterable[Row]) -> str:
+    """A line for each provider and cell that both have: the old time over the new, above 1 is faster now.
+
+    The ceilings' ratio beside it says how far the machines or their clocks differ.
+    """
+    before = {(*row.cell, row.provider): row for row in latest(old) if row.ms}
+    lines, ratios = [], {}
+    for row in latest(new):
+        was = before.get((*row.cell, row.provider))
+        if was is None or not was.ms or not row.ms:
+            continue
+        ratio = was.ms / row.ms
+        ratios.setdefault(row.provider, []).append(ratio)
+        lines.append(f"{ratio:6.3f}  {was.ms:10.4f} -> {row.ms:10.4f} ms  {row.provider}: {row.case} {row.mode}")
+    if not lines:
+        return "no provider and case is in both"
+    means = [f"{name} {geometric_mean(found):.3f} ({len(found)})" for name, found in ratios.items()]
+    return "\n".join(["old / new time:", *sorted(lines), "geometric means: " + ", ".join(means)])
+
+
+def _varies(shapes: list[Row], name: str) -> bool:
+    values = [getattr(row, name) for row in shapes]
+    return len(set(values)) > 1 and values != [getattr(row, _SAME.get(name, "case")) for row in shapes]
+
+
+def _columns(rows: Iterable[Row]) -> list[str]:
+    """Providers with a time: saccade's first, then peers, then the matrix product."""
+    roles = {row.provider: row.role for row in rows if row.ms and row.provider != "copy"}
+    return sorted(roles, key=lambda name: (("saccade", "peer", "ceiling").index(roles[name]), name))
+
+
+def _figure(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.ms is None:
+        return "wrong" if row.error_ratio is not None and not row.error_ratio <= 1 else "–"
+    if row.mode == "host":
+        return f"{1e3 * row.ms:.1f} µs"
+    return f"{row.tflops:.0f}" if row.tflops and row.tflops >= 10 else f"{row.tflops or 0:.3g}"
+
+
+def _best(rows: Iterable[Row]) -> str:
+    ratios = [row.ratio for row in rows if row.role == "saccade" and row.ratio]
+    return f"{max(ratios):.2f}" if ratios else ""
+
+
+def _order(row: Row, names: list[str]) -> tuple[tuple[bool, float, str], ...]:
+    """Numbers as numbers, `none` before other masks."""
+
+    def key(value: object) -> tuple[bool, float, str]:
+        number = isinstance(value, (int, float))
+        return (not number, float(value) if number else 0.0, "" if value == "none" else str(value))
+
+    return tuple(key(getattr(row, name)) for name in names)
+
+
+def _caption(rows: list[Row]) -> str:
+    """What the figures are, and of which runs."""
+    unit = "microseconds" if all(row.mode == "host" for row in rows) else "TFLOP/s"
+    runs = {(row.gpu, row.torch, row.triton, row.commit, row.date[:10]) for row in rows}
+    return "; ".join(
+        f"{unit} on {gpu}, torch {torch}, triton {triton}, commit {commit}, {date}"
+        for gpu, torch, triton, commit, date in sorted(runs)
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m saccade.bench.report", description="Tables and plots from committed rows."
+    )
+    parser.add_argument("pages", nargs="*", type=Path, help="pages whose marked tables are made anew")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plots", type=Path, help=f"folder for PNGs, such as {PLOTS}; none are drawn without it")
+    given = parser.parse_args(arguments)
+    for page in given.pages:
+        page.write_text(updated(page.read_text(encoding="utf-8"), given.results), encoding="utf-8")
+    if given.plots:
+        for folder in sorted(path for path in given.results.iterdir() if path.is_dir()):
+            for made in plots.draw(latest(read(folder)), given.plots / folder.name):
+                print(made)
+
+
+if __name__ == "__main__":
+    main()

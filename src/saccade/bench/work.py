@@ -1,0 +1,76 @@
+"""How much a call has to do: floating-point operations and bytes, by the conventions that its peers publish with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from saccade.layouts import Dense
+from saccade.masks import Extent, Mask
+from saccade.testing.cases import Case, Inputs
+
+# Products of s_q x s_k matrices: two forward; five backward, the recomputed scores among them.
+SHARE = {"forward": Fraction(1), "backward": Fraction(5, 2), "forward+backward": Fraction(7, 2)}
+
+_AT_ONCE = 1 << 24
+"""Pairs that are tested together where intervals do not decide."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call does at least."""
+
+    flops: int
+    """Multiplications and additions in matrix products, of visible pairs alone."""
+    bytes: int
+    """Every input read once, every output written once."""
+
+    @staticmethod
+    def of(case: Case, inputs: Inputs, mode: str) -> Work:
+        """Forward: 2 h_q (d + d_v) for each visible pair of query and key; backward: 2.5 times that."""
+        forward = 2 * case.h_q * (case.d + case.d_v) * visible_pairs(case, inputs)
+        return Work(int(forward * SHARE[mode]), _bytes(inputs, mode))
+
+
+def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
+    """How many (query, key) pairs the mask shows, summed over the batch.
+
+    A causal square counts as half of it, `s² / 2` and not `s (s + 1) / 2`, as in everyone's published figures.
+    """
+    layout: Dense = inputs.keywords.get("layout", Dense())
+    mask: Mask | None = inputs.keywords.get("mask")
+    if case.mask == "causal" and case.s_q == case.s_k and not layout.records:
+        return Fraction(case.b * case.s_q * case.s_k, 2)
+    extent = Extent.of(case.s_q, case.s_k, layout.seqused_q, layout.seqused_k, inputs.q.device)
+    if mask is None:
+        lengths = extent.rows * extent.keys
+    elif mask.exact:
+        lengths = mask.hull(extent).clipped(extent).length()
+    else:
+        return Fraction(_counted(mask, extent, case.b))
+    return Fraction(int(lengths.sum()) * (case.b if lengths.shape[0] == 1 else 1))
+
+
+def _counted(mask: Mask, extent: Extent, b: int) -> int:
+    """Pair by pair, some rows at a time."""
+    device = extent.rows.device
+    batch, keys = torch.arange(b, device=device)[:, None, None], torch.arange(extent.s_k, device=device)
+    step = max(1, _AT_ONCE // max(1, b * extent.s_k))
+    count = 0
+    for start in range(0, extent.s_q, step):
+        rows = torch.arange(start, min(start + step, extent.s_q), device=device)[:, None]
+        seen = mask.sees(extent, batch, rows, keys)
+        seen = seen & (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
+        count += int(seen.expand(b, rows.shape[0], extent.s_k).sum())
+    return count
+
+
+def _bytes(inputs: Inputs, mode: str) -> int:
+    q, k, v, out = (x.numel() * x.element_size() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    lse = inputs.dlse.numel() * inputs.dlse.element_size()
+    forward = q + k + v + out
+    # The LSE is written by a forward that trains only, and read back.
+    backward = forward + lse + out + q + k + v
+    return {"forward": forward, "backward": backward, "forward+backward": forward + lse + backward}[mode]

@@ -1,0 +1,140 @@
+"""How far a provider's result is from the exact one, in units of the tolerance that `testing.accuracy` defines.
+
+The oracle's answers are computed once for a Cell, for some heads of some batch rows, one query head at a time so that
+ten float64 score matrices of one head are all the memory it takes; every provider is measured on those heads, and has
+to be finite on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.bench.grids import Cell
+from saccade.bench.providers.base import Prepared, Results
+from saccade.layouts import Dense
+from saccade.problem import Problem
+from saccade.testing import accuracy
+from saccade.testing.cases import Inputs
+
+_GROUPS = 4
+"""Key heads, with all of their query heads, that are looked at."""
+_SCORES = {"cuda": 1 << 31, "cpu": 1 << 25}
+"""Elements of score matrices that the oracle works through for one Cell, and at least one group."""
+
+NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "forward+backward": ("dq", "dk", "dv")}
+"""What the call of each mode returns."""
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The oracle on one group of heads: result name -> (exact, eager, terms), each (1, heads, s, d)."""
+
+    batch: slice
+    heads: slice
+    key_heads: slice
+    ways: dict[str, tuple[Tensor, Tensor, Tensor]]
+
+
+class Yardstick:
+    """The exact answer to a Cell."""
+
+    def __init__(self, cell: Cell, inputs: Inputs) -> None:
+        self.names = NAMES[cell.mode]
+        self.eps = torch.finfo(inputs.q.dtype).eps
+        self.layout: Dense = inputs.keywords.get("layout", Dense())
+        self.truths = [_truth(cell, inputs, *where, self.names) for where in sampled(cell, inputs.q.device.type)]
+
+    def error_ratio(self, results: Results, order: str) -> float:
+        """The worst error over its tolerance: at most 1 passes. Infinite where something is not finite.
+
+        Raises:
+            ValueError: results of other shapes than the Cell's.
+        """
+        worst = 0.0
+        layout = Dense(order)
+        for name, result in zip(self.names, results, strict=False):
+            x = layout.canonical(result.detach())
+            tally = accuracy._Tally(self.eps)
+            for truth in self.truths:
+                ways = truth.ways[name]
+                heads = truth.key_heads if name in ("dk", "dv") else truth.heads
+                part = x[truth.batch, heads]
+                if part.shape != ways[0].shape:
+                    raise ValueError(f"{name} has shape {tuple(x.shape)} in order bhsd")
+                tally.add(part, *ways)
+            worst = max(worst, tally.ratio(), 0.0 if bool(x.isfinite().all()) else math.inf)
+        return worst
+
+    def check(self, prepared: Prepared) -> float:
+        """The error ratio of one call.
+
+        Raises:
+            ValueError: fewer results than the mode has.
+        """
+        if prepared.before:
+            prepared.before()
+        results = prepared.call()
+        if len(results) < len(self.names):
+            raise ValueError(f"returned {len(results)} results, not {', '.join(self.names)}")
+        return self.error_ratio(results, prepared.order)
+
+
+def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
+    """(batch row, key head): the first, the last, and some between."""
+    case = cell.case
+    every = case.b * case.h_k
+    group = case.h_q // max(1, case.h_k)
+    cost = max(1, group * case.s_q * case.s_k)
+    count = min(every, _GROUPS, max(1, _SCORES.get(device, _SCORES["cpu"]) // cost))
+    places = dict.fromkeys(round(i * (every - 1) / max(1, count - 1)) for i in range(count))
+    for place in reversed(places):  # the last head first: where offsets overflow
+        yield divmod(place, case.h_k)
+
+
+def _truth(cell: Cell, inputs: Inputs, row: int, key_head: int, names: tuple[str, ...]) -> _Truth:
+    group = cell.case.h_q // cell.case.h_k
+    batch, key_heads = slice(row, row + 1), slice(key_head, key_head + 1)
+    heads = slice(key_head * group, (key_head + 1) * group)
+    found: list[dict[str, tuple[Tensor, Tensor, Tensor]]] = []
+    for head in range(heads.start, heads.stop):
+        part = _part(cell, inputs, batch, slice(head, head + 1), key_heads)
+        exact = part.exact()
+        eager, terms = part.eager(), part.terms(exact)
+        found.append({name: (exact[name].detach(), eager[name].detach(), terms[name].detach()) for name in names})
+    return _Truth(batch, heads, key_heads, {name: _together(name, [ways[name] for ways in found]) for name in names})
+
+
+def _together(name: str, heads: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """A group's query heads: side by side, or for the key heads' gradients summed."""
+    exact, eager, terms = zip(*heads, strict=True)
+    if name not in ("dk", "dv"):
+        return torch.cat(exact, 1), torch.cat(eager, 1), torch.cat(terms, 1)
+    if len(heads) == 1:
+        return heads[0]
+    total = torch.stack(exact).sum(0)
+    # The terms hold the exact result itself once: not each head's share of it, but the sum.
+    squares = sum(term**2 - own**2 for term, own in zip(terms, exact, strict=True)) + total**2
+    return total, torch.stack(eager).sum(0), squares.sqrt()
+
+
+def _part(cell: Cell, inputs: Inputs, batch: slice, heads: slice, key_heads: slice) -> accuracy._Part:
+    layout: Dense = inputs.keywords.get("layout", Dense())
+    mask, sink = inputs.keywords.get("mask"), inputs.keywords.get("sink")
+    q, k, v, dout = (layout.canonical(x.detach()) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    problem = Problem(
+        q=q[batch, heads],
+        k=k[batch, key_heads],
+        v=v[batch, key_heads],
+        sink=None if sink is None else sink.detach()[heads],
+        layout=Dense("bhsd", *(None if used is None else used[batch] for used in (layout.seqused_q, layout.seqused_k))),
+        mask=None if mask is None else accuracy._of_batch_rows(mask, batch),
+        score=inputs.keywords.get("score_mod"),
+        scale=q.shape[-1] ** -0.5,
+    )
+    gradient = None if cell.mode == "forward" else dout[batch, heads]
+    return accuracy._Part(batch, heads, key_heads, problem, gradient, None)

@@ -1,0 +1,433 @@
+"""The measuring bench, on a CPU with small cases and providers that are made to fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from saccade.bench import grids, host, rows, timing, work
+from saccade.bench import run as runs
+from saccade.bench.grids import GRIDS, MODES, Cell, named
+from saccade.bench.machine import Run
+from saccade.bench.providers import CEILINGS, PROVIDERS, Call, Prepared, Provider, matching, prepared
+from saccade.bench.providers.flex import predicate
+from saccade.bench.providers.sdpa import visible
+from saccade.bench.rows import Row
+from saccade.bench.run import Bench
+from saccade.bench.timing import Clock, HostStopwatch, Times
+from saccade.bench.yardstick import Yardstick, sampled
+from saccade.masks import Extent
+from saccade.testing.cases import NAMED, SMALL, Case
+
+CPU = torch.device("cpu")
+QUICK = Clock(rounds=2, sample=0.0)
+TINY = named(Case("", dtype="fp32", b=1, h_q=4, h_k=2, s_q=24, s_k=24, d=8, mask="causal"))
+FULL = [case for case in SMALL if min(case.b, case.h_q, case.s_q, case.s_k)]
+FORWARD = Cell(TINY, "forward")
+REQUIRED = [
+    *("run", "date", "commit", "gpu", "torch", "triton", "provider", "mode", "dtype", "layout", "mask", "score"),
+    *("b", "h_q", "h_k", "s_q", "s_k", "d", "d_v", "deterministic", "page_size", "lengths"),
+    *("ms", "ms_q1", "ms_q3", "tflops", "gbps", "error_ratio", "case"),
+]
+
+
+def bench(*providers: Provider | str, ceilings: tuple[Provider, ...] = ()) -> Bench:
+    found = [PROVIDERS[one] if isinstance(one, str) else one for one in providers]
+    return Bench(Run.now(CPU, "abc"), CPU, found, QUICK, ceilings)
+
+
+def measured(*providers: Provider | str, cell: Cell = FORWARD, **given) -> dict[str, Row]:
+    (made,) = runs.run(bench(*providers, **given), [cell])
+    return {row.provider: row for row in made}
+
+
+class Named(Provider):
+    """The naive provider under another name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def prepare(self, cell, inputs):
+        return PROVIDERS["naive"].prepare(cell, inputs)
+
+
+class Wrong(Named):
+    """Some element of the last result is wrong."""
+
+    def __init__(self, name: str, by: float) -> None:
+        super().__init__(name)
+        self.by = by
+
+    def prepare(self, cell, inputs):
+        right = super().prepare(cell, inputs)
+
+        def call():
+            *results, last = right.call()
+            last = last.clone()
+            last.view(-1)[-1] += self.by
+            return (*results, last)
+
+        return Prepared(call, right.order)
+
+
+class Raising(Named):
+    """Raises in its `turn`-th call; in `prepare` at turn 0."""
+
+    def __init__(self, name: str, turn: int) -> None:
+        super().__init__(name)
+        self.turn = turn
+
+    def prepare(self, cell, inputs):
+        right, calls = super().prepare(cell, inputs), []
+
+        def call():
+            calls.append(None)
+            if len(calls) >= self.turn:
+                raise RuntimeError("launch failed\nand much more")
+            return right.call()
+
+        return Prepared(call, right.order) if self.turn else call()
+
+
+# Who is measured
+
+
+def test_a_provider_for_every_backend_and_peer():
+    names = "saccade-triton saccade-cpu fa3 fa4 sdpa sdpa-flash sdpa-cudnn sdpa-padded flex naive"
+    assert set(names.split()) <= set(PROVIDERS)
+    assert [one.name for one in matching(["saccade-cpu", "sdpa-p*"])] == ["saccade-cpu", "sdpa-padded"]
+    with pytest.raises(ValueError, match="fa9"):
+        matching(["fa9"])
+    for grid in GRIDS.values():
+        assert matching(grid.providers)
+
+
+def test_what_a_cpu_has_not_is_said_in_one_line():
+    for name in ("fa3", "fa4", "sdpa-cudnn", "saccade-triton"):
+        assert "\n" not in (PROVIDERS[name].available(CPU) or "\n")
+
+
+@pytest.mark.parametrize("name", ["saccade-cpu", "sdpa", "sdpa-flash", "sdpa-padded", "naive"])
+@pytest.mark.parametrize("mode", MODES)
+def test_providers_are_right(name: str, mode: str):
+    row = measured(name, cell=Cell(TINY, mode))[name]
+    assert row.reason is None
+    assert row.error_ratio <= 1
+    assert row.ms > 0
+    assert row.tflops > 0
+    assert row.gbps > 0
+
+
+@pytest.mark.parametrize("case", ["ragged", "bshd", "documents-scattered", "prefix-or-window"])
+def test_a_mask_tensor_is_every_mask(case: str):
+    assert measured("sdpa-padded", cell=Cell(NAMED[case], "backward"))["sdpa-padded"].error_ratio <= 1
+
+
+@pytest.mark.parametrize("case", [case for case in FULL if case.mask != "none" and case.used == "all"], ids=str)
+def test_flex_predicates_are_the_masks(case: Case):
+    call = Call.of(case.inputs(), "bhsd")
+    seen = predicate(call.mask, case.s_k - case.s_q)
+    rows_, keys = torch.arange(case.s_q)[:, None], torch.arange(case.s_k)
+    for b in range(case.b):
+        expected = visible(call, case.b)[:, 0].expand(case.b, -1, -1)[b]
+        assert torch.equal(seen(torch.tensor(b), torch.tensor(0), rows_, keys), expected)
+
+
+def test_refusals_are_rows_without_a_time():
+    window = Cell(named(TINY.replace(mask="window(3,0)")), "forward")
+    found = measured("sdpa", "sdpa-padded", cell=window)
+    assert found["sdpa"].ms is None
+    assert "sdpa-padded" in found["sdpa"].reason
+    assert found["sdpa-padded"].ms
+
+
+def test_a_graph_that_cannot_be_kept_is_made_anew_outside_of_the_clock():
+    inputs, count = TINY.inputs(), []
+
+    def function(q, k, v):
+        count.append(None)
+        return q * 2 + k.repeat_interleave(2, 1) + v.repeat_interleave(2, 1)
+
+    call = Call.of(inputs, "bhsd")
+    one = prepared(function, "backward", call, retains=False)
+    HostStopwatch().sample(one, 3, 0.0)
+    assert len(count) == 3
+    count.clear()
+    kept = prepared(function, "backward", call)
+    HostStopwatch().sample(kept, 3, 0.0)
+    assert len(count) == 1
+
+
+# Checking and timing
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2, 3, 5])
+def test_a_provider_that_raises_has_a_reason_and_no_time(turn: int):
+    found = measured("naive", Raising("broken", turn), Named("other"))
+    assert found["broken"].ms is None
+    assert found["broken"].tflops is None
+    assert found["broken"].ratio is None
+    assert found["broken"].reason == "RuntimeError: launch failed"
+    assert found["naive"].ms
+    assert found["other"].ms
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by", [1.0, math.nan, math.inf])
+def test_a_wrong_result_has_an_error_and_no_time(mode: str, by: float):
+    found = measured("naive", Wrong("wrong", by), cell=Cell(TINY, mode))
+    assert found["wrong"].ms is None
+    assert not found["wrong"].error_ratio <= 1
+    assert "of the tolerance" in found["wrong"].reason
+    json.loads(found["wrong"].json(), parse_constant=pytest.fail)
+    assert found["naive"].ms
+
+
+def test_without_an_oracle_nothing_is_timed(monkeypatch):
+    def no_memory(*_):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(runs, "Yardstick", no_memory)
+    row = measured("naive")["naive"]
+    assert row.ms is None
+    assert "too large" in row.reason
+
+
+def test_the_yardstick_looks_at_first_and_last_heads_and_at_all_that_is_not_finite():
+    case = named(TINY.replace(b=3, h_q=10, h_k=5, dtype="fp32"))
+    cell, inputs = Cell(case, "forward"), case.inputs()
+    places = list(sampled(cell, "cpu"))
+    assert places[0] == (2, 4)
+    assert places[-1] == (0, 0)
+    assert len(set(places)) == len(places) < case.b * case.h_k
+    yardstick = Yardstick(cell, inputs)
+    (out,) = PROVIDERS["naive"].prepare(cell, inputs).call()
+    assert yardstick.error_ratio((out,), "bhsd") <= 1
+    assert yardstick.error_ratio((torch.zeros_like(out),), "bhsd") > 1
+    hidden = next((b, h) for b in range(3) for h in range(10) if (b, h // 2) not in places)
+    out[hidden][3, 3] = math.nan
+    assert yardstick.error_ratio((out,), "bhsd") == math.inf
+    with pytest.raises(ValueError, match="shape"):
+        yardstick.error_ratio((out[:, :, :5],), "bhsd")
+
+
+def test_without_inputs_the_run_goes_on(monkeypatch):
+    def no_memory(*_):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(runs, "inputs_of", no_memory)
+    first, second = runs.run(bench("naive"), [FORWARD, Cell(TINY, "backward")])
+    assert "too large" in first[0].reason
+    assert second[0].mode == "backward"
+
+
+def test_a_lost_device_leaves_the_rows_of_its_cell(monkeypatch):
+    def lost(*_):
+        raise runs.Broken("illegal memory access")
+
+    monkeypatch.setattr(timing, "measure", lost)
+    with pytest.raises(runs.Broken) as found:
+        list(runs.run(bench("naive"), [Cell(TINY, "forward")]))
+    assert [row.provider for row in found.value.rows] == ["naive"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_every_round_has_everyone_and_nobody_always_the_same_neighbour(n: int):
+    names = [str(i) for i in range(n)]
+    orders = list(timing.rotated(names, 4 * n))
+    assert all(sorted(order) == names for order in orders)
+    assert {order[0] for order in orders} == set(names)
+    for name in names if n > 2 else []:
+        assert len({order[order.index(name) - 1] for order in orders if order[0] != name}) > 1
+
+
+def test_samples_are_interleaved():
+    called = []
+    ready = {name: Prepared(lambda name=name: called.append(name) or ()) for name in "abc"}
+    found = timing.measure(ready, CPU, Clock(rounds=3, sample=0.0), lambda name, problem: None)
+    assert set(found) == set("abc")
+    assert called[-9:] == [name for order in timing.rotated(list("abc"), 3) for name in order]
+
+
+def test_medians_and_quartiles_are_of_calls():
+    assert Times.of([3e-3, 1e-3, 2e-3, 5e-3, 4e-3]) == Times(3.0, 2.0, 4.0)
+    assert Times.of([1e-3]) == Times(1.0, 1.0, 1.0)
+
+
+def test_on_a_gpu_events_are_around_calls_and_around_nothing_else(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, stop):
+            return 6.0
+
+    class Buffer:
+        def zero_(self):
+            log.append("flush")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", log.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: log.append("wait"))
+    watch = object.__new__(timing.CudaStopwatch)
+    watch.buffer = Buffer()
+    assert watch.sample(Prepared(lambda: log.append("call") or ()), 3, 1e-3) == pytest.approx(2e-3)
+    assert log == ["flush", 2000000, "event", "call", "call", "call", "event", "wait"]
+    log.clear()
+    both = Prepared(lambda: log.append("call") or (), before=lambda: log.append("before"))
+    assert watch.sample(both, 2, 0.0) == pytest.approx(6e-3)
+    assert log == ["flush", 0, *["before", "event", "call", "event"] * 2, "wait"]
+    monkeypatch.setattr(timing.Stopwatch, "on", lambda device: watch)
+    found = timing.measure({"a": Prepared(list), "b": both}, torch.device("cuda"), Clock(3, 12e-3), pytest.fail)
+    assert found["a"].ms > 0
+    assert found["b"].ms == pytest.approx(6.0)
+
+
+def test_ceilings_are_timed_beside_the_rest():
+    found = measured("naive", ceilings=CEILINGS)
+    assert found["matmul"].tflops
+    assert found["copy"].gbps
+    assert found["copy"].tflops is None
+    assert found["matmul"].ratio is None
+    assert found["naive"].ratio is None
+    assert found["naive"].of_matmul == pytest.approx(found["naive"].tflops / found["matmul"].tflops)
+    assert found["naive"].of_copy == pytest.approx(found["naive"].gbps / found["copy"].gbps)
+
+
+def test_host_time(monkeypatch):
+    monkeypatch.setattr(host, "CELL", Cell(TINY, "forward"))
+    found = {row.provider: row for row in host.rows(bench("saccade-cpu", "sdpa", Wrong("wrong", 1.0)), calls=3)}
+    assert found["saccade-cpu"].mode == "host"
+    assert found["saccade-cpu"].ms
+    assert found["saccade-cpu"].tflops is None
+    assert found["saccade-cpu"].ratio_to == "sdpa"
+    assert found["wrong"].ms is None
+
+
+# How much work
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_visible_pairs_are_counted_exactly(case: Case, monkeypatch):
+    monkeypatch.setattr(work, "_AT_ONCE", 1000)
+    inputs = case.inputs()
+    layout, mask = inputs.keywords["layout"], inputs.keywords.get("mask")
+    count = 0
+    for b in range(case.b):
+        s_q = case.s_q if layout.seqused_q is None else int(layout.seqused_q[b])
+        s_k = case.s_k if layout.seqused_k is None else int(layout.seqused_k[b])
+        if mask is None:
+            count += s_q * s_k
+        else:
+            extent = Extent.of(s_q, s_k, None, None, CPU)
+            at = torch.tensor(b)[None, None], torch.arange(s_q)[:, None], torch.arange(s_k)
+            count += int(mask.sees(extent, *at).expand(s_q, s_k).sum())
+    if case.mask == "causal" and case.s_q == case.s_k and case.used == "all":
+        count -= case.b * case.s_q / 2  # published figures leave half of the diagonal out
+    assert work.visible_pairs(case, inputs) == count
+
+
+def test_flops_and_bytes():
+    case = named(Case("", dtype="bf16", b=2, h_q=4, h_k=2, s_q=8, s_k=16, d=32, d_v=64))
+    inputs = case.inputs()
+    assert work.Work.of(case, inputs, "forward").flops == 4 * 2 * 4 * 8 * 16 * (32 + 64) / 2
+    assert work.Work.of(case, inputs, "backward").flops == 2.5 * work.Work.of(case, inputs, "forward").flops
+    q, k, v, out, lse = 2 * 2 * 4 * 8 * 32, 2 * 2 * 2 * 16 * 32, 2 * 2 * 2 * 16 * 64, 2 * 2 * 4 * 8 * 64, 4 * 2 * 4 * 8
+    assert work.Work.of(case, inputs, "forward").bytes == q + k + v + out
+    assert work.Work.of(case, inputs, "backward").bytes == 2 * (q + k + v + out) + lse
+    llama = Case("", b=1, h_q=16, h_k=16, s_q=8192, s_k=8192, d=128, mask="causal")
+    assert 2 * llama.h_q * 256 * llama.s_q**2 / 2 == 4 * 16 * 8192**2 * 128 / 2
+
+
+def test_grids():
+    tokens = [cell.case for cell in GRIDS["h200"].cells]
+    assert len(tokens) == 60
+    assert all(case.b * case.s_q == 16384 and case.h_q * case.d == 2048 and case.dtype == "bf16" for case in tokens)
+    halves = {*GRIDS["grid-forward"].cells, *GRIDS["grid-backward"].cells}
+    assert halves == set(GRIDS["h200"].cells)
+    assert len(GRIDS["flex-bar"].cells) == 16
+    assert set(GRIDS["flex-bar"].cells) <= halves
+    for grid in GRIDS.values():
+        assert len({str(cell) for cell in grid.cells}) == len(grid.cells)
+        for cell in grid.cells:
+            assert cell.mode in MODES
+            assert cell.case == named(cell.case)
+    assert len(list(grids.cells(["flex-bar", "grid-forward"]))) == 16 + 30 - 8
+    with pytest.raises(ValueError, match="grid-fwd"):
+        list(grids.cells(["grid-fwd"]))
+
+
+def test_rows_have_what_readers_rely_on(tmp_path):
+    row = measured("saccade-cpu")["saccade-cpu"]
+    found = json.loads(row.json())
+    assert set(REQUIRED) <= set(found)
+    assert found["commit"] == "abc"
+    assert found["case"] == TINY.name
+    assert found["mask"] == "causal"
+    assert "\n" not in row.json()
+    path = tmp_path / "gpu" / "a.jsonl"
+    rows.append(path, [row])
+    rows.append(path, [replace(row, provider="other")])
+    assert [one.provider for one in rows.read(tmp_path)] == ["saccade-cpu", "other"]
+    assert json.loads(rows.read(path)[0].json()) == found
+
+
+# The command
+
+
+@pytest.fixture
+def command(monkeypatch):
+    typer = pytest.importorskip("typer", reason="the extra [cli]")
+    from typer.testing import CliRunner
+
+    from saccade.bench.cli import bench as command
+
+    monkeypatch.setitem(GRIDS, "tiny", grids.Grid((Cell(TINY, "forward"), Cell(TINY, "backward")), ("naive",), "two"))
+    app = typer.Typer()
+    app.command()(command)
+    return lambda *words: CliRunner().invoke(app, ["--device", "cpu", *words], env={"COLUMNS": "200"})
+
+
+def test_the_command_writes_prints_and_compares(command, tmp_path):
+    out = tmp_path / "results"
+    found = command(
+        "--cases", "tiny", "--providers", "saccade-cpu,naive,fa3", "--rounds", "2", "--json", "--out", str(out)
+    )
+    assert found.exit_code == 0, found.output
+    assert "fa3" in found.stderr
+    assert "runs on sm90" in found.stderr
+    (file,) = (out / "cpu").iterdir()
+    assert file.name.endswith(".jsonl")
+    assert "-tiny-" in file.name
+    lines = found.stdout.splitlines()
+    assert lines == file.read_text().splitlines()
+    assert len(lines) == 8
+    again = command("--against", str(file), "--compare", str(file))
+    assert again.exit_code == 0, again.output
+    assert "geometric means:" in again.stdout
+    assert "1.000" in again.stdout
+    assert "| naive |" in again.stdout
+
+
+def test_the_command_stops_in_time_and_says_what_is_left(command):
+    found = command("--cases", "tiny", "--minutes", "0")
+    assert found.exit_code == 0
+    assert "no time left for 2 cells" in found.stderr
+
+
+def test_the_command_knows_its_names(command):
+    listed = command("--list")
+    assert listed.exit_code == 0
+    assert all(name in listed.stdout for name in GRIDS)
+    unknown = {"--cases": "nothing", "--providers": "nobody", "--match": "nothing", "--against": "nofile.jsonl"}
+    for words in [*unknown.items(), ("--match", "(")]:
+        assert command(*words).exit_code == 2

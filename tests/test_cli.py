@@ -1,0 +1,134 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the extra [cli]")
+from typer.testing import CliRunner
+
+import saccade
+from saccade import attention, cli, dispatch
+from saccade.cli import check
+from saccade.cli.app import app
+from saccade.testing import accuracy
+from saccade.testing.cases import NAMED
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+def rows(*words: str):
+    found = run("check", "--json", *words)
+    return found.exit_code, [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def test_info_names_versions_devices_and_backends():
+    found = run("info")
+    assert found.exit_code == 0
+    for word in (saccade.__version__, torch.__version__, "C compiler", *dispatch.NAMES):
+        assert word in found.stdout
+    assert "only by name" in found.stdout
+
+
+def test_explain_prints_what_the_library_says():
+    found = run("explain", "bf16 group4 d128 causal cpu")
+    assert found.exit_code == 0
+    assert found.stdout.strip() == str(saccade.explain("bf16 group4 d128 causal cpu"))
+    assert run("explain", "bf16", "group4", "d128", "causal", "cpu").stdout == found.stdout
+
+
+def test_explain_exits_with_1_when_nothing_runs_it():
+    found = run("explain", "fp8_e4m3 d64 cpu")
+    assert found.exit_code == 1
+    assert "not fp8_e4m3" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["explain", "bf16 d64 nonsense"], "nonsense"),
+        (["explain", "d64"], "dtype"),
+        (["explain", "bf16 d64", "--backend", "nonsense"], "nonsense"),
+        (["check", "--backend", "nonsense"], "nonsense"),
+        (["check", "--cases", "llama3-8b,nonsense"], "nonsense"),
+        ([], "Usage"),
+    ],
+)
+def test_wrong_words_are_usage_errors(words, complaint):
+    found = run(*words)
+    assert found.exit_code == 2
+    assert complaint in found.output
+
+
+def test_check_measures_what_passes():
+    code, (plain, softcap, sink) = rows("--cases", "causal, softcap,sink", "--length", "40")
+    assert code == 0
+    for row in (plain, softcap, sink):
+        assert row["passed"]
+        assert row["error_ratio"] <= 1
+        assert row["ms"] > 0
+        assert row["s_q"] == 40
+    assert plain["speedup"] > 0
+    assert softcap["speedup"] is sink["speedup"] is None  # PyTorch has no such function
+    assert "causal" in plain["spec"]
+
+
+def test_check_prints_a_table():
+    found = run("check", "--cases", "causal,sink", "--length", "40")
+    assert found.exit_code == 0
+    assert found.stdout.count(" ok") == 2
+
+
+def test_a_failing_case_has_no_time(monkeypatch):
+    def wrong(*args, **keywords):
+        return accuracy.Report("spec", "cpu", "call", {"out": 0.5, "dq": 2.0})
+
+    monkeypatch.setattr(accuracy, "check", wrong)
+    code, (row,) = rows("--cases", "causal")
+    assert code == 1
+    assert not row["passed"]
+    assert row["error_ratio"] == 2
+    assert row["ms"] is row["sdpa_ms"] is row["speedup"] is None
+    assert "FAILS" in run("check", "--cases", "causal").stdout
+
+
+def test_a_refused_case_says_why(monkeypatch):
+    def refuses(*args, **keywords):
+        raise saccade.Unsupported("no backend runs it\n  cpu: has no such thing")
+
+    monkeypatch.setattr(accuracy, "check", refuses)
+    found = run("check", "--cases", "causal")
+    assert found.exit_code == 1
+    assert "refused" in found.stdout
+    assert "cpu: has no such thing" in found.stdout
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "few-queries", "group3", "sbhd", "documents-window", "prefixes"])
+def test_sdpa_is_given_the_same_problem(name):
+    inputs = NAMED[name].replace(dtype="fp64").inputs()
+    ours = attention(inputs.q, inputs.k, inputs.v, backend="reference", **inputs.keywords)
+    theirs = check._sdpa(inputs)
+    assert theirs is not None
+    torch.testing.assert_close(theirs(), inputs.keywords["layout"].canonical(ours))
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "saccade.cli.app")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'saccade\[cli\]'"):
+        cli.main()
+
+
+def test_python_m_saccade(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["saccade", "explain", "fp32 d64 cpu"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("saccade", run_name="__main__")
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("fp32 d64 dense cpu\n")
