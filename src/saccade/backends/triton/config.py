@@ -50,9 +50,7 @@ def formula(kernel: str, spec: Spec) -> Config:
         # IEEE products run on the vector units, out of registers: these are the tiles that do not spill.
         if wide <= 64:
             return Config(64, 32, 8, 2)
-        if wide <= 128:
-            return Config(64, 16, 8, 2) if kernel == "keys" else Config(16, 64, 8, 2)
-        return Config(16, 16, 8, 1)
+        return Config(32, 16, 8, 2) if wide <= 128 else Config(16, 16, 8, 1)
     if kernel == "forward":
         return Config(128, 64 if wide <= 128 else 32, 4 if wide <= 64 else 8, 3 if wide <= 64 else 2)
     if wide <= 64:

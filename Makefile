@@ -1,0 +1,60 @@
+# Every target makes .venv itself, once, with the versions that constraints.txt pins.
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO_ARGS ?=
+# The Tritons of the oldest PyTorch that pyproject.toml admits and of the newest there is.
+OLDEST := 3.6.0
+NEWEST := 3.9.0
+TEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test gate lint types format docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: .venv/demo.stamp .venv/dev.stamp  ## everything that the other targets need
+
+demo: .venv/demo.stamp  ## train a small byte-level model, saccade beside SDPA, and draw train_bytes.png
+	$(BIN)/python examples/train_bytes.py $(DEMO_ARGS)
+
+test: .venv/dev.stamp .venv/triton  ## the tests that need no GPU
+	$(BIN)/python -m pytest -q $(TEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter $(TEST_ARGS)
+
+gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton
+	$(BIN)/python -W ignore -m saccade.testing.gate
+	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m saccade.testing.gate
+
+# A CUDA build of torch brings the one Triton that it requires; a CPU build brings none.
+.venv/triton: .venv/dev.stamp
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install triton==$(NEWEST)
+	@touch $@
+
+.venv/triton-$(OLDEST): | .venv/bin/pip
+	$(BIN)/python -m pip install --no-deps --target $@ triton==$(OLDEST)
+
+lint: .venv/dev.stamp  ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev.stamp .venv/triton  ## basedpyright
+	$(BIN)/basedpyright
+
+format: .venv/dev.stamp  ## put the code into the form that `make lint` asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: .venv/docs.stamp  ## the site, into site/
+	$(BIN)/mkdocs build
+
+clean:  ## remove what the other targets made
+	rm -rf .venv .hypothesis .pytest_cache .ruff_cache dist site train_bytes.png
+
+.venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/pip
+	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt
+	@touch $@
+
+# A half-made environment would pass for a whole one the next time.
+.venv/bin/pip:
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }

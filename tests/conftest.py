@@ -1,0 +1,79 @@
+"""Where tests run, and what they poison."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+import torch
+
+# These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
+torch.set_num_threads(1)
+
+# A fixed seed in CI, a new one elsewhere: what a run elsewhere finds, hypothesis' own database keeps.
+hypothesis.settings.register_profile("local", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+class Place(NamedTuple):
+    """A backend, the device it runs on, and one of the dtypes it takes."""
+
+    backend: str
+    device: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+PLACES = [
+    *(Place("cpu", "cpu", dtype) for dtype in ("fp16", "bf16", "fp32", "fp64")),
+    Place("reference", "cpu", "fp32"),
+    *(pytest.param(Place("triton", "cuda", dtype), marks=pytest.mark.gpu) for dtype in ("fp16", "bf16", "fp32")),
+]
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def place(request):
+    """Every backend on its device in every dtype; on a GPU with `-m gpu`."""
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fresh memory is NaN, or the largest integer: what is read before it is written shows."""
+
+    def filled(made):
+        if made.is_floating_point():
+            return made.fill_(torch.nan)
+        return made.fill_(True if made.dtype == torch.bool else torch.iinfo(made.dtype).max)
+
+    def poisoned(function):
+        return lambda *args, **kwargs: filled(function(*args, **kwargs))
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture
+def fresh_process():
+    """Runs Python code in a process of its own and returns what it prints."""
+
+    def run(code: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

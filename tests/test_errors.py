@@ -1,0 +1,136 @@
+"""What a wrong call says: the kind of error, and the shapes, dtypes, devices or names that are wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from saccade import Dense, Unsupported, attention, causal, documents, explain, plan, prefix, softcap
+
+Q, K, V = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+SHAPES = "q (2, 4, 6, 8), k (2, 2, 6, 8), v (2, 2, 6, 8) in order bhsd"
+
+
+def int_(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+VALUE_ERRORS = {
+    "three dimensions": (lambda: attention(Q[0], K, V), "q (4, 6, 8), k (2, 2, 6, 8)"),
+    "five dimensions": (lambda: attention(Q, K, V[None]), "v (1, 2, 2, 6, 8)"),
+    "batch": (lambda: attention(Q[:1], K, V), "q (1, 4, 6, 8), k (2, 2, 6, 8)"),
+    "batch of v": (lambda: attention(Q, K, V[:1]), "v (1, 2, 6, 8)"),
+    "head dim": (lambda: attention(Q[..., :4], K, V), "q (2, 4, 6, 4), k (2, 2, 6, 8)"),
+    "length of v": (lambda: attention(Q, K, V[:, :, :3]), "k (2, 2, 6, 8), v (2, 2, 3, 8)"),
+    "heads of v": (lambda: attention(Q, K, V[:, :1]), "v (2, 1, 6, 8)"),
+    "group": (lambda: attention(Q[:, :3], K, V), "got 3 and 2: q (2, 3, 6, 8)"),
+    "no key heads": (lambda: attention(Q, K[:, :0], V[:, :0]), "got 4 and 0"),
+    "no query heads": (lambda: attention(Q[:, :0], K, V), "got 0 and 2"),
+    "no head dim": (lambda: attention(Q[..., :0], K[..., :0], V), "q (2, 4, 6, 0)"),
+    "no head dim of v": (lambda: attention(Q, K, V[..., :0]), "v (2, 2, 6, 0)"),
+    "order": (lambda: attention(Q, K, V, layout=Dense("sbhd")), "in order sbhd"),
+    "dtypes": (lambda: attention(Q, K.half(), V), "torch.float32, torch.float16, torch.float32"),
+    "integers": (lambda: attention(Q.int(), K.int(), V.int()), "torch.int32"),
+    "complex": (lambda: attention(Q.cfloat(), K.cfloat(), V.cfloat()), "torch.complex64"),
+    "devices": (lambda: attention(Q, K.to("meta"), V), "cpu, meta, cpu"),
+    "sink shape": (lambda: attention(Q, K, V, sink=torch.zeros(2)), f"torch.float32 (2,): {SHAPES}"),
+    "sink dtype": (lambda: attention(Q, K, V, sink=int_(4)), f"torch.int64 (4,): {SHAPES}"),
+    "sink number": (lambda: attention(Q, K, V, sink=1.0), f"1.0: {SHAPES}"),
+    "sink device": (lambda: attention(Q, K, V, sink=torch.zeros(4, device="meta")), "got meta"),
+    "used shape": (
+        lambda: attention(Q, K, V, layout=Dense(seqused_k=int_(3))),
+        f"must have shape (2,), got (3,): {SHAPES}",
+    ),
+    "used device": (lambda: attention(Q, K, V, layout=Dense(seqused_q=int_(2).to("meta"))), "got meta"),
+    "used too long": (lambda: attention(Q, K, V, layout=Dense(seqused_k=int_(2) + 7)), "in [0, 6], got [7, 7]"),
+    "used negative": (lambda: attention(Q, K, V, layout=Dense(seqused_q=int_(2) - 1)), "in [0, 6], got [-1, -1]"),
+    "ids shape": (lambda: attention(Q, K, V, mask=documents(int_(2, 5))), f"ids (2, 5): {SHAPES}"),
+    "ids batch": (lambda: attention(Q, K, V, mask=documents(int_(3, 6)) & causal()), "ids (3, 6)"),
+    "ids and lengths": (lambda: attention(Q[:, :, :5], K, V, mask=documents(int_(2, 5))), "q (2, 4, 5, 8)"),
+    "prefix shape": (lambda: attention(Q, K, V, mask=prefix(int_(3))), f"must have shape (2,), got (3,): {SHAPES}"),
+    "mask device": (lambda: attention(Q, K, V, mask=prefix(int_(2).to("meta"))), "got meta"),
+    "dropout": (lambda: attention(Q, K, V, dropout_p=1.5), "got 1.5"),
+    "backend": (lambda: attention(Q, K, V, backend="fastest"), "'fastest'"),
+    "cap": (lambda: softcap(0.0), "got 0.0"),
+    "infinite cap": (lambda: softcap(float("inf")), "got inf"),
+}
+
+TYPE_ERRORS = {
+    "array": (lambda: attention(Q.numpy(), K, V), "ndarray"),
+    "missing": (lambda: attention(Q, K, None), "NoneType"),
+    "bool mask": (lambda: attention(Q, K, V, mask=torch.ones(6, 6).bool()), "Tensor"),
+    "mask name": (lambda: attention(Q, K, V, mask="causal"), "str"),
+    "layout name": (lambda: attention(Q, K, V, layout="bshd"), "'bshd'"),
+    "keyword of plan": (lambda: plan(Q, K, V, is_causal=True), "is_causal"),
+    "keyword of explain": (lambda: explain(Q, K, V, maks=None), "maks"),
+}
+
+UNSUPPORTED = {
+    "dropout": (lambda: attention(Q, K, V, dropout_p=0.1), "dropout_p=0.1"),
+    "score function": (lambda: attention(Q, K, V, score_mod=lambda score, *at: score), "lambda"),
+    "fp8": (
+        lambda: attention(*(x.to(torch.float8_e4m3fn) for x in (Q, K, V))),
+        "cpu: takes fp16, bf16, fp32, fp64, not fp8_e4m3",
+    ),
+    "fp8 of the other kind": (lambda: attention(*(x.to(torch.float8_e5m2) for x in (Q, K, V))), "not fp8_e5m2"),
+    "a GPU's backend": (lambda: attention(Q, K, V, backend="triton"), "triton: "),
+    "a GPU's Spec": (lambda: plan("bf16 d128 sm90", backend="cpu"), "cpu: runs on cpu, not on sm90"),
+    "no device of ours": (lambda: attention(*(x.to("meta") for x in (Q, K, V))), "not on meta"),
+    "too wide": (lambda: plan("bf16 d257 sm90", backend="triton"), "up to 256, not 257"),
+}
+
+
+@pytest.mark.parametrize("name", VALUE_ERRORS)
+def test_value_errors(name):
+    call, words = VALUE_ERRORS[name]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call()
+
+
+@pytest.mark.parametrize("name", TYPE_ERRORS)
+def test_type_errors(name):
+    call, words = TYPE_ERRORS[name]
+    with pytest.raises(TypeError, match=re.escape(words)):
+        call()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported(name):
+    call, words = UNSUPPORTED[name]
+    with pytest.raises(Unsupported, match=re.escape(words)):
+        call()
+
+
+def test_unsupported_is_not_implemented():
+    assert issubclass(Unsupported, NotImplementedError)
+
+
+def test_every_backend_gives_a_reason():
+    with pytest.raises(Unsupported) as raised:
+        plan("fp8_e4m3 d64 cpu")
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "no backend runs fp8_e4m3 d64 dense cpu"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["triton", "cpu"]
+
+
+def test_explain_names_what_runs():
+    told = explain(Q, K, V, mask=causal(), score_mod=softcap(3.0))
+    assert told.backend == "cpu"
+    assert str(told).startswith("fp32 group2 d8 dense causal softcap")
+    assert told.reasons["cpu"] == []
+    assert told.reasons["triton"]
+    assert explain("fp8_e4m3 d64 cpu").backend is None
+    assert explain(Q, K, V, backend="reference").backend == "reference"
+
+
+def test_the_same_with_gradients():
+    """Errors come from the call, not from the backward."""
+    q = Q.clone().requires_grad_()
+    with pytest.raises(ValueError, match=re.escape("q (2, 4, 6, 8)")):
+        attention(q, K[:1], V)
+    with pytest.raises(Unsupported, match="dropout"):
+        attention(q, K, V, dropout_p=0.5)
+    with pytest.raises(ValueError, match="fastest"):
+        attention(q, K, V, backend="fastest")

@@ -1,0 +1,112 @@
+"""Any strides: views give, to the bit, what contiguous copies of them give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import attention, causal, window
+from saccade.spec import TORCH_DTYPES
+from saccade.testing import check
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+B, H, S, D = 2, 4, 37, 24
+
+
+def _normal(place, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+        place.device, TORCH_DTYPES[place.dtype]
+    )
+
+
+# Each makes a (B, H, S, D) view of memory in another form.
+VIEWS = {
+    "transposed": lambda place: _normal(place, B, S, H, D).transpose(1, 2),
+    "sequence-first": lambda place: _normal(place, S, B, H, D).permute(1, 2, 0, 3),
+    "sliced": lambda place: _normal(place, B, H, S + 9, D)[:, :, 4 : S + 4],
+    "every-other-row": lambda place: _normal(place, B, H, 2 * S, D)[:, :, ::2],
+    "every-other-head": lambda place: _normal(place, B, 2 * H, S, D)[:, 1::2],
+    "one-of-three": lambda place: _normal(place, B, S, H, 3, D)[..., 1, :].transpose(1, 2),
+    "columns": lambda place: _normal(place, B, H, S, D + 8)[..., 3 : D + 3],
+    "offset": lambda place: _normal(place, B * H * S * D + 1)[1:].view(B, H, S, D),
+    "last-dim-strided": lambda place: _normal(place, B, H, S, 2 * D)[..., ::2],
+    "last-dim-slowest": lambda place: _normal(place, D, B, H, S).permute(1, 2, 3, 0),
+    "one-batch-row": lambda place: _normal(place, 1, H, S, D).expand(B, H, S, D),
+    "one-head": lambda place: _normal(place, B, 1, S, D).expand(B, H, S, D),
+    "one-number": lambda place: _normal(place, 1, 1, 1, 1).expand(B, H, S, D),
+}
+MASKS = {"none": None, "causal": causal(), "window": window(9, 3)}
+
+
+def results(place, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, mask=mask, backend=place.backend, return_lse=True)
+    alone = attention(q, k, v, mask=mask, backend=place.backend)
+    return out.detach(), lse.detach(), alone, *torch.autograd.grad(out, leaves, dout)
+
+
+def assert_same(place, view: list[Tensor], mask):
+    found = results(place, *view, mask)
+    wanted = results(place, *(x.contiguous() for x in view), mask)
+    for name, x, y in zip(("out", "lse", "alone", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert torch.equal(x, y), name
+    assert not any(x.isnan().any() for x in found)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_all(view, mask, place):
+    assert_same(place, [VIEWS[view](place) for _ in range(4)], mask)
+
+
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "dout"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_one_alone(view, which, place):
+    tensors = [_normal(place, B, H, S, D) for _ in range(4)]
+    tensors[which] = VIEWS[view](place)
+    assert_same(place, tensors, causal())
+
+
+@pytest.mark.parametrize("length", [33, 65])
+def test_broadcast_keys(length, place):
+    """Lengths at which stride-0 keys have been read wrongly elsewhere: one more than a tile."""
+    q, dout = _normal(place, B, H, length, D), _normal(place, B, H, length, D)
+    k, v = (_normal(place, B, 1, length, D).expand(B, H, length, D) for _ in range(2))
+    assert_same(place, [q, k, v, dout], None)
+
+
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "dout"])
+def test_one_row_for_all(which, place):
+    """Matrix products that meet a row stride of 0 may add up in another order, so not to the bit."""
+    tensors = [_normal(place, B, H, S, D) for _ in range(4)]
+    tensors[which] = _normal(place, B, H, 1, D).expand(B, H, S, D)
+    *tensors, dout = tensors
+    check(*tensors, dout=dout, mask=causal(), backend=place.backend).assert_ok()
+
+
+def test_gradient_of_a_sum(place):
+    """`out.sum().backward()` brings a dout of stride 0."""
+    q, k, v = (_normal(place, B, H, S, D).requires_grad_() for _ in range(3))
+    attention(q, k, v, backend=place.backend).sum().backward()
+    ones = torch.ones_like(q)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    attention(*leaves, backend=place.backend).backward(ones)
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip((q, k, v), leaves, strict=True))
+
+
+def test_strided_records(place):
+    """Sinks, lengths and gradients of the LSE may be views too."""
+    q, k, v = (_normal(place, B, H, S, D) for _ in range(3))
+    sink = _normal(place, 2 * H)[::2]
+    dlse = torch.randn(S, B, H, device=place.device).permute(1, 2, 0)
+    dlse = dlse.double() if place.dtype == "fp64" else dlse
+
+    def gradients(sink: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, sink)]
+        found = attention(*leaves[:3], sink=leaves[3], mask=causal(), backend=place.backend, return_lse=True)
+        return torch.autograd.grad(found, leaves, [torch.ones_like(found.out), dlse])
+
+    pairs = zip(gradients(sink, dlse), gradients(sink.contiguous(), dlse.contiguous()), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
