@@ -204,11 +204,12 @@ def record(mask: masks.Mask | None) -> DeviceMask:
         case masks.Prefix(n=int(n)):
             return DeviceMask(*_PREFIX, (runtime_int(n),))
         case masks.Prefix():
-            return DeviceMask(*_PREFIXES, (mask.n,))
+            return DeviceMask(*_PREFIXES, (mask.n.contiguous(),))
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
-            data = (mask.ids, mask.first, mask.stop, mask.solid, runtime_int(stride), runtime_int(s))
+            tensors = (x.contiguous() for x in (mask.ids, mask.first, mask.stop, mask.solid))
+            data = (*tensors, runtime_int(stride), runtime_int(s))
             return DeviceMask(*_DOCUMENTS, data)
         case masks.And() | masks.Or():
             first, *rest = map(record, mask.parts)

@@ -90,7 +90,7 @@ def forward_kernel(
             score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip
 
-    seen = live & (row_sum > 0)
+    seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     store_tile(out, head(out, b, h), start_q, s_q, acc, BLOCK_Q, D_V, BLOCK_DV)
     if lse is not None:

@@ -34,7 +34,8 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> t
     if out.numel():
         with _device(q):
             operands = (_operand(problem, name) for name in ("q", "k", "v"))
-            tensors = (*operands, _known(problem, "out", out), row_lse, problem.sink)
+            sink = None if problem.sink is None else problem.sink.contiguous()
+            tensors = (*operands, _known(problem, "out", out), row_lse, sink)
             _launch("forward", forward_kernel, tensors, problem, tiles)
     return out, row_lse
 
@@ -51,7 +52,7 @@ def backward(
     delta, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with _device(q):
         dout = _rows(saved.dout)
-        rows = dlse, saved.lse.contiguous(), delta, lse2, problem.layout.seqused_q, q.shape[1], q.shape[2]
+        rows = dlse, saved.lse.contiguous(), delta, lse2, *call_arguments(problem)[:1], q.shape[1], q.shape[2]
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
         operands = (*(_operand(problem, name) for name in ("q", "k", "v")), dout)
@@ -126,7 +127,8 @@ def call_arguments(problem: Problem) -> tuple[Any, ...]:
     """What every kernel takes between its tensors and its constants."""
     layout, q = problem.layout, problem.q
     mask, score = masks.record(problem.mask), scores.record(problem.score)
-    return layout.seqused_q, layout.seqused_k, mask, score, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
+    used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
+    return *used, mask, score, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 
 
 def constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:
