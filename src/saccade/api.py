@@ -256,7 +256,7 @@ def _complaint(q: torch.Size, k: torch.Size, v: torch.Size, b: int, h: int, s: i
         return "k and v must have the same heads and length"
     if q[3] == 0 or v[3] == 0:
         return "head dims must be at least 1"
-    if bool(q[h]) != bool(k[h]) or (k[h] and q[h] % k[h]):
+    if (q[h] % k[h] if k[h] else q[h]) or (k[h] and not q[h]):
         return f"the query heads must be a multiple of the key heads, got {q[h]} and {k[h]}"
     return None
 

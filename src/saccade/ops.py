@@ -58,7 +58,8 @@ def runs_directly(*tensors: Tensor | None) -> bool:
 
 def execute(problem: Problem, backend: str, lse: bool) -> tuple[Tensor, Tensor | None]:
     """Plan and run: what the operator does. out is in the layout's order."""
-    out, found = dispatch.plan_of(problem, backend).module.forward(problem, lse)
+    with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
+        out, found = dispatch.plan_of(problem, backend).module.forward(problem, lse)
     return problem.layout.ordered(out), found
 
 
@@ -90,7 +91,8 @@ def _backward(
     plan = dispatch.plan_of(problem, parsed.backend)
     layout = problem.layout
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse)
-    dq, dk, dv, dsink = plan.module.backward(problem, saved)
+    with torch._C._DisableAutocast():
+        dq, dk, dv, dsink = plan.module.backward(problem, saved)
     none = q.new_empty(0) if dsink is None else dsink
     return layout.ordered(dq), layout.ordered(dk), layout.ordered(dv), none
 

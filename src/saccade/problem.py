@@ -47,9 +47,9 @@ class Problem:
             records = [*records, sink]
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
+            (_address(q) | _address(k) | _address(v)) % ALIGNMENT,
             *(layout.text, mask and mask.kind, score and score.kind, sink is None, self.deterministic),
-            *((x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT) for x in records),
+            *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
         )
 
     @property
@@ -128,4 +128,12 @@ ALIGNMENT = 16
 def aligned(x: Tensor) -> bool:
     """Whether every row of a (b, h, s, d) tensor is contiguous and starts at a multiple of 16 bytes."""
     stride_b, stride_h, stride_s, stride_d = x.stride()
-    return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | x.data_ptr()) % ALIGNMENT == 0
+    return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | _address(x)) % ALIGNMENT == 0
+
+
+def _address(x: Tensor) -> int:
+    """0 for tensors without memory, as they are inside torch.func transforms."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 0

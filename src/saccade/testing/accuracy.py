@@ -3,10 +3,11 @@
 `exact` is the oracle in float64 on the inputs as they are, `eager` the oracle in the inputs' dtype, and `terms` what is
 rounded on the way to an element. A tensor x passes when
 
-    max |x - exact| <= 2 (max |eager - exact| + eps max terms)
+    max |x - exact| <= 2 (max |eager - exact| + eps/2 max terms)
 
-and when the same holds for root mean squares, with eps of the inputs' dtype. So a fused kernel may be as wrong as twice
-the plain one, and gradients that cancel to zero have the rounding of what cancelled. No test holds a number.
+and when the same holds for root mean squares; eps/2, of the inputs' dtype, is what one rounding can do. So a fused
+kernel may be as wrong as twice the plain one, and gradients that cancel to zero have the rounding of what cancelled. No
+test holds a number.
 
 `terms` adds the roundings up as independent ones add up, by the root of the sum of their squares. The sum of absolute
 values would bound the worst case, but it grows with the length where errors grow with its root: at s = 1024 in bfloat16
@@ -113,7 +114,7 @@ def check(
     found = _run(function, q, k, v, dout, dlse, keywords)
     with torch.no_grad():  # without an LSE it is often another path
         found["alone"] = function(q.detach(), k.detach(), v.detach(), **keywords)
-    _check_form(found, q, k, v, sink, layout)
+    _check_form(found, q, k, v, keywords)
 
     eps = torch.finfo(q.dtype).eps
     tallies = {name: _Tally(eps) for name in found}
@@ -158,6 +159,7 @@ def _run(
     q, k, v, *sink = leaves.values()
     keywords = keywords | ({"sink": sink[0]} if sink else {})
     out, lse = function(q, k, v, return_lse=True, **keywords)
+    _check_form({"out": out, "lse": lse}, q, k, v, keywords)
     return _with_gradients(out, lse, leaves, dout, dlse)
 
 
@@ -171,8 +173,9 @@ def _with_gradients(
     return found
 
 
-def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, layout: Dense) -> None:
+def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
     """Shapes, dtypes and devices are those of the contract."""
+    layout, sink = keywords.get("layout", Dense()), keywords.get("sink")
     out = ((*q.shape[:-1], v.shape[-1]), q.dtype)
     lse = (tuple(layout.canonical(q).shape[:-1]), torch.float64 if q.dtype == torch.float64 else torch.float32)
     forms = {"out": out, "alone": out, "lse": lse}
@@ -246,49 +249,53 @@ class _Part(NamedTuple):
         return found
 
     def terms(self, exact: Results) -> Results:
-        """The roundings that reach an element, in units of eps; here they are squared until the end.
+        """The roundings that reach an element, in units of eps/2; here they are squared until the end.
 
-        A matrix product x y passes on the roundings of x, and rounds its n partial sums in the dtype of the LSE:
-        (x_term + n sums x^2) y^2. In the backward p is exp(score - lse), so it has the LSE's roundings too. dp, delta
-        and dlse cancel in g = dp - delta + dlse, so they count one by one. Every result is itself rounded.
+        A matrix product x y passes on the roundings of x, and rounds its n partial sums, `more` of n altogether, in the
+        dtype of the LSE: x_term y^2 + more(n) (x^2 y^2 + (x y)^2). In the backward p is exp(score - lse), so it has the
+        LSE's roundings too. dp, delta and dlse cancel in g = dp - delta + dlse, so they count one by one. Every result
+        is itself rounded.
         """
-        dtype, lse_dtype = self.problem.q.dtype, self.problem.lse_dtype()
-        sums = (torch.finfo(lse_dtype).eps / torch.finfo(dtype).eps) ** 2
+        eps, lse_eps = (torch.finfo(dtype).eps for dtype in (self.problem.q.dtype, self.problem.lse_dtype()))
         problem, dout, dlse = self._wide()[3:]
         q, k, v = reference.operands(problem)
         p, _ = reference.probability(problem, q, k)
-        s_q, s_k, d, d_v = *p.shape[2:], q.shape[3], v.shape[3]
+        more_q, more_k, more_d, more_v = (
+            n * (2 * lse_eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        )
         hidden = (exact["lse"] == -torch.inf)[..., None]
         out, lse = exact["out"], torch.where(hidden, 0, exact["lse"][..., None])
 
         score = q @ k.mT * problem.scale
         modified, slope = self._modified(score)
-        score_term = modified**2 + slope**2 * (score**2 + (1 + d * sums) * (q**2 @ k.mT**2) * problem.scale**2)
+        score_term = (1 + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
+        score_term = modified**2 + slope**2 * score_term
         p_term = p**2 * (1 + score_term)
-        lse_term = 1 + lse**2 + (p**2 * (score_term + s_k * sums)).sum(-1, keepdim=True)
-        out_term = out**2 + (p_term + s_k * sums * p**2) @ v**2
+        lse_term = 1 + more_k + lse**2 + (p**2 * score_term).sum(-1, keepdim=True)
+        out_term = (1 + more_k) * out**2 + (p_term + more_k * p**2) @ v**2
         squares = {"out": out_term, "lse": lse_term[..., 0]}
         if dout is not None:
             dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
             dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
-            p_term = p_term + p**2 * lse_term * sums
+            p_term = p_term + p**2 * lse_term * (lse_eps / eps) ** 2
             dp, delta = dout @ v.mT, (dout * out).sum(-1, keepdim=True)
-            dp_term = dp**2 + (1 + d_v * sums) * (dout**2 @ v.mT**2)
-            row_term = delta**2 + (dout**2 * (out_term + d_v * sums * out**2)).sum(-1, keepdim=True) + dlse**2
+            dp_term = (1 + more_v) * (dp**2 + dout**2 @ v.mT**2)
+            row_term = (
+                (1 + more_v) * delta**2 + (dout**2 * (out_term + more_v * out**2)).sum(-1, keepdim=True) + dlse**2
+            )
             g = (dp - delta + dlse) * slope
-            ds_term = p_term * g**2 + p**2 * (dp_term + row_term) * slope**2
-            ds = p * g
+            ds, ds_term = p * g, p_term * g**2 + p**2 * (dp_term + row_term) * slope**2
             # A row's error in delta is common to its keys.
-            dq_term = (ds_term + s_k * sums * ds**2) @ k**2 + row_term * (p * slope @ k) ** 2
-            dk_term = (ds_term + s_q * sums * ds**2).mT @ q**2
-            dv_term = (p_term + s_q * sums * p**2).mT @ dout**2
-            squares["dq"] = exact["dq"] ** 2 + dq_term * problem.scale**2
-            squares["dk"] = exact["dk"] ** 2 + self._of_groups(dk_term) * problem.scale**2
-            squares["dv"] = exact["dv"] ** 2 + self._of_groups(dv_term)
+            dq_term = (ds_term + more_k * ds**2) @ k**2 + row_term * (p * slope @ k) ** 2
+            dk_term = self._of_groups((ds_term + more_q * ds**2).mT @ q**2)
+            dv_term = self._of_groups((p_term + more_q * p**2).mT @ dout**2)
+            squares["dq"] = (1 + more_k) * exact["dq"] ** 2 + dq_term * problem.scale**2
+            squares["dk"] = (1 + more_q) * exact["dk"] ** 2 + dk_term * problem.scale**2
+            squares["dv"] = (1 + more_q) * exact["dv"] ** 2 + dv_term
             if problem.sink is not None:
                 share = torch.where(hidden, 0, (problem.sink[:, None, None] - lse).exp())
-                rows = share**2 * (row_term + (1 + lse_term + s_q * sums) * (delta - dlse) ** 2)
-                squares["dsink"] = exact["dsink"] ** 2 + rows.sum((0, 2, 3))
+                rows = share**2 * (row_term + (1 + lse_term + more_q) * (delta - dlse) ** 2)
+                squares["dsink"] = (1 + more_q) * exact["dsink"] ** 2 + rows.sum((0, 2, 3))
         return {name: square.sqrt() for name, square in squares.items()}
 
     def _oracle(self) -> Results:
@@ -347,7 +354,7 @@ class _Tally:
             return math.inf
 
         def share(error: float, eager: float, terms: float) -> float:
-            return error / (2 * (eager + self.eps * terms)) if error else 0.0
+            return error / (2 * (eager + self.eps / 2 * terms)) if error else 0.0
 
         try:  # the roots of the sums stand for the roots of the means
             return max(share(*self.top.tolist()), share(*self.squares.sqrt().tolist()))

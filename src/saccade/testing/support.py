@@ -12,7 +12,11 @@ from saccade.backends import Support
 START, STOP = "<!-- support -->", "<!-- /support -->"
 
 # Where a backend's tests have passed. One that has no line here has only been compiled.
-RAN = {"cpu": "CPU, in every CI run", "reference": "CPU, in every CI run"}
+RAN = {
+    "triton": "H200, all GPU tests (PyTorch 2.11, Triton 3.6); the interpreter, in every CI run; others compiled only",
+    "cpu": "CPU, in every CI run",
+    "reference": "CPU, in every CI run; H200",
+}
 
 
 def table() -> str:

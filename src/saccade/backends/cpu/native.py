@@ -47,15 +47,18 @@ def _expresses(problem: Problem) -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    q = problem.q.unflatten(1, (-1, problem.group))
     out = empty_like_rows(problem.q, problem.v.shape[3])
     lse = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype())
+    q, outs, lses = (x.unflatten(1, (-1, problem.group)) for x in (problem.q, out, lse))
     for member in range(problem.group):  # k and v are read as they are, not repeated
         found, found_lse = _forward(
             q[:, :, member], problem.k, problem.v, 0.0, problem.mask is not None, scale=problem.scale
         )
-        out.unflatten(1, (-1, problem.group))[:, :, member] = found
-        lse.unflatten(1, (-1, problem.group))[:, :, member] = found_lse
+        lses[:, :, member] = found_lse
+        if problem.group == 1 and found.stride() == out.stride():
+            out = found
+        else:
+            outs[:, :, member] = found
     if problem.sink is not None:
         lse = sink.join(out, lse, problem.sink)
     return out, lse

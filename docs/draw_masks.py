@@ -1,0 +1,34 @@
+"""Draws `masks.svg` beside this file: `python docs/draw_masks.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+
+from saccade import causal, documents, prefix, window
+
+IDS = torch.arange(32)[None] // 11
+MASKS = (
+    causal(),
+    window(7, 0),
+    window(4, 4),
+    prefix(10),
+    documents(IDS) & causal(),
+    documents(IDS) | window(3, 3),
+)
+
+
+def main() -> None:
+    mpl.rcParams["svg.hashsalt"] = "saccade"  # the same bytes every time
+    figure, axes = plt.subplots(2, 3, figsize=(9, 6.4), layout="constrained")
+    for mask, ax in zip(MASKS, axes.flat, strict=True):
+        mask.plot(32, ax=ax)
+        ax.set(xticks=[], yticks=[])
+    figure.savefig(Path(__file__).with_name("masks.svg"), metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The named problems draw what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade import attention
+from saccade.spec import TORCH_DTYPES
+from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
+
+
+def test_names_are_unique():
+    names = [case.name for case in [*MODELS, *SMALL]]
+    assert len(set(names)) == len(names) == len(NAMED)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_inputs_are_as_described(case):
+    made = case.inputs()
+    layout = made.keywords["layout"]
+    assert layout.canonical(made.q).shape == (case.b, case.h_q, case.s_q, case.d)
+    assert layout.canonical(made.k).shape == (case.b, case.h_k, case.s_k, case.d)
+    assert layout.canonical(made.v).shape == (case.b, case.h_k, case.s_k, case.d_v)
+    assert layout.canonical(made.dout).shape == (case.b, case.h_q, case.s_q, case.d_v)
+    assert made.dlse.shape == (case.b, case.h_q, case.s_q)
+    assert all(x.is_contiguous() and x.dtype == TORCH_DTYPES[case.dtype] for x in (made.q, made.k, made.v, made.dout))
+    mask = made.keywords.get("mask")
+    if mask is not None and mask.kind != "prefixes":
+        assert repr(mask) == case.mask, "masks are written as they print"
+    assert ("sink" in made.keywords) == case.sink
+    assert ("score_mod" in made.keywords) == (case.score != "none")
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_the_same_seed_draws_the_same(case):
+    one, two, other = case.inputs(), case.inputs(), case.inputs(seed=1)
+    assert torch.equal(one.q.nan_to_num(), two.q.nan_to_num())
+    assert repr(one.keywords) == repr(two.keywords)
+    if one.q.numel() and case.used == "all":
+        assert not torch.equal(one.q, other.q)
+
+
+def test_order_and_dtype_draw_the_same_numbers():
+    case = Case("", dtype="fp32", h_q=4, s_q=5, s_k=6, mask="documents", used="q")
+    wanted = case.inputs()
+    for order in ("bshd", "sbhd"):
+        made = case.replace(order=order).inputs()
+        assert torch.equal(made.keywords["layout"].canonical(made.q).nan_to_num(), wanted.q.nan_to_num())
+    assert torch.equal(case.replace(dtype="bf16").inputs().k, wanted.k.bfloat16())
+
+
+def test_rows_that_are_not_used_are_poisoned():
+    made = Case("", b=3, s_q=9, s_k=12, used="qk").inputs()
+    layout = made.keywords["layout"]
+    for x, used, s in ((made.q, layout.seqused_q, 9), (made.v, layout.seqused_k, 12), (made.dout, layout.seqused_q, 9)):
+        beyond = torch.arange(s) >= used[:, None]
+        assert beyond.any()
+        assert torch.equal(x.isnan().all(-1).all(1), beyond)
+        assert torch.equal(x.isnan().any(-1).any(1), beyond)
+
+
+def test_requires_grad():
+    made = Case("", dtype="fp32", s_q=4, s_k=4, sink=True).inputs(requires_grad=True)
+    attention(made.q, made.k, made.v, **made.keywords).backward(made.dout)
+    assert all(x.grad is not None for x in (made.q, made.k, made.v, made.keywords["sink"]))
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 7))
+def test_draws_repeat_and_describe_themselves(seed):
+    case = draw(seed)
+    assert case == draw(seed)
+    assert str(seed) in case.name
+    assert eval(case.describe()) == case
+    assert draw(seed, "fp32").dtype == "fp32"
+    case.inputs()
+
+
+def test_draws_differ():
+    drawn = [draw(seed) for seed in range(300)]
+    for field in ("dtype", "b", "order", "sink", "used", "ids"):
+        assert len({getattr(case, field) for case in drawn}) > 1
+    assert {case.mask.split("(")[0] for case in drawn} >= {
+        "none",
+        "causal",
+        "window",
+        "prefix",
+        "prefixes",
+        "documents",
+    }
+    assert any(case.d != case.d_v for case in drawn)
+    assert any(case.s_q > case.s_k for case in drawn)
+    assert any(case.s_q < case.s_k for case in drawn)

@@ -1,0 +1,129 @@
+"""The arrows between modules point one way, and what a plain installation lacks is not imported."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "saccade"
+
+# From the ground up: a module imports from lower layers and from its own folder alone.
+LAYERS = [
+    {"hardware", "layouts", "masks", "scores", "configs"},
+    {"spec", "partial"},
+    {"problem"},
+    {"reference"},
+    {"backends"},
+    {"dispatch"},
+    {"ops"},
+    {"api"},
+    {"compat", "integrations", "parallel"},
+    {"__init__"},
+    {"testing"},
+    {"bench"},
+    {"cli"},
+    {"__main__"},
+]
+HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
+
+# What besides torch and the standard library may be imported, anywhere in a file.
+FOREIGN = {
+    "masks": {"matplotlib"},  # Mask.plot
+    "backends/triton": {"triton"},
+    "backends/device": {"triton"},
+    "backends/gluon": {"triton"},
+    "testing": {"triton"},
+    "bench": None,
+    "cli": None,
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Full names: `saccade.masks`, `torch`, `matplotlib.pyplot`."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                path = PACKAGE.parent / inner.replace(".", "/")
+                is_module = path.is_dir() or path.with_suffix(".py").is_file()
+                yield inner if is_module else str(node.module)
+
+
+def place(file: Path) -> tuple[str, ...]:
+    return file.relative_to(PACKAGE).with_suffix("").parts
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: "/".join(place(file)))
+def test_imports_point_down(file):
+    here = place(file)
+    assert here[0] in HEIGHT, f"{here[0]} has no layer yet"
+    for name in imports(file):
+        parts = name.split(".")
+        if parts[0] != "saccade":
+            continue
+        there = tuple(parts[1:]) or ("__init__",)
+        same_folder = there[0] == here[0] and len(here) > 1
+        assert same_folder or HEIGHT[there[0]] < HEIGHT[here[0]], f"{'/'.join(here)} imports {name}"
+        if here[0] == there[0] == "backends" and len(there) > 1 and here[1:] != ("__init__",):
+            assert there[1] in (here[1], "device"), f"{'/'.join(here)} imports another backend, {name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: "/".join(place(file)))
+def test_torch_is_the_one_dependency(file):
+    here = "/".join(place(file))
+    allowed = {"torch", "saccade"}
+    for folder, names in FOREIGN.items():
+        if here == folder or here.startswith(f"{folder}/"):
+            if names is None:
+                return
+            allowed |= names
+    foreign = {name.split(".")[0] for name in imports(file)} - allowed - sys.stdlib_module_names
+    assert not foreign
+
+
+WITHOUT_EXTRAS = """
+import sys
+for name in ("triton", "matplotlib", "typer", "rich", "numpy"):
+    sys.modules[name] = None  # importing it raises ImportError
+import torch, saccade
+from saccade.testing import check
+q, k, v = torch.randn(3, 1, 2, 8, 4)
+check(q, k, v, mask=saccade.causal()).assert_ok()
+print(saccade.explain(q, k, v, backend="triton"))
+"""
+
+
+def test_without_any_extra(fresh_process):
+    told = fresh_process(WITHOUT_EXTRAS)
+    assert "triton: " in told
+
+
+def test_importing_is_light(fresh_process):
+    """No backend's kernels and no optional package is imported before a call needs it."""
+    loaded = fresh_process("import saccade, sys; print('\\n'.join(sys.modules))").split()
+    assert not {name for name in loaded if name.startswith(("saccade.backends.triton", "matplotlib", "typer", "rich"))}
+
+
+def test_everything_public_is_exported():
+    import saccade
+
+    assert sorted(saccade.__all__) == list(saccade.__all__)
+    assert all(hasattr(saccade, name) for name in saccade.__all__)
+
+
+def test_files_are_small():
+    """400 lines, 600 for kernels; the one list of named cases grows with the features."""
+    for file in FILES:
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        assert lines <= (600 if "kernel" in file.name or file.name == "masks.py" else 400), (
+            f"{file.name}: {lines} lines"
+        )
