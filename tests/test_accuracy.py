@@ -13,7 +13,7 @@ from saccade.testing import check
 from saccade.testing.cases import MODELS, NAMED, Case
 
 DTYPES = ["fp16", "bf16", "fp32", "fp64"]
-CASE = Case("", h_q=4, s_q=200, s_k=230, d=64, mask="window(70,0)", score="softcap(4)", sink=True)
+CASE = Case("", h_q=4, s_q=90, s_k=110, d=64, mask="window(30,0)", score="softcap(4)", sink=True)
 
 
 def ratios(function, dtype: str, case: Case = CASE, **changes) -> dict[str, float]:
@@ -72,9 +72,9 @@ def test_the_oracle_is_within_half_of_it(dtype):
 
 
 WRONG = {
-    "one more key": (changed(mask=window(71, 0)), {"out"}),
-    "one key less": (changed(mask=window(69, 0)), {"out"}),
-    "other alignment": (changed(mask=window(100, 0)), {"out", "lse"}),
+    "one more key": (changed(mask=window(31, 0)), {"out"}),
+    "one key less": (changed(mask=window(29, 0)), {"out"}),
+    "another window": (changed(mask=window(50, 20)), {"out", "lse"}),
     "no mask": (changed(mask=None), {"out", "lse"}),
     "no sink": (
         lambda q, k, v, sink, **keywords: attention(q, k, v, sink=sink * 0 - 1e4, **keywords),
@@ -109,7 +109,7 @@ def test_wrong_results_fail(name, dtype):
 def test_wrong_gradients_fail_at_length_too(name, order):
     """Tolerances must not outgrow what they measure."""
     function, wrong = WRONG[name]
-    case = Case("", b=1, h_q=2, h_k=1, s_q=1024, s_k=1024, d=128, mask="causal", order=order)
+    case = Case("", b=1, h_q=2, h_k=1, s_q=700, s_k=700, d=128, mask="causal", order=order)
     assert {name for name, ratio in ratios(function, "bf16", case).items() if ratio > 1} == wrong
 
 
@@ -124,7 +124,7 @@ def test_one_bad_number_fails(bad):
 
 
 def test_infinities_of_the_lse_must_coincide():
-    case = CASE.replace(sink=False, s_k=150)
+    case = CASE.replace(sink=False, s_k=50)
     for wrong in (lambda lse: lse.clamp(min=-1e30), lambda lse: torch.where(lse == lse.amin(), torch.inf, lse)):
         found = ratios(results_changed(lambda out, lse, wrong=wrong: (out, wrong(lse))), "fp32", case)
         assert found["lse"] == math.inf
@@ -165,8 +165,8 @@ def test_the_message_names_the_worst():
         report.assert_ok()
     told = str(raised.value)
     assert told.startswith("fp32 group2 d64 dense window softcap sink aligned cpu, run by cpu: the error of dk is ")
-    assert "mask=window(70,0)" in told
-    assert "q (2, 4, 200, 64)" in told
+    assert "mask=window(30,0)" in told
+    assert "q (2, 4, 90, 64)" in told
 
 
 def test_parts_make_no_difference(monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from saccade import masks
 from saccade.backends.device.records import plain_int, runtime_int
@@ -203,8 +204,8 @@ def record(mask: masks.Mask | None) -> DeviceMask:
             return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)))
         case masks.Prefix(n=int(n)):
             return DeviceMask(*_PREFIX, (runtime_int(n),))
-        case masks.Prefix():
-            return DeviceMask(*_PREFIXES, (mask.n.contiguous(),))
+        case masks.Prefix(n=Tensor() as n):
+            return DeviceMask(*_PREFIXES, (n.contiguous(),))
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
