@@ -49,6 +49,11 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers_alone_and_in_company():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Fresh memory is NaN, or the largest integer: what is read before it is written shows."""

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade import Dense, Partial, attention, causal, softcap
+from saccade import Dense, Partial, attention, causal, hardware, softcap
 from saccade.testing import check
-from saccade.testing.cases import MODELS, SMALL, Case, draw
+from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -36,8 +36,16 @@ def test_models(case, place):
 @pytest.mark.parametrize("name", ["causal", "window", "documents-causal", "d192-128", "ragged", "softcap-sink"])
 def test_without_gradient_of_lse(name, place):
     """Often another path than with one."""
-    case = next(case for case in SMALL if case.name == name)
-    checked(case.replace(dtype=place.dtype), place.device, place.backend, lse_gradient=False)
+    checked(NAMED[name].replace(dtype=place.dtype), place.device, place.backend, lse_gradient=False)
+
+
+@pytest.mark.parametrize("lse_gradient", [False, True])
+@pytest.mark.parametrize("arithmetic", ["none", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("name", ["causal", "documents-causal", "few-keys", "ragged", "softcap-sink", "everything"])
+def test_every_cpu(name, arithmetic, lse_gradient, monkeypatch):
+    """The paths that another CPU would take for bfloat16, too."""
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: arithmetic)
+    checked(NAMED[name].replace(dtype="bf16"), "cpu", "cpu", lse_gradient)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from saccade import attention, causal, window
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
+from saccade.testing.cases import draw
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -110,3 +113,26 @@ def test_strided_records(place):
 
     pairs = zip(gradients(sink, dlse), gradients(sink.contiguous(), dlse.contiguous()), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
+
+
+def _random_view(x: Tensor, dice: random.Random) -> Tensor:
+    """The same numbers in memory of a random order, within a larger block, sometimes every other element of it."""
+    order = dice.sample(range(4), 4)
+    starts = [dice.choice([0, 0, 1, 5]) for _ in range(4)]
+    steps = [dice.choice([1, 1, 1, 2]) for _ in range(4)]
+    room = [start + step * n + dice.choice([0, 3]) for start, step, n in zip(starts, steps, x.shape, strict=True)]
+    memory = torch.full([room[dim] for dim in order], torch.nan, dtype=x.dtype, device=x.device)
+    view = memory.permute([order.index(dim) for dim in range(4)])
+    view = view[tuple(slice(a, a + step * n, step) for a, step, n in zip(starts, steps, x.shape, strict=True))]
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_draw(seed, device):
+    dice = random.Random(seed)
+    case = draw(1000 + seed, dice.choice(["fp16", "bf16", "fp32"]))
+    print(case.describe())  # shown when the test fails
+    made = case.inputs(device)
+    q, k, v, dout = (_random_view(x, dice) for x in (made.q, made.k, made.v, made.dout))
+    check(q, k, v, dout=dout, dlse=made.dlse, **made.keywords).assert_ok()

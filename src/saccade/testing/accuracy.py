@@ -183,7 +183,8 @@ def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, keywords: dict[
     forms |= {name: (tuple(x.shape), x.dtype) for name, x in given.items() if x is not None}
     for name, x in found.items():
         got, wanted = (tuple(x.shape), x.dtype, x.device), (*forms[name], q.device)
-        assert got == wanted, f"{name} is {got}, should be {wanted}"
+        if got != wanted:
+            raise AssertionError(f"{name} is {got}, should be {wanted}")
 
 
 def _parts(
@@ -308,7 +309,7 @@ class _Part(NamedTuple):
     def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """The modified score, and its derivative by the score."""
         if self.problem.score is None:
-            return score, torch.ones_like(score)
+            return score, score.new_ones(())
         score = score.detach().requires_grad_()
         b, h, q_idx, kv_idx = (
             torch.arange(n, device=score.device).view([-1] + [1] * (3 - dim)) for dim, n in enumerate(score.shape)

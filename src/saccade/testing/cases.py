@@ -231,6 +231,7 @@ SMALL = [
     Case("no-tokens", s_q=0, s_k=0, mask="documents"),
     Case("no-batch", b=0, s_q=8, s_k=8, mask="causal"),
     Case("no-heads", h_q=0, h_k=0, s_q=8, s_k=8),
+    Case("longest-rows", b=1, h_q=3, h_k=1, s_q=70, s_k=20000, d=8, mask="prefix(99)|window(9000,0)", sink=True),
     Case("long-rows", b=1, h_q=1, h_k=1, s_q=700, s_k=2100, d=16, mask="causal"),
 ]
 # fmt: on
