@@ -27,6 +27,9 @@ TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 256
 """Rows of the matrix product, query heads of a group folded in; fewer, but at least a quarter, where rows are long."""
 
+KEY_STOPS = 16
+"""How many different ends the keys of bf16 tiles have, where there are more than 16 tiles of rows."""
+
 
 class Heads(NamedTuple):
     """The batch rows and key heads that one matrix product holds."""
@@ -239,13 +242,22 @@ class _Grid:
         if not len(seeing):
             return None
         first, last = int(seeing[0]), int(seeing[-1]) + 1
-        keys = slice(int(lo[seeing].min()), int(hi[seeing].max()))
+        keys = slice(int(lo[seeing].min()), self._stop(b, int(hi[seeing].max())))
         core_lo, core_hi = (edge[b, rows][first:last] for edge in self.core)
         empty_rows = bool((core_lo >= core_hi).any())  # inside its hull a predicate may hide everything
         core = slice(int(core_lo.max()), int(core_hi.min()))
         if core.start >= core.stop:
             core = slice(keys.start, keys.start)
         return Tile(slice(start + first, start + last), keys, core, empty_rows)
+
+    def _stop(self, b: int, stop: int) -> int:
+        """Where a tile's keys end: in bf16 at few different places, as oneDNN compiles and keeps a kernel for each
+        shape, but never beyond the keys in use."""
+        if self.compute != torch.bfloat16:
+            return stop
+        used = self.problem.extent.keys
+        step = max(TILE_ROWS, -(-self.problem.k.shape[2] // KEY_STOPS))
+        return min(-(-stop // step) * step, int(used[b if used.shape[0] > 1 else 0, 0]))
 
     def parts(self, tile: Tile) -> Iterator[Tile]:
         """The tile in pieces of at most TILE_ELEMENTS scores."""
