@@ -1,5 +1,7 @@
 """Score modifications on the device: a record of two functions and the values they capture."""
 
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -18,12 +20,21 @@ class DeviceScore(NamedTuple):
     """(data, score, b, h, q_idx, kv_idx) -> d modified / d score"""
     identity: Any
     """constexpr: there is nothing to do"""
+    parts: Any
+    """(data) -> inside, outside: numbers with apply(score) = outside core(inside score); outside > 0"""
+    core: Any
+    """(data, score, b, h, q_idx, kv_idx) -> score; what is left of apply when the scale takes in what is linear"""
     data: tuple
 
 
 @triton.jit
 def _same(data, score, b, h, q_idx, kv_idx):
     return score
+
+
+@triton.jit
+def _no_parts(data):
+    return 1.0, 1.0
 
 
 @triton.jit
@@ -47,13 +58,35 @@ def _softcap(data, score, b, h, q_idx, kv_idx):
 
 
 @triton.jit
+def fast_tanh(x):
+    """One instruction since sm_75, to 11 bits: as many as the fp16 that a probability is rounded to."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _softcap_parts(data):
+    return 1 / data[0], data[0]
+
+
+@triton.jit
+def _softcap_core(data, score, b, h, q_idx, kv_idx):
+    return fast_tanh(score)
+
+
+@triton.jit
 def _softcap_slope(data, score, b, h, q_idx, kv_idx):
     t = tanh(score / data[0])
     return 1 - t * t
 
 
-_SAME = DeviceScore(tl.constexpr(_same), tl.constexpr(_one), tl.constexpr(True), ())
-_SOFTCAP = tl.constexpr(_softcap), tl.constexpr(_softcap_slope), tl.constexpr(False)
+def _functions(*functions: Any) -> tuple[Any, ...]:
+    return tuple(map(tl.constexpr, functions))
+
+
+_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same), ())
+UNCHANGED = DeviceScore(*_functions(_same, _one, False, _no_parts, _same), ())
+"""The identity for kernels that would take short cuts with `_SAME`."""
+_SOFTCAP = _functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core)
 
 
 def record(score: scores.ScoreMod | None) -> DeviceScore:

@@ -23,6 +23,7 @@ SUPPORT = Support(
     flags=("sink", "deterministic", "aligned"),
     max_d=256,
 )
+GRADIENT = SUPPORT
 
 
 @lru_cache

@@ -4,23 +4,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from saccade import configs
 from saccade.backends import Saved
 from saccade.backends.device import masks, scores
+from saccade.backends.device.gradients import padded, sink_gradient
+from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
 from saccade.backends.triton.backward_kernels import delta_kernel, keys_kernel, rows_kernel
 from saccade.backends.triton.config import Config, block_d, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.layouts import empty_like_rows
-from saccade.problem import ALIGNMENT, Problem, aligned
+from saccade.problem import Problem, aligned
 
 Tiles = Mapping[str, Config]
 """Configs by kernel that take the place of the table's, for tuning."""
@@ -32,7 +32,7 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> t
     out = empty_like_rows(q, problem.v.shape[3])
     row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
     if out.numel():
-        with _device(q):
+        with on_device(q):
             operands = (_operand(problem, name) for name in ("q", "k", "v"))
             sink = None if problem.sink is None else problem.sink.contiguous()
             tensors = (*operands, _known(problem, "out", out), row_lse, sink)
@@ -47,10 +47,10 @@ def backward(
     q, k, v = problem.q, problem.k, problem.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_(), _sink_gradient(problem, saved)
+        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    with _device(q):
+    with on_device(q):
         dout = _rows(saved.dout)
         rows = dlse, saved.lse.contiguous(), delta, lse2, *call_arguments(problem)[:1], q.shape[1], q.shape[2]
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
@@ -58,7 +58,7 @@ def backward(
         operands = (*(_operand(problem, name) for name in ("q", "k", "v")), dout)
         _launch("keys", keys_kernel, (*operands, Rows.of(dk), Rows.of(dv), lse2, delta), problem, tiles)
         _launch("rows", rows_kernel, (*operands, Rows.of(dq), lse2, delta), problem, tiles)
-    return dq, dk, dv, _sink_gradient(problem, saved, delta)
+    return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
 DELTA_ROWS = 32
@@ -86,13 +86,6 @@ def _rows(x: Tensor) -> Rows:
     return Rows.of(x if aligned(x) else padded(x))
 
 
-def padded(x: Tensor) -> Tensor:
-    """A copy of x (b, h, s, d) whose rows start at multiples of 16 bytes."""
-    whole = ALIGNMENT // x.element_size()
-    made = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
-    return made.copy_(x)
-
-
 def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, tiles: Tiles | None) -> None:
     """Runs a kernel with one program for each block of query rows, or of keys."""
     arguments = (*tensors, *call_arguments(problem))
@@ -101,7 +94,8 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
     key = name, tensors[3].unit.value, tensors[3].wide.value, tensors[4] is None, precision
     found = problem.launches.get(key) if tiles is None else None
     if found is not None:
-        _run(*found, problem.q.device.index, arguments)
+        compiled, grid, fixed = found
+        run(compiled, grid, problem.q.device.index, (*arguments, *fixed))
         return
     tile = tiles[name] if tiles and name in tiles else _config(name, problem)
     grid = _grid(problem.k, tile.block_k) if name == "keys" else _grid(problem.q, tile.block_q)
@@ -109,18 +103,6 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
     compiled = kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=tile.stages)
     if tiles is None and compiled is not None:  # the interpreter compiles nothing
         problem.launches[key] = compiled, grid, tuple(fixed.values())
-
-
-def _run(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], device: int, arguments: Any) -> None:
-    """`compiled[grid](*arguments, *constants)` on torch's current stream, without its look-ups; a profiler that hooks
-    launches gets them. Triton's own way through the jitted function costs more than all else in a small call."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if any(getattr(hook, "calls", hook) for hook in hooks):
-        compiled[grid](*arguments, *constants)
-        return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    handles = compiled.function, compiled.packed_metadata
-    compiled.run(*grid, stream, *handles, None, None, None, *arguments, *constants)
 
 
 def call_arguments(problem: Problem) -> tuple[Any, ...]:
@@ -148,20 +130,3 @@ def _grid(x: Tensor, block: int) -> tuple[int, int, int]:
     """Blocks of rows, then heads, then batch rows, all in one dimension: the others end at 65,535."""
     b, h, s = x.shape[:3]
     return b * h * -(-s // block), 1, 1
-
-
-def _device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
-
-
-def _sink_gradient(problem: Problem, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
-    """`-sum p_sink delta` with p_sink = exp(sink - lse); rows that are not in use have lse = -inf."""
-    if problem.sink is None:
-        return None
-    if delta is None:  # no keys or no rows: only the LSE has a gradient
-        delta = torch.zeros_like(saved.lse) if saved.dlse is None else -saved.dlse
-    share = torch.exp(problem.sink.float()[:, None] - saved.lse)
-    return -torch.where(saved.lse == -torch.inf, 0, share * delta).sum((0, 2)).to(problem.sink.dtype)

@@ -1,0 +1,27 @@
+"""What the backwards of the backends here have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.backends import Saved
+from saccade.problem import ALIGNMENT, Problem
+
+
+def padded(x: Tensor) -> Tensor:
+    """A copy of x (b, h, s, d) whose rows start at multiples of 16 bytes."""
+    whole = ALIGNMENT // x.element_size()
+    made = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
+    return made.copy_(x)
+
+
+def sink_gradient(problem: Problem, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
+    """`-sum p_sink delta` with p_sink = exp(sink - lse) and delta = rowsum(dout out) - dlse; rows that are not in use
+    have lse = -inf."""
+    if problem.sink is None:
+        return None
+    if delta is None:  # no keys or no rows: only the LSE has a gradient
+        delta = torch.zeros_like(saved.lse) if saved.dlse is None else -saved.dlse
+    share = torch.exp(problem.sink.float()[:, None] - saved.lse)
+    return -torch.where(saved.lse == -torch.inf, 0, share * delta).sum((0, 2)).to(problem.sink.dtype)

@@ -1,0 +1,29 @@
+"""How compiled kernels start, for every backend that has them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+
+def run(compiled: Any, grid: tuple[int, int, int], device: int, arguments: Any) -> None:
+    """`compiled[grid](*arguments)` on torch's current stream, without its look-ups; a profiler that hooks launches gets
+    them. Triton's own way through the jitted function costs more than all else in a small call."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if any(getattr(hook, "calls", hook) for hook in hooks):
+        compiled[grid](*arguments)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    handles = compiled.function, compiled.packed_metadata
+    compiled.run(*grid, stream, *handles, None, None, None, *arguments)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
