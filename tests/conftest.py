@@ -34,6 +34,7 @@ class Place(NamedTuple):
 PLACES = [
     *(Place("cpu", "cpu", dtype) for dtype in ("fp16", "bf16", "fp32", "fp64")),
     Place("reference", "cpu", "fp32"),
+    *(pytest.param(Place("auto", "cuda", dtype), marks=pytest.mark.gpu) for dtype in ("fp16", "bf16")),
     *(pytest.param(Place("triton", "cuda", dtype), marks=pytest.mark.gpu) for dtype in ("fp16", "bf16", "fp32")),
 ]
 

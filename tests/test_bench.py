@@ -97,7 +97,7 @@ class Raising(Named):
 
 
 def test_a_provider_for_every_backend_and_peer():
-    names = "saccade-triton saccade-cpu fa3 fa4 sdpa sdpa-flash sdpa-cudnn sdpa-padded flex naive"
+    names = "saccade-gluon saccade-triton saccade-cpu fa3 fa4 sdpa sdpa-flash sdpa-cudnn sdpa-padded flex naive"
     assert set(names.split()) <= set(PROVIDERS)
     assert [one.name for one in matching(["saccade-cpu", "sdpa-p*"])] == ["saccade-cpu", "sdpa-padded"]
     with pytest.raises(ValueError, match="fa9"):
@@ -107,7 +107,7 @@ def test_a_provider_for_every_backend_and_peer():
 
 
 def test_what_a_cpu_has_not_is_said_in_one_line():
-    for name in ("fa3", "fa4", "sdpa-cudnn", "saccade-triton"):
+    for name in ("fa3", "fa4", "sdpa-cudnn", "saccade-triton", "saccade-gluon"):
         assert "\n" not in (PROVIDERS[name].available(CPU) or "\n")
 
 

@@ -79,6 +79,21 @@ UNSUPPORTED = {
     "a GPU's Spec": (lambda: plan("bf16 d128 sm90", backend="cpu"), "cpu: runs on cpu, not on sm90"),
     "no device of ours": (lambda: attention(*(x.to("meta") for x in (Q, K, V))), "not on meta"),
     "too wide": (lambda: plan("bf16 d257 sm90", backend="triton"), "up to 256, not 257"),
+    "an older GPU": (lambda: plan("bf16 d64 aligned sm80", backend="gluon"), "gluon: runs on sm90, not on sm80"),
+    "a newer GPU": (lambda: plan("bf16 d64 aligned sm100", backend="gluon"), "gluon: runs on sm90, not on sm100"),
+    "fp32 on Hopper": (
+        lambda: plan("fp32 d64 aligned sm90", backend="gluon"),
+        "gluon: takes fp16, bf16, not fp32",
+    ),
+    "odd head dims": (
+        lambda: plan("bf16 d64/60 sm90", backend="gluon"),
+        "gluon: takes head dims that are multiples of 8, not 64 and 60",
+    ),
+    "too wide for bulk copies": (lambda: plan("bf16 d264 aligned sm90", backend="gluon"), "up to 256, not 264"),
+    "rows that are not aligned": (
+        lambda: plan("bf16 d64 sm90", backend="gluon"),
+        "gluon: takes aligned rows: pointers and strides of q, k and v at multiples of 16 bytes",
+    ),
 }
 
 
@@ -112,7 +127,7 @@ def test_every_backend_gives_a_reason():
         plan("fp8_e4m3 d64 cpu")
     lines = str(raised.value).splitlines()
     assert lines[0] == "no backend runs fp8_e4m3 d64 dense cpu"
-    assert [line.split(":")[0].strip() for line in lines[1:]] == ["triton", "cpu"]
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["gluon", "triton", "cpu"]
 
 
 def test_explain_names_what_runs():
@@ -121,6 +136,7 @@ def test_explain_names_what_runs():
     assert str(told).startswith("fp32 group2 d8 dense causal softcap")
     assert told.reasons["cpu"] == []
     assert told.reasons["triton"]
+    assert told.reasons["gluon"] == ["runs on sm90, not on cpu", "takes fp16, bf16, not fp32"]
     assert explain("fp8_e4m3 d64 cpu").backend is None
     assert explain(Q, K, V, backend="reference").backend == "reference"
 

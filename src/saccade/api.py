@@ -137,26 +137,46 @@ class Explanation:
     Attributes:
         spec: the call's Spec.
         backend: the chosen one's name, or None.
+        gradient: the name of the backend whose backward its gradients take, or None.
         reasons: backend name -> the reasons against it; an empty list is one that runs.
     """
 
     def __init__(self, spec: Spec, backend: str = "auto") -> None:
         self.spec = spec
         self.reasons = {name: dispatch.reasons_against(name, spec) for name in dispatch.NAMES}
-        able = [name for name in (dispatch.BACKENDS if backend == "auto" else (backend,)) if not self.reasons[name]]
+        tried = [name for name in dispatch.BACKENDS if not dispatch.held_back(name)] if backend == "auto" else [backend]
+        able = [name for name in tried if not self.reasons[name]]
         self.backend = able[0] if able else None
         self.workspace = dispatch.plan(spec, self.backend).module.workspace(spec) if self.backend else None
+        self.gradient = self._gradient()
+
+    def _gradient(self) -> str | None:
+        if self.backend in (None, "reference"):  # PyTorch differentiates the reference itself
+            return self.backend
+        try:
+            return dispatch.plan(self.spec, self.backend, gradient=True).backend
+        except Unsupported:
+            return None
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
         for name, against in self.reasons.items():
-            verdict = "; ".join(against) or ("chosen" if name == self.backend else "runs it, not chosen")
+            verdict = "; ".join(against) or (self._chosen() if name == self.backend else _passed_by(name))
             lines.append(f"  {name}: {verdict}")
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
         return "\n".join(lines)
 
+    def _chosen(self) -> str:
+        if self.gradient == self.backend:
+            return "chosen"
+        return f"chosen, with the backward of {self.gradient}" if self.gradient else "chosen, without a backward"
+
     __repr__ = __str__
+
+
+def _passed_by(backend: str) -> str:
+    return f"runs it, {dispatch.held_back(backend) or 'not chosen'}"
 
 
 def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> Explanation:
@@ -170,6 +190,7 @@ def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords:
 
     >>> print(explain("fp32 d64 causal cpu"))
     fp32 d64 dense causal cpu
+      gluon: runs on sm90, not on cpu; takes fp16, bf16, not fp32
       triton: runs on sm80+, gfx90a, gfx942, gfx950, not on cpu
       cpu: chosen
       reference: runs it, not chosen

@@ -13,7 +13,7 @@ from saccade.problem import Problem
 from saccade.spec import Spec
 
 # "auto" takes the first that can; the reference runs only when it is named.
-BACKENDS = ("triton", "cpu")
+BACKENDS = ("gluon", "triton", "cpu")
 NAMES = (*BACKENDS, "reference")
 
 
@@ -36,8 +36,11 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(spec: Spec, backend: str = "auto") -> Plan:
+def plan(spec: Spec, backend: str = "auto", gradient: bool = False) -> Plan:
     """The Plan for a Spec: the named backend, or the first that runs it.
+
+    With `gradient` the Plan is for the backward, which another backend may run than the forward: they share what is
+    saved. Where the named one has none for this Spec, the first that has does.
 
     Raises:
         Unsupported: with one line of reason per backend.
@@ -45,22 +48,22 @@ def plan(spec: Spec, backend: str = "auto") -> Plan:
     """
     if backend not in ("auto", *NAMES):
         raise ValueError(f"unknown backend {backend!r}; it is one of auto, {', '.join(NAMES)}")
-    tried = BACKENDS if backend == "auto" else (backend,)
-    reasons = {name: reasons_against(name, spec) for name in tried}
+    tried = BACKENDS if backend == "auto" else (backend, *BACKENDS) if gradient else (backend,)
+    reasons = {name: reasons_against(name, spec, gradient) for name in tried}
     for name, against in reasons.items():
-        if not against:
+        if not against and (name == backend or not held_back(name)):
             return Plan(spec, name)
     raise Unsupported(refusal(spec, reasons))
 
 
-def plan_of(problem: Problem, backend: str) -> Plan:
-    """`plan(problem.spec(), backend)`, by way of the Problem's key, which costs less to make than a Spec."""
-    key = problem.key, backend
+def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
+    """`plan(problem.spec(), …)`, by way of the Problem's key, which costs less to make than a Spec."""
+    key = problem.key, backend, gradient
     found = _plans.get(key)
     if found is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
-        found = _plans[key] = replace(plan(problem.spec(), backend), launches={})
+        found = _plans[key] = replace(plan(problem.spec(), backend, gradient), launches={})
     problem.launches = found.launches
     return found
 
@@ -69,11 +72,19 @@ _plans: dict[Any, Plan] = {}
 _PLANS = 4096
 
 
-def reasons_against(backend: str, spec: Spec) -> list[str]:
-    """Why this backend does not run this Spec here; empty when it does."""
+def reasons_against(backend: str, spec: Spec, gradient: bool = False) -> list[str]:
+    """Why this backend does not run this Spec, or its backward, here; empty when it does."""
     module = _module(backend)
+    support = module.GRADIENT if gradient else module.SUPPORT
+    if support is None:
+        return ["has no backward"]
     obstacle = module.obstacle()
-    return module.SUPPORT.reasons(spec) or ([obstacle] if obstacle else [])
+    return support.reasons(spec) or ([obstacle] if obstacle else [])
+
+
+def held_back(backend: str) -> str | None:
+    """Why "auto" passes a backend by that runs when it is named, or None."""
+    return getattr(_module(backend), "HELD_BACK", None)
 
 
 def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:

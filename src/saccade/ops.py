@@ -88,7 +88,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, records, ints, floats)
-    plan = dispatch.plan_of(problem, parsed.backend)
+    plan = dispatch.plan_of(problem, parsed.backend, gradient=True)
     layout = problem.layout
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse)
     with torch._C._DisableAutocast():

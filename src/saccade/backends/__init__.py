@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,6 +25,10 @@ class Support:
     scores: tuple[str, ...]
     flags: tuple[str, ...]
     max_d: int
+    multiple_of: int = 1
+    """Of head dims."""
+    needs: tuple[str, ...] = ()
+    """Flags that have to be set."""
 
     def reasons(self, spec: Spec) -> list[str]:
         """Why not; empty when it runs."""
@@ -37,12 +41,23 @@ class Support:
             found.append(f"has no {spec.layout} layout")
         if max(spec.d, spec.d_v) > self.max_d:
             found.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
+        if (spec.d | spec.d_v) % self.multiple_of:
+            found.append(f"takes head dims that are multiples of {self.multiple_of}, not {spec.d} and {spec.d_v}")
         if spec.score != "none" and spec.score not in self.scores:
             found.append(f"has no score {spec.score}")
         leaves = set(re.findall(r"[a-z_]+", spec.mask)) - {"none"}
         found += [f"has no mask {leaf}" for leaf in sorted(leaves - set(self.masks))]
         found += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
-        return found
+        # Such as rows that are not aligned because the head dim is odd: said only where nothing else is.
+        return found or [_NEEDS[flag] for flag in self.needs if not getattr(spec, flag)]
+
+    def plainest(self, device: str) -> Spec:
+        """The plainest call that is declared here: what is left against it is the device."""
+        flags: dict[str, Any] = dict.fromkeys(self.needs, True)
+        return Spec(self.dtypes[0], d=64, device=device, **flags)
+
+
+_NEEDS = {"aligned": "takes aligned rows: pointers and strides of q, k and v at multiples of 16 bytes"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +74,8 @@ class Backend(Protocol):
     """What a module under `backends/` offers."""
 
     SUPPORT: Support
+    GRADIENT: Support | None
+    """What its backward runs: the same as a rule. None: it has no `backward`, and another backend's is taken."""
 
     def obstacle(self) -> str | None:
         """What keeps the backend from running on this machine at all, or None."""

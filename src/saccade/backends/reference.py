@@ -21,6 +21,7 @@ SUPPORT = Support(
     flags=("sink", "deterministic", "aligned"),
     max_d=1 << 20,
 )
+GRADIENT = None
 
 
 def obstacle() -> str | None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import saccade
-from saccade import Spec, dispatch, hardware
+from saccade import dispatch, hardware
 
 
 def info() -> None:
@@ -59,12 +59,14 @@ def runs(backend: str) -> str:
     if obstacle := module.obstacle():
         return obstacle
     words = dict.fromkeys(hardware.name(device) for device in _present())
-    # The plainest call that the backend declares: what is left against it is the device.
-    support = module.SUPPORT
-    against = {word: dispatch.reasons_against(backend, Spec(support.dtypes[0], d=64, device=word)) for word in words}
+    against = {word: dispatch.reasons_against(backend, module.SUPPORT.plainest(word)) for word in words}
     able = [word for word, reasons in against.items() if not reasons]
     if able:
-        return "runs on " + ", ".join(able) + (", only by name" if backend not in dispatch.BACKENDS else "")
+        return (
+            "runs on "
+            + ", ".join(able)
+            + (", only by name" if backend not in dispatch.BACKENDS or dispatch.held_back(backend) else "")
+        )
     return "; ".join(dict.fromkeys(reason for reasons in against.values() for reason in reasons))
 
 

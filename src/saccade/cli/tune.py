@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
+from importlib import import_module
 from typing import Annotated, Any
 
 import torch
@@ -15,55 +17,34 @@ from rich.progress import Progress
 from rich.table import Table
 
 import saccade
-from saccade import configs
+from saccade import configs, dispatch, hardware
+
+TUNED = ("gluon", "triton")
+"""Backends with a table of configs, each in its module `tuning`."""
 
 
 def tune(
-    dims: Annotated[str, typer.Option(help="Head dims, with commas between.")] = "64,128,256",
+    dims: Annotated[str, typer.Option(help="Head dims, with commas between; 192/128 is d and d_v.")] = "64,128,256",
+    backend: Annotated[str, typer.Option(help=f"{' or '.join(TUNED)}; every one that runs here if empty.")] = "",
     dry_run: Annotated[bool, typer.Option(help="Print what is the fastest, and write nothing.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile; 0: one for each core.")] = 0,
 ) -> None:
-    """Times every candidate tile of the Triton kernels and keeps the fastest, for this machine's GPU and this user.
+    """Times every candidate config of the GPU kernels and keeps the fastest, for this machine's GPU and this user.
 
     No call ever times kernels by itself, so that ranks and repeats agree; this command is the only one that does.
     """
+    sizes = _sizes(dims)
+    if backend and backend not in TUNED:
+        raise typer.BadParameter(f"{backend!r} has no configs to tune; {' and '.join(TUNED)} have")
     if not torch.cuda.is_available():
         raise typer.BadParameter("tuning needs a GPU, and torch sees none")
-    from saccade.backends.triton import tuning
-
-    try:
-        rows = tuning.rows([int(d) for d in dims.split(",")])
-    except ValueError:
-        raise typer.BadParameter(f"head dims are integers with commas between, got {dims!r}") from None
+    rows = [row for name in ([backend] if backend else TUNED) for row in _rows(name, sizes)]
+    if not rows:
+        raise typer.BadParameter(f"no backend that is tuned runs head dims {dims} here")
     gpu = configs.gpu_name(torch.cuda.current_device())
     console = Console(stderr=True)
     with Progress(console=console) as progress:
-        tasks = [(row, tile) for row in rows for tile in row.candidates()]
-        # Triton compiles a kernel in one thread; a kernel that was compiled by any process is compiled for all.
-        compiling = progress.add_task("compile", total=len(tasks))
-        able: dict[tuning.Row, list[Any]] = {row: [] for row in rows}
-        processes = min(jobs or os.cpu_count() or 1, len(tasks))
-        with multiprocessing.get_context("spawn").Pool(processes) as pool:
-            for row, tile, reason in pool.imap_unordered(tuning.compile_one, tasks):
-                if reason is None:
-                    able[row].append(tile)
-                progress.advance(compiling)
-        timing = progress.add_task("time", total=sum(map(len, able.values())))
-        found: dict[str, dict[str, Any]] = {}
-        best: dict[tuple[int, bool], dict[str, Any]] = {}
-        for row, tiles in able.items():
-            others = best.setdefault((row.d, row.masked), {})
-            timer = tuning.Timer(row, others, gpu)
-            measured = []
-            for tile in tiles:
-                measured.append((timer.milliseconds(tile), tile))
-                progress.advance(timing)
-            if not measured:
-                continue
-            milliseconds, tile = min(measured, key=lambda pair: pair[0])
-            others[row.kernel] = tile
-            kept = {name: value for name, value in asdict(tile).items() if name != "spill"}
-            found[row.key()] = {"config": kept, "measured": _measurement(row, milliseconds)}
+        found = _fastest(_able(rows, jobs, progress), progress)
     table = Table("row", "config", "ms")
     for key, row in found.items():
         table.add_row(
@@ -74,6 +55,63 @@ def tune(
         console.print(f"written to {configs.save(gpu, found)}")
 
 
+def _sizes(dims: str) -> list[tuple[int, int]]:
+    """
+    >>> _sizes("64,192/128")
+    [(64, 64), (192, 128)]
+    """
+    sizes = [re.fullmatch(r" *(\d+)(?:/(\d+))? *", size) for size in dims.split(",")]
+    if not all(sizes):
+        raise typer.BadParameter(f"head dims are integers with commas between, or pairs like 192/128, got {dims!r}")
+    return [(int(size[1]), int(size[2] or size[1])) for size in sizes if size]
+
+
+def _rows(backend: str, sizes: list[tuple[int, int]]) -> list[Any]:
+    """The rows of a backend that it runs on this GPU."""
+    device = hardware.name(torch.device("cuda", torch.cuda.current_device()))
+    made = import_module(f"saccade.backends.{backend}.tuning").rows(sizes)
+    return [row for row in made if not dispatch.reasons_against(backend, replace(row.spec(), device=device))]
+
+
+def _able(rows: list[Any], jobs: int, progress: Progress) -> dict[Any, list[Any]]:
+    """The candidates of each row that compile and run."""
+    from saccade.backends.device.tuning import compile_one
+
+    tasks = [(row, tile) for row in rows for tile in row.candidates()]
+    # Triton compiles a kernel in one thread; a kernel that was compiled by any process is compiled for all.
+    compiling = progress.add_task("compile", total=len(tasks))
+    able: dict[Any, list[Any]] = {row: [] for row in rows}
+    processes = min(jobs or os.cpu_count() or 1, len(tasks))
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for row, tile, reason in pool.imap_unordered(compile_one, tasks):
+            if reason is None:
+                able[row].append(tile)
+            progress.advance(compiling)
+    return able
+
+
+def _fastest(able: dict[Any, list[Any]], progress: Progress) -> dict[str, dict[str, Any]]:
+    """The table's rows: of each one's candidates the fastest, with its time."""
+    timing = progress.add_task("time", total=sum(map(len, able.values())))
+    found: dict[str, dict[str, Any]] = {}
+    best: dict[Any, dict[str, Any]] = {}
+    for row, tiles in able.items():
+        # What is timed together takes the fastest of those that were timed before.
+        others = best.setdefault((type(row), row.d, row.d_v, row.masked), {})
+        milliseconds = row.milliseconds(others)
+        measured = []
+        for tile in tiles:
+            measured.append((milliseconds(tile), tile))
+            progress.advance(timing)
+        if not measured:
+            continue
+        ms, tile = min(measured, key=lambda pair: pair[0])
+        others[row.kernel] = tile
+        kept = {name: value for name, value in asdict(tile).items() if name != "spill"}
+        found[row.key()] = {"config": kept, "measured": _measurement(row, ms)}
+    return found
+
+
 def _measurement(row: Any, milliseconds: float) -> dict[str, Any]:
     import triton
 
@@ -82,6 +120,6 @@ def _measurement(row: Any, milliseconds: float) -> dict[str, Any]:
         "saccade": saccade.__version__,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "timed": "forward" if row.kernel == "forward" else "the whole backward",
+        "timed": row.timed,
         "ms": round(milliseconds, 4),
     }

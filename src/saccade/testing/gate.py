@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,22 @@ class _Hopper:
 
 def keys() -> Iterator[str]:
     """The rows of every shipped table, and what the formulas give for the dtypes and sizes no table has."""
-    from saccade.backends.triton import gate
+    for backend in ("gluon", "triton"):
+        yield from _gate(backend).keys()
 
-    yield from gate.keys()
+
+def _gate(backend: str) -> Any:
+    """The module that compiles a backend's rows; a row's first word names it."""
+    return import_module(f"saccade.backends.{backend}.gate")
 
 
 def fit(key: str) -> Fit:
     """Compiles one row."""
     from triton.runtime import driver
 
-    from saccade.backends.triton import gate
-
     target: Any = _Hopper()
     driver.set_active(target)
-    compiled, allowed_spill = gate.compiled(key)
+    compiled, allowed_spill = _gate(key.split()[0]).compiled(key)
     return _read(key, compiled, allowed_spill)
 
 

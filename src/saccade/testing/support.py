@@ -13,6 +13,7 @@ START, STOP = "<!-- support -->", "<!-- /support -->"
 
 # Where a backend's tests have passed. One that has no line here has only been compiled.
 RAN = {
+    "gluon": "H200, all GPU tests but one (PyTorch 2.11, Triton 3.6)",
     "triton": "H200, all GPU tests (PyTorch 2.11, Triton 3.6); the interpreter, in every CI run; others compiled only",
     "cpu": "CPU, in every CI run",
     "reference": "CPU, in every CI run; H200",
@@ -21,9 +22,8 @@ RAN = {
 
 def table() -> str:
     """Markdown: a column for each backend, a row for each thing that it declares."""
-    supports = {name: import_module(f"saccade.backends.{name}").SUPPORT for name in dispatch.NAMES}
-    columns = [_column(name, support) for name, support in supports.items()]
-    lines = ["| | " + " | ".join(f"`{name}`" for name in supports) + " |", "|---" * (len(supports) + 1) + "|"]
+    columns = [_column(name) for name in dispatch.NAMES]
+    lines = ["| | " + " | ".join(f"`{name}`" for name in dispatch.NAMES) + " |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {row} | " + " | ".join(column[row] for column in columns) + " |" for row in columns[0]]
     return "\n".join(lines)
 
@@ -41,16 +41,34 @@ def updated(readme: str) -> str:
     return f"{before}{START}\n{table()}\n{STOP}{after}"
 
 
-def _column(name: str, support: Support) -> dict[str, str]:
+def _column(name: str) -> dict[str, str]:
+    module = import_module(f"saccade.backends.{name}")
+    return {
+        "chosen": "by `auto`" if name in dispatch.BACKENDS and not dispatch.held_back(name) else "by name only",
+        "ran on": RAN.get(name, "nothing yet: compiled only"),
+        **_declared(module.SUPPORT),
+        "backward": "PyTorch's own" if name == "reference" else _backward(module.SUPPORT, module.GRADIENT),
+    }
+
+
+def _backward(support: Support, gradient: Support | None) -> str:
+    """What of the forward has a backward of the same backend."""
+    if gradient is None:
+        return "another backend's"
+    whole, part = _declared(support), _declared(gradient)
+    narrower = [f"{row}: {part[row]}" for row in part if part[row] != whole[row]]
+    return f"yes; {'; '.join(narrower)}; others by another backend" if narrower else "yes"
+
+
+def _declared(support: Support) -> dict[str, str]:
     def flag(word: str) -> str:
         return "yes" if word in support.flags else "no"
 
     return {
-        "chosen": "by `auto`" if name in dispatch.BACKENDS else "by name only",
-        "ran on": RAN.get(name, "nothing yet: compiled only"),
         "devices": _words(support.devices),
         "dtypes": _words(support.dtypes),
-        "head dims": "any" if support.max_d >= 1 << 20 else f"1 to {support.max_d}",
+        "head dims": _head_dims(support),
+        "rows of q, k and v": "at multiples of 16 bytes" if "aligned" in support.needs else "anywhere",
         "layouts": _words(support.layouts),
         "masks, and all of `&` and `\\|`": _words(support.masks),
         "scores": _words(support.scores),
@@ -58,6 +76,13 @@ def _column(name: str, support: Support) -> dict[str, str]:
         "dropout": flag("dropout"),
         "deterministic gradients": flag("deterministic"),
     }
+
+
+def _head_dims(support: Support) -> str:
+    if support.max_d >= 1 << 20:
+        return "any"
+    step = support.multiple_of
+    return f"{step} to {support.max_d}" + (f", multiples of {step}" if step > 1 else "")
 
 
 def _words(words: tuple[str, ...]) -> str:

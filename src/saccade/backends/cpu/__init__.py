@@ -20,6 +20,7 @@ SUPPORT = Support(
     flags=("sink", "deterministic", "aligned"),
     max_d=1 << 20,
 )
+GRADIENT = SUPPORT
 
 
 def obstacle() -> str | None:

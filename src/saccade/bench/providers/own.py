@@ -11,7 +11,6 @@ from saccade import dispatch, hardware
 from saccade.api import attention, explain
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Operands, Prepared, Provider, prepared
-from saccade.spec import Spec
 from saccade.testing.cases import Inputs
 
 _COPIES = 8
@@ -27,8 +26,7 @@ class Saccade(Provider):
     def available(self, device: torch.device) -> str | None:
         try:
             support = import_module(f"saccade.backends.{self.backend}").SUPPORT
-            plainest = Spec(support.dtypes[0], d=64, device=hardware.name(device))
-            return "; ".join(dispatch.reasons_against(self.backend, plainest)) or None
+            return "; ".join(dispatch.reasons_against(self.backend, support.plainest(hardware.name(device)))) or None
         except ImportError as missing:
             return str(missing)
 

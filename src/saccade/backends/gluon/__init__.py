@@ -1,0 +1,54 @@
+"""Gluon kernels for Hopper, warp-specialised and fed by bulk copies: forward, and backward up to d = 128."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from saccade.backends import Saved, Support
+from saccade.masks import KINDS as MASKS
+from saccade.problem import Problem
+from saccade.scores import KINDS as SCORES
+from saccade.spec import Spec
+
+SUPPORT = Support(
+    devices=("sm90",),
+    dtypes=("fp16", "bf16"),
+    layouts=("dense", "padded"),
+    masks=MASKS,
+    scores=tuple(SCORES),
+    flags=("sink", "deterministic", "aligned"),
+    max_d=256,
+    multiple_of=8,
+    needs=("aligned",),
+)
+HELD_BACK = "by name only, until its stress test passes (docs/findings/gluon.md)"
+GRADIENT = replace(SUPPORT, flags=("sink", "aligned"), max_d=128)
+
+
+@lru_cache
+def obstacle() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None if torch.cuda.is_available() else "needs a GPU, and torch sees none"
+
+
+def workspace(spec: Spec) -> str:
+    backward = "4 bytes for every element of q, d rounded up to 64 or 128, and 8 for every query row and head"
+    return f"forward: 8 bytes for every stream; backward, up to d = 128: {backward}"
+
+
+def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    from saccade.backends.gluon import launch
+
+    return launch.forward(problem, lse)
+
+
+def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    from saccade.backends.gluon import backward_launch
+
+    return backward_launch.backward(problem, saved)

@@ -1,0 +1,39 @@
+"""The backward kernels as the compile gate sees them, compiled from stand-in tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from saccade.backends import Saved
+from saccade.backends.gluon.backward_launch import KERNELS, OPTIONS, Plan, arguments, workspace
+from saccade.layouts import Dense
+from saccade.masks import causal
+from saccade.problem import Problem
+
+NAMES = "prepare", "backward", "finish"
+ALLOWED = {"gluon backward 16bit d64/64 full": 8, "gluon backward 16bit d64/64 masked": 16}
+"""Bytes that rows may spill: what Triton 3.6 leaves; 3.9 spills nothing."""
+
+
+def keys() -> Iterator[str]:
+    """Every kernel for each width of its tiles, and the one that masks both with and without."""
+    for dims in ("d64/64", "d128/128"):
+        yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked"))
+        yield from (f"gluon {name} 16bit {dims} full" for name in ("prepare", "finish"))
+
+
+def compiled(row: str) -> tuple[Any, int]:
+    """The compiled kernel of one row, and the spill bytes that the row allows itself."""
+    _, name, _, dims, edges = row.split()
+    d, d_v = map(int, dims.removeprefix("d").split("/"))
+    q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
+    problem = Problem(q, k, v, None, causal() if edges == "masked" else None, None, Dense(), 1.0)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    plan = Plan.of(problem, out, out, gradients)
+    saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
+    calls = arguments(problem, plan, saved, gradients, workspace(plan, q.device))
+    i = NAMES.index(name)
+    return KERNELS[i].warmup(*list(calls)[i], **plan.fixed[i], **OPTIONS, grid=(1,)), ALLOWED.get(row, 0)

@@ -1,0 +1,177 @@
+"""From a Problem and what its forward saved to the three launches of the backward."""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from saccade.backends import Saved
+from saccade.backends.device import masks, scores
+from saccade.backends.device.gradients import padded, sink_gradient
+from saccade.backends.device.launch import on_device, run
+from saccade.backends.device.records import Rows
+from saccade.backends.gluon import schedule
+from saccade.backends.gluon.backward_kernel import BLOCK_K, backward_kernel, finish_kernel, prepare_kernel
+from saccade.backends.gluon.launch import OPTIONS, descriptor, shape_of
+from saccade.layouts import empty_like_rows
+from saccade.problem import Problem, aligned
+
+MAX_D = 128
+WORKSPACE = "backward: 4 bytes for every element of q, d rounded up to 64 or 128, and 8 for every row and head of q"
+LEAST_SCALE = 1e-6
+"""Below, lse / scale may leave float32."""
+LOG2E = math.log2(math.e)
+KERNELS: tuple[Any, ...] = prepare_kernel, backward_kernel, finish_kernel
+PREPARED_ROWS = 64
+"""Of one program of prepare_kernel."""
+SECTION = 4
+"""Heads whose blocks of keys take turns, where no two share keys."""
+
+
+def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dsink."""
+    q, k, v = problem.q, problem.k, problem.v
+    assert max(q.shape[3], v.shape[3]) <= MAX_D, f"head dims {q.shape[3]} and {v.shape[3]}"
+    gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
+    dq, dk, dv = gradients
+    if not q.numel() or not k.numel():
+        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
+    with on_device(q):
+        dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
+        # What is compiled for, or kept, and the Problem's key does not hold.
+        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
+        found = problem.launches.get(key)
+        plan, compiled = found or (Plan.of(problem, dout, out, gradients), [])
+        space = workspace(plan, q.device)
+        saved = Saved(dout, saved.dlse, out, saved.lse)
+        calls = arguments(problem, plan, saved, gradients, space)
+        if found:
+            for made, grid, fixed, call in zip(compiled, plan.grids, plan.fixed, calls, strict=True):
+                run(made, grid, q.device.index, (*call, *fixed.values()))
+        else:
+            for kernel, grid, fixed, call in zip(KERNELS, plan.grids, plan.fixed, calls, strict=True):
+                compiled.append(kernel[grid](*call, **fixed, **OPTIONS))
+            problem.launches[key] = plan, compiled
+    if problem.sink is None:
+        return dq, dk, dv, None
+    delta = -space[0].view(*q.shape[:2], -1)[:, :, : q.shape[2]]  # the kernels add it
+    return dq, dk, dv, sink_gradient(problem, saved, delta)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What calls of one key share: no tensors, and no values."""
+
+    fold: bool
+    rows: int
+    """of delta and start"""
+    tiles: tuple[int, int]
+    """dq_sum's shape"""
+    records: tuple[tuple[Any, ...], ...]
+    """Rows of dout, out and dq but for their pointers."""
+    shapes: list[dict[str, Any]]
+    """Descriptors of q, k, v, dout, dk, dv, start, delta and dq_sum but for their pointers."""
+    order: Any
+    numbers: tuple[tuple[int, ...], ...]
+    """Of each kernel, as all that follows."""
+    fixed: tuple[dict[str, Any], ...]
+    grids: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...]) -> Plan:
+        q, k, v = problem.q, problem.k, problem.v
+        b, h_q, s_q, d = q.shape
+        h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
+        block_d, block_q = (64, 128) if max(d, d_v) <= 64 else (128, 64)
+        columns = block_d * block_q // 128
+        blocks = -(-s_q // block_q)
+        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * 2, 64 * columns)
+        dq, dk, dv = gradients
+        operands = (q, block_q), (k, BLOCK_K.value), (v, BLOCK_K.value), (dout, block_q), (dk, 64), (dv, 64)
+        pieces = blocks * block_q // PREPARED_ROWS
+        key_blocks = -(-s_k // BLOCK_K.value)
+        # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
+        spills = problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None
+        fold = block_q == 64 and problem.score is None and not spills and problem.scale > LEAST_SCALE
+        masked = problem.mask is not None or problem.layout.seqused_k is not None or s_k % BLOCK_K.value != 0
+        return Plan(
+            fold=fold,
+            rows=rows,
+            tiles=tiles,
+            records=tuple(Rows.of(x)[1:] for x in (dout, out, dq)),
+            shapes=[
+                *(shape_of(x, (1, 1, n, block_d)) for x, n in operands),
+                *[plain((rows,), (block_q,))] * 2,
+                plain(tiles, (1, 64 * columns)),
+            ],
+            order=schedule.Order.of(key_blocks, b, h_k, min(SECTION if problem.group == 1 else 1, b * h_k)),
+            numbers=((h_q, s_q, pieces), (problem.group, h_q, s_q, s_k, blocks), (h_q, s_q, blocks)),
+            fixed=(
+                {"D_V": d_v, "ROWS": PREPARED_ROWS, "BLOCK_D": block_d, "BLOCK_DV": block_d},
+                {
+                    "BLOCK_Q": block_q, "BLOCK_D": block_d, "BLOCK_DV": block_d, "FOLD": fold, "MASKED": masked,
+                    "CONSUMER_REGISTERS": 240, "OTHER_REGISTERS": 24,
+                },
+                {"D": d, "BLOCK_Q": block_q, "COLUMNS": columns},
+            ),
+            grids=((b * h_q * pieces, 1, 1), (b * h_k * key_blocks, 1, 1), (b * h_q * blocks * 2, 1, 1)),
+        )  # fmt: skip
+
+
+def workspace(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """delta, start and dq_sum."""
+    delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
+    start = torch.empty(plan.rows, dtype=torch.float32, device=device)
+    return delta, start, torch.empty(plan.tiles, dtype=torch.float32, device=device)
+
+
+def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
+    """What `workspace` takes; d is the larger head dim."""
+    block_d, block_q = (64, 128) if d <= 64 else (128, 64)
+    return b * h_q * -(-s_q // block_q) * block_q * (4 * block_d + 8)
+
+
+def arguments(
+    problem: Problem, plan: Plan, saved: Saved, gradients: tuple[Tensor, ...], space: tuple[Tensor, ...]
+) -> Iterator[tuple[Any, ...]]:
+    """What each kernel takes before its constants; one after the other, so that a kernel runs while the next one's are
+    made."""
+    scale, layout, (dq, dk, dv), (delta, start, dq_sum) = problem.scale, problem.layout, gradients, space
+    used_q = None if layout.seqused_q is None else layout.seqused_q.contiguous()
+    used_k = None if layout.seqused_k is None else layout.seqused_k.contiguous()
+    dlse = None if saved.dlse is None else saved.dlse.contiguous()
+    dout_rows, out_rows, dq_rows = plan.records
+    prepare, main, finish = plan.numbers
+    yield (
+        Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), delta, start, dq_sum,
+        used_q, *prepare, -1 / scale if plan.fold else -LOG2E,
+    )  # fmt: skip
+    tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
+    records = masks.record(problem.mask), scores.record(problem.score), plan.order
+    yield (*map(descriptor, tensors, plan.shapes), dq_sum, used_q, used_k, *records, *main, scale)
+    yield dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale
+
+
+def bulk_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it that bulk copies can read: an expanded tensor has strides of zero."""
+    if not aligned(x):
+        return padded(x)
+    strides = x.stride()
+    expanded = 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(x.shape, strides, strict=True))
+    return padded(x) if expanded else x
+
+
+def plain(shape: Sequence[int], block: tuple[int, ...]) -> dict[str, Any]:
+    """All of a descriptor but its pointer, for contiguous float32 numbers in pieces that are contiguous too."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    layout = gl.NVMMASharedLayout(0, 32, rank=len(shape))
+    return {"shape": list(shape), "strides": strides, "block_shape": list(block), "layout": layout}

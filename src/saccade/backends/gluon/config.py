@@ -1,0 +1,88 @@
+"""Schedules of the Hopper kernels: a measured table per GPU, and formulas where it is silent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from saccade import configs
+from saccade.spec import Spec
+
+SHARED_BYTES = 232_448
+"""What one program may have on sm_90."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the forward is cut: 64 query rows for each consumer, tiles of block_k keys."""
+
+    consumers: int
+    block_k: int
+    stages: int
+    """Tiles of keys, and of values, in shared memory."""
+    slots: int
+    """Work items whose queries are there; with two, the next one's are loaded before this one ends."""
+    turns: int
+    """1: the consumers issue their products in a fixed rotation."""
+    registers: int
+    """Of a consumer's thread."""
+    loader_registers: int
+    spill: int = 0
+    """Bytes that ptxas may spill; its row in the table says why that is the fastest all the same."""
+
+
+def chunk(d: int) -> int:
+    """Columns of q and k that one tile in shared memory has: all where that is a power of two, else 64."""
+    return d if d in (64, 128, 256) else 64
+
+
+def chunks(d: int) -> int:
+    """Such tiles side by side."""
+    return -(-d // chunk(d))
+
+
+def last_chunk(d: int) -> int:
+    """Columns that the last one's product has: a power of two, and at least the 16 of one instruction."""
+    return max(16, 1 << ((d - 1) % chunk(d)).bit_length())
+
+
+def block_dv(d_v: int) -> int:
+    """Columns of a tile of v and of out: the next power of two."""
+    return max(16, 1 << (d_v - 1).bit_length())
+
+
+def shared_bytes(d: int, d_v: int, made: Config) -> int:
+    """Shared memory of 16-bit operands, without the barriers."""
+    columns = chunks(d) * chunk(d)
+    wider = max(chunk(d), block_dv(d_v))
+    slot = -(-columns // wider) * wider * 64 * 2
+    stage = made.block_k * (columns + block_dv(d_v)) * 2
+    return made.slots * made.consumers * slot + made.stages * stage
+
+
+def key(spec: Spec) -> str:
+    """A row of the table: what a schedule depends on."""
+    edges = "full" if spec.mask == "none" else "masked"
+    return f"gluon forward 16bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {edges}"
+
+
+@lru_cache(maxsize=1024)
+def config(spec: Spec, gpu: str) -> Config:
+    """The Config for a Spec: from the table of that GPU, else by formula."""
+    row = configs.table(gpu).get(key(spec))
+    return Config(**row) if row else formula(spec.d, spec.d_v)
+
+
+def formula(d: int, d_v: int) -> Config:
+    """As many consumers, keys and slots as registers and shared memory hold."""
+    wide = max(chunks(d) * chunk(d), block_dv(d_v))
+    if wide <= 64:
+        return Config(3, 128, 3, 2, 1, 160, 32)
+    # What the producer has too few of, it spills; with sums of 256 columns the consumers need them more.
+    registers = (232, 40) if block_dv(d_v) <= 128 else (240, 32)
+    for block_k in (128, 64) if block_dv(d_v) <= 128 else (64,):
+        for slots in (2, 1):
+            made = Config(2, block_k, 2, slots, 0, *registers)
+            if shared_bytes(d, d_v, made) <= SHARED_BYTES - 1024:
+                return made
+    raise AssertionError(f"no schedule for head dims {d} and {d_v}")

@@ -1,0 +1,281 @@
+"""The forward's consumers: groups of four warps, each with the online softmax of its own 64 query rows."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from saccade.backends.device.records import LOG2E
+from saccade.backends.device.tiles import used_length, visible
+from saccade.backends.gluon.schedule import (
+    BATCH,
+    CONSUMER,
+    CORE,
+    CORE_END,
+    END,
+    FIRST,
+    HI,
+    IN_GROUP,
+    KEY_HEAD,
+    LO,
+    ROW,
+)
+from saccade.backends.gluon.shim import fast_log2, pack_pairs, tma_store, unpack_pairs, view
+from saccade.backends.gluon.tiles import between
+
+# A row's maximum starts here: finite, so that no difference of two is NaN.
+LOWEST = gl.constexpr(-1e30)
+
+
+@gluon.jit
+def issue_scores(pipe, q_at, stage):
+    """Starts q k^T [64, BLOCK_K], chunk by chunk of d."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    CHUNK: gl.constexpr = pipe.shape.D_CHUNK
+    CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
+    LAST: gl.constexpr = pipe.shape.D_LAST
+    s = gl.zeros([64, BLOCK_K], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    for chunk in gl.static_range(CHUNKS):
+        # [64, CHUNK]
+        q = pipe.slots.tiles.index(q_at + chunk).reshape([64, CHUNK])
+        # [BLOCK_K, CHUNK]
+        k = pipe.keys.tiles.index(stage * CHUNKS + chunk).reshape([BLOCK_K, CHUNK])
+        if chunk == CHUNKS - 1 and LAST < CHUNK:
+            q = q.slice(0, LAST, 1)
+            k = k.slice(0, LAST, 1)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def issue_values(pipe, p, stage, acc):
+    """Starts acc += p v; p comes from registers."""
+    # [64, BLOCK_K]
+    p = gl.convert_layout(unpack_pairs(p, pipe.slots.tiles.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+    # [BLOCK_K, BLOCK_DV]
+    v = pipe.values.tiles.index(stage).reshape([pipe.shape.BLOCK_K, pipe.shape.BLOCK_DV])
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def modified(s, tile, score, inside, b, h, q_idx):
+    """The core of the score modification, of a tile of products [64, BLOCK_K]; what nothing modifies stays as it is."""
+    if score.identity:
+        return s
+    else:
+        kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+        return score.core(score.data, s * inside, b, h[:, None], q_idx[:, None], kv_idx)
+
+
+@gluon.jit
+def hidden(s, tile, LOWER: gl.constexpr, mask, b, q_idx, rows, keys):
+    """The scores [64, BLOCK_K] of a tile of keys after the mask, whose lower bound counts only if LOWER."""
+    start = tile * s.shape[1]
+    if mask.exact:
+        lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, keys - rows)
+        return between(s, lo - start, gl.minimum(hi, keys) - start, LOWER)
+    else:
+        kv_idx = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+        return gl.where(visible(mask, b, q_idx[:, None], kv_idx, rows, keys, keys - rows), s, float("-inf"))
+
+
+@gluon.jit
+def row_sums(p):
+    """Sums [64, 8] of p [64, BLOCK_K] within each thread; the four threads of a row meet when the work item ends."""
+    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def step(
+    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, MASKED: gl.constexpr, mask, score, inside, factor,
+    b, h, q_idx, rows, keys,
+):  # fmt: skip
+    """One more tile of keys: its scores, and the values of the tile before, whose probabilities are p."""
+    stage = pipe.keys.wait(n + 1)
+    pipe.turns.take(c)
+    s = issue_scores(pipe, q_at, stage)
+    acc = issue_values(pipe, p, pipe.values.wait(n), acc)
+    pipe.turns.give(c)
+    # [64, BLOCK_K]
+    s = warpgroup_mma_wait(1, [s])
+    pipe.keys.release(n + 1)
+    s = modified(s, tile, score, inside, b, h, q_idx)
+    if MASKED:
+        s = hidden(s, tile, True, mask, b, q_idx, rows, keys)
+    # [64]
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    shift = new_max * factor
+    alpha = gl.exp2(row_max * factor - shift)
+    # [64, BLOCK_K]
+    weights = gl.exp2(s * factor - shift[:, None])
+    # [64, 8]
+    decay = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))
+    row_sum = row_sum * decay[:, None] + row_sums(weights)
+    # [64, BLOCK_DV]
+    acc = warpgroup_mma_wait(0, [acc])
+    pipe.values.release(n)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, new_max, row_sum, pack_pairs(weights, pipe.slots.tiles.dtype)
+
+
+@gluon.jit
+def skip(c: gl.constexpr, pipe, n, tiles):
+    """Hands tiles that none of this consumer's rows see back unread. Returns n behind them."""
+    for _ in range(tiles):
+        pipe.turns.take(c)
+        pipe.turns.give(c)
+        pipe.keys.skip(n)
+        pipe.values.skip(n)
+        n += 1
+    return n
+
+
+@gluon.jit
+def leave(pipe, done):
+    """Gives back the slot of the work before, once its out has left from there."""
+    if done > 0:
+        tma.store_wait(0)
+        pipe.slots.release(done - 1)
+
+
+@gluon.jit
+def finish(acc, row_max, row_sum, live, h, sink, DEAD: gl.constexpr):
+    """out [64, BLOCK_DV] and lse [64] from the sums; row_max [64] in units of log2. The sink is one more column.
+
+    DEAD: there are rows that are not in use, of which acc may be NaN.
+    """
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    share = total * 0 + 1
+    if sink is not None:
+        column = gl.load(sink + h, mask=live, other=0.0).to(gl.float32) * LOG2E
+        top = gl.maximum(row_max, column)
+        share = gl.exp2(row_max - top)
+        total = total * share + gl.exp2(column - top)
+        row_max = top
+    seen = live & (total != 0)  # a NaN counts as seen, and stays one
+    lse = gl.where(seen, (row_max + fast_log2(gl.where(seen, total, 1.0))) / LOG2E, float("-inf"))
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    weight = gl.convert_layout(gl.where(seen, share / gl.where(seen, total, 1.0), 0.0), layout)
+    if DEAD:
+        acc = gl.where(gl.convert_layout(live, layout)[:, None], acc, 0.0)
+    return acc * weight[:, None], lse
+
+
+@gluon.jit
+def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, score, group, h_q, s_q, s_k, scale):
+    """Consumer c: the online softmax of its 64 query rows over every tile of keys that they see."""
+    DTYPE: gl.constexpr = pipe.slots.tiles.dtype
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    ROWS: gl.constexpr = pipe.shape.ROWS
+    EARLY: gl.constexpr = pipe.slots.SLOTS > 1
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], DTYPE)
+    leaving_layout: gl.constexpr = out_desc.layout
+    # A slot as tiles of out.
+    CONSUMERS: gl.constexpr = pipe.shape.CONSUMERS
+    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // BLOCK_DV
+    ALL_OUTS: gl.constexpr = pipe.slots.SLOTS * CONSUMERS * OUTS
+    rows_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    # Scores keep the units of the products, or of the modification's core, up to the exponential, where a factor costs
+    # nothing.
+    inside, outside = score.parts(score.data)
+    inside *= scale
+    factor = (inside if score.identity else outside) * LOG2E
+    n = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    pipe.turns.open(c)
+    slot = pipe.slots.wait(0)
+    at = pipe.slots.record_of(0)
+    b = pipe.slots.get(at, BATCH)
+    while b >= 0:
+        in_group = pipe.slots.get(at, IN_GROUP)
+        h_k = pipe.slots.get(at, KEY_HEAD)
+        lo = pipe.slots.get(at, LO)
+        hi = pipe.slots.get(at, HI)
+        first = pipe.slots.get(at, CONSUMER + 4 * c + FIRST)
+        core = pipe.slots.get(at, CONSUMER + 4 * c + CORE)
+        core_end = pipe.slots.get(at, CONSUMER + 4 * c + CORE_END)
+        end = pipe.slots.get(at, CONSUMER + 4 * c + END)
+        if end <= first:  # nothing to see: the last tile that is there, hidden
+            first, core, core_end, end = hi - 1, hi, hi, hi
+        rows = used_length(used_q, b, s_q)
+        keys = used_length(used_k, b, s_k)
+        # [64]
+        place = gl.arange(0, 64, rows_layout)
+        row = pipe.slots.get(at, ROW) + c * ROWS
+        q_idx = row + place % ROWS
+        h = h_k * group + in_group + place // ROWS
+        q_at = (slot * CONSUMERS + c) * pipe.slots.CHUNKS
+
+        n = skip(c, pipe, n, hi - end)
+        tile = end - 1
+        s = issue_scores(pipe, q_at, pipe.keys.wait(n))
+        if EARLY:
+            leave(pipe, done)
+        # [64, BLOCK_K]
+        s = warpgroup_mma_wait(0, [s])
+        pipe.keys.release(n)
+        s = modified(s, tile, score, inside, b, h, q_idx)
+        if tile >= core_end:
+            s = hidden(s, tile, False, mask, b, q_idx, rows, keys)
+        elif tile < core:
+            s = hidden(s, tile, True, mask, b, q_idx, rows, keys)
+        # [64]
+        row_max = gl.maximum(gl.max(s, 1), LOWEST)
+        # [64, BLOCK_K]
+        weights = gl.exp2(s * factor - (row_max * factor)[:, None])
+        # [64, 8]
+        row_sum = row_sums(weights)
+        # [64, BLOCK_K / 2]
+        p = pack_pairs(weights, DTYPE)
+        # [64, BLOCK_DV]
+        acc = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
+        # Twice through two loops: the tiles behind the core, the core, the tiles before it, and none. A branch inside
+        # one loop costs 8 %, and a third loop moves p around.
+        for half in range(2):
+            edge = gl.where(half == 0, gl.minimum(core_end, tile), first)
+            for _ in range(tile - edge):
+                tile -= 1
+                acc, row_max, row_sum, p = step(
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, True, mask, score, inside, factor, b, h, q_idx,
+                    rows, keys,
+                )  # fmt: skip
+                n += 1
+            for _ in range(tile - core):
+                tile -= 1
+                acc, row_max, row_sum, p = step(
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, False, mask, score, inside, factor, b, h, q_idx,
+                    rows, keys,
+                )  # fmt: skip
+                n += 1
+        acc = issue_values(pipe, p, pipe.values.wait(n), acc)
+        acc = warpgroup_mma_wait(0, [acc])
+        pipe.values.release(n)
+        n = skip(c, pipe, n + 1, first - lo)
+        done += 1
+
+        there = (q_idx < s_q) & (h < h_k * group + group)
+        result, row_lse = finish(acc, row_max * factor, row_sum, there & (q_idx < rows), h, sink, used_q is not None)
+        # q's slot is where out leaves from: every warp overwrites rows that it alone has read.
+        out_at = (slot * CONSUMERS + c) * OUTS
+        view(pipe.slots.tiles, [ALL_OUTS, 64, BLOCK_DV], out_layout).index(out_at).store(result.to(DTYPE))
+        fence_async_shared()
+        leaving = view(pipe.slots.tiles, [ALL_OUTS, 1, 1, 64 // ROWS, ROWS, BLOCK_DV], leaving_layout).index(out_at)
+        tma_store(out_desc, [b, h_k, in_group, row, 0], leaving)
+        if lse is not None:
+            gl.store(lse + (b.to(gl.int64) * h_q + h) * s_q + q_idx, row_lse, mask=there)
+        if not EARLY:
+            leave(pipe, done)
+        slot = pipe.slots.wait(done)
+        at = pipe.slots.record_of(done)
+        b = pipe.slots.get(at, BATCH)
+    tma.store_wait(0)

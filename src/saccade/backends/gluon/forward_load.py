@@ -1,0 +1,168 @@
+"""The forward's producer: one warp that draws work and keeps the pipeline full."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from saccade.backends.device.tiles import tile_range, used_length
+from saccade.backends.gluon.schedule import (
+    BATCH,
+    CONSUMER,
+    CORE,
+    CORE_END,
+    END,
+    FIRST,
+    HI,
+    IN_GROUP,
+    KEY_HEAD,
+    LO,
+    ROW,
+)
+from saccade.backends.gluon.shim import tma_load
+from saccade.backends.gluon.tiles import zero_tail
+
+
+@gluon.jit
+def plan_tiles(pipe, at, mask, b, row, rows, keys):
+    """Writes which tiles of keys a work item loads and what each consumer does with them. Returns LO, HI, and how many
+    of the tiles a consumer may have to skip before the first that it sees."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    ROWS: gl.constexpr = pipe.shape.ROWS
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    lo = gl.to_tensor(1 << 30)
+    hi = gl.to_tensor(0)
+    least = gl.to_tensor(1 << 30)
+    off = keys - rows
+    for c in gl.static_range(pipe.shape.CONSUMERS):
+        # [64]
+        q_idx = row + c * ROWS + gl.arange(0, 64, layout) % ROWS
+        keys_lo, keys_hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
+        first, core, core_end, end = tile_range(keys_lo, keys_hi, core_lo, core_hi, q_idx < rows, keys, BLOCK_K)
+        if end > first:
+            lo = gl.minimum(lo, first)
+            least = gl.minimum(least, end)
+        hi = gl.maximum(hi, end)
+        pipe.slots.put(at, CONSUMER + 4 * c + FIRST, first // BLOCK_K)
+        pipe.slots.put(at, CONSUMER + 4 * c + CORE, core // BLOCK_K)
+        pipe.slots.put(at, CONSUMER + 4 * c + CORE_END, core_end // BLOCK_K)
+        pipe.slots.put(at, CONSUMER + 4 * c + END, end // BLOCK_K)
+    # Every consumer has a tile, be it one in which its rows see nothing: no loop has to think of empty ones.
+    hi = gl.maximum(hi // BLOCK_K, 1)
+    lo = gl.minimum(lo // BLOCK_K, hi - 1)
+    pipe.slots.put(at, LO, lo)
+    pipe.slots.put(at, HI, hi)
+    return lo, hi, gl.maximum(hi - least // BLOCK_K, 0)
+
+
+@gluon.jit
+def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
+    """Writes the numbers of a work item. Returns those by which it is loaded."""
+    ROWS: gl.constexpr = pipe.shape.ROWS
+    b, h_k, in_group, row = work.place(item, ROWS * pipe.shape.CONSUMERS, 64 // ROWS)
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    at = pipe.slots.record_of(drawn)
+    pipe.slots.put(at, BATCH, b)
+    pipe.slots.put(at, KEY_HEAD, h_k)
+    pipe.slots.put(at, IN_GROUP, in_group)
+    pipe.slots.put(at, ROW, row)
+    lo, hi, skipped = plan_tiles(pipe, at, mask, b, row, rows, keys)
+    return b, h_k, in_group, row, keys, lo, hi, skipped
+
+
+@gluon.jit
+def load_queries(q_desc, pipe, drawn, b, h_k, in_group, row):
+    """Fills a slot with the query rows of all consumers."""
+    CONSUMERS: gl.constexpr = pipe.shape.CONSUMERS
+    CHUNK: gl.constexpr = pipe.shape.D_CHUNK
+    CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
+    slot = pipe.slots.claim(drawn)
+    full = pipe.slots.full.index(slot)
+    mbarrier.expect(full, CONSUMERS * CHUNKS * CHUNK * 64 * 2)
+    for c in gl.static_range(CONSUMERS):
+        for chunk in gl.static_range(CHUNKS):
+            tile = pipe.slots.tiles.index((slot * CONSUMERS + c) * pipe.slots.CHUNKS + chunk)
+            tma_load(q_desc, [b, h_k, in_group, row + c * pipe.shape.ROWS, chunk * CHUNK], full, tile)
+
+
+@gluon.jit
+def load_keys(k_desc, pipe, n, b, h_k, start):
+    """Fills the stage of tile n with keys from `start` on."""
+    CHUNK: gl.constexpr = pipe.shape.D_CHUNK
+    CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
+    stage = pipe.keys.claim(n)
+    full = pipe.keys.announce(stage, pipe.shape.BLOCK_K * CHUNKS * CHUNK * 2)
+    for chunk in gl.static_range(CHUNKS):
+        tma_load(k_desc, [b, h_k, start, chunk * CHUNK], full, pipe.keys.tiles.index(stage * CHUNKS + chunk))
+
+
+@gluon.jit
+def load_values(v_desc, pipe, n, b, h_k, start, keys, tails, USED: gl.constexpr):
+    """Fills the stage of tile n with values from `start` on, zeros behind `keys` if USED. Returns the tails so far."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    stage = pipe.values.claim(n)
+    tile = pipe.values.tiles.index(stage)
+    if USED and start + BLOCK_K > keys:
+        mbarrier.expect(pipe.tail, BLOCK_K * BLOCK_DV * 2)
+        tma_load(v_desc, [b, h_k, start, 0], pipe.tail, tile)
+        mbarrier.wait(pipe.tail, tails & 1)
+        zero_tail(tile.reshape([BLOCK_K, BLOCK_DV]), keys - start, BLOCK_K, BLOCK_DV)
+        pipe.values.fill(stage)
+        tails += 1
+    else:
+        tma_load(v_desc, [b, h_k, start, 0], pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2), tile)
+    return tails
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k):
+    """The producer: draws work, loads its query rows into a slot and its keys and values into the rings.
+
+    With two slots an item's queries come before its keys, while those of the item before are in use. With one, they
+    follow its first keys, which have stages sooner than the queries have a slot.
+    """
+    EARLY: gl.constexpr = pipe.slots.SLOTS > 1
+    n = gl.to_tensor(0)
+    tails = gl.to_tensor(0)
+    drawn = gl.to_tensor(0)
+    b, h_k, in_group, row, keys, lo, hi, skipped = open_item(
+        gl.program_id(0), 0, pipe, work, used_q, used_k, mask, s_q, s_k
+    )
+    if EARLY:
+        load_queries(q_desc, pipe, 0, b, h_k, in_group, row)
+    more = gl.to_tensor(True)
+    while more:
+        begun = gl.minimum(pipe.keys.STAGES, hi - lo) - 1
+        # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
+        # leaves the slot after that one. Else it is drawn late, so that the longest item goes to who is done first.
+        ahead = gl.maximum(begun, skipped) if EARLY else hi - lo - 1
+        next_b, next_h, next_keys, next_lo, next_hi = b, h_k, keys, lo, hi
+        for j in range(hi - lo):
+            start = (hi - 1 - j) * pipe.shape.BLOCK_K
+            load_keys(k_desc, pipe, n, b, h_k, start)
+            tails = load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k is not None)
+            n += 1
+            if not EARLY and j == begun:
+                load_queries(q_desc, pipe, drawn, b, h_k, in_group, row)
+            if j == ahead:
+                drawn += 1
+                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+                more = item < work.items
+                if more:
+                    next_b, next_h, in_group, row, next_keys, next_lo, next_hi, skipped = open_item(
+                        item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k
+                    )
+                    if EARLY:
+                        load_queries(q_desc, pipe, drawn, next_b, next_h, in_group, row)
+        b, h_k, keys, lo, hi = next_b, next_h, next_keys, next_lo, next_hi
+    pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
+    mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)
+    # The last program leaves the counters as it found them.
+    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)

@@ -1,0 +1,52 @@
+"""The Gluon kernels as the compile gate sees them: each schedule, compiled from stand-in tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from saccade import configs
+from saccade.backends.device import masks
+from saccade.backends.gluon import backward_gate, launch
+from saccade.backends.gluon.config import config, key
+from saccade.backends.gluon.forward_kernel import forward_kernel
+from saccade.layouts import Dense
+from saccade.masks import causal
+from saccade.problem import Problem
+from saccade.spec import Spec
+
+GPU = "h200"
+_DIMS = (64, 64), (128, 128), (256, 256), (192, 128)
+
+
+def keys() -> Iterator[str]:
+    """Every row of the table, then formulas where the table is silent."""
+    yield from (row for row in configs.table(GPU) if row.startswith("gluon "))
+    silent = (key(Spec("bf16", d, d_v, mask=mask)) for d, d_v in _DIMS for mask in ("none", "causal"))
+    yield from (row for row in silent if row not in configs.table(GPU))
+    yield from backward_gate.keys()
+
+
+def compiled(row: str) -> tuple[Any, int]:
+    """The compiled kernel of one row, and the spill bytes that the row allows itself."""
+    _, kernel, _, dims, edges = row.split()
+    if kernel != "forward":
+        return backward_gate.compiled(row)
+    d, d_v = map(int, dims.removeprefix("d").split("/"))
+    q, k, v = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v))
+    problem = Problem(q, k, v, None, causal() if edges == "masked" else None, None, Dense(), 1.0)
+    out, lse, counter = torch.empty_like(v), torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
+    made = config(problem.spec(), GPU)
+    shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
+    descriptors = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
+    records = masks.record(problem.mask), launch.score_record(problem)
+    return forward_kernel.warmup(
+        *descriptors,
+        *(lse, None, counter, None, None, *records, *numbers, problem.scale),
+        **fixed,
+        **launch.OPTIONS,
+        grid=(1,),
+    ), made.spill

@@ -1,0 +1,155 @@
+"""From a Problem to launches: descriptors of bulk copies, the order of work, outputs."""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from saccade import configs
+from saccade.backends.device import masks, scores
+from saccade.backends.device.launch import on_device, run
+from saccade.backends.gluon import schedule
+from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
+from saccade.backends.gluon.forward_kernel import forward_kernel
+from saccade.layouts import empty_like_rows
+from saccade.problem import Problem
+
+ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+PACKING_GAIN = 1.1
+"""Heads share a tile where that takes so many times fewer tiles."""
+
+
+def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> tuple[Tensor, Tensor | None]:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
+    q, k, v = problem.q, problem.k, problem.v
+    out = empty_like_rows(q, v.shape[3])
+    row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
+    if not out.numel():
+        return out, row_lse
+    if not k.shape[2]:
+        return out.zero_(), _lse_without_keys(problem, row_lse)
+    with on_device(q):
+        layout, sink = problem.layout, None if problem.sink is None else problem.sink.contiguous()
+        used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
+        mask, score = masks.record(problem.mask), score_record(problem)
+        tensors = row_lse, sink, counter(q.device), *used, mask, score
+        # What is compiled for, and the Problem's key does not hold.
+        key = "forward", lse, score.identity.value
+        found = problem.launches.get(key) if tile is None else None
+        if found is not None:
+            compiled, grid, shapes, numbers, fixed = found
+            operands = map(descriptor, (q, k, v, out), shapes)
+            run(compiled, grid, q.device.index, (*operands, *tensors, *numbers, problem.scale, *fixed))
+            return out, row_lse
+        made = tile or config(problem.spec(), configs.gpu_name(q.device.index))
+        shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
+        operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
+        compiled = forward_kernel[grid](*operands, *tensors, *numbers, problem.scale, **fixed, **OPTIONS)
+        if tile is None:
+            problem.launches[key] = compiled, grid, shapes, numbers, tuple(fixed.values())
+    return out, row_lse
+
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def arguments(
+    problem: Problem, out: Tensor, made: Config, processors: int
+) -> tuple[list[dict[str, Any]], tuple[Any, ...], dict[str, Any], tuple[int, int, int]]:
+    """The shapes of the four descriptors, the numbers, the constants and the grid."""
+    q, k, v = problem.q, problem.k, problem.v
+    b, h_q, s_q, d = q.shape
+    h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
+    rows = rows_of_a_head(problem.group, s_q, made.consumers)
+    heads = 64 // rows
+    columns = block_dv(d_v)
+    shapes = [
+        shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
+        shape_of(k, (1, 1, made.block_k, chunk(d))),
+        shape_of(v, (1, 1, made.block_k, columns)),
+        shape_of(grouped(out, problem.group), (1, 1, heads, rows, columns)),
+    ]
+    blocks = -(-s_q // (rows * made.consumers))
+    packs = -(-problem.group // heads)
+    section = schedule.section(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
+    if problem.mask is None:
+        section = packs
+    numbers = *schedule.work(blocks, b, h_k, packs, section), problem.group, h_q, s_q, s_k
+    fixed = {
+        "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d), "BLOCK_K": made.block_k,
+        "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": made.consumers, "SLOTS": made.slots, "STAGES": made.stages,
+        "TURNS": bool(made.turns), "REGISTERS": made.registers, "LOADER_REGISTERS": made.loader_registers,
+    }  # fmt: skip
+    return shapes, numbers, fixed, (min(blocks * b * h_k * packs, processors), 1, 1)
+
+
+def rows_of_a_head(group: int, s_q: int, consumers: int) -> int:
+    """How many of a consumer's 64 rows are one head's: all, or fewer where heads that share keys share a tile."""
+    heads = min(64, 1 << (group - 1).bit_length())
+    rows = 64 // heads
+    apart = group * -(-s_q // (64 * consumers))
+    packed = -(-group // heads) * -(-s_q // (rows * consumers))
+    return rows if packed * PACKING_GAIN <= apart else 64
+
+
+def grouped(x: Tensor, group: int) -> Tensor:
+    """(b, h_q, s, d) as (b, h_k, group, s, d)."""
+    return x.unflatten(1, (-1, group))
+
+
+def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
+    """All of x's descriptor but its pointer."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[x.dtype])
+    return {"shape": list(x.shape), "strides": list(x.stride()), "block_shape": list(block), "layout": layout}
+
+
+def descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
+    """A TensorDescriptor of a shape that was checked when it was first used."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(shape, base=x, padding="zero", round_f32_to_tf32=False)
+    return made
+
+
+def score_record(problem: Problem) -> scores.DeviceScore:
+    """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
+    positive scale allows; any other goes the way of a modification."""
+    made = scores.record(problem.score)
+    return made if problem.scale > 0 or not made.identity.value else scores.UNCHANGED
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: torch.device) -> Tensor:
+    """Two zeros for one launch on the current stream. Every launch leaves zeros, and those of one stream follow one
+    another, so they share; a graph, which may be replayed on any stream, has its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _counters:
+        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:
+    if lse is None:
+        return None
+    if problem.sink is None:
+        return lse.fill_(-torch.inf)
+    lse.copy_(problem.sink[:, None].expand_as(lse))
+    used = problem.layout.seqused_q
+    if used is not None:
+        rows = torch.arange(lse.shape[2], device=lse.device)
+        lse.masked_fill_(rows >= used[:, None, None], -torch.inf)
+    return lse

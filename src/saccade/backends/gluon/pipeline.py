@@ -1,0 +1,290 @@
+"""What warps hand to one another through shared memory: every barrier and every phase of the kernels is here.
+
+A stage is full when its bulk copies have landed, which an mbarrier counts. It is empty when all of its readers have
+said so: named hardware barriers, as an arrival at an mbarrier costs a barrier over the whole reading group (4 % of the
+forward at d = 128; docs/findings/gluon.md). Triton's own barriers have the numbers 0 to 5.
+"""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from saccade.backends.gluon.shim import aggregate, barrier_arrive, barrier_sync
+
+TURN = gl.constexpr(6)
+"""6 to 8: whose turn it is to issue products."""
+KEYS_EMPTY = gl.constexpr(10)
+VALUES_EMPTY = gl.constexpr(13)
+"""10 to 12 and 13 to 15: one for each stage."""
+MAX_STAGES = 3
+
+
+@gluon.jit
+def new_barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N mbarriers that complete a phase after COUNT arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(made.index(i), count=COUNT)
+    return made
+
+
+@aggregate
+class Ring:
+    """Stages of tiles that one warp fills and every consumer reads, each counting the tiles that passed: n."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    EMPTY: gl.constexpr
+    STAGES: gl.constexpr
+    THREADS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, EMPTY, STAGES, THREADS):
+        self.tiles = tiles
+        self.full = full
+        self.EMPTY = gl.constexpr(EMPTY)
+        self.STAGES = gl.constexpr(STAGES)
+        self.THREADS = gl.constexpr(THREADS)
+
+    @gluon.jit
+    def claim(self, n):
+        """For the producer: waits until tile n has a stage. Returns it."""
+        if n >= self.STAGES:
+            barrier_sync(self.EMPTY + n % self.STAGES, self.THREADS)
+        return n % self.STAGES
+
+    @gluon.jit
+    def announce(self, stage, BYTES: gl.constexpr):
+        """For the producer: the barrier that counts BYTES of bulk copies, and is full with the last of them."""
+        full = self.full.index(stage)
+        mbarrier.expect(full, BYTES)
+        return full
+
+    @gluon.jit
+    def fill(self, stage):
+        """For a producer that filled a stage itself."""
+        mbarrier.arrive(self.full.index(stage), count=1)
+
+    @gluon.jit
+    def wait(self, n, pred=True):
+        """For a consumer: waits until tile n is there. Returns its stage."""
+        mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1, pred=pred)
+        return n % self.STAGES
+
+    @gluon.jit
+    def release(self, n):
+        """For a consumer: it reads tile n no more."""
+        barrier_arrive(self.EMPTY + n % self.STAGES, self.THREADS)
+
+    @gluon.jit
+    def skip(self, n):
+        """Hands tile n back unread. Its copy has to land first: an earlier arrival would count for the tile before."""
+        self.wait(n)
+        self.release(n)
+
+
+@aggregate
+class Slots:
+    """Tiles of query rows, one for each consumer in a slot, and records of numbers that say what they are.
+
+    There is one record more than slots: the next one is written while all slots are in use.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    records: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+    NUMBERS: gl.constexpr
+    CHUNKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, records, full, empty, SLOTS, NUMBERS, CHUNKS):
+        self.tiles = tiles
+        self.records = records
+        self.full = full
+        self.empty = empty
+        self.SLOTS = gl.constexpr(SLOTS)
+        self.NUMBERS = gl.constexpr(NUMBERS)
+        self.CHUNKS = gl.constexpr(CHUNKS)
+
+    @gluon.jit
+    def claim(self, n):
+        """For the producer: waits until work n has a slot. Returns the slot."""
+        slot = n % self.SLOTS
+        mbarrier.wait(self.empty.index(slot), ((n // self.SLOTS) & 1) ^ 1)
+        return slot
+
+    @gluon.jit
+    def wait(self, n):
+        """For a consumer: waits until work n is there. Returns its slot."""
+        mbarrier.wait(self.full.index(n % self.SLOTS), (n // self.SLOTS) & 1)
+        return n % self.SLOTS
+
+    @gluon.jit
+    def release(self, n):
+        """For a consumer: it needs the slot and the record of work n no more."""
+        mbarrier.arrive(self.empty.index(n % self.SLOTS), count=1)
+
+    @gluon.jit
+    def record_of(self, n):
+        """Where the numbers of work n are."""
+        return n % (self.SLOTS + 1) * self.NUMBERS
+
+    @gluon.jit
+    def put(self, at, i, value):
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.records.index(at + i).store(gl.full([1], value, gl.int32, layout))
+
+    @gluon.jit
+    def get(self, at, i):
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.max(self.records.index(at + i).load(layout), 0)
+
+
+@aggregate
+class Turns:
+    """A fixed rotation in which the consumers issue their products; off, it costs nothing."""
+
+    ON: gl.constexpr
+    CONSUMERS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, ON, CONSUMERS):
+        self.ON = gl.constexpr(ON)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+
+    @gluon.jit
+    def open(self, c: gl.constexpr):
+        """The last consumer lets the first begin."""
+        if self.ON and c == self.CONSUMERS - 1:
+            barrier_arrive(TURN, 256)
+
+    @gluon.jit
+    def take(self, c: gl.constexpr):
+        if self.ON:
+            barrier_sync(TURN + c, 256)
+
+    @gluon.jit
+    def give(self, c: gl.constexpr):
+        if self.ON:
+            barrier_arrive(TURN + (c + 1) % self.CONSUMERS, 256)
+
+
+DQ = gl.constexpr(6)
+"""Backward: 6 and 7, from a consumer to its reduce warp."""
+DS = gl.constexpr(8)
+"""Backward: 8 to 11, ds of consumer 0 and 1 is there, by the parity of the tile."""
+Q_EMPTY = gl.constexpr(12)
+DOUT_EMPTY = gl.constexpr(14)
+"""Backward: 12 and 13, 14 and 15, one for each stage."""
+
+
+@aggregate
+class Exchange:
+    """Two tiles of each of two consumers, which both read: written in turn, so that they may drift half a step apart.
+
+    Consumer c puts tile n only after it took the other's tile n - 1, and the other gives that after it read all of
+    tile n - 2: no tile is overwritten that is still read, and no barrier counts two arrivals of one consumer.
+    """
+
+    tiles: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles):
+        self.tiles = tiles
+
+    @gluon.jit
+    def tile(self, c: gl.constexpr, n):
+        return self.tiles.index(n & 1).slice(c * 64, 64, 0)
+
+    @gluon.jit
+    def give(self, c: gl.constexpr, n):
+        """Consumer c has put its tile n."""
+        barrier_arrive(DS + 2 * c + (n & 1), 256)
+
+    @gluon.jit
+    def take(self, c: gl.constexpr, n):
+        """Consumer c waits for the other's tile n."""
+        barrier_sync(DS + 2 - 2 * c + (n & 1), 256)
+
+
+@aggregate
+class Outbox:
+    """A tile of each consumer on its way out of shared memory, which a warp of its own sends."""
+
+    tiles: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, empty):
+        self.tiles = tiles
+        self.empty = empty
+
+    @gluon.jit
+    def claim(self, c: gl.constexpr, n):
+        """For consumer c: waits until tile n - 1 has left."""
+        mbarrier.wait(self.empty.index(c), (n & 1) ^ 1)
+
+    @gluon.jit
+    def send(self, c: gl.constexpr, x):
+        """For consumer c: hands over its tile x, [N]."""
+        self.tiles.index(c).store(x.reshape([1, x.shape[0]]))
+        fence_async_shared()
+        barrier_arrive(DQ + c, 160)
+
+    @gluon.jit
+    def receive(self, c: gl.constexpr):
+        """For the warp that sends: waits for the next tile."""
+        barrier_sync(DQ + c, 160)
+
+    @gluon.jit
+    def clear(self, c: gl.constexpr):
+        mbarrier.arrive(self.empty.index(c), count=1)
+
+
+@aggregate
+class Shape:
+    """How the forward is cut: constants of a compiled kernel."""
+
+    D_CHUNK: gl.constexpr
+    D_CHUNKS: gl.constexpr
+    D_LAST: gl.constexpr
+    BLOCK_K: gl.constexpr
+    BLOCK_DV: gl.constexpr
+    ROWS: gl.constexpr
+    CONSUMERS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, D_CHUNK, D_CHUNKS, D_LAST, BLOCK_K, BLOCK_DV, ROWS, CONSUMERS):
+        self.D_CHUNK = gl.constexpr(D_CHUNK)
+        self.D_CHUNKS = gl.constexpr(D_CHUNKS)
+        self.D_LAST = gl.constexpr(D_LAST)
+        self.BLOCK_K = gl.constexpr(BLOCK_K)
+        self.BLOCK_DV = gl.constexpr(BLOCK_DV)
+        self.ROWS = gl.constexpr(ROWS)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+
+
+@aggregate
+class Pipeline:
+    """All that the forward's warps share."""
+
+    slots: Slots
+    keys: Ring
+    values: Ring
+    turns: Turns
+    tail: gl.shared_memory_descriptor
+    shape: Shape
+
+    @gluon.constexpr_function
+    def __init__(self, slots, keys, values, turns, tail, shape):
+        self.slots = slots
+        self.keys = keys
+        self.values = values
+        self.turns = turns
+        self.tail = tail
+        self.shape = shape

@@ -1,0 +1,82 @@
+"""The order of work: no multiprocessor is to end late, and keys and values are to stay in the L2 cache."""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.backends.device.records import runtime_int
+from saccade.backends.gluon.shim import aggregate
+
+# The numbers of a work item: batch row (-1: no more work), key head, first head of its group, first row, the tiles of
+# keys [LO, HI) that are loaded, and for each consumer from CONSUMER on the tiles [first, core) and [core_end, end) that
+# need the mask and [core, core_end) that do not.
+BATCH, KEY_HEAD, IN_GROUP, ROW, LO, HI, CONSUMER = (gl.constexpr(i) for i in range(7))
+FIRST, CORE, CORE_END, END = (gl.constexpr(i) for i in range(4))
+NUMBERS = gl.constexpr(18)
+
+L2_BYTES = 32 << 20
+"""K and V of the heads that are worked on at one time: half of what the L2 cache of an H200 holds."""
+
+
+def work(blocks: int, b: int, h_k: int, packs: int, section: int) -> tuple[int, ...]:
+    """The numbers of a Work: `blocks` blocks of rows of every head, or pack of `packs` for each key head."""
+    heads = b * h_k * packs
+    return blocks * heads, blocks, heads, section, h_k, packs
+
+
+@aggregate
+class Work:
+    """How many items of work there are, and how they are numbered."""
+
+    items: gl.tensor
+    blocks: gl.tensor
+    heads: gl.tensor
+    section: gl.tensor
+    h_k: gl.tensor
+    packs: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, items, blocks, heads, section, h_k, packs):
+        self.items = items
+        self.blocks = blocks
+        self.heads = heads
+        self.section = section
+        self.h_k = h_k
+        self.packs = packs
+
+    @gluon.jit
+    def place(self, item, ROWS: gl.constexpr, PACK: gl.constexpr):
+        """Batch row, key head, first head in its group and first row of an item.
+
+        Within a section of heads the last rows come first: under a causal mask they take longest.
+        """
+        number = item // (self.blocks * self.section)
+        rest = item - number * (self.blocks * self.section)
+        size = gl.minimum(self.section, self.heads - number * self.section)
+        head = number * self.section + rest % size
+        row = (self.blocks - 1 - rest // size) * ROWS
+        return head // (self.h_k * self.packs), head // self.packs % self.h_k, head % self.packs * PACK, row
+
+
+def section(heads: int, packs: int, kv_bytes: int) -> int:
+    """Heads whose keys and values fit L2 together; those that share keys count once."""
+    return min(heads, max(1, L2_BYTES // max(kv_bytes, 1)) * packs)
+
+
+class Order(NamedTuple):
+    """The order of blocks of keys in the backward; every field a `runtime_int`."""
+
+    blocks: Any
+    """blocks of keys of one head"""
+    heads: Any
+    section: Any
+    """heads that are worked on together"""
+    h_k: Any
+
+    @staticmethod
+    def of(blocks: int, b: int, h_k: int, section: int) -> tuple[Any, ...]:
+        return Order(*map(runtime_int, (blocks, b * h_k, section, h_k)))

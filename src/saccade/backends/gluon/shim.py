@@ -1,0 +1,88 @@
+"""Gluon from Triton 3.6 to 3.9 under one set of names, and the PTX that it has no names for."""
+
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language.core as tl_core
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core as gl_core
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# A record of values with methods: private until 3.8.
+aggregate: Any = getattr(gluon, "aggregate", None) or tl_core._aggregate
+# Bulk copies between global and shared memory: renamed in 3.8, the old names raise in 3.9.
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gl_core.builtin
+def tma_reduce_add(desc, coord, src, _semantic=None):
+    """Adds a tile of shared memory to global memory, in bulk: without a public name until 3.8."""
+    place = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, place, src.handle)
+
+
+# A view of shared memory under another shape: a private method until 3.9.
+_PRIVATE_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+
+
+@gluon.jit
+def view(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The bytes of `tile`, and of what follows it, as a tile of another shape and layout."""
+    if _PRIVATE_VIEW:
+        return tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
+    else:
+        return tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
+
+
+@gluon.constexpr_function
+def _barrier_text(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def barrier_sync(number, THREADS: gl.constexpr):
+    """Waits at a named barrier for all of its THREADS."""
+    text: gl.constexpr = _barrier_text("sync", THREADS)
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def barrier_arrive(number, THREADS: gl.constexpr):
+    """Counts this group in at a named barrier, without a wait."""
+    text: gl.constexpr = _barrier_text("arrive", THREADS)
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _pack_text(dtype):
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[str(dtype)]
+    return f"cvt.rn.{kind}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack_pairs(x, DTYPE: gl.constexpr):
+    """float32 [M, N] as int32 [M, N / 2], two 16-bit numbers in each: what stays in a register over loops."""
+    text: gl.constexpr = _pack_text(DTYPE)
+    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(text, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def unpack_pairs(x, DTYPE: gl.constexpr):
+    """The inverse of pack_pairs: [M, N] in DTYPE."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.join(even, odd).reshape([x.shape[0], x.shape[1] * 2]).to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def fast_log2(x):
+    """To 22 bits, in one instruction."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -1,0 +1,51 @@
+"""What the kernels do to whole tiles, in shared memory and in registers."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+
+@gluon.jit
+def zero_tail(tile, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Clears the rows of a tile from `used` on: what lies behind a sequence's end may be NaN, and 0 NaN = NaN."""
+    WIDTH: gl.constexpr = min(64, COLUMNS)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
+    for start in gl.static_range(0, ROWS, 8):
+        if start + 8 > used:
+            kept = start + gl.arange(0, 8, gl.SliceLayout(1, layout)) < used
+            for column in gl.static_range(0, COLUMNS, WIDTH):
+                # [8, WIDTH]
+                part = tile.slice(start, 8, 0).slice(column, WIDTH, 1)
+                part.store(gl.where(kept[:, None], part.load(layout), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def between(s, lo, hi, LOWER: gl.constexpr):
+    """s [64, N] in columns lo <= j < hi of each row (lo only if LOWER), and -inf elsewhere.
+
+    A thread has columns 8 i + 2 lane + e. The part that its lane decides goes to the bounds, so that what remains are
+    constants in the instructions, and not N / 4 registers.
+    """
+    # [64, N / 8, 4, 2]
+    x = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = x.type.layout
+    lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    lane = 2 * gl.arange(0, 4, gl.SliceLayout(0, lanes))[None, :]
+    # [64, 1, 4, 1]
+    high = gl.convert_layout(hi, gl.SliceLayout(1, lanes))[:, None] - lane
+    high = gl.expand_dims(gl.expand_dims(high, 1), 3)
+    i = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    i = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3)
+    e = gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
+    x = gl.where(8 * i + e < high, x, float("-inf"))
+    if LOWER:
+        low = gl.convert_layout(lo, gl.SliceLayout(1, lanes))[:, None] - lane
+        low = gl.expand_dims(gl.expand_dims(low, 1), 3)
+        x = gl.where(8 * i + e >= low, x, float("-inf"))
+    return gl.convert_layout(x.reshape([s.shape[0], s.shape[1]]), s.type.layout)

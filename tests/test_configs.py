@@ -1,0 +1,121 @@
+"""The tables of configs: what is shipped is right and fits, what tuning tries fits, and who runs what."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import import_module, resources
+from itertools import product
+
+import pytest
+
+from saccade import Spec, configs
+from saccade.backends.gluon import config as gluon
+from saccade.backends.triton import config as triton
+
+CONFIGS = {"gluon": gluon.Config, "triton": triton.Config}
+TABLES = [file for file in resources.files(configs).iterdir() if file.name.endswith(".json")]
+ROWS = [(file.name, key, row) for file in TABLES for key, row in json.loads(file.read_text()).items()]
+DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (8, 8), (40, 24), (136, 32), (48, 256), (256, 128), (128, 256)]
+
+
+@pytest.mark.parametrize(("table", "key", "row"), ROWS, ids=[f"{table} {key}" for table, key, _ in ROWS])
+def test_shipped_rows(table, key, row):
+    made = CONFIGS[key.split()[0]](**row["config"])
+    assert bool(made.spill) == bool(row.get("why_spill")), "a row says why it spills"
+    assert {"date", "torch", "triton", "case", "mask", "timed", "commit", "ms"} <= row["measured"].keys()
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize(("d", "d_v"), DIMS)
+@pytest.mark.parametrize("gpu", ["h200", "a GPU without a table"])
+def test_hopper_schedules_fit(gpu, d, d_v, mask):
+    made = gluon.config(Spec("bf16", d, d_v, mask=mask), gpu)
+    fits(made, d, d_v)
+
+
+def test_hopper_formulas_fit():
+    for d, d_v in product(range(8, 257, 8), repeat=2):
+        fits(gluon.formula(d, d_v), d, d_v)
+
+
+def fits(made: gluon.Config, d: int, d_v: int) -> None:
+    assert gluon.shared_bytes(d, d_v, made) <= gluon.SHARED_BYTES
+    assert 128 * (made.consumers * made.registers + made.loader_registers) <= 65536
+    assert made.registers % 8 == made.loader_registers % 8 == 0
+    assert made.registers <= 240
+    assert made.consumers in (2, 3)
+    assert made.slots in (1, 2)
+    assert made.stages <= 3
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_rows_are_of_tiles_and_not_of_dims(dtype):
+    """Specs with the same tiles share a row."""
+    assert gluon.key(Spec(dtype, 192, 128)) == "gluon forward 16bit d192/128 full"
+    assert gluon.key(Spec(dtype, 136, 80, mask="window")) == "gluon forward 16bit d192/128 masked"
+    assert gluon.key(Spec(dtype, 8)) == "gluon forward 16bit d64/16 full"
+    assert triton.key("keys", Spec(dtype, 72, mask="causal")) == "triton keys 16bit d128/128 masked"
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
+def test_candidates_of_hopper(d, d_v):
+    """All of them fit, and the formula's is one of them, up to how registers are shared out."""
+    pytest.importorskip("triton", reason="the extra [triton]")
+    from saccade.backends.gluon.tuning import rows
+
+    for row in rows([(d, d_v)]):
+        found = list(row.candidates())
+        assert shape(gluon.formula(d, d_v)) in map(shape, found)
+        assert len(set(found)) == len(found) <= 64
+        for made in found:
+            fits(made, d, d_v)
+        assert row.key() == gluon.key(Spec("bf16", d, d_v, mask="causal" if row.masked else "none"))
+
+
+def shape(made: gluon.Config) -> gluon.Config:
+    return replace(made, registers=0, loader_registers=0)
+
+
+def test_candidates_of_triton():
+    pytest.importorskip("triton", reason="the extra [triton]")
+    from saccade.backends.triton.tuning import rows
+
+    shipped = configs.table("h200")
+    made = rows([(64, 64), (128, 128), (256, 256)])
+    assert {row.key() for row in made} == {key for key in shipped if key.startswith("triton ")}
+    for row in made:
+        assert triton.Config(**{**shipped[row.key()], "spill": 0}) in list(row.candidates())
+
+
+def test_a_user_s_row_comes_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = Spec("bf16", 128)
+    made = replace(gluon.formula(128, 128), block_k=64)
+    fields = {name: value for name, value in vars(made).items() if name != "spill"}
+    gluon.config.cache_clear()
+    try:
+        configs.save("h200", {gluon.key(spec): {"config": fields, "measured": {}}})
+        assert gluon.config(spec, "h200") == made
+    finally:
+        monkeypatch.undo()
+        configs.table.cache_clear()
+        gluon.config.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["gluon", "triton"])
+def test_the_gate_has_a_row_for_each_tile(backend):
+    pytest.importorskip("triton", reason="the extra [triton]")
+    gate = import_module(f"saccade.backends.{backend}.gate")
+    keys = list(gate.keys())
+    assert len(set(keys)) == len(keys)
+    assert {key for key in configs.table(gate.GPU) if key.startswith(f"{backend} ")} <= set(keys)
+
+
+def test_gate_of_hopper_covers_the_head_dims_that_are_fast():
+    pytest.importorskip("triton", reason="the extra [triton]")
+    from saccade.backends.gluon import gate
+
+    for dims in ("64/64", "128/128", "256/256", "192/128"):
+        for edges in ("full", "masked"):
+            assert f"gluon forward 16bit d{dims} {edges}" in list(gate.keys())

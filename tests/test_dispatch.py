@@ -1,0 +1,176 @@
+"""Who runs a Spec: what backends declare, and forward and backward chosen separately."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+
+from saccade import Spec, Unsupported, attention, explain, plan
+from saccade.backends import Support
+from saccade.dispatch import NAMES, plan_of
+from saccade.dispatch import plan as plan_spec
+from saccade.problem import Problem
+from saccade.testing.cases import NAMED
+
+HOPPER = Spec.parse("bf16 group4 d128 causal aligned sm90")
+
+
+def declared(**changes) -> Support:
+    return replace(import_module("saccade.backends.gluon").SUPPORT, **changes)
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """No machine lacks anything, as far as backends say; what they declare still counts. Plans are made anew."""
+    from saccade import dispatch
+
+    for name in NAMES:
+        monkeypatch.setattr(import_module(f"saccade.backends.{name}"), "obstacle", lambda: None)
+        monkeypatch.setattr(import_module(f"saccade.backends.{name}"), "HELD_BACK", None, raising=False)
+    dispatch.plan.cache_clear()
+    yield monkeypatch
+    dispatch.plan.cache_clear()
+    dispatch._plans.clear()
+
+
+@pytest.mark.parametrize("d", [8, 24, 64, 200, 256])
+def test_multiples_are_taken(d):
+    assert declared(multiple_of=8).reasons(replace(HOPPER, d=d, d_v=d)) == []
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(4, 8), (8, 4), (12, 24), (111, 8), (1, 1), (255, 255)])
+def test_other_head_dims_are_not(d, d_v):
+    found = declared(multiple_of=8).reasons(replace(HOPPER, d=d, d_v=d_v))
+    assert found == [f"takes head dims that are multiples of 8, not {d} and {d_v}"]
+    assert declared(multiple_of=1).reasons(replace(HOPPER, d=d, d_v=d_v)) == []
+
+
+def test_flags_that_have_to_be_set():
+    loose = replace(HOPPER, aligned=False)
+    (reason,) = declared(needs=("aligned",)).reasons(loose)
+    assert "aligned" in reason
+    assert declared(needs=("aligned",)).reasons(HOPPER) == []
+    assert declared(needs=()).reasons(loose) == []
+
+
+def test_alignment_is_no_reason_where_another_is():
+    """Odd head dims make rows that are not aligned."""
+    (reason,) = declared().reasons(replace(HOPPER, d=111, d_v=111, aligned=False))
+    assert "multiples of 8" in reason
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backend_runs_its_plainest_call(name):
+    support = import_module(f"saccade.backends.{name}").SUPPORT
+    device = support.devices[0].rstrip("+").replace("any", "cpu")
+    assert support.reasons(support.plainest(device)) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_runs_where_its_forward_does(name):
+    """What a backward declares is part of what its forward does, and it is there."""
+    module = import_module(f"saccade.backends.{name}")
+    if module.GRADIENT is None:
+        assert not hasattr(module, "backward") or name == "reference"
+        return
+    assert callable(module.backward)
+    for field in ("devices", "dtypes", "layouts", "masks", "scores", "flags"):
+        assert set(getattr(module.GRADIENT, field)) <= set(getattr(module.SUPPORT, field))
+    assert module.GRADIENT.max_d <= module.SUPPORT.max_d
+
+
+def test_forward_and_backward_may_be_two_backends(everywhere):
+    gluon = import_module("saccade.backends.gluon")
+    everywhere.setattr(gluon, "GRADIENT", None)
+    assert plan_spec(HOPPER).backend == "gluon"
+    assert plan_spec(HOPPER, gradient=True).backend == "triton"
+    assert plan_spec(HOPPER, "gluon", gradient=True).backend == "triton"
+    assert plan_spec(HOPPER, "triton", gradient=True).backend == "triton"
+    told = explain("bf16 group4 d128 causal aligned sm90")
+    assert (told.backend, told.gradient) == ("gluon", "triton")
+    assert "gluon: chosen, with the backward of triton" in str(told)
+
+
+def test_a_backend_takes_its_own_backward_as_far_as_that_goes(everywhere):
+    gluon = import_module("saccade.backends.gluon")
+    everywhere.setattr(gluon, "GRADIENT", declared(max_d=128))
+    for backend in ("auto", "gluon"):
+        assert plan_spec(HOPPER, backend, gradient=True).backend == "gluon"
+        wide = replace(HOPPER, d=256, d_v=256)
+        assert plan_spec(wide, backend).backend == "gluon"
+        assert plan_spec(wide, backend, gradient=True).backend == "triton"
+    # Another's forward that was named does not get it.
+    assert plan_spec(HOPPER, "triton", gradient=True).backend == "triton"
+    told = explain("bf16 group4 d128 causal aligned sm90")
+    assert told.gradient == "gluon"
+    assert "gluon: chosen\n" in str(told)
+
+
+def test_without_any_backward_every_backend_says_so(everywhere):
+    for name in NAMES:
+        everywhere.setattr(import_module(f"saccade.backends.{name}"), "GRADIENT", None)
+    with pytest.raises(Unsupported) as raised:
+        plan_spec(HOPPER, gradient=True)
+    assert str(raised.value).count(": has no backward") == 3
+    assert "chosen, without a backward" in str(explain("bf16 group4 d128 causal aligned sm90"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [
+        ("bf16 d128 aligned sm90", "gluon"),
+        ("bf16 d128 sm90", "triton"),
+        ("bf16 d111 sm90", "triton"),
+        ("fp32 d128 aligned sm90", "triton"),
+        ("bf16 d128 aligned sm80", "triton"),
+        ("bf16 d128 aligned sm100", "triton"),
+        ("bf16 d128 aligned gfx942", "triton"),
+        ("bf16 d128 aligned cpu", "cpu"),
+    ],
+)
+def test_auto(everywhere, spec, backend):
+    assert plan(spec).backend == backend
+
+
+def test_plans_of_forward_and_backward_are_kept_apart(everywhere):
+    """A backend keeps launches in its Plan: those of another backend must not be in it."""
+    made = NAMED["causal"].inputs()
+    operands = made.q, made.k, made.v
+    problem = Problem(*operands, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
+    ahead = plan_of(problem, "auto")
+    back = plan_of(problem, "auto", gradient=True)
+    assert ahead.launches is not back.launches
+    assert problem.launches is back.launches
+    assert plan_of(problem, "auto") is ahead
+
+
+def test_gradients_go_to_the_backward_that_is_planned(everywhere):
+    """The operator asks for two Plans: a forward of `cpu` whose backward is another's."""
+    cpu, triton = (import_module(f"saccade.backends.{name}") for name in ("cpu", "triton"))
+    asked = []
+
+    def backward(problem, saved):
+        asked.append(problem.spec().device)
+        return cpu.backward(problem, saved)
+
+    everywhere.setattr(triton, "SUPPORT", replace(cpu.SUPPORT, dtypes=()))
+    everywhere.setattr(triton, "GRADIENT", cpu.SUPPORT)
+    everywhere.setattr(triton, "backward", backward)
+    everywhere.setattr(cpu, "GRADIENT", None)
+    made = NAMED["causal"].inputs(requires_grad=True)
+    for backend in ("auto", "cpu"):
+        attention(made.q, made.k, made.v, backend=backend, **made.keywords).sum().backward()
+    assert asked == ["cpu", "cpu"]
+    assert made.q.grad is not None
+
+
+def test_what_is_held_back_runs_by_name_only(everywhere):
+    everywhere.setattr(import_module("saccade.backends.gluon"), "HELD_BACK", "by name only, for a test")
+    assert plan_spec(HOPPER).backend == "triton"
+    assert plan_spec(HOPPER, gradient=True).backend == "triton"
+    assert plan_spec(HOPPER, "gluon").backend == "gluon"
+    told = explain("bf16 group4 d128 causal aligned sm90")
+    assert told.backend == "triton"
+    assert "gluon: runs it, by name only, for a test" in str(told)
