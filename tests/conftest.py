@@ -11,6 +11,8 @@ import hypothesis
 import pytest
 import torch
 
+from saccade.backends import gluon
+
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
 torch.set_num_threads(1)
 
@@ -50,6 +52,13 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _what_is_held_back_is_tested(request):
+    """On a GPU "auto" takes what users have to name so far, or these tests would run the portable kernels twice."""
+    if request.config.option.markexpr == "gpu":
+        gluon.HELD_BACK = None
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers_alone_and_in_company():
     torch.manual_seed(0)
@@ -71,6 +80,19 @@ def poison(monkeypatch):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture
+def surrounded():
+    """Copies a (b, h, s, d) tensor into NaN: behind every row, behind the last row and before the first."""
+
+    def copied(x):
+        b, h, s, d = x.shape
+        memory = torch.full((b, h, s + 40, d + 16), torch.nan, device=x.device, dtype=x.dtype)
+        memory[:, :, 16 : s + 16, 8 : d + 8] = x
+        return memory[:, :, 16 : s + 16, 8 : d + 8]
+
+    return copied
 
 
 @pytest.fixture

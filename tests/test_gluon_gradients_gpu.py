@@ -272,15 +272,8 @@ def test_nothing_reads_fresh_memory(lengths: tuple[int, int], d: int, mask: Mask
 
 @edges
 @pytest.mark.parametrize(("d", "d_v"), [(64, 64), (80, 80), (128, 64)])
-def test_memory_around_the_tensors(d: int, d_v: int, mask: Mask | None) -> None:
+def test_memory_around_the_tensors(d: int, d_v: int, mask: Mask | None, surrounded: Any) -> None:
     """NaN behind every row, behind the last row and before the first."""
-
-    def surrounded(x: Tensor) -> Tensor:
-        b, h, s, n = x.shape
-        memory = torch.full((b, h, s + 40, n + 16), torch.nan, device=x.device, dtype=x.dtype)
-        memory[:, :, 16 : s + 16, 8 : n + 8] = x
-        return memory[:, :, 16 : s + 16, 8 : n + 8]
-
     q, k, v = operands(2, (4, 4), (200, 217), d, d_v)
     dout = torch.randn(2, 4, 200, d_v, device=DEVICE, dtype=q.dtype)
     expected = gradients(q, k, v, dout, mask=mask)

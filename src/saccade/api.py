@@ -144,19 +144,13 @@ class Explanation:
     def __init__(self, spec: Spec, backend: str = "auto") -> None:
         self.spec = spec
         self.reasons = {name: dispatch.reasons_against(name, spec) for name in dispatch.NAMES}
-        tried = [name for name in dispatch.BACKENDS if not dispatch.held_back(name)] if backend == "auto" else [backend]
-        able = [name for name in tried if not self.reasons[name]]
-        self.backend = able[0] if able else None
-        self.workspace = dispatch.plan(spec, self.backend).module.workspace(spec) if self.backend else None
-        self.gradient = self._gradient()
-
-    def _gradient(self) -> str | None:
-        if self.backend in (None, "reference"):  # PyTorch differentiates the reference itself
-            return self.backend
-        try:
-            return dispatch.plan(self.spec, self.backend, gradient=True).backend
-        except Unsupported:
-            return None
+        plan = _plan_if_any(spec, backend)
+        self.backend = plan.backend if plan else None
+        self.workspace = plan.module.workspace(spec) if plan else None
+        self.gradient = self.backend
+        if plan and plan.backend != "reference":  # which PyTorch differentiates itself
+            gradient = _plan_if_any(spec, plan.backend, gradient=True)
+            self.gradient = gradient.backend if gradient else None
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
@@ -173,6 +167,13 @@ class Explanation:
         return f"chosen, with the backward of {self.gradient}" if self.gradient else "chosen, without a backward"
 
     __repr__ = __str__
+
+
+def _plan_if_any(spec: Spec, backend: str, gradient: bool = False) -> dispatch.Plan | None:
+    try:
+        return dispatch.plan(spec, backend, gradient)
+    except Unsupported:
+        return None
 
 
 def _passed_by(backend: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -16,6 +17,14 @@ def name(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
+
+
+@cache
+def triton_obstacle() -> str | None:
+    """What keeps Triton's kernels from running here at all, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None if torch.cuda.is_available() else "needs a GPU, and torch sees none"
 
 
 @cache

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
+from saccade import hardware
 from saccade.backends import Saved, Support
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.scores import KINDS as SCORES
 from saccade.spec import Spec
 
+obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm90",),
     dtypes=("fp16", "bf16"),
@@ -28,13 +27,6 @@ SUPPORT = Support(
 )
 HELD_BACK = "by name only, until its stress test passes (docs/findings/gluon.md)"
 GRADIENT = replace(SUPPORT, flags=("sink", "aligned"), max_d=128)
-
-
-@lru_cache
-def obstacle() -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None if torch.cuda.is_available() else "needs a GPU, and torch sees none"
 
 
 def workspace(spec: Spec) -> str:

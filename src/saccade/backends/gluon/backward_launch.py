@@ -19,14 +19,12 @@ from saccade.backends.device import masks, scores
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
-from saccade.backends.gluon import schedule
+from saccade.backends.gluon import GRADIENT, schedule
 from saccade.backends.gluon.backward_kernel import BLOCK_K, backward_kernel, finish_kernel, prepare_kernel
 from saccade.backends.gluon.launch import OPTIONS, descriptor, shape_of
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
 
-MAX_D = 128
-WORKSPACE = "backward: 4 bytes for every element of q, d rounded up to 64 or 128, and 8 for every row and head of q"
 LEAST_SCALE = 1e-6
 """Below, lse / scale may leave float32."""
 LOG2E = math.log2(math.e)
@@ -40,7 +38,7 @@ SECTION = 4
 def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
-    assert max(q.shape[3], v.shape[3]) <= MAX_D, f"head dims {q.shape[3]} and {v.shape[3]}"
+    assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
     gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
     dq, dk, dv = gradients
     if not q.numel() or not k.numel():

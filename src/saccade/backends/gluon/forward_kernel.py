@@ -30,7 +30,6 @@ from saccade.backends.gluon.pipeline import (
     new_barriers,
 )
 from saccade.backends.gluon.schedule import NUMBERS, Work
-from saccade.backends.gluon.tiles import zero_tail  # noqa: F401
 
 NUMBERS_OF_A_CALL = ["items", "blocks", "heads", "section", "h_k", "packs", "group", "h_q", "s_q", "s_k"]
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib.util import find_spec
-
-import torch
 from torch import Tensor
 
+from saccade import hardware
 from saccade.backends import Saved, Support
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.scores import KINDS as SCORES
 from saccade.spec import Spec
 
+obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
     dtypes=("fp16", "bf16", "fp32"),
@@ -24,13 +22,6 @@ SUPPORT = Support(
     max_d=256,
 )
 GRADIENT = SUPPORT
-
-
-@lru_cache
-def obstacle() -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None if torch.cuda.is_available() else "needs a GPU, and torch sees none"
 
 
 def workspace(spec: Spec) -> str:
