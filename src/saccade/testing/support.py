@@ -13,7 +13,7 @@ START, STOP = "<!-- support -->", "<!-- /support -->"
 
 # Where a backend's tests have passed. One that has no line here has only been compiled.
 RAN = {
-    "gluon": "H200, all GPU tests but one (PyTorch 2.11, Triton 3.6)",
+    "gluon": "H200, 917 of its 919 GPU tests (PyTorch 2.11, Triton 3.6)",
     "triton": "H200, all GPU tests (PyTorch 2.11, Triton 3.6); the interpreter, in every CI run; others compiled only",
     "cpu": "CPU, in every CI run",
     "reference": "CPU, in every CI run; H200",
