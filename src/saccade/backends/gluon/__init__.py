@@ -25,7 +25,6 @@ SUPPORT = Support(
     multiple_of=8,
     needs=("aligned",),
 )
-HELD_BACK = "by name only, until its stress test passes (docs/findings/gluon.md)"
 GRADIENT = replace(SUPPORT, flags=("sink", "aligned"), max_d=128)
 
 

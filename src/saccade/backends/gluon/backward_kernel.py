@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from saccade.backends.device.records import LOG2E, plain_int
 from saccade.backends.device.tiles import head, load_tile, logits, tile_range, used_length, visible
-from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers
+from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers, new_ring
 from saccade.backends.gluon.shim import aggregate, tma_load, tma_reduce_add, tma_store
 from saccade.backends.gluon.tiles import between, zero_tail
 
@@ -171,20 +171,18 @@ class Shared:
     k_tile: gl.shared_memory_descriptor
     v_tile: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
-    landed: gl.shared_memory_descriptor
     starts: gl.shared_memory_descriptor
     deltas: gl.shared_memory_descriptor
     shares: Exchange
     outbox: Outbox
 
     @gluon.constexpr_function
-    def __init__(self, q_ring, dout_ring, k_tile, v_tile, keys_full, landed, starts, deltas, shares, outbox):
+    def __init__(self, q_ring, dout_ring, k_tile, v_tile, keys_full, starts, deltas, shares, outbox):
         self.q_ring = q_ring
         self.dout_ring = dout_ring
         self.k_tile = k_tile
         self.v_tile = v_tile
         self.keys_full = keys_full
-        self.landed = landed
         self.starts = starts
         self.deltas = deltas
         self.shares = shares
@@ -224,7 +222,7 @@ def key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def load_rows(
-    desc, numbers_desc, ring, numbers, landed, tails, n, block, h, row, place, used_q,
+    desc, numbers_desc, ring, numbers, tails, n, block, h, row, place, used_q,
     BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Fills stage n of a ring with BLOCK_Q rows of one head and what goes with them. Returns tails, counted on."""
@@ -236,10 +234,11 @@ def load_rows(
         tma_load(desc, [block.b, h, row, 0], full, tile)
         tma_load(numbers_desc, [place], full, numbers.index(stage))
     else:
-        mbarrier.expect(landed, BYTES)
-        tma_load(desc, [block.b, h, row, 0], landed, tile)
-        tma_load(numbers_desc, [place], landed, numbers.index(stage))
-        mbarrier.wait(landed, tails & 1)
+        landing = ring.landing()
+        mbarrier.expect(landing, BYTES)
+        tma_load(desc, [block.b, h, row, 0], landing, tile)
+        tma_load(numbers_desc, [place], landing, numbers.index(stage))
+        mbarrier.wait(landing, tails & 1)
         zero_tail(tile.reshape([BLOCK_Q, COLUMNS]), block.rows - row, BLOCK_Q, COLUMNS)
         ring.fill(stage)
         tails += 1
@@ -248,7 +247,7 @@ def load_rows(
 
 @gluon.jit
 def load_keys(k_desc, v_desc, shared, block, used_k, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
-    """Fills k and v. Returns how many copies landed at a barrier of their own."""
+    """Fills k and v. Returns how many copies landed at the barrier that q's ring has for the producer."""
     BYTES: gl.constexpr = BLOCK_K * (BLOCK_D + BLOCK_DV) * 2
     tails = gl.to_tensor(0)
     if used_k is None or block.start + BLOCK_K <= block.keys:
@@ -256,10 +255,11 @@ def load_keys(k_desc, v_desc, shared, block, used_k, BLOCK_D: gl.constexpr, BLOC
         tma_load(k_desc, [block.b, block.h_k, block.start, 0], shared.keys_full, shared.k_tile)
         tma_load(v_desc, [block.b, block.h_k, block.start, 0], shared.keys_full, shared.v_tile)
     else:
-        mbarrier.expect(shared.landed, BYTES)
-        tma_load(k_desc, [block.b, block.h_k, block.start, 0], shared.landed, shared.k_tile)
-        tma_load(v_desc, [block.b, block.h_k, block.start, 0], shared.landed, shared.v_tile)
-        mbarrier.wait(shared.landed, 0)
+        landing = shared.q_ring.landing()
+        mbarrier.expect(landing, BYTES)
+        tma_load(k_desc, [block.b, block.h_k, block.start, 0], landing, shared.k_tile)
+        tma_load(v_desc, [block.b, block.h_k, block.start, 0], landing, shared.v_tile)
+        mbarrier.wait(landing, 0)
         tails += 1
         zero_tail(shared.k_tile.reshape([BLOCK_K, BLOCK_D]), block.keys - block.start, BLOCK_K, BLOCK_D)
         zero_tail(shared.v_tile.reshape([BLOCK_K, BLOCK_DV]), block.keys - block.start, BLOCK_K, BLOCK_DV)
@@ -273,19 +273,20 @@ def load(
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """The producer: k and v once, then q and dout with what goes with their rows, head after head."""
-    # Copies of a tile that ends in rows which are not in use land at a barrier of their own, and are cleared.
-    tails = load_keys(k_desc, v_desc, shared, block, used_k, BLOCK_D, BLOCK_DV)
+    # Copies of a tile that ends in rows which are not in use land for the producer alone, and are cleared.
+    q_tails = load_keys(k_desc, v_desc, shared, block, used_k, BLOCK_D, BLOCK_DV)
+    dout_tails = gl.to_tensor(0)
     for n in range(block.steps(group)):
         h, q_block = block.place(n, group)
         row = q_block * BLOCK_Q
         place = ((block.b * h_q + h) * q_blocks + q_block) * BLOCK_Q
-        tails = load_rows(
-            q_desc, start_desc, shared.q_ring, shared.starts, shared.landed, tails, n, block, h, row, place, used_q,
-            BLOCK_Q, BLOCK_D,
+        q_tails = load_rows(
+            q_desc, start_desc, shared.q_ring, shared.starts, q_tails, n, block, h, row, place, used_q, BLOCK_Q,
+            BLOCK_D,
         )  # fmt: skip
-        tails = load_rows(
-            dout_desc, delta_desc, shared.dout_ring, shared.deltas, shared.landed, tails, n, block, h, row, place,
-            used_q, BLOCK_Q, BLOCK_DV,
+        dout_tails = load_rows(
+            dout_desc, delta_desc, shared.dout_ring, shared.deltas, dout_tails, n, block, h, row, place, used_q,
+            BLOCK_Q, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -524,11 +525,10 @@ def backward_kernel(
     v_tile = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_Q * BLOCK_D // 2], sum_desc.layout)
     shared = Shared(
-        Ring(q_tiles, new_barriers(2, 1), Q_EMPTY, 2, THREADS),
-        Ring(dout_tiles, new_barriers(2, 1), DOUT_EMPTY, 2, THREADS),
+        new_ring(q_tiles, Q_EMPTY, 2, THREADS),
+        new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS),
         k_tile,
         v_tile,
-        new_barriers(1, 1).index(0),
         new_barriers(1, 1).index(0),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], start_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], delta_desc.layout),

@@ -86,3 +86,23 @@ def unpack_pairs(x, DTYPE: gl.constexpr):
 def fast_log2(x):
     """To 22 bits, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _count_text(order):
+    return (
+        "{ .reg .pred chosen; elect.sync _|chosen, 0xffffffff; mov.b32 $0, 0; "
+        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; redux.sync.or.b32 $0, $0, 0xffffffff; }}"
+    )
+
+
+@gluon.jit
+def count_up(counter, ORDER: gl.constexpr):
+    """Adds 1 to an int32 in global memory and returns what it was, to all of one warp.
+
+    gl.atomic_add hands its result round by way of shared memory, in a place that something else may have had
+    (docs/findings/gluon.md).
+    """
+    text: gl.constexpr = _count_text(ORDER)
+    address = counter.to(gl.int64, bitcast=True)
+    return gl.inline_asm_elementwise(text, "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
