@@ -20,7 +20,8 @@ from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
 from saccade.backends.gluon import GRADIENT, schedule
-from saccade.backends.gluon.backward_kernel import BLOCK_K, backward_kernel, finish_kernel, prepare_kernel
+from saccade.backends.gluon.backward_kernel import BLOCK_K, backward_kernel
+from saccade.backends.gluon.dq_sum import finish_kernel, prepare_kernel
 from saccade.backends.gluon.launch import OPTIONS, descriptor, shape_of
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
@@ -119,7 +120,7 @@ class Plan:
                     "BLOCK_Q": block_q, "BLOCK_D": block_d, "BLOCK_DV": block_d, "FOLD": fold, "MASKED": masked,
                     "CONSUMER_REGISTERS": 240, "OTHER_REGISTERS": 24,
                 },
-                {"D": d, "BLOCK_Q": block_q, "COLUMNS": columns},
+                {"D": d, "BLOCK_Q": block_q, "PIECES": 2},
             ),
             grids=((b * h_q * pieces, 1, 1), (b * h_k * key_blocks, 1, 1), (b * h_q * blocks * 2, 1, 1)),
         )  # fmt: skip
