@@ -25,7 +25,7 @@ SUPPORT = Support(
     multiple_of=8,
     needs=("aligned",),
 )
-GRADIENT = replace(SUPPORT, flags=("sink", "aligned"), max_d=128)
+GRADIENT = replace(SUPPORT, max_d=128)
 
 
 def workspace(spec: Spec) -> str:

@@ -29,13 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from saccade.backends.device.records import LOG2E
+from saccade.backends.device.records import LOG2E, plain_int
 from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed
 from saccade.backends.gluon.key_block import hidden, key_block, onto
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers, new_ring
-from saccade.backends.gluon.shim import aggregate, tma_reduce_add, tma_store
+from saccade.backends.gluon.queue import pass_on, wait_for_turn
+from saccade.backends.gluon.shim import aggregate, tma_reduce_add, tma_store, wait_until_written
 
 BLOCK_K = gl.constexpr(128)
 """Keys of one program, 64 for each consumer."""
@@ -78,13 +79,25 @@ def dq_tile(c: gl.constexpr, n, block, group, h_q, q_blocks):
 
 
 @gluon.jit
-def reduce(c: gl.constexpr, sum_desc, outbox, block, group, h_q, q_blocks):
-    """Adds consumer c's halves of dq to global memory, but for the last, which the consumer adds itself."""
-    for n in range(block.steps(group) - 1):
+def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, blocks, group, h_q, q_blocks):
+    """Adds consumer c's halves of dq to global memory. Without a queue the consumer adds the last itself."""
+    steps = block.steps(group)
+    if queue is None:
+        steps -= 1
+    for n in range(steps):
+        tile = dq_tile(c, n, block, group, h_q, q_blocks)
+        if queue is not None:
+            wait_for_turn(queue, tile, block, block.place(n, group)[1], blocks, q_blocks, BLOCK_K)
         outbox.receive(c)
-        tma_reduce_add(sum_desc, [dq_tile(c, n, block, group, h_q, q_blocks), 0], outbox.tiles.index(c))
+        tma_reduce_add(sum_desc, [tile, 0], outbox.tiles.index(c))
         tma.store_wait(0)
         outbox.clear(c)
+        if queue is not None and n > 0:
+            wait_until_written(1)
+            pass_on(queue, dq_tile(c, n - 1, block, group, h_q, q_blocks))
+    if queue is not None:
+        wait_until_written(0)
+        pass_on(queue, dq_tile(c, steps - 1, block, group, h_q, q_blocks))
 
 
 @gluon.jit
@@ -189,6 +202,7 @@ def step(
 def consume(
     c: gl.constexpr, dk_desc, dv_desc, dq_sum, shared, block, mask, score, group, h_q, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
+    QUEUED: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: dk and dv of its 64 keys, and its half of every dq."""
     DTYPE: gl.constexpr = shared.k_tiles.dtype
@@ -246,8 +260,11 @@ def consume(
     fence_async_shared()
     tma_store(dv_desc, [block.b, block.h_k, block.start + c * 64, 0], shared.v_tiles.index(0).slice(c * 64, 64, 2))
     dq = warpgroup_mma_wait(0, [dq])
-    # Straight from registers: nothing is left to overlap a bulk addition with.
-    add_dq(dq, dq_sum + dq_tile(c, steps - 1, block, group, h_q, q_blocks).to(gl.int64) * PIECE, True)
+    if QUEUED:
+        shared.outbox.claim(c, steps - 1)
+        shared.outbox.send(c, packed(dq))
+    else:  # straight from registers: nothing is left to overlap a bulk addition with
+        add_dq(dq, dq_sum + dq_tile(c, steps - 1, block, group, h_q, q_blocks).to(gl.int64) * PIECE, True)
     # Both consumers have read all of k when both have come here.
     shared.shares.give(c, steps)
     shared.shares.take(c, steps)
@@ -260,14 +277,15 @@ def consume(
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dq_sum, used_q, used_k,
-    mask, score, order, group, h_q, s_q, s_k, q_blocks, scale,
+    mask, score, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_sum += ds^T k.
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. start and
-    delta: what `prepare_kernel` made. dq_sum: tiles as `packed` makes them, two for each block of rows.
+    delta: what `prepare_kernel` made. dq_sum: tiles as `packed` makes them, two for each block of rows. queue: None
+    where they may be added to in any order.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_Q], DTYPE)
@@ -287,20 +305,20 @@ def backward_kernel(
         Exchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
         Outbox(dq_tiles, new_barriers(2, 1)),
     )
-    block = key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+    block = key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K, queue is not None)
     gl.warp_specialize([
         (consume, (
             0, dk_desc, dv_desc, dq_sum, shared, block, mask, score, group, h_q, q_blocks, scale, BLOCK_Q, BLOCK_D,
-            BLOCK_DV, FOLD, MASKED,
+            BLOCK_DV, FOLD, MASKED, queue is not None,
         )),
         (consume, (
             1, dk_desc, dv_desc, dq_sum, shared, block, mask, score, group, h_q, q_blocks, scale, BLOCK_Q, BLOCK_D,
-            BLOCK_DV, FOLD, MASKED,
+            BLOCK_DV, FOLD, MASKED, queue is not None,
         )),
         (load, (
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,
             q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, 1, 1,
         )),
-        (reduce, (0, sum_desc, shared.outbox, block, group, h_q, q_blocks)),
-        (reduce, (1, sum_desc, shared.outbox, block, group, h_q, q_blocks)),
+        (reduce, (0, sum_desc, shared.outbox, block, queue, plain_int(order.blocks), group, h_q, q_blocks)),
+        (reduce, (1, sum_desc, shared.outbox, block, queue, plain_int(order.blocks), group, h_q, q_blocks)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -54,8 +54,11 @@ class KeyBlock:
 
 
 @gluon.jit
-def key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """This program's KeyBlock. In a section of heads the first keys come first: a causal mask gives them most rows."""
+def key_block(
+    order, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LAST_FIRST: gl.constexpr
+):
+    """This program's KeyBlock. In a section of heads the first keys come first, as a causal mask gives them most rows,
+    or the last ones."""
     blocks = plain_int(order.blocks)
     size = plain_int(order.section)
     number = gl.program_id(0) // (blocks * size)
@@ -63,7 +66,17 @@ def key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOC
     size = gl.minimum(size, plain_int(order.heads) - number * size)
     bh = number * plain_int(order.section) + rest % size
     b = bh // plain_int(order.h_k)
-    start = rest // size * BLOCK_K
+    i = rest // size
+    if LAST_FIRST:
+        i = blocks - 1 - i
+    return key_block_at(
+        b, bh % plain_int(order.h_k), i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K
+    )  # fmt: skip
+
+
+@gluon.jit
+def key_block_at(b, h_k, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The KeyBlock of these BLOCK_K keys."""
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
     # [BLOCK_K]
@@ -78,10 +91,7 @@ def key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOC
         core = first + BLOCK_Q
         core_end = core
         end = core
-    return KeyBlock(
-        b, bh % plain_int(order.h_k), start, rows, keys, first // BLOCK_Q, core // BLOCK_Q, core_end // BLOCK_Q,
-        end // BLOCK_Q,
-    )  # fmt: skip
+    return KeyBlock(b, h_k, start, rows, keys, first // BLOCK_Q, core // BLOCK_Q, core_end // BLOCK_Q, end // BLOCK_Q)
 
 
 @gluon.jit
