@@ -24,13 +24,14 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
 
 DEVICE, BACKEND = "cuda", "gluon"
-REPEATS, STEPS = 100, 20
+REPEATS, STEPS = 100, 200
 EDGES = {"full": None, "causal": causal()}
 MASKS = EDGES | {"left": window(100, 0), "both": window(64, 32)}
 
 edges = pytest.mark.parametrize("mask", EDGES.values(), ids=EDGES)
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 dims = pytest.mark.parametrize("d", [64, 128])
+every_kernel = pytest.mark.parametrize("d", [64, 128, 256])
 
 
 def operands(
@@ -67,7 +68,7 @@ def near(x: Tensor, other: Tensor) -> bool:
 
 
 @masks
-@dims
+@every_kernel
 @pytest.mark.parametrize(
     ("heads", "lengths"),
     [
@@ -82,24 +83,27 @@ def test_lengths(heads: tuple[int, int], lengths: tuple[int, int], d: int, mask:
     right(*operands(2, heads, lengths, d), mask=mask)
 
 
-@pytest.mark.parametrize(("d", "d_v"), [(80, 80), (96, 96), (64, 128), (128, 64), (40, 24), (8, 8), (104, 72)])
+@pytest.mark.parametrize(("d", "d_v"), [
+    (80, 80), (96, 96), (64, 128), (128, 64), (40, 24), (8, 8), (104, 72),
+    (192, 128), (160, 160), (136, 72), (64, 256), (256, 192),
+])  # fmt: skip
 def test_head_dims(d: int, d_v: int) -> None:
     right(*operands(2, (4, 2), (256, 300), d, d_v), mask=causal())
 
 
-@dims
+@every_kernel
 @pytest.mark.parametrize("group", [2, 3, 8, 16])
 def test_groups(group: int, d: int) -> None:
     right(*operands(2, (2 * group, 2), (300, 333), d), mask=causal())
 
 
-@dims
+@every_kernel
 def test_many_heads(d: int) -> None:
     """More blocks of keys than multiprocessors, in sections of heads of which the last is short."""
     right(*operands(3, (13, 13), (512, 700), d), mask=causal())
 
 
-@dims
+@every_kernel
 @pytest.mark.parametrize("dtype", [torch.float16])
 def test_float16(dtype: torch.dtype, d: int) -> None:
     right(*operands(2, (4, 2), (320, 448), d, dtype=dtype), mask=causal())
@@ -120,7 +124,7 @@ def test_masks(mask: Mask, d: int) -> None:
     right(*operands(2, (4, 2), (600, 600), d), mask=mask)
 
 
-@dims
+@every_kernel
 @pytest.mark.parametrize("scattered", [False, True])
 def test_documents(scattered: bool, d: int) -> None:
     ids = torch.randint(0, 5, (2, 600), device=DEVICE)
@@ -128,7 +132,7 @@ def test_documents(scattered: bool, d: int) -> None:
     right(*operands(2, (4, 2), (600, 600), d), mask=documents(ids) & causal())
 
 
-@dims
+@every_kernel
 def test_rows_without_keys(d: int) -> None:
     """Whole tiles of them, and keys that nobody sees."""
     q, k, v = operands(2, (4, 2), (700, 300), d)
@@ -142,7 +146,7 @@ def test_rows_without_keys(d: int) -> None:
     assert not dv[:, :, :700].any()
 
 
-@dims
+@every_kernel
 def test_softcap(d: int) -> None:
     right(*operands(2, (4, 2), (320, 448), d), score_mod=softcap(5.0), mask=causal())
 
@@ -171,7 +175,7 @@ def test_scores_far_from_zero(factor: float, d: int, mask: Mask | None) -> None:
 
 
 @edges
-@dims
+@every_kernel
 def test_gradient_of_the_lse(d: int, mask: Mask | None) -> None:
     q, k, v = operands(2, (4, 2), (320, 448), d)
     right(q, k, v, mask=mask, dlse=torch.randn(q.shape[:3], device=DEVICE))
@@ -243,7 +247,7 @@ def test_keys_for_every_batch_row() -> None:
 
 
 @masks
-@dims
+@every_kernel
 def test_padding(d: int, mask: Mask | None) -> None:
     """Used lengths around every edge of a tile; NaN behind them, and gradients of exactly zero."""
     used_q = torch.tensor([0, 1, 63, 64, 65, 191, 192, 300, 300, 5], device=DEVICE)
@@ -264,14 +268,14 @@ def test_padding(d: int, mask: Mask | None) -> None:
 
 
 @edges
-@dims
+@every_kernel
 @pytest.mark.parametrize("lengths", [(320, 448), (64, 200), (1, 1)], ids=str)
 def test_nothing_reads_fresh_memory(lengths: tuple[int, int], d: int, mask: Mask | None, poison: None) -> None:
     right(*operands(2, (4, 2), lengths, d), mask=mask)
 
 
 @edges
-@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (80, 80), (128, 64)])
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (80, 80), (128, 64), (192, 128)])
 def test_memory_around_the_tensors(d: int, d_v: int, mask: Mask | None, surrounded: Any) -> None:
     """NaN behind every row, behind the last row and before the first."""
     q, k, v = operands(2, (4, 4), (200, 217), d, d_v)
@@ -307,7 +311,7 @@ def test_workspace() -> None:
 
 
 @edges
-@dims
+@every_kernel
 def test_repeats(d: int, mask: Mask | None) -> None:
     """dk and dv are the same bits; dq is a sum over blocks of keys in any order, with other work in between."""
     q, k, v = operands(2, (16, 16), (1500, 1500), d)
@@ -324,7 +328,7 @@ def test_repeats(d: int, mask: Mask | None) -> None:
 
 
 @masks
-@dims
+@every_kernel
 @pytest.mark.parametrize("heads", [(16, 16), (8, 2)], ids=str)
 def test_deterministic_repeats(d: int, heads: tuple[int, int], mask: Mask | None) -> None:
     """All gradients are the same bits each time, with more programs than the GPU runs at once."""
@@ -341,12 +345,19 @@ def test_deterministic_repeats(d: int, heads: tuple[int, int], mask: Mask | None
 
 
 @masks
-@dims
+@every_kernel
 @pytest.mark.parametrize(
     ("heads", "lengths"), [((2, 2), (384, 512)), ((6, 2), (321, 577)), ((2, 1), (577, 321)), ((2, 2), (1, 1))], ids=str
 )
 def test_deterministic(heads: tuple[int, int], lengths: tuple[int, int], d: int, mask: Mask | None) -> None:
     right(*operands(2, heads, lengths, d), mask=mask, deterministic=True)
+
+
+@edges
+@every_kernel
+def test_groups_of_many_programs(d: int, mask: Mask | None) -> None:
+    """With fewer programs the heads of a group are divided among them, as in all the other tests."""
+    right(*operands(64, (4, 2), (300, 1000), d), mask=mask)
 
 
 def test_deterministic_padding() -> None:
@@ -412,12 +423,15 @@ def test_graph_replays_with_other_data() -> None:
 @pytest.fixture
 def kernels() -> Iterator[Any]:
     """How many kernels of the backward have been compiled in this process."""
-    from saccade.backends.gluon.backward_launch import KERNELS
+    from saccade.backends.gluon.backward_kernel import backward_kernel
+    from saccade.backends.gluon.dq_sum import finish_kernel, prepare_kernel
+    from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
 
-    return lambda: sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in KERNELS)
+    kernels: tuple[Any, ...] = prepare_kernel, backward_kernel, wide_backward_kernel, finish_kernel
+    return lambda: sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
 
-@dims
+@every_kernel
 def test_no_second_compile_for_other_shapes(d: int, kernels: Any) -> None:
     """Lengths, batches, heads, groups, window bounds, scales and strides are runtime arguments."""
 
@@ -434,13 +448,6 @@ def test_no_second_compile_for_other_shapes(d: int, kernels: Any) -> None:
     call(1, (14, 2), 1000, 300, 0.125, "bshd")
     call(16, (1, 1), 2048, 2047, 0.25, "sbhd")
     assert kernels() == before
-
-
-@pytest.mark.parametrize(("d", "d_v"), [(192, 128), (256, 256), (136, 64), (64, 136)])
-def test_wider_heads_go_to_triton(d: int, d_v: int) -> None:
-    q, k, v = operands(1, (2, 2), (100, 100), d, d_v)
-    assert dispatch.plan(plan(q, k, v).spec, "auto", gradient=True).backend == "triton"
-    check(q, k, v, mask=causal()).assert_ok()
 
 
 # Training

@@ -1,8 +1,6 @@
-"""Gluon kernels for Hopper, warp-specialised and fed by bulk copies: forward, and backward up to d = 128."""
+"""Gluon kernels for Hopper, warp-specialised and fed by bulk copies: forward and backward."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -25,12 +23,13 @@ SUPPORT = Support(
     multiple_of=8,
     needs=("aligned",),
 )
-GRADIENT = replace(SUPPORT, max_d=128)
+GRADIENT = SUPPORT
 
 
 def workspace(spec: Spec) -> str:
-    backward = "4 bytes for every element of q, d rounded up to 64 or 128, and 8 for every query row and head"
-    return f"forward: 8 bytes for every stream; backward, up to d = 128: {backward}"
+    sums = "4 bytes for every element of q, d in whole multiples of 64, and 8 for every query row and head"
+    shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
+    return f"forward: 8 bytes for every stream; backward: {sums}{shares if spec.group > 1 else ''}"
 
 
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:

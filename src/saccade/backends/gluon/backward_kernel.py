@@ -1,4 +1,4 @@
-"""The Hopper backward: a program owns 128 keys of one key head and walks over the query rows that see them.
+"""The Hopper backward up to d = 128: a program owns 128 keys of one head and walks over the query rows that see them.
 
 Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk and dv
 stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from saccade.backends.device.records import LOG2E, plain_int
+from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed
@@ -79,7 +79,7 @@ def dq_tile(c: gl.constexpr, n, block, group, h_q, q_blocks):
 
 
 @gluon.jit
-def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, blocks, group, h_q, q_blocks):
+def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, group, h_q, q_blocks):
     """Adds consumer c's halves of dq to global memory. Without a queue the consumer adds the last itself."""
     steps = block.steps(group)
     if queue is None:
@@ -87,7 +87,7 @@ def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, blocks, group, h_q, 
     for n in range(steps):
         tile = dq_tile(c, n, block, group, h_q, q_blocks)
         if queue is not None:
-            wait_for_turn(queue, tile, block, block.place(n, group)[1], blocks, q_blocks, BLOCK_K)
+            wait_for_turn(queue, tile, block, block.place(n, group)[1], q_blocks, BLOCK_K, 1)
         outbox.receive(c)
         tma_reduce_add(sum_desc, [tile, 0], outbox.tiles.index(c))
         tma.store_wait(0)
@@ -225,7 +225,7 @@ def consume(
     if MASKED:
         n = gl.to_tensor(0)
         for member in range(group):
-            h = block.h_k * group + member
+            h = block.share * group + member
             q_block = block.first
             # Twice through two loops: the blocks before the core, the core, the blocks behind it, and none.
             for half in range(2):
@@ -246,7 +246,7 @@ def consume(
                     n += 1
     else:
         for n in tl.range(steps, disable_licm=True):
-            h = block.h_k * group
+            h = block.share * group
             row = block.first
             if not score.identity:
                 h, q_block = block.place(n, group)
@@ -258,19 +258,19 @@ def consume(
     dq = issue_dq(c, shared, steps - 1, BLOCK_Q, BLOCK_D)
     own_rows(c, shared.v_tiles).store(dv.to(DTYPE))
     fence_async_shared()
-    tma_store(dv_desc, [block.b, block.h_k, block.start + c * 64, 0], shared.v_tiles.index(0).slice(c * 64, 64, 2))
+    tma_store(dv_desc, [block.b, block.share, block.start + c * 64, 0], shared.v_tiles.index(0).slice(c * 64, 64, 2))
     dq = warpgroup_mma_wait(0, [dq])
     if QUEUED:
         shared.outbox.claim(c, steps - 1)
         shared.outbox.send(c, packed(dq))
     else:  # straight from registers: nothing is left to overlap a bulk addition with
-        add_dq(dq, dq_sum + dq_tile(c, steps - 1, block, group, h_q, q_blocks).to(gl.int64) * PIECE, True)
+        add_dq(dq, dq_sum + dq_tile(c, steps - 1, block, group, h_q, q_blocks).to(gl.int64) * PIECE)
     # Both consumers have read all of k when both have come here.
     shared.shares.give(c, steps)
     shared.shares.take(c, steps)
     own_rows(c, shared.k_tiles).store((dk * scale).to(DTYPE))
     fence_async_shared()
-    tma_store(dk_desc, [block.b, block.h_k, block.start + c * 64, 0], shared.k_tiles.index(0).slice(c * 64, 64, 2))
+    tma_store(dk_desc, [block.b, block.share, block.start + c * 64, 0], shared.k_tiles.index(0).slice(c * 64, 64, 2))
     tma.store_wait(0)
 
 
@@ -319,6 +319,6 @@ def backward_kernel(
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,
             q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, 1, 1,
         )),
-        (reduce, (0, sum_desc, shared.outbox, block, queue, plain_int(order.blocks), group, h_q, q_blocks)),
-        (reduce, (1, sum_desc, shared.outbox, block, queue, plain_int(order.blocks), group, h_q, q_blocks)),
+        (reduce, (0, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
+        (reduce, (1, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -12,28 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
 from saccade.backends import Saved
 from saccade.backends.device import masks, scores
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device, run
-from saccade.backends.device.records import Rows
+from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.gluon import GRADIENT, schedule
-from saccade.backends.gluon.backward_kernel import BLOCK_K, backward_kernel
-from saccade.backends.gluon.dq_sum import finish_kernel, prepare_kernel
-from saccade.backends.gluon.launch import OPTIONS, descriptor, shape_of
+from saccade.backends.gluon.backward_kernel import backward_kernel
+from saccade.backends.gluon.dq_sum import PIECE, finish_kernel, prepare_kernel
+from saccade.backends.gluon.launch import OPTIONS, descriptor, multiprocessors, shape_of
 from saccade.backends.gluon.queue import Queue, rank_kernel
+from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
 
+BALANCE = 7
+"""Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
 LEAST_SCALE = 1e-6
 """Below, lse / scale may leave float32."""
 LOG2E = math.log2(math.e)
-KERNELS: tuple[Any, ...] = prepare_kernel, backward_kernel, finish_kernel
-"""And before them, where dq is added in order, rank_kernel."""
-PREPARED_ROWS = 64
-"""Of one program of prepare_kernel."""
 SECTION = 4
 """Heads whose blocks of keys take turns, where no two share keys."""
 MANY = 96
@@ -53,10 +53,13 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         # What is compiled for, or kept, and the Problem's key does not hold.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
         found = problem.launches.get(key)
-        plan, compiled = found or (Plan.of(problem, dout, out, gradients), [])
+        plan, compiled = found or (Plan.of(problem, dout, out, gradients, processors(q)), [])
         space = workspace(plan, q.device)
         saved = Saved(dout, saved.dlse, out, saved.lse)
-        calls = arguments(problem, plan, saved, gradients, space)
+        shares = dk, dv
+        if plan.divided > 1:
+            shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
+        calls = arguments(problem, plan, saved, (dq, *shares), space)
         if found:
             for made, grid, fixed, call in zip(compiled, plan.grids, plan.fixed, calls, strict=True):
                 run(made, grid, q.device.index, (*call, *fixed.values()))
@@ -64,10 +67,50 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
             for kernel, grid, fixed, call in zip(plan.kernels, plan.grids, plan.fixed, calls, strict=True):
                 compiled.append(kernel[grid](*call, **fixed, **options(kernel)))
             problem.launches[key] = plan, compiled
+        if plan.divided > 1:
+            for share, whole in zip(shares, (dk, dv), strict=True):
+                torch.sum(share.unflatten(1, (-1, plan.divided)), 2, out=whole)
     if problem.sink is None:
         return dq, dk, dv, None
     delta = -space[0].view(*q.shape[:2], -1)[:, :, : q.shape[2]]  # the kernels add it
     return dq, dk, dv, sink_gradient(problem, saved, delta)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a kernel cuts head dims d and d_v, rows and keys."""
+
+    kernel: Any
+    block_q: int
+    block_k: int
+    columns: int
+    """of q and k: d in whole boxes"""
+    v_columns: int
+    box: int
+    """Columns of one bulk copy."""
+    prepared_rows: int
+    """of one program of prepare_kernel"""
+
+    @staticmethod
+    def of(d: int, d_v: int) -> Cut:
+        if max(d, d_v) <= 64:
+            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64)
+        if max(d, d_v) <= 128:
+            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64)
+        columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
+        return Cut(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
+
+    @property
+    def pieces(self) -> int:
+        """of dq_sum in a block of rows"""
+        return self.block_q * self.columns // PIECE.value
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        registers = {"CONSUMER_REGISTERS": 240, "OTHER_REGISTERS": 24}
+        if self.kernel is wide_backward_kernel:
+            return {"D": self.columns, "D_V": self.v_columns, **registers}
+        return {"BLOCK_Q": self.block_q, "BLOCK_D": self.columns, "BLOCK_DV": self.v_columns, **registers}
 
 
 @dataclass(frozen=True)
@@ -78,6 +121,8 @@ class Plan:
     kernels: tuple[Any, ...]
     ranks: tuple[int, ...] | None
     """Shape of the queue's ranks, or None: dq is added in any order."""
+    turns: int
+    """Its counters."""
     rows: int
     """of delta and start"""
     tiles: tuple[int, int]
@@ -85,67 +130,74 @@ class Plan:
     records: tuple[tuple[Any, ...], ...]
     """Rows of dout, out and dq but for their pointers."""
     shapes: list[dict[str, Any]]
-    """Descriptors of q, k, v, dout, dk, dv, start, delta and dq_sum but for their pointers."""
+    """Descriptors of q, k, v, dout, dk, dv, start, delta and, if it is a kernel's, dq_sum, but for their pointers."""
     order: Any
+    divided: int
+    """Shares of a group, each of which has a dk and a dv of its own."""
     numbers: tuple[tuple[int, ...], ...]
     """Of each kernel, as all that follows."""
     fixed: tuple[dict[str, Any], ...]
     grids: tuple[tuple[int, int, int], ...]
 
     @staticmethod
-    def of(problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...]) -> Plan:
+    def of(problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int) -> Plan:
         q, k, v = problem.q, problem.k, problem.v
         b, h_q, s_q, d = q.shape
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-        block_d, block_q = (64, 128) if max(d, d_v) <= 64 else (128, 64)
-        columns = block_d * block_q // 128
-        blocks = -(-s_q // block_q)
-        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * 2, 64 * columns)
+        cut = Cut.of(d, d_v)
+        block_q, block_k = cut.block_q, cut.block_k
+        blocks, key_blocks = -(-s_q // block_q), -(-s_k // block_k)
+        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * cut.pieces, PIECE.value)
+        programs = b * h_k * key_blocks
+        divided = shares_of(problem.group, programs, processors * (BALANCE if problem.mask else 1))
         dq, dk, dv = gradients
-        operands = (q, block_q), (k, BLOCK_K.value), (v, BLOCK_K.value), (dout, block_q), (dk, 64), (dv, 64)
-        pieces = blocks * block_q // PREPARED_ROWS
-        key_blocks = -(-s_k // BLOCK_K.value)
+        if divided > 1:
+            dk, dv = share_by_share(dk, divided), share_by_share(dv, divided)
+        operands = (q, block_q), (k, block_k), (v, block_k), (dout, block_q), (dk, 64), (dv, 64)
+        ends = blocks * block_q // cut.prepared_rows
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
         spills = problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None
         fold = block_q == 64 and problem.score is None and not spills and problem.scale > LEAST_SCALE
-        masked = problem.mask is not None or problem.layout.seqused_k is not None or s_k % BLOCK_K.value != 0
-        section = SECTION if problem.group == 1 else 1
+        masked = problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
+        section = SECTION if problem.group == 1 else divided
         if problem.deterministic and key_blocks > MANY:
             section = min(section, 2)
         queued = (rank_kernel,) if problem.deterministic else ()
         return Plan(
             fold=fold,
-            kernels=(*queued, *KERNELS),
+            kernels=(*queued, prepare_kernel, cut.kernel, finish_kernel),
             ranks=(b, key_blocks, blocks) if queued else None,
+            turns=2 * b * h_q * blocks,
             rows=rows,
             tiles=tiles,
             records=tuple(Rows.of(x)[1:] for x in (dout, out, dq)),
             shapes=[
-                *(shape_of(x, (1, 1, n, block_d)) for x, n in operands),
+                *(shape_of(x, (1, 1, n, cut.box)) for x, n in operands),
                 *[plain((rows,), (block_q,))] * 2,
-                plain(tiles, (1, 64 * columns)),
+                *([] if cut.kernel is wide_backward_kernel else [plain(tiles, (1, PIECE.value))]),
             ],
-            order=schedule.Order.of(key_blocks, b, h_k, min(section, b * h_k)),
+            order=schedule.Order.of(key_blocks, b, h_k, divided, min(section, b * h_k * divided)),
+            divided=divided,
             numbers=(
                 *((key_blocks, blocks, s_q, s_k) for _ in queued),
-                (h_q, s_q, pieces),
-                (problem.group, h_q, s_q, s_k, blocks),
+                (h_q, s_q, ends),
+                (problem.group // divided, h_q, s_q, s_k, blocks),
                 (h_q, s_q, blocks),
             ),
             fixed=(
-                *({"BLOCK_Q": block_q, "BLOCK_K": BLOCK_K.value} for _ in queued),
-                {"D_V": d_v, "ROWS": PREPARED_ROWS, "BLOCK_D": block_d, "BLOCK_DV": block_d},
+                *({"BLOCK_Q": block_q, "BLOCK_K": block_k} for _ in queued),
                 {
-                    "BLOCK_Q": block_q, "BLOCK_D": block_d, "BLOCK_DV": block_d, "FOLD": fold, "MASKED": masked,
-                    "CONSUMER_REGISTERS": 240, "OTHER_REGISTERS": 24,
+                    "D_V": d_v, "ROWS": cut.prepared_rows, "BLOCK_D": cut.columns,
+                    "BLOCK_DV": next_power_of_2(cut.v_columns),
                 },
-                {"D": d, "BLOCK_Q": block_q, "PIECES": 2},
+                {"FOLD": fold, "MASKED": masked, **cut.constants},
+                {"D": d, "BLOCK_Q": block_q, "PIECES": cut.pieces},
             ),
             grids=(
                 *((b * key_blocks, 1, 1) for _ in queued),
-                (b * h_q * pieces, 1, 1),
-                (b * h_k * key_blocks, 1, 1),
-                (b * h_q * blocks * 2, 1, 1),
+                (b * h_q * ends, 1, 1),
+                (programs * divided, 1, 1),
+                (b * h_q * blocks * cut.pieces, 1, 1),
             ),
         )  # fmt: skip
 
@@ -153,6 +205,21 @@ class Plan:
 def options(kernel: Any) -> dict[str, Any]:
     """How a kernel is compiled; ranks are one warp's work."""
     return {**OPTIONS, "num_warps": 1 if kernel is rank_kernel else OPTIONS["num_warps"]}
+
+
+def shares_of(group: int, programs: int, least: float) -> int:
+    """Into how many shares a group is divided, so that there are at least so many programs, if it can be."""
+    return next((n for n in range(1, group) if group % n == 0 and programs * n >= least), group)
+
+
+def share_by_share(x: Tensor, divided: int) -> Tensor:
+    """Memory for dk or dv of each share, (b, h_k divided, s_k, d); every row of it will be written."""
+    b, h_k, s_k, d = x.shape
+    return torch.empty(b, h_k * divided, s_k, d, dtype=x.dtype, device=x.device)
+
+
+def processors(x: Tensor) -> int:
+    return multiprocessors(x.device.index)
 
 
 def workspace(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Queue | None]:
@@ -163,13 +230,14 @@ def workspace(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
     if plan.ranks is None:
         return delta, start, dq_sum, None
     ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
-    return delta, start, dq_sum, Queue(ranks, torch.zeros(plan.tiles[0], dtype=torch.int32, device=device))
+    passed = torch.zeros(plan.turns, dtype=torch.int32, device=device)
+    return delta, start, dq_sum, Queue(ranks, passed, runtime_int(plan.ranks[1]))
 
 
 def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
     """What `workspace` takes; d is the larger head dim."""
-    block_d, block_q = (64, 128) if d <= 64 else (128, 64)
-    return b * h_q * -(-s_q // block_q) * block_q * (4 * block_d + 8)
+    cut = Cut.of(d, d)
+    return b * h_q * -(-s_q // cut.block_q) * cut.block_q * (4 * cut.columns + 8)
 
 
 def arguments(
@@ -191,8 +259,9 @@ def arguments(
         used_q, *prepare, -1 / scale if plan.fold else -LOG2E,
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
+    descriptors = (descriptor(x, shape) for x, shape in zip(tensors, plan.shapes, strict=False))
     records = mask, scores.record(problem.score), plan.order, queue
-    yield (*map(descriptor, tensors, plan.shapes), dq_sum, used_q, used_k, *records, *main, scale)
+    yield (*descriptors, dq_sum, used_q, used_k, *records, *main, scale)
     yield dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale
 
 

@@ -24,8 +24,11 @@ def copy(desc, b, h, row, landing, tiles, first, COLUMNS: gl.constexpr, CHUNKS: 
 @gluon.jit
 def clear(tiles, first, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr):
     """Clears the rows of a tile from `used` on."""
-    for i in gl.static_range(CHUNKS):
-        zero_tail(tiles.index(first + i).reshape([ROWS, COLUMNS]), used, ROWS, COLUMNS)
+    if CHUNKS == 1:
+        zero_tail(tiles.index(first).reshape([ROWS, COLUMNS]), used, ROWS, COLUMNS)
+    else:
+        for i in range(CHUNKS):  # unrolled, it would spill some hundred bytes
+            zero_tail(tiles.index(first + i).reshape([ROWS, COLUMNS]), used, ROWS, COLUMNS)
 
 
 @gluon.jit
@@ -36,17 +39,18 @@ def load_rows(
     """Fills stage n of a ring with BLOCK_Q rows of one head and what goes with them. Returns tails, counted on."""
     BYTES: gl.constexpr = BLOCK_Q * (2 * COLUMNS * CHUNKS + 4)
     stage = ring.claim(n)
+    first = stage * (ring.tiles.shape[0] // ring.STAGES)
     if used_q is None or row + BLOCK_Q <= block.rows:
         full = ring.announce(stage, BYTES)
-        copy(desc, block.b, h, row, full, ring.tiles, stage * CHUNKS, COLUMNS, CHUNKS)
+        copy(desc, block.b, h, row, full, ring.tiles, first, COLUMNS, CHUNKS)
         tma_load(numbers_desc, [place], full, numbers.index(stage))
     else:
         landing = ring.landing()
         mbarrier.expect(landing, BYTES)
-        copy(desc, block.b, h, row, landing, ring.tiles, stage * CHUNKS, COLUMNS, CHUNKS)
+        copy(desc, block.b, h, row, landing, ring.tiles, first, COLUMNS, CHUNKS)
         tma_load(numbers_desc, [place], landing, numbers.index(stage))
         mbarrier.wait(landing, tails & 1)
-        clear(ring.tiles, stage * CHUNKS, block.rows - row, BLOCK_Q, COLUMNS, CHUNKS)
+        clear(ring.tiles, first, block.rows - row, BLOCK_Q, COLUMNS, CHUNKS)
         ring.fill(stage)
         tails += 1
     return tails

@@ -14,10 +14,14 @@ from saccade.backends.gluon.tiles import between
 
 @aggregate
 class KeyBlock:
-    """Where a program's keys are, and which blocks of rows see them: [first, end), and all of them [core, core_end)."""
+    """Where a program's keys are, and which blocks of rows see them: [first, end), and all of them [core, core_end).
+
+    The query heads of one key head are `share` after share; `group` is how many a share has.
+    """
 
     b: gl.tensor
     h_k: gl.tensor
+    share: gl.tensor
     start: gl.tensor
     rows: gl.tensor
     keys: gl.tensor
@@ -27,9 +31,10 @@ class KeyBlock:
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, h_k, start, rows, keys, first, core, core_end, end):
+    def __init__(self, b, h_k, share, start, rows, keys, first, core, core_end, end):
         self.b = b
         self.h_k = h_k
+        self.share = share
         self.start = start
         self.rows = rows
         self.keys = keys
@@ -40,7 +45,7 @@ class KeyBlock:
 
     @gluon.jit
     def steps(self, group):
-        """All heads of the group, one after the other."""
+        """All heads of the share, one after the other."""
         return group * (self.end - self.first)
 
     @gluon.jit
@@ -50,7 +55,7 @@ class KeyBlock:
         In one loop over steps: a variable of an outer loop that only bounds an inner one is lost by Gluon 3.6.
         """
         blocks = self.end - self.first
-        return self.h_k * group + n // blocks, self.first + n % blocks
+        return self.share * group + n // blocks, self.first + n % blocks
 
 
 @gluon.jit
@@ -65,17 +70,17 @@ def key_block(
     rest = gl.program_id(0) - number * (blocks * size)
     size = gl.minimum(size, plain_int(order.heads) - number * size)
     bh = number * plain_int(order.section) + rest % size
-    b = bh // plain_int(order.h_k)
+    b = bh // plain_int(order.shares)
+    share = bh % plain_int(order.shares)
     i = rest // size
     if LAST_FIRST:
         i = blocks - 1 - i
-    return key_block_at(
-        b, bh % plain_int(order.h_k), i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K
-    )  # fmt: skip
+    h_k = share // plain_int(order.divided)
+    return key_block_at(b, h_k, share, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
 
 
 @gluon.jit
-def key_block_at(b, h_k, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+def key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """The KeyBlock of these BLOCK_K keys."""
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
@@ -91,7 +96,9 @@ def key_block_at(b, h_k, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.cons
         core = first + BLOCK_Q
         core_end = core
         end = core
-    return KeyBlock(b, h_k, start, rows, keys, first // BLOCK_Q, core // BLOCK_Q, core_end // BLOCK_Q, end // BLOCK_Q)
+    return KeyBlock(
+        b, h_k, share, start, rows, keys, first // BLOCK_Q, core // BLOCK_Q, core_end // BLOCK_Q, end // BLOCK_Q
+    )
 
 
 @gluon.jit

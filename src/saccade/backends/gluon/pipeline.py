@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from saccade.backends.gluon.shim import aggregate, barrier_arrive, barrier_sync
+from saccade.backends.gluon.shim import aggregate, barrier_arrive, barrier_sync, thread_barrier
 
 TURN = gl.constexpr(6)
 """6 to 8: whose turn it is to issue products."""
@@ -301,3 +301,50 @@ class Pipeline:
         self.values = values
         self.turns = turns
         self.shape = shape
+
+
+DS_THERE = gl.constexpr(8)
+P_THERE = gl.constexpr(9)
+"""Backward of wide heads: between the two consumers."""
+
+
+@aggregate
+class Trade:
+    """p from one consumer for ds from the other: one p, in the order of registers, and two ds, which both read.
+
+    The first gives p(n) after it took ds(n - 1) and its products with ds(n - 2) are done, and the second gives ds(n)
+    after it read p(n): no tile is overwritten that is still read, and no barrier counts two arrivals of one consumer.
+    """
+
+    p: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, p, ds):
+        self.p = p
+        self.ds = ds
+
+    @gluon.jit
+    def give_p(self, x):
+        """For the first: p(n), [N]."""
+        self.p.store(x)
+        barrier_arrive(P_THERE, 256)
+
+    @gluon.jit
+    def take_p(self, layout: gl.constexpr):
+        """For the second: p(n), [N]."""
+        barrier_sync(P_THERE, 256)
+        return self.p.load(layout)
+
+    @gluon.jit
+    def give_ds(self, n, x):
+        """For the second, all of whose warps may then read ds(n) too. It begins with a ds(-1)."""
+        self.ds.index(n & 1).store(x)
+        fence_async_shared()
+        thread_barrier()
+        barrier_arrive(DS_THERE, 256)
+
+    @gluon.jit
+    def take_ds(self):
+        """For the first: waits for the next ds."""
+        barrier_sync(DS_THERE, 256)

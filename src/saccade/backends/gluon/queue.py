@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.backends.device.records import plain_int
 from saccade.backends.gluon.key_block import key_block_at
-from saccade.backends.gluon.shim import add_one, wait_until
+from saccade.backends.gluon.shim import add_one, fence_memory, wait_until
 
 
 class Queue(NamedTuple):
@@ -24,14 +25,17 @@ class Queue(NamedTuple):
     ranks: Any
     """int32 (b, blocks of keys, blocks of rows): how many programs add before this block of keys, in each head"""
     passed: Any
-    """int32 (pieces of dq): how many have added"""
+    """int32 (batch rows, heads, blocks of rows, 2): how many have added, for each consumer's half of dq"""
+    blocks: Any
+    """of keys: a runtime_int"""
 
 
 @gluon.jit
-def wait_for_turn(queue, piece, block, q_block, blocks, q_blocks, BLOCK_K: gl.constexpr):
-    """Waits until all programs before `block` have added to this piece, which is of `q_block`."""
-    rank = gl.load(queue.ranks + (block.b * blocks + block.start // BLOCK_K) * q_blocks + q_block)
-    wait_until(queue.passed + piece, rank)
+def wait_for_turn(queue, piece, block, q_block, q_blocks, BLOCK_K: gl.constexpr, WARPS: gl.constexpr):
+    """Waits until all programs before `block` have added to this piece, which is of `q_block`; WARPS of each count."""
+    number = block.b * plain_int(queue.blocks) + block.start // BLOCK_K
+    rank = gl.load(queue.ranks + number * q_blocks + q_block)
+    wait_until(queue.passed + piece, rank * WARPS)
 
 
 @gluon.jit
@@ -42,18 +46,25 @@ def pass_on(queue, piece):
     add_one(queue.passed + piece)
 
 
+@gluon.jit
+def pass_on_fenced(queue, piece):
+    """The same for additions from registers, by each of the warps: nothing tells when those are there."""
+    fence_memory()
+    add_one(queue.passed + piece)
+
+
 @gluon.jit(do_not_specialize=["blocks", "q_blocks", "s_q", "s_k"])
 def rank_kernel(ranks, mask, used_q, used_k, blocks, q_blocks, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """Counts, for one block of keys and every block of rows that it may add to, the later blocks of keys that do."""
     ROWS: gl.constexpr = 256
     b = gl.program_id(0) // blocks
     i = gl.program_id(0) % blocks
-    own = key_block_at(b, b * 0, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+    own = key_block_at(b, b * 0, b * 0, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
     for start in range(own.first // ROWS * ROWS, own.end, ROWS):
         # [ROWS]
         q_block = start + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
         rank = q_block * 0
         for later in range(i + 1, blocks):
-            block = key_block_at(b, b * 0, later * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+            block = key_block_at(b, b * 0, b * 0, later * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
             rank += ((q_block >= block.first) & (q_block < block.end)).to(gl.int32)
         gl.store(ranks + gl.program_id(0) * q_blocks + q_block, rank, mask=q_block < q_blocks)

@@ -73,10 +73,14 @@ class Order(NamedTuple):
     blocks: Any
     """blocks of keys of one head"""
     heads: Any
+    """all shares of all batch rows"""
     section: Any
-    """heads that are worked on together"""
-    h_k: Any
+    """shares that are worked on together"""
+    shares: Any
+    """of a batch row: every key head as often as its group is divided"""
+    divided: Any
+    """into how many shares a group is divided"""
 
     @staticmethod
-    def of(blocks: int, b: int, h_k: int, section: int) -> tuple[Any, ...]:
-        return Order(*map(runtime_int, (blocks, b * h_k, section, h_k)))
+    def of(blocks: int, b: int, h_k: int, divided: int, section: int) -> tuple[Any, ...]:
+        return Order(*map(runtime_int, (blocks, b * h_k * divided, section, h_k * divided, divided)))

@@ -27,6 +27,10 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, place, src.handle)
 
 
+# Where all warps of a group meet: renamed in 3.7.
+thread_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
 # A view of shared memory under another shape: a private method until 3.9.
 _PRIVATE_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 
@@ -142,3 +146,10 @@ def add_one(counter):
     )
     address = counter.to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(text, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_memory():
+    """What this thread has written to global memory is there for all before anything that it does next."""
+    text: gl.constexpr = "fence.acq_rel.gpu; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
