@@ -7,10 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from saccade import hardware
-from saccade.backends import Saved, Support
+from saccade.backends import ANY_SCORE, Gradients, Saved, Support
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
-from saccade.scores import KINDS as SCORES
 from saccade.spec import Spec
 
 obstacle = hardware.triton_obstacle
@@ -19,7 +18,7 @@ SUPPORT = Support(
     dtypes=("fp16", "bf16"),
     layouts=("dense", "padded"),
     masks=MASKS,
-    scores=tuple(SCORES),
+    scores=(ANY_SCORE,),
     flags=("sink", "deterministic", "aligned"),
     max_d=256,
     multiple_of=8,
@@ -40,7 +39,7 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     return launch.forward(problem, lse)
 
 
-def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.gluon import backward_launch
 
     return backward_launch.backward(problem, saved)
