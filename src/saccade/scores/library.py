@@ -118,8 +118,12 @@ def _relative_bias(
     reach: int,
     shared: bool,
 ) -> Tensor:
-    distance = torch.clamp(kv_idx - q_idx, -reach, reach) + reach
-    return score + table[torch.zeros_like(h) if shared else h, distance]
+    return score + table[torch.zeros_like(h) if shared else h, _column(q_idx, kv_idx, reach)]
+
+
+def _column(q_idx: Tensor, kv_idx: Tensor, reach: int) -> Tensor:
+    """clamp(kv_idx - q_idx, -reach, reach) + reach, in the form that is plainly never negative."""
+    return (kv_idx - q_idx + reach).clamp(min=0).clamp(max=2 * reach)
 
 
 def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
@@ -160,7 +164,7 @@ def _t5_bias(
     reach: int,
 ) -> Tensor:
     # The table for every distance, made once: rounding in a logarithm may move a distance to the next bucket.
-    return score + table[buckets].mT[h, torch.clamp(kv_idx - q_idx, -reach, reach) + reach]
+    return score + table[buckets].mT[h, _column(q_idx, kv_idx, reach)]
 
 
 def t5_buckets(buckets: int, bidirectional: bool, max_distance: int) -> Tensor:

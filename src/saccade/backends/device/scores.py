@@ -4,13 +4,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import linecache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from saccade import scores
-from saccade.backends.device.records import LOG2E
+from saccade.backends.device.pointwise import NAMES, tanh
+from saccade.backends.device.records import NARROW, NARROW_LIMIT, WIDE, runtime_int
+from saccade.scores import emit
+from saccade.scores.program import Program
 
 
 class DeviceScore(NamedTuple):
@@ -24,6 +30,8 @@ class DeviceScore(NamedTuple):
     """(data) -> inside, outside: numbers with apply(score) = outside core(inside score); outside > 0"""
     core: Any
     """(data, score, b, h, q_idx, kv_idx) -> score; what is left of apply when the scale takes in what is linear"""
+    steady: Any
+    """constexpr: the slope is 1 everywhere"""
     data: tuple
 
 
@@ -40,16 +48,6 @@ def _no_parts(data):
 @triton.jit
 def _one(data, score, b, h, q_idx, kv_idx):
     return score * 0 + 1
-
-
-@triton.jit
-def tanh(x):
-    """To float32 accuracy: the exponential form loses relative accuracy near zero, where five terms are exact."""
-    decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    far = (1 - decay) / (1 + decay)
-    square = x * x
-    series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    return tl.where(square < 0.01, x * series, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -83,17 +81,68 @@ def _functions(*functions: Any) -> tuple[Any, ...]:
     return tuple(map(tl.constexpr, functions))
 
 
-_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same), ())
-UNCHANGED = DeviceScore(*_functions(_same, _one, False, _no_parts, _same), ())
+_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, True), ())
+UNCHANGED = DeviceScore(*_functions(_same, _one, False, _no_parts, _same, True), ())
 """The identity for kernels that would take short cuts with `_SAME`."""
-_SOFTCAP = _functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core)
+_SOFTCAP = _functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core, False)
 
 
-def record(score: scores.ScoreMod | None) -> DeviceScore:
+def record(score: scores.Score | None) -> DeviceScore:
     """The device form of a score modification; None is the identity."""
     match score:
         case None:
             return _SAME
         case scores.Softcap():
             return DeviceScore(*_SOFTCAP, (score.cap,))
+        case scores.Traced():
+            return DeviceScore(*_emitted(score.program), data(score))
     raise TypeError(f"no device form of {score!r}")
+
+
+def data(score: scores.Traced) -> tuple[Any, ...]:
+    """What emitted functions take first: see `saccade.scores.emit`."""
+    found: list[Any] = []
+    for x in score.tensors:
+        span = sum((n - 1) * abs(stride) for n, stride in zip(x.shape, x.stride(), strict=True))
+        found += [x, WIDE if max(span, x.numel()) >= NARROW_LIMIT else NARROW]
+        for n, stride in zip(x.shape, x.stride(), strict=True):
+            found += [runtime_int(stride), runtime_int(n)]
+    for number, integral in zip(score.numbers, score.program.integral, strict=True):
+        if integral and abs(number) > emit.LONGEST:
+            raise ValueError(f"integers in score functions go up to {emit.LONGEST}, got {number}; capture it as a tensor")
+        found.append(runtime_int(int(number)) if integral else float(number))
+    return tuple(found)
+
+
+def _emitted(program: Program) -> tuple[Any, ...]:
+    """The program's functions, made once."""
+    made = program.__dict__.get("device")
+    if made is None:
+        found = jit(emit.value_source(program))
+        apply = found["apply"]
+        made = _functions(apply, found["slope"], False, _no_parts, apply, emit.steady(program))
+        program.__dict__["device"] = made
+    return made
+
+
+def scatter(program: Program, wanted: Sequence[bool]) -> Any:
+    """constexpr: what adds to the gradients of captured tensors, made once for each choice of them."""
+    key = "scatter", tuple(wanted)
+    if key not in program.__dict__:
+        program.__dict__[key] = tl.constexpr(jit(emit.scatter_source(program, wanted))["scatter"])
+    return program.__dict__[key]
+
+
+def jit(source: str) -> dict[str, Any]:
+    """The functions of a source text. It lies in `linecache`, where Triton finds it, under a name made from its hash:
+    equal sources share what is compiled, in this process and on the disk, and different ones do not."""
+    name = f"saccade_score_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    if name not in _sources:
+        file = f"<{name}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        _sources[name] = {**NAMES, "__name__": name}
+        exec(compile(source, file, "exec"), _sources[name])
+    return _sources[name]
+
+
+_sources: dict[str, dict[str, Any]] = {}

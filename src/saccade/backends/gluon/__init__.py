@@ -40,6 +40,7 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
+    from saccade.backends.device import captures
     from saccade.backends.gluon import backward_launch
 
-    return backward_launch.backward(problem, saved)
+    return *backward_launch.backward(problem, saved), captures.gradients(problem, saved)

@@ -34,6 +34,7 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
+    from saccade.backends.device import captures
     from saccade.backends.triton import launch
 
-    return launch.backward(problem, saved)
+    return *launch.backward(problem, saved), captures.gradients(problem, saved)
