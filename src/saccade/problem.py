@@ -50,7 +50,7 @@ class Problem:
             (_address(q) | _address(k) | _address(v)) % ALIGNMENT,
             *(layout.text, mask and mask.kind, score and score.identity, sink is None, self.deterministic),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
-            *((x.dtype, x.dim(), _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
+            *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
         )
 
     @property
@@ -132,6 +132,11 @@ def aligned(x: Tensor) -> bool:
     """Whether every row of a (b, h, s, d) tensor is contiguous and starts at a multiple of 16 bytes."""
     stride_b, stride_h, stride_s, stride_d = x.stride()
     return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | _address(x)) % ALIGNMENT == 0
+
+
+def _span(x: Tensor) -> int:
+    """What decides between 32 and 64 bits: elements, and elements of memory from the first to the last."""
+    return max(x.numel(), sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True))) + (1 << 24)
 
 
 def _address(x: Tensor) -> int:

@@ -1,7 +1,7 @@
 """A Program as the source of Triton functions, which Triton and Gluon kernels call alike.
 
-Every function takes `data` first: for each captured tensor its pointer, whether it needs 64-bit places, and a stride and
-a size for each dimension; then the numbers. Floats are float32. Integers are 32 bits wide where their range, which is
+Every function takes `data` first: for each captured tensor its pointer, and a stride and a size for each dimension; then
+the numbers. Floats are float32. Integers are 32 bits wide where their range, which is
 followed from the indices on, allows it, and 64 bits elsewhere.
 """
 
@@ -61,8 +61,8 @@ _BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_lef
 class Emitter:
     """Writes one function: the nodes that its outputs need, once each, in order."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, wide: Sequence[bool]) -> None:
+        self.program, self.wide = program, wide
         self.lines: list[str] = []
         self.made: dict[fx.Node, Value] = {}
         self.used: dict[str, str] = {}
@@ -100,7 +100,7 @@ class Emitter:
 
     def _start(self, tensor: int) -> int:
         """Where a tensor's data starts."""
-        return sum(2 + 2 * rank for rank in self.program.ranks[:tensor])
+        return sum(1 + 2 * rank for rank in self.program.ranks[:tensor])
 
     def _call(self, node: fx.Node) -> Value:
         name = _name(node)
@@ -262,17 +262,15 @@ class Emitter:
             if value.span == (0, 0):
                 continue
             size, stride = f"t{tensor}_n{dim}", f"t{tensor}_s{dim}"
-            self.used[size] = f"plain_int(data[{start + 3 + 2 * dim}])"
-            self.used[stride] = f"plain_int(data[{start + 2 + 2 * dim}])"
+            self.used[size] = f"plain_int(data[{start + 2 + 2 * dim}])"
+            self.used[stride] = f"plain_int(data[{start + 1 + 2 * dim}])"
             if contiguous:
                 rank = len(at)
                 for other in range(dim + 1, rank):
-                    self.used[f"t{tensor}_n{other}"] = f"plain_int(data[{start + 3 + 2 * other}])"
+                    self.used[f"t{tensor}_n{other}"] = f"plain_int(data[{start + 2 + 2 * other}])"
                 stride = " * ".join(["1", *(f"t{tensor}_n{other}" for other in range(dim + 1, rank))])
-            function = "inside" if value.span[0] >= 0 else "wrapped"
-            terms.append((value.shape.count(1), f"element({function}({self.int(value, value.kind == 'wide')}, {size}), {stride}, t{tensor}_wide)"))
-        if terms:
-            self.used[f"t{tensor}_wide"] = f"data[{start + 1}]"
+            index = f"{'inside' if value.span[0] >= 0 else 'wrapped'}({value.text}, {size})"
+            terms.append((value.shape.count(1), f"{f'widened({index})' if self.wide[tensor] else index} * {stride}"))
         # What fewer elements share is added first.
         return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
 
@@ -327,9 +325,10 @@ class Emitter:
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
 
-def value_source(program: Program) -> str:
-    """`apply` and `slope`."""
-    return _returning(program, "apply", program.value_decomposed, False) + "\n\n" + _returning(program, "slope", program.slope, True)
+def value_source(program: Program, wide: Sequence[bool]) -> str:
+    """`apply` and `slope`; `wide` says which tensors need 64-bit places."""
+    apply = _returning(Emitter(program, wide), "apply", program.value_decomposed, False)
+    return f"{apply}\n\n{_returning(Emitter(program, wide), 'slope', program.slope, True)}"
 
 
 def steady(program: Program) -> bool:
@@ -337,8 +336,7 @@ def steady(program: Program) -> bool:
     return _output(program.slope)[0] in (1, 1.0)
 
 
-def _returning(program: Program, name: str, module: fx.GraphModule, scalar: bool) -> str:
-    made = Emitter(program)
+def _returning(made: Emitter, name: str, module: fx.GraphModule, scalar: bool) -> str:
     (out,) = _output(module)
     value = made.value(out)
     text = made.float(value)
@@ -347,11 +345,11 @@ def _returning(program: Program, name: str, module: fx.GraphModule, scalar: bool
     return made.function(name, PARAMETERS, f"return {text}")
 
 
-def scatter_source(program: Program, wanted: Sequence[bool]) -> str:
+def scatter_source(program: Program, wide: Sequence[bool], wanted: Sequence[bool]) -> str:
     """`scatter(sums, data, ds, score, …)`: adds ds · d modified / d tensor to the float32 sums of tensors, each
     contiguous. Rows of a tile are queries, columns keys; ds is 0 where nothing is visible."""
     module, reads = program.locals(wanted)
-    made = Emitter(program)
+    made = Emitter(program, wide)
     order = [i for i, want in enumerate(wanted) if want]
     places = []
     calls = []
@@ -361,7 +359,7 @@ def scatter_source(program: Program, wanted: Sequence[bool]) -> str:
         made.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         shape = torch.broadcast_shapes((1, 1), *(made.value(x).shape for x in at))
         if shape == (Q, K) and all(_distance(x) is not None for x in at):
-            only = Emitter(program)
+            only = Emitter(program, wide)
             text = only.place(read.tensor, at, contiguous=True)
             places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
             made.lines.append(f"near, far, kv_near, kv_far = diagonals(g{n}, q_idx, kv_idx)")

@@ -39,6 +39,8 @@ class Program:
 
     def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
+        self.emitted: dict[Any, Any] = {}
+        """What a backend makes of it, once."""
         self._core(raw)
         self.dtypes = [node.meta["val"].dtype for node in self.tensor_nodes]
         self.ranks = [node.meta["val"].dim() for node in self.tensor_nodes]

@@ -48,7 +48,7 @@ def _launch(problem: Problem, saved: Saved, score: Traced, wanted: list[bool], s
     captures_kernel[grid](
         *operands,
         *(saved.lse.contiguous(), dlse, *used, *records, q.shape[1], q.shape[2], k.shape[2], problem.scale),
-        SCATTER=scores.scatter(score.program, wanted),
+        SCATTER=scores.scatter(score, wanted),
         **options,
     )
 

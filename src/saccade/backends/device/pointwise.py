@@ -36,14 +36,6 @@ def wrapped(i, size):
 
 
 @triton.jit
-def element(i, stride, wide: tl.constexpr):
-    if wide:
-        return i.to(tl.int64) * stride
-    else:
-        return i * stride
-
-
-@triton.jit
 def tanh(x):
     """To float32 accuracy: the exponential form loses relative accuracy near zero, where five terms are exact."""
     decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
@@ -155,7 +147,7 @@ def diagonals(x, q_idx, kv_idx):
 NAMES = {
     name: globals()[name]
     for name in (
-        "INF", "index_float", "widened", "inside", "wrapped", "element", "tanh", "sigmoid", "expm1", "log1p",
+        "INF", "index_float", "widened", "inside", "wrapped", "tanh", "sigmoid", "expm1", "log1p",
         "truncated", "rounded", "signed", "larger", "smaller", "remainder", "fmod", "floor_divided",
         "floor_remainder", "power", "diagonals", "plain_int",
     )

@@ -9,14 +9,15 @@ import linecache
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from saccade import scores
 from saccade.backends.device.pointwise import NAMES, tanh
-from saccade.backends.device.records import NARROW, NARROW_LIMIT, WIDE, runtime_int
+from saccade.backends.device.records import NARROW_LIMIT, runtime_int
 from saccade.scores import emit
-from saccade.scores.program import Program
 
 
 class DeviceScore(NamedTuple):
@@ -95,7 +96,7 @@ def record(score: scores.Score | None) -> DeviceScore:
         case scores.Softcap():
             return DeviceScore(*_SOFTCAP, (score.cap,))
         case scores.Traced():
-            return DeviceScore(*_emitted(score.program), data(score))
+            return DeviceScore(*_emitted(score), data(score))
     raise TypeError(f"no device form of {score!r}")
 
 
@@ -103,8 +104,7 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
     """What emitted functions take first: see `saccade.scores.emit`."""
     found: list[Any] = []
     for x in score.tensors:
-        span = sum((n - 1) * abs(stride) for n, stride in zip(x.shape, x.stride(), strict=True))
-        found += [x, WIDE if max(span, x.numel()) >= NARROW_LIMIT else NARROW]
+        found.append(x)
         for n, stride in zip(x.shape, x.stride(), strict=True):
             found += [runtime_int(stride), runtime_int(n)]
     for number, integral in zip(score.numbers, score.program.integral, strict=True):
@@ -114,23 +114,32 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _emitted(program: Program) -> tuple[Any, ...]:
+def wide(score: scores.Traced) -> tuple[bool, ...]:
+    """Which captured tensors are so large that places in them, or in a contiguous one of their shape, need 64 bits."""
+    return tuple(
+        max(sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True)), x.numel()) >= NARROW_LIMIT
+        for x in score.tensors
+    )
+
+
+def _emitted(score: scores.Traced) -> tuple[Any, ...]:
     """The program's functions, made once."""
-    made = program.__dict__.get("device")
+    key = wide(score)
+    made = score.program.emitted.get(key)
     if made is None:
-        found = jit(emit.value_source(program))
-        apply = found["apply"]
-        made = _functions(apply, found["slope"], False, _no_parts, apply, emit.steady(program))
-        program.__dict__["device"] = made
+        found = jit(emit.value_source(score.program, key))
+        apply, steady = found["apply"], emit.steady(score.program)
+        made = score.program.emitted[key] = _functions(apply, found["slope"], False, _no_parts, apply, steady)
     return made
 
 
-def scatter(program: Program, wanted: Sequence[bool]) -> Any:
+def scatter(score: scores.Traced, wanted: Sequence[bool]) -> Any:
     """constexpr: what adds to the gradients of captured tensors, made once for each choice of them."""
-    key = "scatter", tuple(wanted)
-    if key not in program.__dict__:
-        program.__dict__[key] = tl.constexpr(jit(emit.scatter_source(program, wanted))["scatter"])
-    return program.__dict__[key]
+    key = "scatter", wide(score), tuple(wanted)
+    if key not in score.program.emitted:
+        source = emit.scatter_source(score.program, wide(score), wanted)
+        score.program.emitted[key] = tl.constexpr(jit(source)["scatter"])
+    return score.program.emitted[key]
 
 
 def jit(source: str) -> dict[str, Any]:
@@ -146,3 +155,18 @@ def jit(source: str) -> dict[str, Any]:
 
 
 _sources: dict[str, dict[str, Any]] = {}
+
+
+# What the compile gate compiles kernels with besides no score.
+SCORED = [(d, edges, word) for d in (64, 128) for edges, word in (("full", "alibi"), ("masked", "relative_bias"))]
+
+
+def score_of(words: Sequence[str], q: Tensor) -> scores.Score | None:
+    """The Score of a gate's row, from stand-in tensors; q is (b, h, s, d)."""
+    heads = q.shape[1]
+    stand_ins = {
+        "alibi": lambda: scores.alibi(torch.ones(heads)),
+        "relative_bias": lambda: scores.relative_bias(torch.ones(heads, 257)),
+        "softcap": lambda: scores.softcap(30.0),
+    }
+    return scores.bind(stand_ins[words[0]](), q) if words else None

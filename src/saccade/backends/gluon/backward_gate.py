@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
+from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import KERNELS, OPTIONS, Plan, arguments, workspace
 from saccade.layouts import Dense
 from saccade.masks import causal
@@ -23,14 +24,16 @@ def keys() -> Iterator[str]:
     for dims in ("d64/64", "d128/128"):
         yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked"))
         yield from (f"gluon {name} 16bit {dims} full" for name in ("prepare", "finish"))
+    yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
 
 
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
-    _, name, _, dims, edges = row.split()
+    _, name, _, dims, edges, *score = row.split()
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
-    problem = Problem(q, k, v, None, causal() if edges == "masked" else None, None, Dense(), 1.0)
+    mask = causal() if edges == "masked" else None
+    problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
