@@ -11,8 +11,6 @@ import hypothesis
 import pytest
 import torch
 
-from saccade.backends import gluon
-
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
 torch.set_num_threads(1)
 
@@ -50,13 +48,6 @@ def place(request):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _what_is_held_back_is_tested(request):
-    """On a GPU "auto" takes what users have to name so far, or these tests would run the portable kernels twice."""
-    if request.config.option.markexpr == "gpu":
-        gluon.HELD_BACK = None
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,6 @@ def everywhere(monkeypatch):
 
     for name in NAMES:
         monkeypatch.setattr(import_module(f"saccade.backends.{name}"), "obstacle", lambda: None)
-        monkeypatch.setattr(import_module(f"saccade.backends.{name}"), "HELD_BACK", None, raising=False)
     dispatch.plan.cache_clear()
     yield monkeypatch
     dispatch.plan.cache_clear()
@@ -164,13 +163,3 @@ def test_gradients_go_to_the_backward_that_is_planned(everywhere):
         attention(made.q, made.k, made.v, backend=backend, **made.keywords).sum().backward()
     assert asked == ["cpu", "cpu"]
     assert made.q.grad is not None
-
-
-def test_what_is_held_back_runs_by_name_only(everywhere):
-    everywhere.setattr(import_module("saccade.backends.gluon"), "HELD_BACK", "by name only, for a test")
-    assert plan_spec(HOPPER).backend == "triton"
-    assert plan_spec(HOPPER, gradient=True).backend == "triton"
-    assert plan_spec(HOPPER, "gluon").backend == "gluon"
-    told = explain("bf16 group4 d128 causal aligned sm90")
-    assert told.backend == "triton"
-    assert "gluon: runs it, by name only, for a test" in str(told)

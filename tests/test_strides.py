@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import attention, causal, window
+from saccade import attention, causal, explain, window
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
 from saccade.testing.cases import draw
@@ -43,16 +43,18 @@ VIEWS = {
 MASKS = {"none": None, "causal": causal(), "window": window(9, 3)}
 
 
-def results(place, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask) -> tuple[Tensor, ...]:
+def results(backend: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = attention(*leaves, mask=mask, backend=place.backend, return_lse=True)
-    alone = attention(q, k, v, mask=mask, backend=place.backend)
+    out, lse = attention(*leaves, mask=mask, backend=backend, return_lse=True)
+    alone = attention(q, k, v, mask=mask, backend=backend)
     return out.detach(), lse.detach(), alone, *torch.autograd.grad(out, leaves, dout)
 
 
 def assert_same(place, view: list[Tensor], mask):
-    found = results(place, *view, mask)
-    wanted = results(place, *(x.contiguous() for x in view), mask)
+    # "auto" may take another backend for rows that do not lie at multiples of 16 bytes, which rounds elsewhere.
+    backend = explain(*view[:3], mask=mask, backend=place.backend).backend
+    found = results(backend, *view, mask)
+    wanted = results(backend, *(x.contiguous() for x in view), mask)
     for name, x, y in zip(("out", "lse", "alone", "dq", "dk", "dv"), found, wanted, strict=True):
         assert torch.equal(x, y), name
     assert not any(x.isnan().any() for x in found)

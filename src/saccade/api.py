@@ -162,7 +162,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [str(self.spec)]
         for name, against in self.reasons.items():
-            verdict = "; ".join(against) or (self._chosen() if name == self.backend else _passed_by(name))
+            verdict = "; ".join(against) or (self._chosen() if name == self.backend else "runs it, not chosen")
             lines.append(f"  {name}: {verdict}")
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
@@ -181,10 +181,6 @@ def _plan_if_any(spec: Spec, backend: str, gradient: bool = False) -> dispatch.P
         return dispatch.plan(spec, backend, gradient)
     except Unsupported:
         return None
-
-
-def _passed_by(backend: str) -> str:
-    return f"runs it, {dispatch.held_back(backend) or 'not chosen'}"
 
 
 def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> Explanation:

@@ -51,7 +51,7 @@ def plan(spec: Spec, backend: str = "auto", gradient: bool = False) -> Plan:
     tried = BACKENDS if backend == "auto" else (backend, *BACKENDS) if gradient else (backend,)
     reasons = {name: reasons_against(name, spec, gradient) for name in tried}
     for name, against in reasons.items():
-        if not against and (name == backend or not held_back(name)):
+        if not against:
             return Plan(spec, name)
     raise Unsupported(refusal(spec, reasons))
 
@@ -80,11 +80,6 @@ def reasons_against(backend: str, spec: Spec, gradient: bool = False) -> list[st
         return ["has no backward"]
     obstacle = module.obstacle()
     return support.reasons(spec) or ([obstacle] if obstacle else [])
-
-
-def held_back(backend: str) -> str | None:
-    """Why "auto" passes a backend by that runs when it is named, or None."""
-    return getattr(_module(backend), "HELD_BACK", None)
 
 
 def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:

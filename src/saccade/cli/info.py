@@ -62,11 +62,7 @@ def runs(backend: str) -> str:
     against = {word: dispatch.reasons_against(backend, module.SUPPORT.plainest(word)) for word in words}
     able = [word for word, reasons in against.items() if not reasons]
     if able:
-        return (
-            "runs on "
-            + ", ".join(able)
-            + (", only by name" if backend not in dispatch.BACKENDS or dispatch.held_back(backend) else "")
-        )
+        return "runs on " + ", ".join(able) + (", only by name" if backend not in dispatch.BACKENDS else "")
     return "; ".join(dict.fromkeys(reason for reasons in against.values() for reason in reasons))
 
 

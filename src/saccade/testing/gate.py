@@ -4,7 +4,7 @@
 
 Triton runs as far as the PTX, and ptxas, which comes with Triton, reports registers, spills and warnings. A kernel is
 fit to ship when ptxas warns of nothing, when it spills no more than its config row says, with the reason, and when its
-shared memory is within what Hopper gives one program.
+shared memory is within what Hopper gives one program, and when no mbarrier's place is also something else's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Fit:
     spill_bytes: int
     shared_bytes: int
     warnings: tuple[str, ...]
-    """C7507: register requests ignored; C7510 to C7515: matrix products one after the other."""
+    """C7507: register requests ignored; C7510 to C7515: matrix products one after the other. And reused barriers."""
     allowed_spill: int
     """What the config row names."""
 
@@ -112,8 +112,18 @@ def _read(key: str, compiled: Any, allowed_spill: int) -> Fit:
         return max((int(found) for found in re.findall(pattern, log)), default=0)
 
     told = tuple(line for line in log.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line))
+    told += tuple(f"mbarrier at {place} is scratch memory too" for place in reused_barriers(compiled.asm["ptx"]))
     registers, spill = number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores")
     return Fit(key, registers, spill, compiled.metadata.shared, told, allowed_spill)
+
+
+def reused_barriers(ptx: str) -> list[int]:
+    """Where an mbarrier is made in shared memory that plain loads read: Triton gives a barrier that nobody waits for
+    away, and what comes there may be overwritten while the barrier is being made (docs/findings/gluon.md)."""
+    addresses = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    made = {addresses.get(name) for name in re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", ptx)}
+    read = set(re.findall(r"ld\.shared\S*\s+\S+ \[global_smem\+(\d+)\]", ptx))
+    return sorted(int(place) for place in made & read if place)
 
 
 def main() -> None:

@@ -24,8 +24,7 @@ SUPPORT = Support(
     multiple_of=8,
     needs=("aligned",),
 )
-HELD_BACK = "by name only, until its stress test passes (docs/findings/gluon.md)"
-GRADIENT = replace(SUPPORT, flags=("sink", "aligned"), max_d=128)
+GRADIENT = replace(SUPPORT, max_d=128)
 
 
 def workspace(spec: Spec) -> str:

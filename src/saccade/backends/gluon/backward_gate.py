@@ -9,21 +9,24 @@ import torch
 
 from saccade.backends import Saved
 from saccade.backends.device.scores import SCORED, score_of
-from saccade.backends.gluon.backward_launch import KERNELS, OPTIONS, Plan, arguments, workspace
+from saccade.backends.gluon.backward_launch import Plan, arguments, options, workspace
 from saccade.layouts import Dense
 from saccade.masks import causal
 from saccade.problem import Problem
 
-NAMES = "prepare", "backward", "finish"
-ALLOWED = {"gluon backward 16bit d64/64 full": 8, "gluon backward 16bit d64/64 masked": 16}
-"""Bytes that rows may spill: what Triton 3.6 leaves; 3.9 spills nothing."""
+ALLOWED = {
+    "gluon backward 16bit d64/64 full": 8,
+    "gluon backward 16bit d64/64 masked": 16,
+    "gluon backward 16bit d64/64 queued": 28,
+}
+"""Bytes that rows may spill: what Triton 3.6 leaves; 3.9 spills 4 where dq is queued, else nothing."""
 
 
 def keys() -> Iterator[str]:
-    """Every kernel for each width of its tiles, and the one that masks both with and without."""
+    """Every kernel for each width of its tiles; the main one without and with a mask, and adding to dq in order."""
     for dims in ("d64/64", "d128/128"):
-        yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked"))
-        yield from (f"gluon {name} 16bit {dims} full" for name in ("prepare", "finish"))
+        yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked", "queued"))
+        yield from (f"gluon {name} 16bit {dims} queued" for name in ("prepare", "rank", "finish"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
 
 
@@ -32,11 +35,13 @@ def compiled(row: str) -> tuple[Any, int]:
     _, name, _, dims, edges, *score = row.split()
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
-    mask = causal() if edges == "masked" else None
-    problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0)
+    mask = None if edges == "full" else causal()
+    deterministic = edges == "queued"
+    problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0, deterministic=deterministic)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
     calls = arguments(problem, plan, saved, gradients, workspace(plan, q.device))
-    i = NAMES.index(name)
-    return KERNELS[i].warmup(*list(calls)[i], **plan.fixed[i], **OPTIONS, grid=(1,)), ALLOWED.get(row, 0)
+    made = zip(plan.kernels, calls, plan.fixed, strict=True)
+    kernel, call, fixed = next(x for x in made if x[0].__name__ == f"{name}_kernel")
+    return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, 0)

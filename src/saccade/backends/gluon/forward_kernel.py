@@ -23,11 +23,11 @@ from saccade.backends.gluon.pipeline import (
     KEYS_EMPTY,
     VALUES_EMPTY,
     Pipeline,
-    Ring,
     Shape,
     Slots,
     Turns,
     new_barriers,
+    new_ring,
 )
 from saccade.backends.gluon.schedule import NUMBERS, Work
 
@@ -60,10 +60,9 @@ def forward_kernel(
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pipe = Pipeline(
         Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, NUMBERS, CHUNKS),
-        Ring(k_tiles, new_barriers(STAGES, 1), KEYS_EMPTY, STAGES, READERS),
-        Ring(v_tiles, new_barriers(STAGES, 1), VALUES_EMPTY, STAGES, READERS),
+        new_ring(k_tiles, KEYS_EMPTY, STAGES, READERS),
+        new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS),
         Turns(TURNS, CONSUMERS),
-        new_barriers(1, 1).index(0),
         Shape(D_CHUNK, D_CHUNKS, D_LAST, BLOCK_K, BLOCK_DV, ROWS, CONSUMERS),
     )
     if CONSUMERS == 2:

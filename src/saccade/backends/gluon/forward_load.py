@@ -22,7 +22,7 @@ from saccade.backends.gluon.schedule import (
     LO,
     ROW,
 )
-from saccade.backends.gluon.shim import tma_load
+from saccade.backends.gluon.shim import count_up, tma_load
 from saccade.backends.gluon.tiles import zero_tail
 
 
@@ -108,9 +108,10 @@ def load_values(v_desc, pipe, n, b, h_k, start, keys, tails, USED: gl.constexpr)
     stage = pipe.values.claim(n)
     tile = pipe.values.tiles.index(stage)
     if USED and start + BLOCK_K > keys:
-        mbarrier.expect(pipe.tail, BLOCK_K * BLOCK_DV * 2)
-        tma_load(v_desc, [b, h_k, start, 0], pipe.tail, tile)
-        mbarrier.wait(pipe.tail, tails & 1)
+        landing = pipe.values.landing()
+        mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
+        tma_load(v_desc, [b, h_k, start, 0], landing, tile)
+        mbarrier.wait(landing, tails & 1)
         zero_tail(tile.reshape([BLOCK_K, BLOCK_DV]), keys - start, BLOCK_K, BLOCK_DV)
         pipe.values.fill(stage)
         tails += 1
@@ -151,7 +152,7 @@ def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q,
                 load_queries(q_desc, pipe, drawn, b, h_k, in_group, row)
             if j == ahead:
                 drawn += 1
-                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+                item = count_up(counter, "relaxed") + gl.num_programs(0)
                 more = item < work.items
                 if more:
                     next_b, next_h, in_group, row, next_keys, next_lo, next_hi, skipped = open_item(
@@ -163,6 +164,6 @@ def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q,
     pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
     mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)
     # The last program leaves the counters as it found them.
-    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+    if count_up(counter + 1, "acq_rel") == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)

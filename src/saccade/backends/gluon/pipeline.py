@@ -31,9 +31,19 @@ def new_barriers(N: gl.constexpr, COUNT: gl.constexpr):
     return made
 
 
+@gluon.jit
+def new_ring(tiles, EMPTY: gl.constexpr, STAGES: gl.constexpr, THREADS: gl.constexpr):
+    """A Ring whose readers and producer are THREADS together; EMPTY is the first of its named barriers."""
+    return Ring(tiles, new_barriers(STAGES + 1, 1), EMPTY, STAGES, THREADS)
+
+
 @aggregate
 class Ring:
-    """Stages of tiles that one warp fills and every consumer reads, each counting the tiles that passed: n."""
+    """Stages of tiles that one warp fills and every consumer reads, each counting the tiles that passed: n.
+
+    One barrier more than stages is for copies that the producer itself waits for. It is not an allocation of its own:
+    a kernel without a use for it would have that place again for other things, while the barrier is still being made.
+    """
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -62,6 +72,11 @@ class Ring:
         full = self.full.index(stage)
         mbarrier.expect(full, BYTES)
         return full
+
+    @gluon.jit
+    def landing(self):
+        """For the producer: the barrier of copies that it waits for."""
+        return self.full.index(self.STAGES)
 
     @gluon.jit
     def fill(self, stage):
@@ -277,14 +292,12 @@ class Pipeline:
     keys: Ring
     values: Ring
     turns: Turns
-    tail: gl.shared_memory_descriptor
     shape: Shape
 
     @gluon.constexpr_function
-    def __init__(self, slots, keys, values, turns, tail, shape):
+    def __init__(self, slots, keys, values, turns, shape):
         self.slots = slots
         self.keys = keys
         self.values = values
         self.turns = turns
-        self.tail = tail
         self.shape = shape

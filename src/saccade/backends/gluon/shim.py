@@ -86,3 +86,59 @@ def unpack_pairs(x, DTYPE: gl.constexpr):
 def fast_log2(x):
     """To 22 bits, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _count_text(order):
+    return (
+        "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; mov.b32 $0, 0; "
+        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; redux.sync.or.b32 $0, $0, 0xffffffff; }}"
+    )
+
+
+@gluon.jit
+def count_up(counter, ORDER: gl.constexpr):
+    """Adds 1 to an int32 in global memory and returns what it was, to all of one warp.
+
+    gl.atomic_add hands its result round by way of shared memory, in a place that something else may have had
+    (docs/findings/gluon.md).
+    """
+    text: gl.constexpr = _count_text(ORDER)
+    address = counter.to(gl.int64, bitcast=True)
+    return gl.inline_asm_elementwise(text, "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_until(counter, number):
+    """Waits until an int32 in global memory is `number`; all that was written before the count is seen after it, by
+    bulk copies too."""
+    text: gl.constexpr = (
+        "{ .reg .pred early; again: ld.global.acquire.gpu.s32 $0, [$1]; setp.ne.s32 early, $0, $2; @early bra again; "
+        "fence.proxy.async; }"
+    )
+    address = counter.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _written_text(but):
+    return f"cp.async.bulk.wait_group {but}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def wait_until_written(BUT: gl.constexpr):
+    """Waits until this warp's bulk copies to global memory are there, all but the last BUT; tma.store_wait stops at
+    their reads."""
+    text: gl.constexpr = _written_text(BUT)
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def add_one(counter):
+    """Adds 1 to an int32 in global memory, once for a warp, and waits for nothing."""
+    text: gl.constexpr = (
+        "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; "
+        "@chosen red.global.relaxed.gpu.add.u32 [$1], 1; mov.b32 $0, 0; }"
+    )
+    address = counter.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(text, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)

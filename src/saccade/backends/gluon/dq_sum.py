@@ -1,0 +1,107 @@
+"""dq's sums in float32: what a backward does before it adds to them, their order in memory, and what it makes of them.
+
+Each block of rows has pieces of 64 rows and 64 columns, in the order in which a group of four warps holds a product.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.backends.device.records import plain_int
+from saccade.backends.device.tiles import head, load_tile, used_length
+
+PIECE = gl.constexpr(64 * 64)
+"""Numbers of a piece."""
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q", "blocks"], do_not_specialize_on_alignment=["dlse", "lse"])
+def prepare_kernel(
+    dout, out, dlse, lse, delta, start, dq_sum, used_q, h_q, s_q, blocks, unit,
+    D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """delta = dlse - rowsum(dout out) and start = lse unit, both ready to be added; clears dq_sum.
+
+    delta and start have whole blocks of rows for each head: beyond the rows in use, and where a row has no keys, start
+    is -inf, so that p = 0, and delta is 0.
+    """
+    bh = tl.program_id(0) // blocks
+    b = bh // h_q
+    h = bh % h_q
+    first = tl.program_id(0) % blocks * ROWS
+    rows = used_length(used_q, b, s_q)
+    # [ROWS, d_v]
+    dout_tile = load_tile(dout, head(dout, b, h), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
+    out_tile = load_tile(out, head(out, b, h), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
+    # [ROWS]
+    q_idx = first + tl.arange(0, ROWS)
+    place = bh.to(tl.int64) * s_q + q_idx
+    row = -tl.sum(dout_tile * out_tile, 1)
+    if dlse is not None:
+        row += tl.load(dlse + place, mask=q_idx < rows, other=0.0)
+    row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
+    padded = bh.to(tl.int64) * (blocks * ROWS) + q_idx
+    tl.store(delta + padded, row)
+    tl.store(start + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
+    tile = dq_sum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
+    for piece in tl.static_range(BLOCK_D // 64):
+        # [ROWS 64]
+        places = piece * (ROWS * 64) + tl.arange(0, ROWS * 64)
+        tl.store(tile + places, tl.zeros([ROWS * 64], tl.float32))
+
+
+@gluon.jit
+def packed(x):
+    """A tile of products [64, N] as [64 N], in the order in which a thread owns four neighbours and a warp 128."""
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([64 * N])
+
+
+@gluon.jit
+def unpacked(x, N: gl.constexpr):
+    """[64, N] from what `packed` made."""
+    return x.reshape([N // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([64, N])
+
+
+@gluon.jit(do_not_specialize=["h_q", "s_q", "blocks"])
+def finish_kernel(
+    dq_sum, dq, used_q, h_q, s_q, blocks, scale,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """dq = scale dq_sum, in the order and dtype of dq, for one piece; zero in rows that are not in use."""
+    # Blocks of BLOCK_Q rows have PIECES, of rows where there are 128, else of columns.
+    COLUMNS: gl.constexpr = 64
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    order: gl.constexpr = packed(gl.zeros([64, COLUMNS], gl.float32, products)).type.layout
+    piece = gl.program_id(0) % PIECES
+    block = gl.program_id(0) // PIECES % blocks
+    bh = gl.program_id(0) // PIECES // blocks
+    b = bh // h_q
+    if BLOCK_Q == 128:
+        row, column = block * 128 + piece * 64, piece * 0
+    else:
+        row, column = block * 64, piece * COLUMNS
+    # [64 COLUMNS]
+    tile = gl.program_id(0).to(gl.int64) * PIECE
+    x = gl.load(dq_sum + tile + gl.arange(0, 64 * COLUMNS, order)) * scale
+    # [64, COLUMNS]
+    y = gl.convert_layout(unpacked(x, COLUMNS).to(dq.ptr.dtype.element_ty), layout)
+    q_idx = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    y = gl.where((q_idx < used_length(used_q, b, s_q))[:, None], y, 0.0)
+    d = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    stride = plain_int(dq.stride_s)
+    if dq.wide:
+        stride = stride.to(gl.int64)
+    place = (q_idx * (stride * dq.unit))[:, None] + d[None, :]
+    gl.store(head(dq, b, bh % h_q) + place, y, mask=(q_idx < s_q)[:, None] & (d < D)[None, :])
+
+
+@gluon.jit
+def add_dq(dq, pieces, pred):
+    """Adds dq [64, N] to the pieces at this address, straight from registers, if pred."""
+    x = packed(dq)
+    places = pieces + gl.arange(0, x.shape[0], x.type.layout)
+    gl.atomic_add(places, x, mask=gl.full([x.shape[0]], pred, gl.int1, x.type.layout), sem="relaxed")
