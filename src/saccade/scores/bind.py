@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.scores import compiled
 from saccade.scores.function import Function, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
 from saccade.scores.library import KINDS, Ready, Softcap
 
@@ -29,6 +30,8 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
         return score_mod
     if not callable(score_mod):
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
+    if torch.compiler.is_compiling():
+        return compiled.bind(score_mod, q)
     fn: Any = score_mod
     if isinstance(score_mod, ScoreMod) and score_mod.bprop is not None:
         fn = _WithDerivative(score_mod)

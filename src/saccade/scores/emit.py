@@ -331,6 +331,11 @@ def value_source(program: Program, wide: Sequence[bool]) -> str:
     return f"{apply}\n\n{_returning(Emitter(program, wide), 'slope', program.slope, True)}"
 
 
+def reads_tiles(program: Program) -> bool:
+    """Whether some captured tensor is read for every score."""
+    return any(tuple(read.meta["val"].shape) == (Q, K) for read in program.reads)
+
+
 def steady(program: Program) -> bool:
     """Whether the slope is 1 everywhere."""
     return _output(program.slope)[0] in (1, 1.0)

@@ -54,6 +54,10 @@ class ScoreMod:
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.fn(score, b, h, q_idx, kv_idx, *self.tensors)
 
+    def survey(self, zero_dim: bool) -> Survey:
+        """What it captures, as `saccade.scores.survey` finds it."""
+        return survey(self, zero_dim)
+
     def __repr__(self) -> str:
         return f"ScoreMod({name_of(self.fn)}, {len(self.tensors)} tensors)"
 
@@ -108,8 +112,8 @@ class _Cache:
         self.by_identity: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
         self.hits = self.misses = 0
 
-    def program(self, fn: Function, name: str, dtype: torch.dtype) -> tuple[Program, Survey]:
-        found = survey(fn)
+    def program(self, fn: Function, name: str, dtype: torch.dtype, zero_dim: bool = True) -> tuple[Program, Survey]:
+        found = fn.survey(zero_dim) if isinstance(fn, ScoreMod) else survey(fn, zero_dim)
         key = found.key, dtype
         with self.lock:
             family = self.families.get(key)
@@ -133,7 +137,9 @@ class _Cache:
 
     def _trace(self, family: _Family, fn: Function, name: str, found: Survey, dtype: torch.dtype) -> Program:
         self.misses += 1
-        made, family.constants, family.shapes = _traced(fn, name, found, dtype, family)
+        # Inside of torch.compile the modes of its own tracing are left alone.
+        with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes():
+            made, family.constants, family.shapes = _traced(fn, name, found, dtype, family)
         # Equal programs are one, so that they share what is compiled.
         made = self.by_identity.setdefault(made.identity, made)
         if len(family.programs) >= MAXSIZE:
@@ -145,6 +151,16 @@ class _Cache:
 _cache = _Cache()
 _pinned: list[Program] = []
 """Programs that compiled graphs name: those do not keep them alive."""
+
+
+def pinned_program(fn: Function, name: str, dtype: torch.dtype, sizes: bool) -> tuple[Program, Survey]:
+    """A Program that is never forgotten; without `sizes` those of its tensors must not matter."""
+    with _cache.lock:
+        program, found = _cache.program(fn, name, dtype, zero_dim=False)
+        if not sizes and _cache.families[found.key, dtype].shapes:
+            raise Refused("the function reads the sizes of its tensors, which torch.compile may change", None)
+        _pinned.append(program)
+    return program, found
 
 
 def cache_info() -> CacheInfo:

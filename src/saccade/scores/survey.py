@@ -32,15 +32,16 @@ class Survey(NamedTuple):
     leaves: tuple[Leaf, ...]
 
 
-def survey(fn: Callable[..., Any]) -> Survey:
-    """The key and the leaves of a function.
+def survey(fn: Callable[..., Any], zero_dim: bool = True) -> Survey:
+    """The key and the leaves of a function. With `zero_dim`, tensors on the CPU that have no dimensions and need no
+    gradient are numbers.
 
     Numbers are leaves by type: their values are not in the key. Of tensors the key holds the dtype, the rank and which
     dimensions have one element.
     """
     names = _known_names.get(_code(fn), frozenset())
     while True:
-        walk = _Walk(names)
+        walk = _Walk(names, zero_dim)
         walk.visit(fn, ())
         if walk.names <= names:
             return Survey(tuple(walk.key), tuple(walk.leaves))
@@ -80,15 +81,15 @@ def follow(value: Any, path: tuple[Step, ...]) -> Any:
 
 
 class _Walk:
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
+    def __init__(self, names: frozenset[str], zero_dim: bool) -> None:
+        self.names, self.zero_dim = names, zero_dim
         self.key: list[Any] = []
         self.leaves: list[Leaf] = []
         self.seen: dict[int, int] = {}
 
     def visit(self, value: Any, path: tuple[Step, ...]) -> None:
         if isinstance(value, Tensor):
-            if value.dim() == 0 and value.device.type == "cpu" and not value.requires_grad and not _traced(value):
+            if self.zero_dim and value.dim() == 0 and value.device.type == "cpu" and not value.requires_grad:
                 self.visit(value.item(), path)  # a kernel parameter, as a Python number is
                 return
             self.key.append((Tensor, value.dtype, tuple(n == 1 for n in value.shape)))
@@ -114,10 +115,6 @@ class _Walk:
 def _code(fn: Any) -> Any:
     fn = getattr(fn, "func", fn)
     return getattr(getattr(fn, "__func__", fn), "__code__", None)
-
-
-def _traced(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor)
 
 
 _LIBRARIES = ("torch", "math", "operator", "builtins", "numpy")

@@ -100,6 +100,12 @@ def record(score: scores.Score | None) -> DeviceScore:
     raise TypeError(f"no device form of {score!r}")
 
 
+def weight(score: scores.Score | None) -> str:
+    """What a score function costs a kernel: nothing that is not measured with it; "traced", some arithmetic; "table",
+    one load for every score too."""
+    return "" if not isinstance(score, scores.Traced) else "table" if emit.reads_tiles(score.program) else "traced"
+
+
 def data(score: scores.Traced) -> tuple[Any, ...]:
     """What emitted functions take first: see `saccade.scores.emit`."""
     found: list[Any] = []

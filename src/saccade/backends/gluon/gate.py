@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
 from saccade.backends.device import masks
-from saccade.backends.device.scores import SCORED, score_of
+from saccade.backends.device.scores import SCORED, score_of, weight
 from saccade.backends.gluon import backward_gate, launch
 from saccade.backends.gluon.config import config, key
 from saccade.backends.gluon.forward_kernel import forward_kernel
@@ -42,7 +42,7 @@ def compiled(row: str) -> tuple[Any, int]:
     mask = causal() if edges == "masked" else None
     problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0)
     out, lse, counter = torch.empty_like(v), torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
-    made = config(problem.spec(), GPU)
+    made = config(problem.spec(), GPU, weight(problem.score))
     shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
     descriptors = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
     records = masks.record(problem.mask), launch.score_record(problem)
