@@ -122,7 +122,7 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    score = scores.bind(score_mod, q)
+    score = _bound(score_mod, q, k, layout)
     captures = score.tensors if score else ()
     if backend == "reference" or ops.runs_directly(q, k, v, sink, *captures):
         operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
@@ -230,8 +230,16 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     views = [layout.canonical(x) for x in operands]
-    score = scores.bind(score_mod, q)
+    score = _bound(score_mod, q, k, layout)
     return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic).spec()
+
+
+def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Dense) -> scores.Score | None:
+    score = scores.bind(score_mod, q)
+    s = ORDERS[layout.order][2]
+    if score is not None and max(q.shape[s], k.shape[s]) > scores.LONGEST:
+        raise ValueError(f"score functions take lengths up to {scores.LONGEST}, got {q.shape[s]} and {k.shape[s]}")
+    return score
 
 
 def _checked(

@@ -106,6 +106,11 @@ def _backward(
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     plan = dispatch.plan_of(problem, parsed.backend, gradient=True)
+    if problem.deterministic and any(wanted) and problem.q.device.type != "cpu":
+        raise dispatch.Unsupported(
+            f"{plan.backend} adds up the gradients of captured tensors in any order: pass deterministic=False, "
+            "or tensors that require no gradient"
+        )
     layout = problem.layout
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
     with torch._C._DisableAutocast():
@@ -260,7 +265,9 @@ def _products(q_shape: Any, k_shape: Any, v_shape: Any, header: str) -> tuple[in
 
 
 @register_flop_formula(torch.ops.saccade.forward)
-def _forward_flops(q_shape, k_shape, v_shape, sink_shape, captures, records, header, *args, out_shape=None, **kwargs) -> int:
+def _forward_flops(
+    q_shape, k_shape, v_shape, sink_shape, captures, records, header, *args, out_shape=None, **kwargs
+) -> int:
     scores, values = _products(q_shape, k_shape, v_shape, header)
     return 2 * (scores + values)
 

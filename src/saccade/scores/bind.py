@@ -16,7 +16,11 @@ from saccade.scores.library import KINDS, Ready, Softcap
 
 def is_kind(word: str) -> bool:
     """Whether a Spec may call a score so."""
-    return word == "composed" or all(part in KINDS for part in word.split("+")) or bool(re.fullmatch(r"score\(\w+\)", word))
+    return (
+        word == "composed"
+        or all(part in KINDS for part in word.split("+"))
+        or bool(re.fullmatch(r"score\(\w+\)", word))
+    )
 
 
 def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
@@ -41,7 +45,9 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
     tensors = [_on(x, q.device) for x in leaves if isinstance(x, Tensor)]
     numbers = [x for x in leaves if not isinstance(x, Tensor)]
     lifted = [x for i, x in enumerate(numbers) if i not in program.constants]
-    made = Traced(program, _picked(program.before, [*tensors, *lifted]), _numbers(program.numbers, tensors, lifted), score_mod)
+    made = Traced(
+        program, _picked(program.before, [*tensors, *lifted]), _numbers(program.numbers, tensors, lifted), score_mod
+    )
     if not program.checked:
         check_derivative(made, q.device)
         program.checked = True

@@ -16,13 +16,8 @@ import torch
 from torch import fx
 
 from saccade.scores.program import Program
+from saccade.scores.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
 from saccade.scores.trace import TILE, K, Q, Refused
-
-LONGEST = 1 << 22
-"""Lengths with score functions: indices below it are exact in float32, and so are their differences."""
-HEADS = 1 << 20
-_NARROW = (1 << 31) - 1
-_ANY = -(1 << 63), (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,7 @@ class Value:
     """float, int, wide or bool"""
     shape: tuple[int, ...] = ()
     """As in the trace: Q and K where it differs by query and by key."""
-    span: tuple[int, int] = _ANY
+    span: tuple[int, int] = ANY
     """Of integers."""
     parts: tuple[str, Value, Value] | None = None
     """Sums and differences: the operation and its operands."""
@@ -75,7 +70,7 @@ class Emitter:
         if isinstance(x, bool):
             return Value(str(x), "bool")
         if isinstance(x, int):
-            return Value(str(x), "int" if abs(x) <= _NARROW else "wide", (), (x, x))
+            return Value(str(x), "int" if abs(x) <= NARROW else "wide", (), (x, x))
         if isinstance(x, float):
             return Value(_literal(x), "float")
         if x not in self.made:
@@ -103,7 +98,7 @@ class Emitter:
         return sum(1 + 2 * rank for rank in self.program.ranks[:tensor])
 
     def _call(self, node: fx.Node) -> Value:
-        name = _name(node)
+        name = name_of(node)
         name = _SAME_AS.get(name, name)
         if name == "index":
             return self._read(node, node.meta["at"])
@@ -158,14 +153,14 @@ class Emitter:
         shape = self._shape(args)
         if name == "where":
             span = min(args[1].span[0], args[2].span[0]), max(args[1].span[1], args[2].span[1])
-            wide = not _fits(span)
+            wide = not fits(span)
             a, b = (self.int(x, wide) for x in args[1:])
             return self._keep(f"tl.where({self.bool(args[0])}, {a}, {b})", "wide" if wide else "int", shape, span)
         spans = [None if x is None else (0, 1) if x.kind == "bool" else x.span for x in args]
         if node.kwargs.get("alpha", 1) != 1:
             raise Refused(f"{name} with alpha has no device form", None)
-        span = _span(name, spans, node)
-        wide = not all(_fits(x) for x in (*spans, span) if x is not None)
+        span = range_of(name, spans, node)
+        wide = not all(fits(x) for x in (*spans, span) if x is not None)
         given = [None if x is None else self.int(x, wide) for x in args]
         parts = None
         if name in _BINARY:
@@ -234,7 +229,7 @@ class Emitter:
         if x.kind == "bool":
             return self._keep(self.int(x, False), "int", x.shape, (0, 1))
         # A float's range is not followed: one that comes from indices and tables fits 32 bits.
-        return self._keep(f"{x.text}.to(tl.int32)", "int", x.shape, (-_NARROW - 1, _NARROW))
+        return self._keep(f"{x.text}.to(tl.int32)", "int", x.shape, (-NARROW - 1, NARROW))
 
     # Captured tensors
 
@@ -250,7 +245,9 @@ class Emitter:
             return self._keep(f"({loaded} != 0)", "bool", shape)
         wide = dtype == torch.int64
         limits = torch.iinfo(dtype)
-        return self._keep(loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max))
+        return self._keep(
+            loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max)
+        )
 
     def place(self, tensor: int, at: Sequence[Any], contiguous: bool = False) -> str:
         """The offset of an element from the tensor's first one. Indices count from the end where they are negative, and
@@ -285,10 +282,10 @@ class Emitter:
             return f"{x.text}.0"
         if x.parts and x.kind == "int":
             name, a, b = x.parts
-            outer = all(y.kind == "int" and y.shape != x.shape and _exact(y.span) for y in (a, b))
+            outer = all(y.kind == "int" and y.shape != x.shape and exact(y.span) for y in (a, b))
             if outer:  # a conversion for every row and every key is cheaper than one for every score
                 return f"({self.float(a)} {'+' if name == 'add' else '-'} {self.float(b)})"
-        if x.kind == "int" and _exact(x.span):
+        if x.kind == "int" and exact(x.span):
             return self._keep(f"index_float({x.text})", "float", x.shape).text
         return f"({x.text}).to(tl.float32)"
 
@@ -309,7 +306,7 @@ class Emitter:
         return tuple(torch.broadcast_shapes(*(x.shape for x in args if x is not None)))
 
     def _keep(
-        self, text: str, kind: str, shape: tuple[int, ...], span: tuple[int, int] = _ANY, parts: Any = None
+        self, text: str, kind: str, shape: tuple[int, ...], span: tuple[int, int] = ANY, parts: Any = None
     ) -> Value:
         name = f"x{self.count}"
         self.count += 1
@@ -322,164 +319,8 @@ class Emitter:
         return f"@triton.jit\ndef {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
 
 
-PARAMETERS = "data, score, b, h, q_idx, kv_idx"
-
-
-def value_source(program: Program, wide: Sequence[bool]) -> str:
-    """`apply` and `slope`; `wide` says which tensors need 64-bit places."""
-    apply = _returning(Emitter(program, wide), "apply", program.value_decomposed, False)
-    return f"{apply}\n\n{_returning(Emitter(program, wide), 'slope', program.slope, True)}"
-
-
-def reads_tiles(program: Program) -> bool:
-    """Whether some captured tensor is read for every score."""
-    return any(tuple(read.meta["val"].shape) == (Q, K) for read in program.reads)
-
-
-def steady(program: Program) -> bool:
-    """Whether the slope is 1 everywhere."""
-    return _output(program.slope)[0] in (1, 1.0)
-
-
-def _returning(made: Emitter, name: str, module: fx.GraphModule, scalar: bool) -> str:
-    (out,) = _output(module)
-    value = made.value(out)
-    text = made.float(value)
-    if value.shape != (Q, K) and not (scalar and value.shape == ()):  # the same for some scores, but one for each
-        text = f"tl.where(score == score, {text}, {text})"
-    return made.function(name, PARAMETERS, f"return {text}")
-
-
-def scatter_source(program: Program, wide: Sequence[bool], wanted: Sequence[bool]) -> str:
-    """`scatter(sums, data, ds, score, …)`: adds ds · d modified / d tensor to the float32 sums of tensors, each
-    contiguous. Rows of a tile are queries, columns keys; ds is 0 where nothing is visible."""
-    module, reads = program.locals(wanted)
-    made = Emitter(program, wide)
-    order = [i for i, want in enumerate(wanted) if want]
-    places = []
-    calls = []
-    for n, (read, (local, at)) in enumerate(zip(reads, _output(module), strict=True)):
-        target = f"sums[{order.index(read.tensor)}]"
-        value = made.float(made.value(local))
-        made.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
-        shape = torch.broadcast_shapes((1, 1), *(made.value(x).shape for x in at))
-        if shape == (Q, K) and all(_distance(x) is not None for x in at):
-            only = Emitter(program, wide)
-            text = only.place(read.tensor, at, contiguous=True)
-            places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
-            made.lines.append(f"near, far, kv_near, kv_far = diagonals(g{n}, q_idx, kv_idx)")
-            for part in ("near", "far"):
-                at_part = f"place{n}(data, score, b, h, kv_{part} * 0, kv_{part})"
-                made.lines.append(f"tl.atomic_add({target} + {at_part}, {part}, mask={part} != 0, sem=\"relaxed\")")
-            continue
-        text = made.place(read.tensor, at, contiguous=True) or "0"
-        total = {
-            (Q, K): f"g{n}",
-            (Q, 1): f"tl.sum(g{n}, 1, keep_dims=True)",
-            (1, K): f"tl.sum(g{n}, 0, keep_dims=True)",
-            (1, 1): f"tl.sum(g{n})",
-        }[tuple(shape)]
-        made.lines.append(f"total{n} = {total}")
-        made.lines.append(f"tl.atomic_add({target} + {text}, total{n}, mask=total{n} != 0, sem=\"relaxed\")")
-    calls.append(made.function("scatter", f"sums, {PARAMETERS.replace('data, ', 'data, ds, ')}", "pass"))
-    return "\n\n".join([*places, *calls])
-
-
-def _distance(x: Any) -> int | None:
-    """How an index depends on q_idx and kv_idx: 0 not at all or on their difference alone, c as c kv_idx or c q_idx
-    would (negative), None in any other way."""
-    slopes = _slopes(x, {})
-    return 0 if slopes is not None and slopes[0] + slopes[1] == 0 else None
-
-
-def _slopes(x: Any, met: dict[Any, Any]) -> tuple[int, int] | None:
-    """The factors of q_idx and kv_idx in a linear index; (0, 0) also for any function of their difference."""
-    if not isinstance(x, fx.Node) or (x.op == "placeholder" and x.target not in ("q_idx", "kv_idx", "score")):
-        return 0, 0
-    if x in met:
-        return met[x]
-    if x.op == "placeholder":
-        found = {"q_idx": (1, 0), "kv_idx": (0, 1), "score": None}[str(x.target)]
-    else:
-        below = [_slopes(y, met) for y in x.all_input_nodes if not str(y.target).startswith("t")]
-        name = _name(x)
-        if any(y is None for y in below):
-            found = None
-        elif name in ("add", "sub") and len(x.args) == 2 and x.kwargs.get("alpha", 1) == 1:
-            (a, b), sign = ((0, 0) if not isinstance(y, fx.Node) else _slopes(y, met) for y in x.args), 1 - 2 * (name == "sub")
-            found = a[0] + sign * b[0], a[1] + sign * b[1]
-        elif name == "neg":
-            found = -below[0][0], -below[0][1]
-        else:
-            found = (0, 0) if all(y[0] + y[1] == 0 for y in below) else None
-    met[x] = found
-    return found
-
-
-def _output(module: fx.GraphModule) -> Any:
-    return next(x for x in module.graph.nodes if x.op == "output").args[0]
-
-
 def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
-
-
-def _fits(span: tuple[int, int]) -> bool:
-    return span[0] >= -_NARROW - 1 and span[1] <= _NARROW
-
-
-def _exact(span: tuple[int, int]) -> bool:
-    return span[0] >= -LONGEST and span[1] <= LONGEST
-
-
-def _span(name: str, spans: list[Any], node: fx.Node) -> tuple[int, int]:
-    """The range of an integer operation's results."""
-    a = spans[0]
-    b = spans[1] if len(spans) > 1 and spans[1] is not None else None
-    match name:
-        case "add":
-            return a[0] + b[0], a[1] + b[1]
-        case "sub":
-            return a[0] - b[1], a[1] - b[0]
-        case "mul":
-            corners = [x * y for x in a for y in b]
-            return min(corners), max(corners)
-        case "neg":
-            return -a[1], -a[0]
-        case "abs":
-            return 0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))
-        case "maximum":
-            return max(a[0], b[0]), max(a[1], b[1])
-        case "minimum":
-            return min(a[0], b[0]), min(a[1], b[1])
-        case "clamp":
-            lo, hi = a
-            if b is not None:
-                lo, hi = max(lo, b[0]), max(hi, b[1])
-            if len(spans) > 2 and spans[2] is not None:
-                lo, hi = min(lo, spans[2][0]), min(hi, spans[2][1])
-            return lo, hi
-        case "sign" | "sgn":
-            return -1, 1
-        case "relu":
-            return max(a[0], 0), max(a[1], 0)
-        case "remainder" if b is not None and b[0] > 0:
-            return 0, b[1] - 1
-        case "fmod" if b is not None and b[0] > 0:
-            return (0 if a[0] >= 0 else 1 - b[1]), b[1] - 1
-        case "bitwise_and" if a[0] >= 0 or b[0] >= 0:
-            return 0, min(x[1] for x in (a, b) if x[0] >= 0)
-        case "bitwise_or" | "bitwise_xor" if a[0] >= 0 and b[0] >= 0:
-            return 0, (1 << max(a[1], b[1]).bit_length()) - 1
-        case "bitwise_right_shift":
-            return min(a[0], 0), max(a[1], 0)
-        case "floor_divide" | "div" if b is not None and (b[0] > 0 or b[1] < 0):
-            most = max(abs(a[0]), abs(a[1])) + 1
-            return (0 if a[0] >= 0 and b[0] > 0 else -most), most
-        case "pow":
-            most = max(abs(a[0]), abs(a[1])) ** (node.args[1] if isinstance(node.args[1], int) else 64)
-            return -most, most
-    return _ANY
 
 
 def _literal(x: float) -> str:
@@ -501,6 +342,6 @@ def _power(x: str, y: str, exponent: Any) -> str:
     return f"power({x}, {y})"
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     target: Any = node.target
     return target._schema.name.partition("::")[2] if hasattr(target, "_schema") else str(target)

@@ -43,6 +43,9 @@ class ScoreMod:
     torch.Size([1, 2, 8, 4])
     """
 
+    kind: str | None = None
+    """Its word in a Spec, where that is not `score(name)`."""
+
     def __init__(self, fn: Function, *tensors: Tensor, bprop: Function | None = None) -> None:
         if not callable(fn) or not (bprop is None or callable(bprop)):
             raise TypeError(f"ScoreMod needs functions, got fn={fn!r}, bprop={bprop!r}")

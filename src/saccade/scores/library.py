@@ -117,7 +117,11 @@ def relative_bias(table: Tensor) -> ScoreMod:
     fits = table.dim() == 2 and table.shape[1] % 2 == 1
     _check("relative_bias", table, "a table (h_q, 2 r + 1) or (1, 2 r + 1)", fits)
     shared = table.shape[0] == 1
-    return Ready("relative_bias", partial(_relative_bias, reach=table.shape[1] // 2, shared=shared), table)
+    return Ready(
+        "relative_bias",
+        partial(_relative_bias, reach=table.shape[1] // 2, last=table.shape[1] - 1, shared=shared),
+        table,
+    )
 
 
 def _relative_bias(
@@ -129,14 +133,15 @@ def _relative_bias(
     table: Tensor,
     *,
     reach: int,
+    last: int,
     shared: bool,
 ) -> Tensor:
-    return score + table[torch.zeros_like(h) if shared else h, _column(q_idx, kv_idx, reach)]
+    return score + table[torch.zeros_like(h) if shared else h, _column(q_idx, kv_idx, reach, last)]
 
 
-def _column(q_idx: Tensor, kv_idx: Tensor, reach: int) -> Tensor:
-    """clamp(kv_idx - q_idx, -reach, reach) + reach, in the form that is plainly never negative."""
-    return (kv_idx - q_idx + reach).clamp(min=0).clamp(max=2 * reach)
+def _column(q_idx: Tensor, kv_idx: Tensor, reach: int, last: int) -> Tensor:
+    """clamp(kv_idx - q_idx, -reach, reach) + reach, in the form that is plainly never negative; last is 2 reach."""
+    return (kv_idx - q_idx + reach).clamp(min=0).clamp(max=last)
 
 
 def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
@@ -162,7 +167,7 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
     fits = table.dim() == 2 and table.shape[0] >= (4 if bidirectional else 2)
     _check("t5_bias", table, "a table (buckets, h_q) of enough buckets", fits)
     buckets = t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
-    return Ready("t5_bias", partial(_t5_bias, reach=max_distance), table, buckets)
+    return Ready("t5_bias", partial(_t5_bias, reach=max_distance, last=2 * max_distance), table, buckets)
 
 
 def _t5_bias(
@@ -175,9 +180,10 @@ def _t5_bias(
     buckets: Tensor,
     *,
     reach: int,
+    last: int,
 ) -> Tensor:
     # The table for every distance, made once: rounding in a logarithm may move a distance to the next bucket.
-    return score + table[buckets].mT[h, _column(q_idx, kv_idx, reach)]
+    return score + table[buckets].mT[h, _column(q_idx, kv_idx, reach, last)]
 
 
 def t5_buckets(buckets: int, bidirectional: bool, max_distance: int) -> Tensor:

@@ -71,7 +71,9 @@ class Raw:
     ) -> None:
         lines = _Lines()
 
-        def run(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *captured: Tensor) -> tuple[Tensor, ...]:
+        def run(
+            score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *captured: Tensor
+        ) -> tuple[Tensor, ...]:
             with lines:
                 out = fn(captured)(score, b, h, q_idx, kv_idx)
             out = out if isinstance(out, tuple) else (out,)
@@ -135,14 +137,14 @@ class Raw:
             val = x.meta["val"]
             if x.meta["kind"] == "tensor" and val.numel() != 1:
                 told = f"a captured tensor of shape {tuple(val.shape)} meets the score without an index"
-                raise Refused(f"{told}: write table[b, h, q_idx, kv_idx], as its dimensions are", self.lines.of(node.target, nth))
+                raise Refused(
+                    f"{told}: write table[b, h, q_idx, kv_idx], as its dimensions are", self.lines.of(node.target, nth)
+                )
         if shape is not None and (len(shape) > 2 or shape not in {(Q, K), (Q, 1), (1, K), (1, 1)}):
             raise Refused(f"{name} makes the shape {shape} of tiles", self.lines.of(node.target, nth))
 
 
-def traced(
-    fn: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any], dtype: torch.dtype
-) -> Raw:
+def traced(fn: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any], dtype: torch.dtype) -> Raw:
     """`fn(captured)` is the function with these fakes in the place of its leaves.
 
     Raises:
@@ -167,7 +169,11 @@ _lock = threading.RLock()
 
 def _told(failed: Exception) -> str:
     text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
-    if "data-dependent" in text or "GuardOnDataDependent" in type(failed).__name__ or "DataDependent" in type(failed).__name__:
+    if (
+        "data-dependent" in text
+        or "GuardOnDataDependent" in type(failed).__name__
+        or "DataDependent" in type(failed).__name__
+    ):
         return (
             "the function branches in Python on values that only the kernel knows; "
             "write torch.where(condition, a, b), and keep to tensors (no int(), float(), bool(), math.*)"

@@ -30,7 +30,9 @@ def gradients(problem: Problem, saved: Saved) -> Sequence[Tensor | None]:
     if not isinstance(score, Traced) or not any(saved.wanted):
         return [None] * len(saved.wanted)
     wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
-    sums = [torch.zeros(x.shape, device=x.device) if want else None for want, x in zip(wanted, score.tensors, strict=True)]
+    sums = [
+        torch.zeros(x.shape, device=x.device) if want else None for want, x in zip(wanted, score.tensors, strict=True)
+    ]
     if problem.q.numel() and problem.k.numel():
         with on_device(problem.q):
             _launch(problem, saved, score, wanted, [x for x in sums if x is not None])

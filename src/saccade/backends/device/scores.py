@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade import scores
 from saccade.backends.device.pointwise import NAMES, tanh
 from saccade.backends.device.records import NARROW_LIMIT, runtime_int
-from saccade.scores import emit
+from saccade.scores import LONGEST, source
 
 
 class DeviceScore(NamedTuple):
@@ -103,7 +103,7 @@ def record(score: scores.Score | None) -> DeviceScore:
 def weight(score: scores.Score | None) -> str:
     """What a score function costs a kernel: nothing that is not measured with it; "traced", some arithmetic; "table",
     one load for every score too."""
-    return "" if not isinstance(score, scores.Traced) else "table" if emit.reads_tiles(score.program) else "traced"
+    return "" if not isinstance(score, scores.Traced) else "table" if source.reads_tiles(score.program) else "traced"
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
@@ -114,8 +114,8 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
         for n, stride in zip(x.shape, x.stride(), strict=True):
             found += [runtime_int(stride), runtime_int(n)]
     for number, integral in zip(score.numbers, score.program.integral, strict=True):
-        if integral and abs(number) > emit.LONGEST:
-            raise ValueError(f"integers in score functions go up to {emit.LONGEST}, got {number}; capture it as a tensor")
+        if integral and abs(number) > LONGEST:
+            raise ValueError(f"integers in score functions go up to {LONGEST}, got {number}; capture it as a tensor")
         found.append(runtime_int(int(number)) if integral else float(number))
     return tuple(found)
 
@@ -133,8 +133,8 @@ def _emitted(score: scores.Traced) -> tuple[Any, ...]:
     key = wide(score)
     made = score.program.emitted.get(key)
     if made is None:
-        found = jit(emit.value_source(score.program, key))
-        apply, steady = found["apply"], emit.steady(score.program)
+        found = jit(source.value_source(score.program, key))
+        apply, steady = found["apply"], source.steady(score.program)
         made = score.program.emitted[key] = _functions(apply, found["slope"], False, _no_parts, apply, steady)
     return made
 
@@ -143,20 +143,20 @@ def scatter(score: scores.Traced, wanted: Sequence[bool]) -> Any:
     """constexpr: what adds to the gradients of captured tensors, made once for each choice of them."""
     key = "scatter", wide(score), tuple(wanted)
     if key not in score.program.emitted:
-        source = emit.scatter_source(score.program, wide(score), wanted)
-        score.program.emitted[key] = tl.constexpr(jit(source)["scatter"])
+        text = source.scatter_source(score.program, wide(score), wanted)
+        score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
     return score.program.emitted[key]
 
 
-def jit(source: str) -> dict[str, Any]:
+def jit(text: str) -> dict[str, Any]:
     """The functions of a source text. It lies in `linecache`, where Triton finds it, under a name made from its hash:
     equal sources share what is compiled, in this process and on the disk, and different ones do not."""
-    name = f"saccade_score_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    name = f"saccade_score_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if name not in _sources:
         file = f"<{name}>"
-        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
         _sources[name] = {**NAMES, "__name__": name}
-        exec(compile(source, file, "exec"), _sources[name])
+        exec(compile(text, file, "exec"), _sources[name])
     return _sources[name]
 
 
