@@ -12,7 +12,6 @@ from torch import Tensor
 from saccade.problem import Problem
 from saccade.spec import FLAGS, Spec
 
-
 ANY_SCORE = "any function"
 """In `Support.scores`: whatever can be traced."""
 

@@ -39,7 +39,7 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
     fn: Any = score_mod
     if isinstance(score_mod, ScoreMod) and score_mod.bprop is not None:
         fn = _WithDerivative(score_mod)
-    name = score_mod.kind if isinstance(score_mod, Ready) else f"score({name_of(score_mod)})"
+    name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     program, found = _cache.program(fn, name, torch.float64 if q.dtype == torch.float64 else torch.float32)
     leaves = [leaf.value for leaf in found.leaves]
     tensors = [_on(x, q.device) for x in leaves if isinstance(x, Tensor)]

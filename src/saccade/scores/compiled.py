@@ -42,9 +42,7 @@ def bind(score_mod: Any, q: Tensor) -> Score:
     elif isinstance(score_mod, types.MethodType):
         plan = _plan_of_method(score_mod.__func__, score_mod.__self__, double)
     else:
-        plan = _plan_of_function(
-            score_mod, double
-        )  # a closure over the region's own tensors? use ScoreMod(fn, *tensors)
+        plan = _plan_of_function(score_mod, double)  # a closure over tensors? use ScoreMod(fn, *tensors)
     identity, tensor_paths, number_paths, wanted_tensors, wanted_numbers = plan
     tensors = [follow(score_mod, path) for path in tensor_paths]
     tensors = [x.to(q.device) if x.dim() == 0 else x for x in tensors]

@@ -1,9 +1,14 @@
 """A Program as the source of Triton functions, which Triton and Gluon kernels call alike.
 
-Every function takes `data` first: for each captured tensor its pointer, and a stride and a size for each dimension; then
-the numbers. Floats are float32. Integers are 32 bits wide where their range, which is
-followed from the indices on, allows it, and 64 bits elsewhere.
+Every function takes `data` first: for each captured tensor its pointer, and a stride and a size for each dimension;
+then the numbers. Floats are float32. Integers are 32 bits wide where their range, which is followed from the indices
+on, allows it, and 64 bits elsewhere.
 """
+
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from torch import fx
 
 from saccade.scores.program import Program
 from saccade.scores.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
-from saccade.scores.trace import TILE, K, Q, Refused
+from saccade.scores.trace import TILE, K, Q, Refused, name_of
 
 
 @dataclass(frozen=True)
@@ -41,16 +46,23 @@ _FLOAT = {
     "tanh": "tanh({})", "erf": "tl.erf({})", "erfc": "(1.0 - tl.erf({}))", "floor": "tl.floor({})",
     "ceil": "tl.ceil({})", "trunc": "truncated({})", "round": "rounded({})", "neg": "(-{})",
     "reciprocal": "(1.0 / {})", "sigmoid": "sigmoid({})", "expm1": "expm1({})", "log1p": "log1p({})",
-    "sign": "signed({})", "sgn": "signed({})", "log10": "(tl.log2({}) * 0.30102999566398120)", "relu": "larger({}, 0.0)",
+    "sign": "signed({})", "sgn": "signed({})", "log10": "(tl.log2({}) * 0.30102999566398120)",
+    "relu": "larger({}, 0.0)",
 }  # fmt: skip
-_INT = {"abs": "tl.abs({})", "neg": "(-{})", "sign": "signed({})", "sgn": "signed({})", "bitwise_not": "(~{})", "relu": "tl.maximum({}, 0)"}  # fmt: skip
+_INT = {
+    "abs": "tl.abs({})", "neg": "(-{})", "sign": "signed({})", "sgn": "signed({})",
+    "bitwise_not": "(~{})", "relu": "tl.maximum({}, 0)",
+}  # fmt: skip
 _BINARY = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})"}
 _SAME_AS = {
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift",
     "__rshift__": "bitwise_right_shift", "clamp_min": "maximum", "clamp_max": "minimum",
 }  # fmt: skip
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_left_shift": "<<", "bitwise_right_shift": ">>"}  # fmt: skip
+_BITS = {
+    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
+    "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
+}  # fmt: skip
 
 
 class Emitter:
@@ -116,7 +128,7 @@ class Emitter:
             return self._boolean(name, node, args)
         return self._keep(self._float(name, node, args), "float", self._shape(args))
 
-    def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:
+    def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:  # noqa: C901 (a table of operations)
         given = [None if x is None else self.float(x) for x in args]
         alpha = node.kwargs.get("alpha", 1)
         if name in ("add", "sub") and alpha != 1:
@@ -128,7 +140,7 @@ class Emitter:
         match name:
             case "div":
                 mode = node.kwargs.get("rounding_mode")
-                exact = f"tl.div_rn({given[0]}, {given[1]})" if False else f"({given[0]} / {given[1]})"
+                exact = f"({given[0]} / {given[1]})"
                 return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
             case "floor_divide":
                 return f"tl.floor({given[0]} / {given[1]})"
@@ -149,7 +161,7 @@ class Emitter:
                 return f"smaller({x}, {given[2]})" if len(given) > 2 and given[2] is not None else x
         raise Refused(f"{name} has no device form; write it with other operations", None)
 
-    def _integer(self, name: str, node: fx.Node, args: list[Any]) -> Value:
+    def _integer(self, name: str, node: fx.Node, args: list[Any]) -> Value:  # noqa: C901 (a table of operations)
         shape = self._shape(args)
         if name == "where":
             span = min(args[1].span[0], args[2].span[0]), max(args[1].span[1], args[2].span[1])
@@ -340,8 +352,3 @@ def _power(x: str, y: str, exponent: Any) -> str:
         if exponent == int(exponent) and 0 < exponent <= 8:
             return "(" + " * ".join([x] * int(exponent)) + ")"
     return f"power({x}, {y})"
-
-
-def name_of(node: fx.Node) -> str:
-    target: Any = node.target
-    return target._schema.name.partition("::")[2] if hasattr(target, "_schema") else str(target)

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import tracing
+from torch.utils._python_dispatch import _disable_current_modes
 
 from saccade.scores.program import Program
-from saccade.scores.survey import Leaf, Survey, replaced, survey
+from saccade.scores.survey import Survey, replaced, survey
 from saccade.scores.trace import Refused, traced
 
 Function = Callable[..., Tensor]
@@ -141,7 +143,7 @@ class _Cache:
     def _trace(self, family: _Family, fn: Function, name: str, found: Survey, dtype: torch.dtype) -> Program:
         self.misses += 1
         # Inside of torch.compile the modes of its own tracing are left alone.
-        with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes():
+        with tracing(None), _disable_current_modes():
             made, family.constants, family.shapes = _traced(fn, name, found, dtype, family)
         # Equal programs are one, so that they share what is compiled.
         made = self.by_identity.setdefault(made.identity, made)
@@ -200,7 +202,7 @@ def _traced(
         lifted = [leaf for i, leaf in enumerate(numbers) if i not in constants]
         paths = [leaf.path for leaf in (*tensors, *lifted)]
 
-        def with_captured(captured: Sequence[Tensor]) -> Function:
+        def with_captured(captured: Sequence[Tensor]) -> Any:
             return replaced(fn, found, dict(zip(paths, captured, strict=True)))
 
         return traced(with_captured, shapes, [leaf.value for leaf in lifted], dtype)
@@ -236,13 +238,13 @@ def _traced(
 class Score:
     """What a Problem holds: a score modification with its runtime values."""
 
-    kind: str
+    kind: Any
     """Its word in a Spec."""
-    identity: str
-    """Equal for those that run the same kernels."""
-    tensors: Sequence[Tensor] = ()
-    ints: Sequence[int] = ()
-    floats: Sequence[float] = ()
+    identity: Any
+    """A text, equal for those that run the same kernels."""
+    tensors: Any = ()
+    ints: Any = ()
+    floats: Any = ()
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The modified score, of its shape and dtype; all arguments broadcast to (b, h, q, k)."""
@@ -276,7 +278,7 @@ class Traced(Score):
 
     @staticmethod
     def of_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Traced:
-        """The inverse of `identity`, `tensors`, `ints` and `floats`; takes what it needs from the front of the lists."""
+        """The inverse of `identity`, `tensors`, `ints` and `floats`; takes from the front of the lists."""
         program = _cache.by_identity.get(identity)
         if program is None:
             raise RuntimeError(

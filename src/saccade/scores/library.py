@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from saccade.scores.survey import Survey
 class Softcap(Score):
     """`cap tanh(score / cap)`."""
 
-    kind: ClassVar[str] = "softcap"
-    identity: ClassVar[str] = "softcap"
+    kind = identity = "softcap"
     cap: float
 
     @property

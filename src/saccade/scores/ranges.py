@@ -1,5 +1,7 @@
 """The ranges of integers: what 32 bits hold, and what float32 holds exactly."""
 
+# pyright: reportOptionalSubscript=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -23,10 +25,10 @@ def exact(span: Range) -> bool:
     return span[0] >= -LONGEST and span[1] <= LONGEST
 
 
-def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:
+def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901 (a table of operations)
     """The range of an integer operation's results."""
     a = spans[0]
-    b = spans[1] if len(spans) > 1 and spans[1] is not None else None
+    b: Any = spans[1] if len(spans) > 1 else None
     match name:
         case "add":
             return a[0] + b[0], a[1] + b[1]

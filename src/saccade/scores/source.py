@@ -1,5 +1,10 @@
 """The sources of a Program's functions, and which of its reads depend on distances alone."""
 
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.scores.emit import Emitter, name_of
+from saccade.scores.emit import Emitter
 from saccade.scores.program import Program
-from saccade.scores.trace import K, Q
+from saccade.scores.trace import K, Q, name_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 

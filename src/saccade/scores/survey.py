@@ -240,7 +240,7 @@ def _replaced(value: Any, path: tuple[Step, ...], values: dict[tuple[Step, ...],
     return _with(value, made) if made else value
 
 
-def _with(value: Any, made: dict[Step, Any]) -> Any:
+def _with(value: Any, made: dict[Step, Any]) -> Any:  # noqa: C901 (one case for each kind of value)
     """A copy of a value with others in the place of what it holds."""
     attributes = {name: x for (kind, name), x in made.items() if kind == "attr"}
     items = {name: x for (kind, name), x in made.items() if kind == "item"}

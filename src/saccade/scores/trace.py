@@ -6,6 +6,11 @@ call: of captured tensors (`before`), and of numbers (`numbers`). All else must 
 tensor at computed indices.
 """
 
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import logging
@@ -25,16 +30,18 @@ Q, K = 61, 67
 """Of the tile that is traced: primes, so that no captured tensor fits it by accident."""
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
 
-POINTWISE = frozenset(
-    "abs acos acosh add alias asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or "
-    "bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone copysign cos cosh detach div elu eq erf "
-    "erfc exp exp2 expm1 fill floor floor_divide fmax fmin fmod full_like ge gelu gt hardsigmoid hardswish hardtanh "
-    "isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid_forward logaddexp logaddexp2 logical_and "
-    "logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like pow "
-    "positive reciprocal relu relu6 remainder round rsqrt rsub scalar_tensor sgn sigmoid sign signbit silu sin sinh "
-    "softplus sqrt square sub tan tanh trunc where xlogy zeros_like __and__ __or__ __xor__ __lshift__ __rshift__ "
-    "_to_copy lift_fresh lift_fresh_copy threshold hypot selu".split()
-)
+POINTWISE = frozenset((
+    "abs", "add", "alias", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
+    "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "div", "elu", "eq",
+    "erf", "erfc", "exp", "exp2", "expm1", "fill", "floor", "floor_divide", "fmax", "fmin", "fmod", "full_like", "ge",
+    "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp",
+    "log", "log10", "log1p", "log2", "log_sigmoid_forward", "logaddexp", "logaddexp2", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "ne",
+    "neg", "ones_like", "pow", "positive", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "rsub",
+    "scalar_tensor", "sgn", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "trunc",
+    "where", "xlogy", "zeros_like", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "_to_copy",
+    "lift_fresh", "lift_fresh_copy", "threshold", "hypot", "selu",
+))  # fmt: skip
 _ADVICE = {
     "select": "index with tensors, one for each dimension: table[h, kv_idx]",
     "slice": "index with tensors, one for each dimension: table[h, kv_idx]",
@@ -112,7 +119,7 @@ class Raw:
                 self._check(node, met[node.target] - 1)
 
     def _check(self, node: fx.Node, nth: int) -> None:
-        name = _name(node)
+        name = name_of(node)
         shape = tuple(node.meta["val"].shape) if isinstance(node.meta["val"], Tensor) else None
         if node.target is operator.getitem:
             return
@@ -198,7 +205,7 @@ _HERE = __file__.rpartition("/")[0]
 
 
 def _inside(file: str) -> bool:
-    return file.startswith(_TORCH) or file in (__file__, f"{_HERE}/function.py") or file.startswith("<frozen")
+    return file.startswith((_TORCH, "<frozen")) or file in (__file__, f"{_HERE}/function.py")
 
 
 def _line(file: str, number: int) -> str:
@@ -227,6 +234,6 @@ class _Lines(TorchDispatchMode):
         return _line(*place) if place else None
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     target: Any = node.target
     return target._schema.name.partition("::")[2] if hasattr(target, "_schema") else str(target)

@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import masks, reference, scores
+from saccade import masks, reference
 from saccade.api import attention, plan
 from saccade.layouts import Dense
 from saccade.masks import Mask
 from saccade.problem import Problem
+from saccade.testing.shifted import Shifted, captured, places, shifted
 
 SCORES_AT_ONCE = 1 << 22
 """The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
@@ -49,7 +50,8 @@ class Report:
     call: str
     """What the Spec leaves out: shapes and keywords."""
     ratios: dict[str, float]
-    """Error over tolerance of each of out, lse, dq, dk, dv, dsink, dscore0, dscore1, …; infinite for NaN and for infinities out of place."""
+    """Error over tolerance of each of out, lse, dq, dk, dv, dsink, dscore0, dscore1, …; infinite for NaN and for
+    infinities out of place."""
 
     @property
     def ratio(self) -> float:
@@ -144,13 +146,6 @@ def check(
     return Report(str(chosen.spec), chosen.backend, ", ".join(words), ratios)
 
 
-def captured(score_mod: Any) -> Results:
-    """The tensors of a score modification that require a gradient, by the names of their gradients."""
-    leaves = [] if score_mod is None else [leaf.value for leaf in scores.survey(score_mod).leaves]
-    wanted = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
-    return {f"dscore{i}": x for i, x in enumerate(wanted.values())}
-
-
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
     """Contiguous normal numbers that depend on the shape and the seed alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
@@ -239,44 +234,6 @@ def _of_batch_rows(mask: Mask, rows: slice) -> Mask | None:
     return masks.from_records(mask.kind, mask.ints, records)
 
 
-def shifted(score_mod: Any, q: Tensor, b: int, h: int) -> scores.Score | None:
-    """The Score of some batch rows and heads, from b and h on."""
-    score = scores.bind(score_mod, q)
-    return None if score is None else _Shifted(score, b, h)
-
-
-class _Shifted(scores.Score):
-    """A score modification as some batch rows and heads see it, whose numbers start at zero."""
-
-    def __init__(self, score: scores.Score, b: int, h: int) -> None:
-        self.score, self.b, self.h = score, b, h
-        self.kind, self.identity = score.kind, score.identity
-
-    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.score(score, b + self.b, h + self.h, q_idx, kv_idx)
-
-    def captured(self) -> Results:
-        return captured(getattr(self.score, "fn", None))
-
-    def squares(self, gradient: Tensor, score: Tensor) -> Results:
-        """The roundings of what is added up for captured tensors, squared: sum gradient (d modified / d tensor)^2."""
-        leaves, held = self.captured(), self.score.tensors
-        sums = [torch.zeros_like(x, dtype=torch.float64) if x.requires_grad else None for x in held]
-        b, h, *at = _places(score)
-        self.score.accumulate(sums, gradient, score, b + self.b, h + self.h, *at, power=2)
-        # What is computed of them beforehand is taken for a choice among them.
-        made = [(x, total.to(x.dtype)) for x, total in zip(held, sums, strict=True) if total is not None]
-        outputs, totals = zip(*made, strict=True)
-        found = torch.autograd.grad(outputs, list(leaves.values()), totals, allow_unused=True, retain_graph=True)
-        pairs = zip(leaves.items(), found, strict=True)
-        return {name: torch.zeros_like(x) if x_sum is None else x_sum.abs() for (name, x), x_sum in pairs}
-
-
-def _places(score: Tensor) -> tuple[Tensor, ...]:
-    """b, h, q_idx and kv_idx of whole score matrices."""
-    return tuple(torch.arange(n, device=score.device).view([-1] + [1] * (3 - i)) for i, n in enumerate(score.shape))
-
-
 class _Part(NamedTuple):
     """One batch row and some heads of a call, tensors (1, h, s, …), and where they are in it."""
 
@@ -337,7 +294,7 @@ class _Part(NamedTuple):
             row_term = (
                 (1 + more_v) * delta**2 + (dout**2 * (out_term + more_v * out**2)).sum(-1, keepdim=True) + dlse**2
             )
-            if isinstance(problem.score, _Shifted) and problem.score.captured():
+            if isinstance(problem.score, Shifted) and problem.score.captured():
                 before = dp - delta + dlse
                 before_term = p_term * before**2 + p**2 * (dp_term + row_term)
                 for name, rows in problem.score.squares(before_term, score.detach()).items():
@@ -362,7 +319,7 @@ class _Part(NamedTuple):
         given = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
         leaves = {name: x.detach().requires_grad_(backward) for name, x in given.items() if x is not None}
         problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
-        if isinstance(problem.score, _Shifted):
+        if isinstance(problem.score, Shifted):
             leaves |= problem.score.captured()
         return _with_gradients(*reference.attention(problem), leaves, self.dout, self.dlse)
 
@@ -371,7 +328,7 @@ class _Part(NamedTuple):
         if self.problem.score is None:
             return score, score.new_ones(())
         score = score.detach().requires_grad_()
-        modified = self.problem.score(score, *_places(score))
+        modified = self.problem.score(score, *places(score))
         slope = torch.zeros_like(score)
         if modified.requires_grad:
             slope = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)[0]

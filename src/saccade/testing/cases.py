@@ -52,8 +52,8 @@ class Case:
     """As masks print: `causal`, `window(1023,0)`, `prefix(5)`, `prefixes` (a drawn one for each batch row), `documents`
     (drawn ids), `&`, `|` and parentheses."""
     score: str = "none"
-    """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`; joined by `+`:
-    the first one first. Their tensors are drawn."""
+    """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`; joined by
+    `+`, the first one first. Their tensors are drawn."""
     sink: bool = False
     order: str = "bhsd"
     used: str = "all"

@@ -75,7 +75,8 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
-    """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk and dv in float32."""
+    """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk
+    and dv in float32."""
     grid = _Grid(problem)
     delta = sink.delta(saved)
     # exp(score - lse) must be zero, not NaN, where a row sees nothing.
@@ -123,7 +124,7 @@ class _Modification(NamedTuple):
     slope: Tensor
 
     def back(self, ds: Tensor, sums: Sequence[Tensor | None]) -> Tensor:
-        """The gradient of the scaled scores, in place, from that of the modified ones; adds those of captured tensors."""
+        """The gradient of the scaled scores, in place, from that of the modified ones; adds to captured tensors'."""
         if any(x is not None for x in sums):
             self.score.accumulate(sums, ds.view_as(self.scaled), self.scaled, *self.at)
         return ds.mul_(self.slope.view_as(ds))

@@ -102,8 +102,7 @@ def remainder(x, y):
 def fmod(x, y):
     r = x - truncated(x / y) * y
     # The quotient is rounded: one step too far is taken back.
-    r = tl.where((r != 0) & ((r < 0) != (x < 0)), tl.where((r < 0) == (y < 0), r - y, r + y), r)
-    return r
+    return tl.where((r != 0) & ((r < 0) != (x < 0)), tl.where((r < 0) == (y < 0), r - y, r + y), r)
 
 
 @triton.jit
@@ -149,7 +148,7 @@ NAMES = {
     for name in (
         "INF", "index_float", "widened", "inside", "wrapped", "tanh", "sigmoid", "expm1", "log1p",
         "truncated", "rounded", "signed", "larger", "smaller", "remainder", "fmod", "floor_divided",
-        "floor_remainder", "power", "diagonals", "plain_int",
+        "floor_remainder", "power", "diagonals",
     )
-} | {"tl": tl, "triton": triton}  # fmt: skip
+} | {"tl": tl, "triton": triton, "plain_int": plain_int}  # fmt: skip
 """What emitted source may name."""
