@@ -238,7 +238,8 @@ def _more_decompositions() -> dict[Any, Any]:
     names = (
         "gelu", "gelu_backward", "sigmoid_backward", "tanh_backward", "silu", "silu_backward", "softplus",
         "softplus_backward", "hardtanh", "hardtanh_backward", "elu", "elu_backward", "leaky_relu",
-        "leaky_relu_backward", "mish", "hardsigmoid", "hardswish", "log_sigmoid_forward", "log_sigmoid_backward", "threshold",
+        "leaky_relu_backward", "mish", "hardsigmoid", "hardswish", "log_sigmoid_forward", "log_sigmoid_backward",
+        "threshold",
         "threshold_backward", "logit", "logit_backward", "celu", "selu", "logaddexp", "logaddexp2", "lerp", "xlogy",
         "hypot", "addcmul", "addcdiv", "nan_to_num", "square", "rsub", "relu6", "masked_fill", "hardsigmoid_backward",
         "hardswish_backward", "mish_backward", "sinc",

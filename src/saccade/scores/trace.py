@@ -48,8 +48,10 @@ _ADVICE = {
     "gather": "index with brackets: table[h, kv_idx]",
     "embedding": "index with brackets: table[h, kv_idx]",
     "index_select": "index with brackets: table[h, kv_idx]",
-    "rand": "dropout_p of attention drops probabilities at random",
-    "bernoulli": "dropout_p of attention drops probabilities at random",
+    **dict.fromkeys(
+        ("rand", "rand_like", "randn_like", "randint_like", "bernoulli", "native_dropout"),
+        "dropout_p of attention drops probabilities at random",
+    ),
     "view": "scores keep their shape: b, h, q_idx and kv_idx broadcast against it",
     "expand": "scores keep their shape: b, h, q_idx and kv_idx broadcast against it",
     "unsqueeze": "scores keep their shape: b, h, q_idx and kv_idx broadcast against it",
@@ -176,11 +178,7 @@ _lock = threading.RLock()
 
 def _told(failed: Exception) -> str:
     text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
-    if (
-        "data-dependent" in text
-        or "GuardOnDataDependent" in type(failed).__name__
-        or "DataDependent" in type(failed).__name__
-    ):
+    if "DataDependent" in type(failed).__name__ or "data-dependent" in text or "is ambiguous" in text:
         return (
             "the function branches in Python on values that only the kernel knows; "
             "write torch.where(condition, a, b), and keep to tensors (no int(), float(), bool(), math.*)"
