@@ -91,7 +91,7 @@ class Assembly:
         name = name_of(node)
         if name in _PASSES:
             return self.copied(node.args[0])
-        if name in ("full_like", "full", "fill"):
+        if name in ("full_like", "full", "fill", "copy", "copy_"):
             return self.copied(node.args[1])
         if name in ("zeros_like", "zeros", "ones_like", "ones"):
             one = name.startswith("ones")
