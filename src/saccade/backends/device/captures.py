@@ -67,5 +67,5 @@ def tile(problem: Problem) -> tuple[int, dict[str, Any]]:
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     return block_q, {
         "GROUP": problem.group, "D": d, "D_V": d_v, "BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv, "PRECISION": precision, "num_warps": 4, "num_stages": 2,
+        "BLOCK_DV": block_dv, "PRECISION": precision, "num_warps": 4 if wide <= 64 else 8, "num_stages": 2,
     }  # fmt: skip
