@@ -251,7 +251,7 @@ class Score:
         raise NotImplementedError
 
     def tile(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The same as a contiguous tensor, and where the user's own function is not at hand."""
+        """The same as a contiguous tensor, which may be score's own memory, without the user's own function."""
         return self(score, b, h, q_idx, kv_idx)
 
     def derivative(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ class Softcap(Score):
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.cap * torch.tanh(score / self.cap)
 
+    def tile(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score.div_(self.cap).tanh_().mul_(self.cap)
+
     def derivative(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return 1 - torch.tanh(score / self.cap).square()
 
