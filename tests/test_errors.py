@@ -61,6 +61,7 @@ TYPE_ERRORS = {
     "array": (lambda: attention(Q.numpy(), K, V), "ndarray"),
     "missing": (lambda: attention(Q, K, None), "NoneType"),
     "bool mask": (lambda: attention(Q, K, V, mask=torch.ones(6, 6).bool()), "Tensor"),
+    "score_mod": (lambda: attention(Q, K, V, score_mod=3.0), "3.0"),
     "mask name": (lambda: attention(Q, K, V, mask="causal"), "str"),
     "layout name": (lambda: attention(Q, K, V, layout="bshd"), "'bshd'"),
     "keyword of plan": (lambda: plan(Q, K, V, is_causal=True), "is_causal"),
@@ -69,7 +70,6 @@ TYPE_ERRORS = {
 
 UNSUPPORTED = {
     "dropout": (lambda: attention(Q, K, V, dropout_p=0.1), "dropout_p=0.1"),
-    "score function": (lambda: attention(Q, K, V, score_mod=lambda score, *at: score), "lambda"),
     "fp8": (
         lambda: attention(*(x.to(torch.float8_e4m3fn) for x in (Q, K, V))),
         "cpu: takes fp16, bf16, fp32, fp64, not fp8_e4m3",

@@ -11,12 +11,24 @@ from saccade.dispatch import Plan, Unsupported
 from saccade.layouts import Dense
 from saccade.masks import Mask, causal, documents, prefix, window
 from saccade.partial import Partial, merge
-from saccade.scores import ScoreMod, softcap
+from saccade.scores import (
+    CacheInfo,
+    ScoreMod,
+    alibi,
+    bias,
+    cache_info,
+    compose,
+    relative_bias,
+    softcap,
+    t5_bias,
+    temperature,
+)
 from saccade.spec import Spec
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheInfo",
     "Dense",
     "Explanation",
     "Mask",
@@ -25,13 +37,20 @@ __all__ = [
     "ScoreMod",
     "Spec",
     "Unsupported",
+    "alibi",
     "attention",
+    "bias",
+    "cache_info",
     "causal",
+    "compose",
     "documents",
     "explain",
     "merge",
     "plan",
     "prefix",
+    "relative_bias",
     "softcap",
+    "t5_bias",
+    "temperature",
     "window",
 ]

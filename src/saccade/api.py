@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from saccade import dispatch, ops
+from saccade import dispatch, ops, scores
 from saccade.dispatch import Unsupported
 from saccade.layouts import ORDERS, Dense
 from saccade.masks import Documents, Mask
 from saccade.partial import Partial
 from saccade.problem import Header, Problem
-from saccade.scores import ScoreMod
 from saccade.spec import DTYPES, Spec
 
 _BHSD = Dense()
+ScoreFunction = Callable[..., Tensor]
+"""(score, b, h, q_idx, kv_idx) -> score"""
 
 
 @overload
@@ -27,7 +29,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask | None = None,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     layout: Dense = _BHSD,
     scale: float | None = None,
     sink: Tensor | None = None,
@@ -45,7 +47,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask | None = None,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     layout: Dense = _BHSD,
     scale: float | None = None,
     sink: Tensor | None = None,
@@ -62,7 +64,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask | None = None,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     layout: Dense = _BHSD,
     scale: float | None = None,
     sink: Tensor | None = None,
@@ -83,7 +85,9 @@ def attention(
         v: (b, h_k, s_k, d_v); d_v may differ from d.
         mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, combined with
             `&` and `|`. None: everyone to everyone.
-        score_mod: how a scaled score changes, e.g. `softcap(50.0)`.
+        score_mod: how a scaled score changes: any function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch
+            operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. It is
+            traced once; captured tensors get gradients, and new values never recompile. See `ScoreMod`.
         layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches.
         scale: factor on q k^T; 1/sqrt(d) when None.
         sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
@@ -118,16 +122,19 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if backend == "reference" or ops.runs_directly(q, k, v, sink):
+    score = _bound(score_mod, q, k, layout)
+    captures = score.tensors if score else ()
+    if backend == "reference" or ops.runs_directly(q, k, v, sink, *captures):
         operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        problem = Problem(*operands, sink, mask, score_mod, layout, scale, deterministic)
+        problem = Problem(*operands, sink, mask, score, layout, scale, deterministic)
         out, lse = ops.execute(problem, backend, return_lse)
     else:
-        kinds = "none" if mask is None else mask.kind, "none" if score_mod is None else score_mod.kind
+        kinds = "none" if mask is None else mask.kind, "none" if score is None else score.identity
         header = str(Header(layout.text, *kinds, backend, deterministic))
         records = [*layout.records, *mask.records] if mask else layout.records
-        floats = [scale, *score_mod.floats] if score_mod else [scale]
-        out, lse = ops.forward(q, k, v, sink, records, header, mask.ints if mask else [], floats, return_lse)
+        ints = [*(mask.ints if mask else []), *(score.ints if score else [])]
+        floats = [scale, *score.floats] if score else [scale]
+        out, lse = ops.forward(q, k, v, sink, captures, records, header, ints, floats, return_lse)
     return Partial(out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -223,7 +230,16 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     views = [layout.canonical(x) for x in operands]
-    return Problem(views[0], views[1], views[2], sink, mask, score_mod, layout, 1.0, deterministic).spec()
+    score = _bound(score_mod, q, k, layout)
+    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic).spec()
+
+
+def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Dense) -> scores.Score | None:
+    score = scores.bind(score_mod, q)
+    s = ORDERS[layout.order][2]
+    if score is not None and max(q.shape[s], k.shape[s]) > scores.LONGEST:
+        raise ValueError(f"score functions take lengths up to {scores.LONGEST}, got {q.shape[s]} and {k.shape[s]}")
+    return score
 
 
 def _checked(
@@ -231,7 +247,7 @@ def _checked(
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
-    score_mod: ScoreMod | None,
+    score_mod: ScoreFunction | None,
     layout: Dense,
     sink: Tensor | None,
     dropout_p: float,
@@ -254,8 +270,8 @@ def _checked(
     complaint = _complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
-    if mask is not None or score_mod is not None or sink is not None or layout.records:
-        _check_records(q, k, v, mask, score_mod, layout, sink)
+    if mask is not None or sink is not None or layout.records:
+        _check_records(q, k, v, mask, layout, sink)
     if dropout_p:
         if not 0 <= dropout_p < 1:
             raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
@@ -292,7 +308,6 @@ def _check_records(
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
-    score_mod: ScoreMod | None,
     layout: Dense,
     sink: Tensor | None,
 ) -> None:
@@ -301,8 +316,6 @@ def _check_records(
             f"mask must be a saccade mask, such as causal() & window(1023, None), got {type(mask).__name__}; "
             "bool tensors and mask functions are not offered yet"
         )
-    if score_mod is not None and not isinstance(score_mod, ScoreMod):
-        raise Unsupported(f"score functions are not offered yet, got {score_mod!r}; softcap(cap) is")
     records = [*layout.records, *mask.records] if mask is not None else layout.records
     for tensor in records:
         if tensor.device != q.device:

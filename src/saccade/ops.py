@@ -6,6 +6,7 @@ the mask as `records`, one text that says what they are (`problem.Header`), and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,16 +14,20 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils.flop_counter import register_flop_formula
 
-from saccade import dispatch
+from saccade import dispatch, scores
 from saccade.backends import Saved
 from saccade.layouts import Dense, empty_like_rows
 from saccade.problem import Header, Problem
 
 _library = torch.library.Library("saccade", "DEF")
-_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] records, str header, SymInt[] ints, float[] floats"
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] captures, Tensor[] records, str header, SymInt[] ints, "
+    "float[] floats"
+)
 _library.define(f"forward({_ARGUMENTS}, bool lse) -> (Tensor out, Tensor lse)")
 _library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
 
 
@@ -31,6 +36,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
+    captures: Sequence[Tensor],
     records: list[Tensor],
     header: str,
     ints: list[int],
@@ -38,7 +44,7 @@ def forward(
     lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """out in q's layout and lse (b, h_q, s_q); lse is empty, (0,), when neither the caller nor a backward needs it."""
-    return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, lse)
+    return torch.ops.saccade.forward(q, k, v, sink, captures, records, header, ints, floats, lse)
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
@@ -64,10 +70,19 @@ def execute(problem: Problem, backend: str, lse: bool) -> tuple[Tensor, Tensor |
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, records: Any, header: str, ints: Any, floats: Any, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    captures: Any,
+    records: Any,
+    header: str,
+    ints: Any,
+    floats: Any,
+    lse: bool,
 ) -> tuple[Tensor, Tensor]:
     parsed = Header.parse(header)
-    problem = parsed.problem(q, k, v, sink, records, ints, floats)
+    problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     out, found = execute(problem, parsed.backend, lse)
     return out, q.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
 
@@ -81,24 +96,41 @@ def _backward(
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
+    captures: Any,
     records: Any,
     header: str,
     ints: Any,
     floats: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wanted: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     parsed = Header.parse(header)
-    problem = parsed.problem(q, k, v, sink, records, ints, floats)
+    problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     plan = dispatch.plan_of(problem, parsed.backend, gradient=True)
+    if problem.deterministic and any(wanted) and problem.q.device.type != "cpu":
+        raise dispatch.Unsupported(
+            f"{plan.backend} adds up the gradients of captured tensors in any order: pass deterministic=False, "
+            "or tensors that require no gradient"
+        )
     layout = problem.layout
-    saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse)
+    saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
     with torch._C._DisableAutocast():
-        dq, dk, dv, dsink = plan.module.backward(problem, saved)
-    none = q.new_empty(0) if dsink is None else dsink
-    return layout.ordered(dq), layout.ordered(dk), layout.ordered(dv), none
+        dq, dk, dv, dsink, dcaptures = plan.module.backward(problem, saved)
+    none = q.new_empty(0)
+    dsink, *dcaptures = (none.clone() if x is None else x for x in (dsink, *dcaptures))
+    return layout.ordered(dq), layout.ordered(dk), layout.ordered(dv), dsink, dcaptures
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, records: Any, header: str, ints: Any, floats: Any, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    captures: Any,
+    records: Any,
+    header: str,
+    ints: Any,
+    floats: Any,
+    lse: bool,
 ) -> tuple[Tensor, Tensor]:
     layout = Dense(Header.parse(header).layout.split(",")[0])
     rows = layout.canonical(q)
@@ -108,50 +140,75 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dout: Tensor, dlse: Any, out: Any, lse: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    layout = Dense(Header.parse(rest[1]).layout.split(",")[0])
+    dout: Tensor,
+    dlse: Any,
+    out: Any,
+    lse: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    captures: Any,
+    records: Any,
+    header: str,
+    ints: Any,
+    floats: Any,
+    wanted: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    layout = Dense(Header.parse(header).layout.split(",")[0])
 
     def gradient(x: Tensor) -> Tensor:
         return layout.ordered(empty_like_rows(layout.canonical(x), x.shape[-1]))
 
-    return gradient(q), gradient(k), gradient(v), q.new_empty(0) if sink is None else torch.empty_like(sink)
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    dcaptures = [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if given else q.new_empty(0)
+        for x, given in zip(captures, wanted, strict=True)
+    ]
+    return gradient(q), gradient(k), gradient(v), dsink, dcaptures
 
 
 # At the operators' Autograd key torch.func has already peeled one level off, so these are single-level functions:
 # the plain ones would start the peeling again.
 class _Attention(torch.autograd.function._SingleLevelFunction):
     @staticmethod
-    def forward(q, k, v, sink, records, header, ints, floats):
+    def forward(q, k, v, sink, records, header, ints, floats, *captures):
+        # Captured tensors come one by one: those in a list would get no gradient.
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, True)
+            return torch.ops.saccade.forward(q, k, v, sink, captures, records, header, ints, floats, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats = inputs
-        ctx.save_for_backward(q, k, v, sink, *output, *records)
+        q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats, *captures = inputs
+        ctx.captures, ctx.score = len(captures), scores.program_of(Header.parse(ctx.header).score)
+        ctx.save_for_backward(q, k, v, sink, *output, *captures, *records)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, sink, out, lse, *records = ctx.saved_tensors
+        q, k, v, sink, out, lse, *rest = ctx.saved_tensors
+        captures, records = rest[: ctx.captures], rest[ctx.captures :]
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * (8 + ctx.captures)
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = torch.ops.saccade.backward(
-            dout, dlse, out, lse, q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats
+        needs = ctx.needs_input_grad
+        *gradients, dcaptures = torch.ops.saccade.backward(
+            dout, dlse, out, lse, q, k, v, sink, captures, records, ctx.header, ctx.ints, ctx.floats, needs[8:]
         )
-        gradients = [given if wanted else None for given, wanted in zip(gradients, ctx.needs_input_grad, strict=False)]
-        return (*gradients, None, None, None, None)
+        gradients = [given if wanted else None for given, wanted in zip(gradients, needs[:4], strict=True)]
+        dcaptures = [given if wanted else None for given, wanted in zip(dcaptures, needs[8:], strict=True)]
+        return (*gradients, None, None, None, None, *dcaptures)
 
 
 class _Gradient(torch.autograd.function._SingleLevelFunction):
     """The backward operator's own autograd: differentiating it is an error, not silence."""
 
     @staticmethod
-    def forward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):
+    def forward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats, wanted, *captures):
+        tensors = dout, dlse, out, lse, q, k, v, sink, captures, records
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.saccade.backward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
+            *found, dcaptures = torch.ops.saccade.backward(*tensors, header, ints, floats, wanted)
+        return (*found, *dcaptures)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -173,20 +230,22 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _forward_autograd(q, k, v, sink, records, header, ints, floats, lse):
-    if _needs_gradient(q, k, v, sink):
+def _forward_autograd(q, k, v, sink, captures, records, header, ints, floats, lse):
+    if _needs_gradient(q, k, v, sink, *captures):
         with enable_single_level_autograd_function():
-            return _Attention.apply(q, k, v, sink, records, header, ints, floats)  # pyright: ignore[reportAttributeAccessIssue]
+            return _Attention.apply(q, k, v, sink, records, header, ints, floats, *captures)  # pyright: ignore[reportAttributeAccessIssue]
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.saccade.forward(q, k, v, sink, records, header, ints, floats, lse)
+        return torch.ops.saccade.forward(q, k, v, sink, captures, records, header, ints, floats, lse)
 
 
-def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats):
-    if _needs_gradient(dout, dlse, out, lse, q, k, v, sink):
+def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, captures, records, header, ints, floats, wanted):
+    tensors = dout, dlse, out, lse, q, k, v, sink
+    if _needs_gradient(*tensors, *captures):
         with enable_single_level_autograd_function():
-            return _Gradient.apply(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)  # pyright: ignore[reportAttributeAccessIssue]
+            found = _Gradient.apply(*tensors, records, header, ints, floats, wanted, *captures)  # pyright: ignore[reportAttributeAccessIssue]
+        return (*found[:4], list(found[4:]))
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.saccade.backward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats)
+        return torch.ops.saccade.backward(*tensors, captures, records, header, ints, floats, wanted)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
@@ -206,12 +265,16 @@ def _products(q_shape: Any, k_shape: Any, v_shape: Any, header: str) -> tuple[in
 
 
 @register_flop_formula(torch.ops.saccade.forward)
-def _forward_flops(q_shape, k_shape, v_shape, sink_shape, records, header, *args, out_shape=None, **kwargs) -> int:
+def _forward_flops(
+    q_shape, k_shape, v_shape, sink_shape, captures, records, header, *args, out_shape=None, **kwargs
+) -> int:
     scores, values = _products(q_shape, k_shape, v_shape, header)
     return 2 * (scores + values)
 
 
 @register_flop_formula(torch.ops.saccade.backward)
-def _backward_flops(dout, dlse, out, lse, q_shape, k_shape, v_shape, sink, records, header, *args, **kwargs) -> int:
+def _backward_flops(
+    dout, dlse, out, lse, q_shape, k_shape, v_shape, sink, captures, records, header, *args, **kwargs
+) -> int:
     scores, values = _products(q_shape, k_shape, v_shape, header)
     return 2 * (3 * scores + 2 * values)

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade import hardware, masks, scores
 from saccade.layouts import Dense
 from saccade.masks import Extent, Mask
-from saccade.scores import ScoreMod
+from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
 
 
@@ -30,7 +30,7 @@ class Problem:
     sink: Tensor | None
     """(h_q)"""
     mask: Mask | None
-    score: ScoreMod | None
+    score: Score | None
     layout: Dense
     scale: float
     deterministic: bool = False
@@ -48,8 +48,9 @@ class Problem:
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             (_address(q) | _address(k) | _address(v)) % ALIGNMENT,
-            *(layout.text, mask and mask.kind, score and score.kind, sink is None, self.deterministic),
+            *(layout.text, mask and mask.kind, score and score.identity, sink is None, self.deterministic),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
+            *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
         )
 
     @property
@@ -88,6 +89,7 @@ class Header:
     layout: str = "bhsd"
     mask: str = "none"
     score: str = "none"
+    """The identity of the score, not its word in a Spec."""
     backend: str = "auto"
     deterministic: bool = False
 
@@ -107,16 +109,17 @@ class Header:
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
+        captures: list[Tensor],
         records: list[Tensor],
         ints: list[int],
         floats: list[float],
     ) -> Problem:
-        """The Problem whose layout, mask and score were flattened to (`records`, `ints`, `floats`)."""
+        """The Problem whose layout, mask and score were flattened to (`captures`, `records`, `ints`, `floats`)."""
         scale, *floats = floats
         records, ints = list(records), list(ints)
         layout = Dense.from_records(self.layout, records)
         mask = masks.from_records(self.mask, ints, records)
-        score = scores.from_records(self.score, floats)
+        score = scores.from_records(self.score, captures, ints, floats)
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
         return Problem(q, k, v, sink, mask, score, layout, scale, self.deterministic)
 
@@ -129,6 +132,11 @@ def aligned(x: Tensor) -> bool:
     """Whether every row of a (b, h, s, d) tensor is contiguous and starts at a multiple of 16 bytes."""
     stride_b, stride_h, stride_s, stride_d = x.stride()
     return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | _address(x)) % ALIGNMENT == 0
+
+
+def _span(x: Tensor) -> int:
+    """What decides between 32 and 64 bits: elements, and elements of memory from the first to the last."""
+    return max(x.numel(), sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True))) + (1 << 24)
 
 
 def _address(x: Tensor) -> int:

@@ -83,7 +83,7 @@ class Spec:
                 found["layout"] = word
             elif word in FLAGS:
                 found[word] = True
-            elif word in scores.KINDS:
+            elif scores.is_kind(word):
                 found["score"] = word
             elif re.fullmatch(r"cpu|cuda|mps|xpu|meta|sm\d+|gfx\w+", word):
                 found["device"] = word
@@ -94,7 +94,7 @@ class Spec:
                     f"unknown word {word!r} in the spec {text!r}; a spec reads like "
                     "'bf16 group4 d128 dense documents&causal softcap sink cpu': a dtype "
                     f"({', '.join(TORCH_DTYPES)}), groupN, dN or dN/M, a layout ({', '.join(LAYOUTS)}), a mask of "
-                    f"{', '.join(masks.KINDS)} with & and |, a score ({', '.join(scores.KINDS)}), "
+                    f"{', '.join(masks.KINDS)} with & and |, a score ({', '.join(scores.KINDS)}, score(name)), "
                     f"{', '.join(FLAGS)}, a device (cpu, sm90, …)"
                 )
         if missing := [name for name in ("dtype", "d") if name not in found]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from saccade import masks
 from saccade.backends.device import masks as device_masks
 from saccade.backends.device import records
 from saccade.backends.device import scores as device_scores
 from saccade.masks import Mask
+from saccade.scores import bind
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED, SMALL, Case, draw
 
@@ -46,7 +48,7 @@ def test_every_mask_and_score_has_a_device_form() -> None:
         assert record.exact.value == (mask is None or mask.exact)
     for case in SMALL:
         score = case.inputs().keywords.get("score_mod")
-        assert device_scores.record(score).identity.value == (score is None)
+        assert device_scores.record(bind(score, torch.zeros(1))).identity.value == (score is None)
 
 
 def test_an_unknown_mask_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from saccade.problem import Problem
 from saccade.spec import FLAGS, Spec
+
+ANY_SCORE = "any function"
+"""In `Support.scores`: whatever can be traced."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Support:
     masks: tuple[str, ...]
     """Mask leaves; any combination of them runs."""
     scores: tuple[str, ...]
+    """Words of a Spec, or ANY_SCORE."""
     flags: tuple[str, ...]
     max_d: int
     multiple_of: int = 1
@@ -43,7 +48,7 @@ class Support:
             found.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
         if (spec.d | spec.d_v) % self.multiple_of:
             found.append(f"takes head dims that are multiples of {self.multiple_of}, not {spec.d} and {spec.d_v}")
-        if spec.score != "none" and spec.score not in self.scores:
+        if spec.score != "none" and not {spec.score, ANY_SCORE} & set(self.scores):
             found.append(f"has no score {spec.score}")
         leaves = set(re.findall(r"[a-z_]+", spec.mask)) - {"none"}
         found += [f"has no mask {leaf}" for leaf in sorted(leaves - set(self.masks))]
@@ -68,6 +73,12 @@ class Saved:
     dlse: Tensor | None
     out: Tensor
     lse: Tensor
+    wanted: tuple[bool, ...] = ()
+    """Which of the score's tensors need a gradient."""
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[Tensor | None]]
+"""dq, dk, dv, dsink, and those of the score's tensors, as far as they are wanted."""
 
 
 class Backend(Protocol):
@@ -87,7 +98,7 @@ class Backend(Protocol):
 
     def forward(self, problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]: ...
 
-    def backward(self, problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
+    def backward(self, problem: Problem, saved: Saved) -> Gradients: ...
 
 
 def _on(device: str, supported: str) -> bool:

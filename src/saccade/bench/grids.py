@@ -70,6 +70,23 @@ _GRID = [
 _FLEX = [_tokens(d, s, mask) for d in (64, 128) for mask in ("none", "causal") for s in (2048, 8192)]
 
 
+_SCORES = [
+    _tokens(d, 8192, mask).replace(score=score)
+    for d in (64, 128)
+    for score, mask in (
+        ("none", "none"),
+        ("none", "causal"),
+        ("none", "window(1023,0)"),
+        ("alibi", "none"),
+        ("alibi", "causal"),
+        ("softcap(50)", "none"),
+        ("softcap(50)", "causal"),
+        ("relative_bias(128)", "causal"),
+        ("t5_bias", "none"),
+    )
+]
+
+
 def _gqa(s: int, mask: str) -> Case:
     return named(Case("", b=1, h_q=64, h_k=8, s_q=s, s_k=s, d=128, mask=mask))
 
@@ -99,6 +116,11 @@ GRIDS = {
         _cells(_FLEX, "forward", "backward"),
         ("saccade-*", "flex", "fa3", "sdpa-cudnn"),
         "against compiled FlexAttention: d 64 and 128, s 2048 and 8192, both modes",
+    ),
+    "scores": Grid(
+        _cells(map(named, _SCORES), "forward", "backward"),
+        ("saccade-gluon", "saccade-triton", "flex"),
+        "score functions against compiled FlexAttention: d 64 and 128, s 8192, both modes, learned tables with theirs",
     ),
     # The oracle's float64 matrices of one head fill an H200 in the backward at 32k.
     "gqa": Grid(

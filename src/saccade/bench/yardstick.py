@@ -20,6 +20,7 @@ from saccade.layouts import Dense
 from saccade.problem import Problem
 from saccade.testing import accuracy
 from saccade.testing.cases import Inputs
+from saccade.testing.shifted import shifted
 
 _GROUPS = 4
 """Key heads, with all of their query heads, that are looked at."""
@@ -133,7 +134,7 @@ def _part(cell: Cell, inputs: Inputs, batch: slice, heads: slice, key_heads: sli
         sink=None if sink is None else sink.detach()[heads],
         layout=Dense("bhsd", *(None if used is None else used[batch] for used in (layout.seqused_q, layout.seqused_k))),
         mask=None if mask is None else accuracy._of_batch_rows(mask, batch),
-        score=inputs.keywords.get("score_mod"),
+        score=shifted(inputs.keywords.get("score_mod"), q, batch.start, heads.start),
         scale=q.shape[-1] ** -0.5,
     )
     gradient = None if cell.mode == "forward" else dout[batch, heads]

@@ -1,5 +1,25 @@
 """How a scaled score changes before the softmax."""
 
-from saccade.scores.library import KINDS, ScoreMod, Softcap, from_records, softcap
+from saccade.scores.bind import bind, from_records, is_kind, program_of
+from saccade.scores.function import CacheInfo, Score, ScoreMod, Traced, cache_clear, cache_info
+from saccade.scores.library import (
+    KINDS,
+    Softcap,
+    alibi,
+    bias,
+    compose,
+    relative_bias,
+    softcap,
+    t5_bias,
+    t5_buckets,
+    temperature,
+)
+from saccade.scores.ranges import LONGEST
+from saccade.scores.survey import survey
+from saccade.scores.trace import Refused
 
-__all__ = ["KINDS", "ScoreMod", "Softcap", "from_records", "softcap"]
+__all__ = [
+    "KINDS", "LONGEST", "CacheInfo", "Refused", "Score", "ScoreMod", "Softcap", "Traced", "alibi", "bias", "bind",
+    "cache_clear", "cache_info", "compose", "from_records", "is_kind", "program_of", "relative_bias", "softcap",
+    "survey", "t5_bias", "t5_buckets", "temperature",
+]  # fmt: skip

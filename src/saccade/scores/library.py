@@ -1,42 +1,25 @@
-"""The ScoreMod record and the ready score modifications.
-
-A ScoreMod is a function of the scaled score with the scalars and tensors it captures. Called, it is plain PyTorch on
-tiles of scores that broadcast against the index tensors; `derivative` carries a gradient back through it.
-"""
+"""Ready score modifications: each a line or two of torch, and `compose`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class ScoreMod:
-    """`score -> score`, elementwise; `kind` names the function, `floats` are its runtime scalars."""
-
-    kind: ClassVar[str]
-
-    @property
-    def floats(self) -> list[float]:
-        raise NotImplementedError
-
-    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The modified score; all arguments broadcast to (b, h, q, k)."""
-        raise NotImplementedError
-
-    def derivative(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """d modified / d score at the *modified* score's input, in the score's dtype."""
-        raise NotImplementedError
+from saccade.scores.function import Function, Score, ScoreMod
+from saccade.scores.survey import Survey
 
 
 @dataclass(frozen=True)
-class Softcap(ScoreMod):
+class Softcap(Score):
     """`cap tanh(score / cap)`."""
 
-    kind: ClassVar[str] = "softcap"
+    kind = identity = "softcap"
     cap: float
 
     @property
@@ -45,6 +28,9 @@ class Softcap(ScoreMod):
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.cap * torch.tanh(score / self.cap)
+
+    def tile(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score.div_(self.cap).tanh_().mul_(self.cap)
 
     def derivative(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return 1 - torch.tanh(score / self.cap).square()
@@ -70,9 +56,238 @@ def softcap(cap: float) -> Softcap:
     return Softcap(cap)
 
 
-KINDS = {"softcap": Softcap}
+class Ready(ScoreMod):
+    """A ScoreMod that a Spec calls by its own word."""
+
+    def __init__(self, kind: str, fn: Function, *tensors: Tensor) -> None:
+        super().__init__(fn, *tensors)
+        self.kind = kind
+        self._surveys: dict[bool, Survey] = {}
+
+    def survey(self, zero_dim: bool) -> Survey:
+        """Once: nothing in it changes, unless it is composed of what users wrote."""
+        if isinstance(self.fn, _Composed):
+            return super().survey(zero_dim)
+        if zero_dim not in self._surveys:
+            self._surveys[zero_dim] = super().survey(zero_dim)
+        return self._surveys[zero_dim]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_surveys": {}}
 
 
-def from_records(kind: str, floats: list[float]) -> ScoreMod | None:
-    """The inverse of `kind` and `floats`; takes what it needs from the front of `floats`."""
-    return None if kind == "none" else KINDS[kind](floats.pop(0))
+def alibi(slopes: Tensor) -> ScoreMod:
+    """`score -> score + slopes[h] (kv_idx - q_idx)`: attention with linear biases.
+
+    Args:
+        slopes: (h_q), one for each query head; it gets a gradient if it requires one.
+
+    Raises:
+        ValueError: slopes that are not one float for each head.
+
+    Source: Press, Smith, Lewis, arXiv 2108.12409.
+
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> attention(q, k, v, mask=causal(), score_mod=alibi(torch.tensor([0.5, 0.25]))).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    _check("alibi", slopes, "one slope for each query head, (h_q)", slopes.dim() == 1)
+    return Ready("alibi", _alibi, slopes)
+
+
+def _alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor) -> Tensor:
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+def relative_bias(table: Tensor) -> ScoreMod:
+    """`score -> score + table[h, clamp(kv_idx - q_idx, -r, r) + r]`: a learned bias for every distance up to r.
+
+    Args:
+        table: (h_q, 2 r + 1) or (1, 2 r + 1); the middle column is distance 0. It gets a gradient if it requires one.
+
+    Raises:
+        ValueError: a table of another rank, or with an even number of columns.
+
+    Source: Shaw, Uszkoreit, Vaswani, arXiv 1803.02155, as a bias on the score.
+
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> table = torch.zeros(2, 2 * 5 + 1, requires_grad=True)
+    >>> attention(q, k, v, score_mod=relative_bias(table)).sum().backward()
+    >>> table.grad.shape
+    torch.Size([2, 11])
+    """
+    fits = table.dim() == 2 and table.shape[1] % 2 == 1
+    _check("relative_bias", table, "a table (h_q, 2 r + 1) or (1, 2 r + 1)", fits)
+    shared = table.shape[0] == 1
+    return Ready(
+        "relative_bias",
+        partial(_relative_bias, reach=table.shape[1] // 2, last=table.shape[1] - 1, shared=shared),
+        table,
+    )
+
+
+def _relative_bias(
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    table: Tensor,
+    *,
+    reach: int,
+    last: int,
+    shared: bool,
+) -> Tensor:
+    return score + table[torch.zeros_like(h) if shared else h, _column(q_idx, kv_idx, reach, last)]
+
+
+def _column(q_idx: Tensor, kv_idx: Tensor, reach: int, last: int) -> Tensor:
+    """clamp(kv_idx - q_idx, -reach, reach) + reach, in the form that is plainly never negative; last is 2 reach."""
+    return (kv_idx - q_idx + reach).clamp(min=0).clamp(max=last)
+
+
+def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
+    """`score -> score + table[bucket(kv_idx - q_idx), h]`: T5's learned bias, one value for each bucket of distances.
+
+    Half of the buckets are one distance each, the others grow by a constant factor up to `max_distance`; the last one
+    takes all that are farther. T5 scales by 1: pass `scale=1.0` to `attention` for its own checkpoints.
+
+    Args:
+        table: (buckets, h_q), as T5's `relative_attention_bias.weight`; it gets a gradient if it requires one.
+        bidirectional: half of the buckets for keys behind the query, as in encoders; else those all share bucket 0.
+        max_distance: from here on all distances share a bucket.
+
+    Raises:
+        ValueError: a table of another rank, or fewer than 2 buckets (4 if bidirectional).
+
+    Source: Raffel et al., arXiv 1910.10683, section 2.1; buckets as in its released code.
+
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> attention(q, k, v, score_mod=t5_bias(torch.randn(32, 2)), scale=1.0).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    fits = table.dim() == 2 and table.shape[0] >= (4 if bidirectional else 2)
+    _check("t5_bias", table, "a table (buckets, h_q) of enough buckets", fits)
+    buckets = t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
+    return Ready("t5_bias", partial(_t5_bias, reach=max_distance, last=2 * max_distance), table, buckets)
+
+
+def _t5_bias(
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    table: Tensor,
+    buckets: Tensor,
+    *,
+    reach: int,
+    last: int,
+) -> Tensor:
+    # The table for every distance, made once: rounding in a logarithm may move a distance to the next bucket.
+    return score + table[buckets].mT[h, _column(q_idx, kv_idx, reach, last)]
+
+
+def t5_buckets(buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
+    """The bucket of each distance kv_idx - q_idx from -max_distance to max_distance.
+
+    >>> t5_buckets(8, True, 6).tolist()
+    [3, 3, 3, 2, 2, 1, 0, 5, 6, 6, 7, 7, 7]
+    """
+    distance = -torch.arange(-max_distance, max_distance + 1)
+    ahead = torch.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        ahead = (distance < 0) * buckets
+        distance = distance.abs()
+    else:
+        distance = distance.clamp(min=0)
+    exact = buckets // 2
+    growth = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact) * (buckets - exact)
+    far = (exact + growth.long()).clamp(max=buckets - 1)
+    return ahead + torch.where(distance < exact, distance, far)
+
+
+def bias(t: Tensor) -> ScoreMod:
+    """`score -> score + t`: an additive bias.
+
+    Args:
+        t: any shape that broadcasts to (b, h_q, s_q, s_k), any float dtype; it gets a gradient if it requires one,
+            summed where it broadcasts.
+
+    Raises:
+        ValueError: more than four dimensions.
+
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> attention(q, k, v, score_mod=bias(torch.randn(2, 1, 8))).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    _check("bias", t, "a tensor that broadcasts to (b, h_q, s_q, s_k)", t.dim() <= 4)
+    return Ready("bias", partial(_bias, own=tuple(n != 1 for n in t.shape)), t)
+
+
+def _bias(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor, *, own: tuple[bool, ...]
+) -> Tensor:
+    if not own:
+        return score + t
+    at = (b, h, q_idx, kv_idx)[4 - len(own) :]
+    return score + t[tuple(i if mine else torch.zeros_like(i) for i, mine in zip(at, own, strict=True))]
+
+
+def temperature(t: Tensor) -> ScoreMod:
+    """`score -> score / t[h]`: a temperature for each query head.
+
+    Args:
+        t: (h_q), positive; it gets a gradient if it requires one.
+
+    Raises:
+        ValueError: not one float for each head.
+
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> attention(q, k, v, score_mod=temperature(torch.tensor([0.5, 2.0]))).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    _check("temperature", t, "one temperature for each query head, (h_q)", t.dim() == 1)
+    return Ready("temperature", _temperature, t)
+
+
+def _temperature(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor) -> Tensor:
+    return score / t[h]
+
+
+class _Composed:
+    def __init__(self, mods: tuple[Callable[..., Tensor], ...]) -> None:
+        self.mods = mods
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        for mod in self.mods:
+            score = mod(score, b, h, q_idx, kv_idx)
+        return score
+
+
+def compose(*mods: Callable[..., Tensor]) -> ScoreMod:
+    """One score modification after the other, the first one first.
+
+    Raises:
+        TypeError: something that cannot be called.
+
+    >>> mod = compose(alibi(torch.tensor([0.5, 0.25])), softcap(20.0))
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> attention(q, k, v, score_mod=mod).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    for mod in mods:
+        if not callable(mod):
+            raise TypeError(f"compose takes score modifications, got {mod!r}")
+    words = [getattr(mod, "kind", None) for mod in mods]
+    return Ready("+".join(word for word in words if word) if all(words) and words else "composed", _Composed(mods))
+
+
+def _check(name: str, t: Any, wanted: str, fits: bool) -> None:
+    if not fits or not t.is_floating_point():
+        raise ValueError(f"{name} needs {wanted}, got {t.dtype} {tuple(t.shape)}")
+
+
+KINDS = ("softcap", "alibi", "bias", "relative_bias", "t5_bias", "temperature")
+"""What a Spec calls the ready ones; any other function is `score(its name)`."""

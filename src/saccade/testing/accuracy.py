@@ -30,6 +30,7 @@ from saccade.api import attention, plan
 from saccade.layouts import Dense
 from saccade.masks import Mask
 from saccade.problem import Problem
+from saccade.testing.shifted import Shifted, captured, places, shifted
 
 SCORES_AT_ONCE = 1 << 22
 """The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
@@ -49,7 +50,8 @@ class Report:
     call: str
     """What the Spec leaves out: shapes and keywords."""
     ratios: dict[str, float]
-    """Error over tolerance of each of out, lse, dq, dk, dv, dsink; infinite for NaN and for infinities out of place."""
+    """Error over tolerance of each of out, lse, dq, dk, dv, dsink, dscore0, dscore1, …; infinite for NaN and for
+    infinities out of place."""
 
     @property
     def ratio(self) -> float:
@@ -118,20 +120,25 @@ def check(
 
     eps = torch.finfo(q.dtype).eps
     tallies = {name: _Tally(eps) for name in found}
-    dsink = torch.zeros(3, 0 if sink is None else len(sink), dtype=torch.float64, device=q.device)
+    captures = captured(keywords.get("score_mod"))
+    sums = {"dsink": sink} if sink is not None else {}
+    sums |= captures
+    totals = {name: torch.zeros(3, *x.shape, dtype=torch.float64, device=q.device) for name, x in sums.items()}
     for part in _parts(q, k, v, dout, dlse, keywords):
         exact, eager = part.exact(), part.eager()
         ways = exact, eager, part.terms(exact)
         for name, tally in tallies.items():
-            if name == "dsink":  # one sum over all batch rows
-                dsink[:, part.heads] += torch.stack([way[name].double() for way in ways])
+            if name in totals:  # sums over all batch rows, and of captured tensors over all heads
+                at = (slice(None), part.heads) if name == "dsink" else ...
+                totals[name][at] += torch.stack([way[name].double() ** (1 + (i == 2)) for i, way in enumerate(ways)])
                 continue
             x = found[name] if name == "lse" else layout.canonical(found[name])
             x = x[part.batch, part.key_heads if name in ("dk", "dv") else part.heads]
             tally.add(x, *(way["out" if name == "alone" else name] for way in ways))
-    if "dsink" in tallies:
-        tallies["dsink"].eps = max(eps, torch.finfo(sink.dtype).eps)  # pyright: ignore[reportOptionalMemberAccess]
-        tallies["dsink"].add(found["dsink"], *dsink)
+    for name in tallies.keys() & totals.keys():
+        exact, eager, squares = totals[name]
+        tallies[name].eps = max(eps, torch.finfo(sums[name].dtype).eps)
+        tallies[name].add(found[name], exact, eager, squares.sqrt())
     ratios = {name: tally.ratio() for name, tally in tallies.items()}
     ratios["out"] = max(ratios["out"], ratios.pop("alone"))
     words = [f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items()]
@@ -158,6 +165,7 @@ def _run(
     leaves = {name: x.detach().requires_grad_(dout is not None) for name, x in given.items() if x is not None}
     q, k, v, *sink = leaves.values()
     keywords = keywords | ({"sink": sink[0]} if sink else {})
+    leaves |= captured(keywords.get("score_mod"))
     out, lse = function(q, k, v, return_lse=True, **keywords)
     _check_form({"out": out, "lse": lse}, q, k, v, keywords)
     return _with_gradients(out, lse, leaves, dout, dlse)
@@ -169,7 +177,9 @@ def _with_gradients(
     found = {"out": out.detach(), "lse": lse.detach()}
     if dout is not None:
         results, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-        found |= zip(leaves, torch.autograd.grad(results, list(leaves.values()), gradients), strict=True)
+        given = torch.autograd.grad(results, list(leaves.values()), gradients, allow_unused=True, retain_graph=True)
+        pairs = zip(leaves.items(), given, strict=True)
+        found |= {name: torch.zeros_like(leaf) if x is None else x for (name, leaf), x in pairs}
     return found
 
 
@@ -179,7 +189,7 @@ def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, keywords: dict[
     out = ((*q.shape[:-1], v.shape[-1]), q.dtype)
     lse = (tuple(layout.canonical(q).shape[:-1]), torch.float64 if q.dtype == torch.float64 else torch.float32)
     forms = {"out": out, "alone": out, "lse": lse}
-    given = {"dq": q, "dk": k, "dv": v, "dsink": sink}
+    given = {"dq": q, "dk": k, "dv": v, "dsink": sink, **captured(keywords.get("score_mod"))}
     forms |= {name: (tuple(x.shape), x.dtype) for name, x in given.items() if x is not None}
     for name, x in found.items():
         got, wanted = (tuple(x.shape), x.dtype, x.device), (*forms[name], q.device)
@@ -211,7 +221,7 @@ def _parts(
                 sink=None if sink is None else sink.detach()[heads],
                 layout=records[0],
                 mask=records[1],
-                score=keywords.get("score_mod"),
+                score=shifted(keywords.get("score_mod"), q, row, heads.start),
                 scale=float(scale),
             )
             gradients = (None if x is None else x[batch, heads] for x in (dout, dlse))
@@ -284,6 +294,11 @@ class _Part(NamedTuple):
             row_term = (
                 (1 + more_v) * delta**2 + (dout**2 * (out_term + more_v * out**2)).sum(-1, keepdim=True) + dlse**2
             )
+            if isinstance(problem.score, Shifted) and problem.score.captured():
+                before = dp - delta + dlse
+                before_term = p_term * before**2 + p**2 * (dp_term + row_term)
+                for name, rows in problem.score.squares(before_term, score.detach()).items():
+                    squares[name] = exact[name].double() ** 2 + rows
             g = (dp - delta + dlse) * slope
             ds, ds_term = p * g, p_term * g**2 + p**2 * (dp_term + row_term) * slope**2
             # A row's error in delta is common to its keys.
@@ -304,6 +319,8 @@ class _Part(NamedTuple):
         given = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
         leaves = {name: x.detach().requires_grad_(backward) for name, x in given.items() if x is not None}
         problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
+        if isinstance(problem.score, Shifted):
+            leaves |= problem.score.captured()
         return _with_gradients(*reference.attention(problem), leaves, self.dout, self.dlse)
 
     def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,11 +328,11 @@ class _Part(NamedTuple):
         if self.problem.score is None:
             return score, score.new_ones(())
         score = score.detach().requires_grad_()
-        b, h, q_idx, kv_idx = (
-            torch.arange(n, device=score.device).view([-1] + [1] * (3 - dim)) for dim, n in enumerate(score.shape)
-        )
-        modified = self.problem.score(score, b, h, q_idx, kv_idx)
-        return modified.detach(), torch.autograd.grad(modified, score, torch.ones_like(modified))[0]
+        modified = self.problem.score(score, *places(score))
+        slope = torch.zeros_like(score)
+        if modified.requires_grad:
+            slope = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)[0]
+        return modified.detach(), torch.zeros_like(score) if slope is None else slope
 
     def _of_groups(self, x: Tensor) -> Tensor:
         """(1, h_q, s, d) summed over the query heads of each key head"""

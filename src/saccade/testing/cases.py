@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -51,7 +52,8 @@ class Case:
     """As masks print: `causal`, `window(1023,0)`, `prefix(5)`, `prefixes` (a drawn one for each batch row), `documents`
     (drawn ids), `&`, `|` and parentheses."""
     score: str = "none"
-    """`none`, or `softcap(50)`."""
+    """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`; joined by
+    `+`, the first one first. Their tensors are drawn."""
     sink: bool = False
     order: str = "bhsd"
     used: str = "all"
@@ -121,7 +123,7 @@ class Case:
                     x.masked_fill_((torch.arange(x.shape[2]) >= used[:, None])[:, None, :, None], math.nan)
         keywords: dict[str, Any] = {
             "mask": self._mask(made, device),
-            "score_mod": self._score(),
+            "score_mod": self._score(made, device, requires_grad),
             "sink": sink.to(device).requires_grad_(requires_grad) if self.sink else None,
             "layout": Dense(self.order, *(None if used is None else used.to(device) for used in (used_q, used_k))),
         }
@@ -150,11 +152,32 @@ class Case:
             return torch.randint(0, 4, shape, generator=made)
         return (torch.rand(shape, generator=made) * max(self.s_q, 1) < 3).cumsum(1)
 
-    def _score(self) -> scores.ScoreMod | None:
+    def _score(
+        self, made: torch.Generator, device: torch.device | str, requires_grad: bool
+    ) -> Callable[..., Tensor] | None:
         if self.score == "none":
             return None
-        kind, number = re.fullmatch(r"(\w+)\(([\d.]+)\)", self.score).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        return scores.from_records(kind, [float(number)])
+
+        def one(word: str) -> Callable[..., Tensor]:
+            kind, number = re.fullmatch(r"(\w+)(?:\(([\d.]+)\))?", word).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            if kind == "softcap":
+                return scores.softcap(float(number))
+            shape = {
+                "alibi": (self.h_q,),
+                "relative_bias": (self.h_q, 2 * int(number or 128) + 1),
+                "t5_bias": (32, self.h_q),
+                "bias": (self.h_q, 1, self.s_k),
+                "temperature": (self.h_q,),
+            }[kind]
+            t = torch.randn(shape, generator=made)
+            if kind == "alibi":  # as its paper has them
+                t = 2.0 ** (-8 * torch.arange(1, self.h_q + 1) / max(self.h_q, 1))
+            elif kind == "temperature":
+                t = t.exp()
+            return getattr(scores, kind)(t.to(device).requires_grad_(requires_grad))
+
+        mods = [one(word) for word in self.score.split("+")]
+        return mods[0] if len(mods) == 1 else scores.compose(*mods)
 
 
 _DEFAULT = Case("")
@@ -207,6 +230,11 @@ SMALL = [
     Case("softcap", s_q=65, s_k=65, mask="causal", score="softcap(2.5)"),
     Case("sink", s_q=65, s_k=65, mask="window(9,0)", sink=True),
     Case("softcap-sink", h_q=8, s_q=65, s_k=65, mask="causal", score="softcap(20)", sink=True),
+    Case("alibi", s_q=65, s_k=65, mask="causal", score="alibi"),
+    Case("relative-bias", h_q=4, s_q=70, s_k=90, mask="causal", score="relative_bias(20)"),
+    Case("t5-bias", h_q=4, s_q=65, s_k=65, score="t5_bias"),
+    Case("bias-sink", h_q=4, s_q=40, s_k=70, mask="window(30,9)", score="bias", sink=True, used="k"),
+    Case("composed", h_q=4, s_q=66, s_k=66, d=72, score="temperature+alibi+softcap(9)", mask="documents&causal"),
     # where the rows are
     Case("bshd", h_q=4, s_q=66, s_k=66, mask="causal", order="bshd"),
     Case("sbhd", h_q=4, s_q=66, s_k=66, mask="causal", order="sbhd"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saccade.backends import Saved, Support
+from saccade.backends import ANY_SCORE, Gradients, Saved, Support
 from saccade.backends.cpu import native, tiled
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
-from saccade.scores import KINDS as SCORES
 from saccade.spec import Spec
 
 SUPPORT = Support(
@@ -16,7 +15,7 @@ SUPPORT = Support(
     dtypes=("fp16", "bf16", "fp32", "fp64"),
     layouts=("dense", "padded"),
     masks=MASKS,
-    scores=tuple(SCORES),
+    scores=(ANY_SCORE,),
     flags=("sink", "deterministic", "aligned"),
     max_d=1 << 20,
 )
@@ -38,9 +37,9 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     return tiled.forward(problem, lse)
 
 
-def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(problem: Problem, saved: Saved) -> Gradients:
     if native.runs_backward(problem, saved):
-        return native.backward(problem, saved)
+        return *native.backward(problem, saved), ()
     return tiled.backward(problem, saved)
 
 

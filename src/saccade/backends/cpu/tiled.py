@@ -7,7 +7,7 @@ large operands; longer rows are streamed with the online softmax. Memory is a fe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from saccade import hardware
-from saccade.backends import Saved
+from saccade.backends import Gradients, Saved
 from saccade.backends.cpu import sink
 from saccade.layouts import empty_like_rows
 from saccade.masks import Interval
 from saccade.problem import Problem
+from saccade.scores import Score
 
 TILE_ELEMENTS = 1 << 20
 """Scores in a tile: 2 MB of bf16, what one core's cache holds."""
@@ -73,8 +74,9 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     return out, joined.masked_fill_(unused[:, None], -torch.inf)
 
 
-def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and dsink; a block of rows at a time recomputes its softmax and adds to dk and dv in float32."""
+def backward(problem: Problem, saved: Saved) -> Gradients:
+    """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk
+    and dv in float32."""
     grid = _Grid(problem)
     delta = sink.delta(saved)
     # exp(score - lse) must be zero, not NaN, where a row sees nothing.
@@ -82,6 +84,8 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     dq = empty_like_rows(problem.q, problem.q.shape[3]).zero_()
     dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.k, problem.v))
     total = problem.lse_dtype()
+    captures = problem.score.tensors if problem.score else ()
+    sums = [torch.zeros(x.shape, dtype=total) if want else None for x, want in zip(captures, saved.wanted, strict=True)]
     for heads in grid.heads():
         k, v = grid.keys(problem.k, heads), grid.keys(problem.v, heads)
         dk_sum, dv_sum = torch.zeros_like(k, dtype=total), torch.zeros_like(v, dtype=total)
@@ -90,7 +94,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
             row_lse, row_delta = (grid.queries(x[..., None], heads, tile, total) for x in (lse, delta))
             dq_sum = torch.zeros_like(q, dtype=total)
             for part in grid.parts(tile):
-                raw, slope = grid.score(q, k, heads, part, derivative=True)
+                raw, modification = grid.score(q, k, heads, part, derivative=True)
                 whole = part.keys == tile.keys and grid.plain
                 p = grid.probability(grid.hide(raw, heads, part), row_lse, whole)
                 dp = torch.bmm(dout, v[:, part.keys].mT, out=grid.scratch("dp", raw.shape))
@@ -98,8 +102,8 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
                     ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
                 else:
                     ds = dp.sub_(row_delta).mul_(p)
-                if slope is not None:
-                    ds = ds.mul_(slope)
+                if modification is not None:
+                    ds = modification.back(ds, sums)
                 dv_sum[:, part.keys] += torch.bmm(p.mT, dout)
                 dk_sum[:, part.keys] += torch.bmm(ds.mT, q)
                 dq_sum += torch.bmm(ds, k[:, part.keys])
@@ -107,7 +111,23 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         at = heads.batch, heads.heads
         dk[at] = dk_sum.mul_(problem.scale).unflatten(0, dk[at].shape[:2])
         dv[at] = dv_sum.unflatten(0, dv[at].shape[:2])
-    return dq, dk, dv, sink.gradient(problem, saved, delta)
+    gradients = [None if x is None else x.to(held.dtype) for x, held in zip(sums, captures, strict=True)]
+    return dq, dk, dv, sink.gradient(problem, saved, delta), gradients
+
+
+class _Modification(NamedTuple):
+    """A score modification where it was applied: on the scaled scores of a tile, (b, h, q, k), at these indices."""
+
+    score: Score
+    scaled: Tensor
+    at: tuple[Tensor, ...]
+    slope: Tensor
+
+    def back(self, ds: Tensor, sums: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of the scaled scores, in place, from that of the modified ones; adds to captured tensors'."""
+        if any(x is not None for x in sums):
+            self.score.accumulate(sums, ds.view_as(self.scaled), self.scaled, *self.at)
+        return ds.mul_(self.slope.view_as(ds))
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -284,8 +304,8 @@ class _Grid:
 
     def score(
         self, q: Tensor, k: Tensor, heads: Heads, tile: Tile, derivative: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """The modified scores (n, m, keys), and their derivative by the scaled ones if asked for and not 1."""
+    ) -> tuple[Tensor, _Modification | None]:
+        """The modified scores (n, m, keys), and the way back if asked for and not the identity."""
         k = k[:, tile.keys]
         made = self.scratch("score", (q.shape[0], q.shape[1], k.shape[1]))
         score = torch.baddbmm(made, q, k.mT, beta=0, alpha=self.problem.scale, out=made)
@@ -296,8 +316,9 @@ class _Grid:
         q_idx, kv_idx = torch.arange(tile.rows.start, tile.rows.stop), torch.arange(tile.keys.start, tile.keys.stop)
         at = b_idx, h_idx[:, None, None], q_idx[:, None], kv_idx
         scaled = score.view(len(b_idx), len(h_idx), len(q_idx), len(kv_idx))
-        slope = self.problem.score.derivative(scaled, *at).view_as(score) if derivative else None
-        return self.problem.score(scaled, *at).view_as(score), slope
+        modify = self.problem.score
+        way_back = _Modification(modify, scaled, at, modify.derivative(scaled, *at)) if derivative else None
+        return modify.tile(scaled, *at).view_as(score), way_back
 
     def hide(self, score: Tensor, heads: Heads, tile: Tile) -> Tensor:
         """-inf, in place, where a query does not see a key."""

@@ -4,13 +4,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import linecache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from saccade import scores
-from saccade.backends.device.records import LOG2E
+from saccade.backends.device.pointwise import NAMES, tanh
+from saccade.backends.device.records import NARROW_LIMIT, runtime_int
+from saccade.scores import LONGEST, source
 
 
 class DeviceScore(NamedTuple):
@@ -24,6 +31,8 @@ class DeviceScore(NamedTuple):
     """(data) -> inside, outside: numbers with apply(score) = outside core(inside score); outside > 0"""
     core: Any
     """(data, score, b, h, q_idx, kv_idx) -> score; what is left of apply when the scale takes in what is linear"""
+    steady: Any
+    """constexpr: the slope is 1 everywhere"""
     data: tuple
 
 
@@ -40,16 +49,6 @@ def _no_parts(data):
 @triton.jit
 def _one(data, score, b, h, q_idx, kv_idx):
     return score * 0 + 1
-
-
-@triton.jit
-def tanh(x):
-    """To float32 accuracy: the exponential form loses relative accuracy near zero, where five terms are exact."""
-    decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    far = (1 - decay) / (1 + decay)
-    square = x * x
-    series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    return tl.where(square < 0.01, x * series, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -83,17 +82,97 @@ def _functions(*functions: Any) -> tuple[Any, ...]:
     return tuple(map(tl.constexpr, functions))
 
 
-_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same), ())
-UNCHANGED = DeviceScore(*_functions(_same, _one, False, _no_parts, _same), ())
+_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, True), ())
+UNCHANGED = DeviceScore(*_functions(_same, _one, False, _no_parts, _same, True), ())
 """The identity for kernels that would take short cuts with `_SAME`."""
-_SOFTCAP = _functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core)
+_SOFTCAP = _functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core, False)
 
 
-def record(score: scores.ScoreMod | None) -> DeviceScore:
+def record(score: scores.Score | None) -> DeviceScore:
     """The device form of a score modification; None is the identity."""
     match score:
         case None:
             return _SAME
         case scores.Softcap():
             return DeviceScore(*_SOFTCAP, (score.cap,))
+        case scores.Traced():
+            return DeviceScore(*_emitted(score), data(score))
     raise TypeError(f"no device form of {score!r}")
+
+
+def weight(score: scores.Score | None) -> str:
+    """What a score function costs a kernel: nothing that is not measured with it; "traced", some arithmetic; "table",
+    one load for every score too."""
+    return "" if not isinstance(score, scores.Traced) else "table" if source.reads_tiles(score.program) else "traced"
+
+
+def data(score: scores.Traced) -> tuple[Any, ...]:
+    """What emitted functions take first: see `saccade.scores.emit`."""
+    found: list[Any] = []
+    for x in score.tensors:
+        found.append(x)
+        for n, stride in zip(x.shape, x.stride(), strict=True):
+            found += [runtime_int(stride), runtime_int(n)]
+    for number, integral in zip(score.numbers, score.program.integral, strict=True):
+        if integral and abs(number) > LONGEST:
+            raise ValueError(f"integers in score functions go up to {LONGEST}, got {number}; capture it as a tensor")
+        found.append(runtime_int(int(number)) if integral else float(number))
+    return tuple(found)
+
+
+def wide(score: scores.Traced) -> tuple[bool, ...]:
+    """Which captured tensors are so large that places in them, or in a contiguous one of their shape, need 64 bits."""
+    return tuple(
+        max(sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True)), x.numel()) >= NARROW_LIMIT
+        for x in score.tensors
+    )
+
+
+def _emitted(score: scores.Traced) -> tuple[Any, ...]:
+    """The program's functions, made once."""
+    key = wide(score)
+    made = score.program.emitted.get(key)
+    if made is None:
+        found = jit(source.value_source(score.program, key))
+        apply, steady = found["apply"], source.steady(score.program)
+        made = score.program.emitted[key] = _functions(apply, found["slope"], False, _no_parts, apply, steady)
+    return made
+
+
+def scatter(score: scores.Traced, wanted: Sequence[bool]) -> Any:
+    """constexpr: what adds to the gradients of captured tensors, made once for each choice of them."""
+    key = "scatter", wide(score), tuple(wanted)
+    if key not in score.program.emitted:
+        text = source.scatter_source(score.program, wide(score), wanted)
+        score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
+    return score.program.emitted[key]
+
+
+def jit(text: str) -> dict[str, Any]:
+    """The functions of a source text. It lies in `linecache`, where Triton finds it, under a name made from its hash:
+    equal sources share what is compiled, in this process and on the disk, and different ones do not."""
+    name = f"saccade_score_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if name not in _sources:
+        file = f"<{name}>"
+        linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+        _sources[name] = {**NAMES, "__name__": name}
+        exec(compile(text, file, "exec"), _sources[name])
+    return _sources[name]
+
+
+_sources: dict[str, dict[str, Any]] = {}
+
+
+# What the compile gate compiles kernels with besides no score.
+SCORED = [(128, "full", "alibi"), (64, "masked", "relative_bias")]
+
+
+def score_of(words: Sequence[str], q: Tensor) -> scores.Score | None:
+    """The Score of a gate's row, from stand-in tensors; q is (b, h, s, d)."""
+    heads = q.shape[1]
+    stand_ins = {
+        "alibi": lambda: scores.alibi(torch.ones(heads)),
+        "relative_bias": lambda: scores.relative_bias(torch.ones(heads, 257)),
+        "softcap": lambda: scores.softcap(30.0),
+    }
+    return scores.bind(stand_ins[words[0]](), q) if words else None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
+from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import Plan, arguments, options, workspace
 from saccade.layouts import Dense
 from saccade.masks import causal
@@ -24,24 +25,30 @@ ALLOWED = {
 At d = 256 Triton 3.6 leaves 8, outside of the loops, and 3.9 these 28, of which a loop reads two numbers back."""
 
 
+SCORE_SPILL = 192
+"""The same of rows with a score function, whose values need registers that the products leave few of."""
+
+
 def keys() -> Iterator[str]:
     """Every kernel for each width of its tiles; the main one without and with a mask, and adding to dq in order."""
     for dims in ("d64/64", "d128/128", "d256/256", "d192/128"):
         yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked", "queued"))
         yield from (f"gluon {name} 16bit {dims} queued" for name in ("prepare", "rank", "finish"))
+    yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
 
 
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
-    _, name, _, dims, edges = row.split()
+    _, name, _, dims, edges, *score = row.split()
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
     mask = None if edges == "full" else causal()
-    problem = Problem(q, k, v, None, mask, None, Dense(), 1.0, deterministic=edges == "queued")
+    deterministic = edges == "queued"
+    problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0, deterministic=deterministic)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients, processors=1)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
     calls = arguments(problem, plan, saved, gradients, workspace(plan, q.device))
     made = zip(plan.kernels, calls, plan.fixed, strict=True)
     kernel, call, fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")
-    return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, 0)
+    return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, SCORE_SPILL if score else 0)

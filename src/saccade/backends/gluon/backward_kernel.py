@@ -166,8 +166,9 @@ def step(
             x = hidden(x, mask, block, row, kv_idx)
         p = gl.exp2(x)
     p_operand = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
-    if not score.identity:
-        p = p * score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
+    if not score.steady:  # at scores that nobody sees it may be anything
+        slope = score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
+        p = gl.where(p == 0, 0.0, p * slope)
     dq = warpgroup_mma_wait(0, [dq])
     if n > 0:
         shared.outbox.claim(c, n - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from saccade import configs
@@ -60,17 +60,34 @@ def shared_bytes(d: int, d_v: int, made: Config) -> int:
     return made.slots * made.consumers * slot + made.stages * stage
 
 
-def key(spec: Spec) -> str:
-    """A row of the table: what a schedule depends on."""
+def key(spec: Spec, score: str = "") -> str:
+    """A row of the table: what a schedule depends on; `score` is "traced" or, if it reads a table for every score,
+    "table"."""
     edges = "full" if spec.mask == "none" else "masked"
-    return f"gluon forward 16bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {edges}"
+    return f"gluon forward 16bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {edges} {score}".rstrip()
 
 
 @lru_cache(maxsize=1024)
-def config(spec: Spec, gpu: str) -> Config:
+def config(spec: Spec, gpu: str, score: str = "") -> Config:
     """The Config for a Spec: from the table of that GPU, else by formula."""
-    row = configs.table(gpu).get(key(spec))
+    row = configs.table(gpu).get(key(spec, score))
+    if row is None and score:
+        return scored(spec, gpu, score)
     return Config(**row) if row else formula(spec.d, spec.d_v)
+
+
+def scored(spec: Spec, gpu: str, score: str) -> Config:
+    """Score functions need registers: 64 of them for the values of a table alone, where a tile has 128 keys."""
+    wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
+    if wide <= 64:
+        return Config(2, 128, 3, 2, 0, 232, 40)
+    if wide <= 128:
+        return Config(2, 64, 3, 2, 0, 232, 40) if score == "table" else replace(config(spec, gpu), spill=SCORE_SPILL)
+    return config(spec, gpu)
+
+
+SCORE_SPILL = 96
+"""Bytes: shorter tiles without them are slower than the tiles that the table has."""
 
 
 def formula(d: int, d_v: int) -> Config:

@@ -48,7 +48,7 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
             operands = map(descriptor, (q, k, v, out), shapes)
             run(compiled, grid, q.device.index, (*operands, *tensors, *numbers, problem.scale, *fixed))
             return out, row_lse
-        made = tile or config(problem.spec(), configs.gpu_name(q.device.index))
+        made = tile or config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
         shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
         operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
         compiled = forward_kernel[grid](*operands, *tensors, *numbers, problem.scale, **fixed, **OPTIONS)

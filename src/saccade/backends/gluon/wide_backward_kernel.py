@@ -220,8 +220,9 @@ def value_step(
         p = gl.exp2(x)
     shared.q_ring.release(n)
     weights = p.to(DTYPE)
-    if not score.identity:
-        p = p * score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
+    if not score.steady:  # at scores that nobody sees it may be anything
+        slope = score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
+        p = gl.where(p == 0, 0.0, p * slope)
     shared.trade.take_ds()
     shared.trade.give_p(packed(p))
     dq = issue_dq(0, shared, n - 1, D)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from saccade import hardware
-from saccade.backends import Saved, Support
+from saccade.backends import ANY_SCORE, Gradients, Saved, Support
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
-from saccade.scores import KINDS as SCORES
 from saccade.spec import Spec
 
 obstacle = hardware.triton_obstacle
@@ -17,7 +16,7 @@ SUPPORT = Support(
     dtypes=("fp16", "bf16", "fp32"),
     layouts=("dense", "padded"),
     masks=MASKS,
-    scores=tuple(SCORES),
+    scores=(ANY_SCORE,),
     flags=("sink", "deterministic", "aligned"),
     max_d=256,
 )
@@ -34,7 +33,8 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     return launch.forward(problem, lse)
 
 
-def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(problem: Problem, saved: Saved) -> Gradients:
+    from saccade.backends.device import captures
     from saccade.backends.triton import launch
 
-    return launch.backward(problem, saved)
+    return *launch.backward(problem, saved), captures.gradients(problem, saved)

@@ -60,8 +60,8 @@ def _score_gradient(
         x = tl.where(visible(mask, b, q_idx, kv_idx, rows, keys, off), x, float("-inf"))
     p = tl.exp2(x - row_lse)
     ds = p * (dp - row_delta)
-    if not score.identity:
-        ds *= score.slope(score.data, qk * scale, b, h, q_idx, kv_idx)
+    if not score.steady:  # at scores that nobody sees it may be anything
+        ds = tl.where(ds == 0, 0.0, ds * score.slope(score.data, qk * scale, b, h, q_idx, kv_idx))
     return p, ds
 
 

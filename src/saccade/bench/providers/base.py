@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from saccade.bench.grids import Cell
 from saccade.bench.work import Work
 from saccade.layouts import Dense
 from saccade.masks import Mask
-from saccade.scores import ScoreMod
+from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
 
 Results = tuple[Tensor, ...]
@@ -63,6 +63,23 @@ class Operands:
     v: Tensor
     dout: Tensor
     order: str
+    learned: tuple[Tensor, ...] = field(default=(), kw_only=True)
+    """Tensors of the score that get gradients too."""
+
+
+LEARNED = "relative_bias", "t5_bias", "bias"
+"""Scores whose tables are parameters of a model."""
+
+
+def learned(inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
+    """What a backward differentiates besides q, k and v; a forward is timed as inference runs it."""
+    score = inputs.keywords.get("score_mod")
+    if not isinstance(score, ScoreMod) or score.kind not in LEARNED:
+        return ()
+    tables = tuple(x for x in score.tensors if x.is_floating_point())
+    for x in tables:
+        x.requires_grad_(mode != "forward")
+    return () if mode == "forward" else tables
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,7 @@ class Call(Operands):
     """Inputs as a peer wants them: its order, no NaN in the padding."""
 
     mask: Mask | None
-    score: ScoreMod | None
+    score: ScoreMod | Softcap | None
     sink: Tensor | None
     layout: Dense
     group: int
@@ -100,14 +117,15 @@ def prepared(function: Function, mode: str, given: Operands, retains: bool = Tru
     if mode == "forward":
         return Prepared(lambda: (function(given.q, given.k, given.v),), given.order)
     leaves = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
+    leaves_and_tables = [*leaves, *given.learned]
     if mode == "forward+backward":
-        return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves, given.dout), given.order)
+        return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves_and_tables, given.dout), given.order)
     if retains:
         out = function(*leaves)
-        return Prepared(lambda: torch.autograd.grad(out, leaves, given.dout, retain_graph=True), given.order)
+        return Prepared(lambda: torch.autograd.grad(out, leaves_and_tables, given.dout, retain_graph=True), given.order)
     fresh: list[Tensor] = []
 
     def before() -> None:
         fresh[:] = [function(*leaves)]
 
-    return Prepared(lambda: torch.autograd.grad(fresh.pop(), leaves, given.dout), given.order, before)
+    return Prepared(lambda: torch.autograd.grad(fresh.pop(), leaves_and_tables, given.dout), given.order, before)

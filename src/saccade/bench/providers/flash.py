@@ -14,6 +14,7 @@ from torch import Tensor
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Call, Prepared, Provider, Results, prepared
 from saccade.masks import Mask, Window
+from saccade.scores import Softcap
 from saccade.testing.cases import Inputs
 
 _TENSOR_CORES = ("bf16", "fp16")
@@ -120,8 +121,8 @@ class FlashAttention4(_Flash):
             given["window_size"] = _window(call.mask, None)
         if call.sink is not None:  # it asks for this dtype; the bench rounds every provider's sink to it
             given["learnable_sink"] = call.sink.detach().bfloat16()
-        if call.score is not None:
-            given["softcap"] = call.score.floats[0]
+        if isinstance(call.score, Softcap):
+            given["softcap"] = call.score.cap
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found = attend(q, k, v, **given)

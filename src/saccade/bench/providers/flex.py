@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Call, Prepared, Provider, prepared
+from saccade.bench.providers.base import Call, Prepared, Provider, learned, prepared
 from saccade.masks import And, Documents, Mask, Or, Prefix, Window
-from saccade.scores import Softcap
+from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -43,7 +44,7 @@ class Flex(Provider):
 
         # A compiled function counts its recompilations: without this the ninth shape would run uncompiled.
         torch._dynamo.reset()
-        call, case = Call.of(inputs, "bhsd"), cell.case
+        call, case = replace(Call.of(inputs, "bhsd"), learned=learned(inputs, cell.mode)), cell.case
         compiled = torch.compile(flex_attention, dynamic=False)
         block_mask = None
         if call.mask is not None:
@@ -109,9 +110,22 @@ def _joined(parts: list[Predicate], join: Callable[[Tensor, Tensor], Tensor]) ->
 
 
 def _score(call: Call) -> Callable[..., Tensor] | None:
+    """As its users write it: indices are single numbers, the table of T5 is one for every distance."""
     match call.score:
         case None:
             return None
         case Softcap(cap=cap):
             return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)
+        case ScoreMod(kind="alibi", tensors=(slopes,)):
+            return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+        case ScoreMod(kind="relative_bias", tensors=(table,)):
+            reach = table.shape[1] // 2
+            return lambda score, b, h, q_idx, kv_idx: (
+                score + table[h, torch.clamp(kv_idx - q_idx, -reach, reach) + reach]
+            )
+        case ScoreMod(kind="t5_bias", tensors=(table, buckets)):
+            reach = buckets.shape[0] // 2
+            return lambda score, b, h, q_idx, kv_idx: (
+                score + table[buckets[torch.clamp(kv_idx - q_idx, -reach, reach) + reach], h]
+            )
     raise NotImplementedError(f"this adapter has no score {call.score!r}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade import dispatch, hardware
 from saccade.api import attention, explain
 from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Operands, Prepared, Provider, prepared
+from saccade.bench.providers.base import Operands, Prepared, Provider, learned, prepared
 from saccade.testing.cases import Inputs
 
 _COPIES = 8
@@ -40,7 +40,9 @@ class Saccade(Provider):
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(q, k, v, **keywords)
 
-        return prepared(function, cell.mode, Operands(inputs.q, inputs.k, inputs.v, inputs.dout, cell.case.order))
+        tables = learned(inputs, cell.mode)
+        given = Operands(inputs.q, inputs.k, inputs.v, inputs.dout, cell.case.order, learned=tables)
+        return prepared(function, cell.mode, given)
 
 
 class Naive(Saccade):

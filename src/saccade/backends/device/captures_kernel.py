@@ -1,0 +1,80 @@
+"""The gradients of captured tensors: p and ds once more, tile by tile, scattered to where the score function read."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.records import LOG2E
+from saccade.backends.device.tiles import head, load_tile, logits, tile_range, used_length, visible
+
+
+@triton.jit
+def _step(
+    q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale, mask,
+    score, sums, SCATTER: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys."""
+    # [block_k, d], [block_k, d_v]
+    k_tile = load_tile(k, k_head, start, keys, BLOCK_K, D, BLOCK_D, MASKED)
+    v_tile = load_tile(v, v_head, start, keys, BLOCK_K, D_V, BLOCK_DV, MASKED)
+    # [block_q, block_k]
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+    kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
+    x = logits(qk, score, scale, b, h, q_idx[:, None], kv_idx)
+    if MASKED:
+        x = tl.where(visible(mask, b, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
+    ds = tl.exp2(x - row_lse[:, None]) * (dp - row_delta[:, None])
+    SCATTER(sums, score.data, ds, qk * scale, b, h, q_idx[:, None], kv_idx)
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
+def captures_kernel(
+    q, k, v, dout, out, lse, dlse, used_q, used_k, mask, score, sums, h_q, s_q, s_k, scale,
+    SCATTER: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums += ds · d modified / d tensor, float32, for one block of query rows of one head."""
+    blocks = tl.cdiv(s_q, BLOCK_Q)
+    start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
+    bh = tl.program_id(0) // blocks
+    b = bh // h_q
+    h = bh % h_q
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    off = keys - rows
+    # [block_q]
+    q_idx = start_q + tl.arange(0, BLOCK_Q)
+    live = q_idx < rows
+    lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+
+    # [block_q, d], [block_q, d_v]
+    q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
+    dout_tile = load_tile(dout, head(dout, b, h), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
+    out_tile = load_tile(out, head(out, b, h), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
+    # [block_q]
+    place = bh.to(tl.int64) * s_q + q_idx
+    row_lse = tl.load(lse + place, mask=live, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)  # exp2(x - inf) = 0
+    row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    if dlse is not None:
+        row_delta -= tl.load(dlse + place, mask=live, other=0.0)
+    k_head = head(k, b, h // GROUP)
+    v_head = head(v, b, h // GROUP)
+    before = core - first
+    for step in range(0, before + end - core_end, BLOCK_K):
+        start = tl.where(step < before, first + step, core_end + step - before)
+        _step(
+            q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
+            mask, score, sums, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+        )  # fmt: skip
+    for start in range(core, core_end, BLOCK_K):
+        _step(
+            q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
+            mask, score, sums, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+        )  # fmt: skip

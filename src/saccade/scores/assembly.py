@@ -1,0 +1,177 @@
+"""Graphs put together: what the outputs need, with reads of captured tensors in the place of what stood for them."""
+
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from saccade.scores.trace import TILE, K, Q, aten, name_of
+
+# Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
+_TAKES_NUMBERS = frozenset((
+    "add", "sub", "rsub", "mul", "div", "floor_divide", "fmod", "remainder", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "__and__", "__or__", "__xor__",
+))  # fmt: skip
+_PASSES = frozenset(["alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive"])
+
+
+@dataclass(frozen=True)
+class Read:
+    """A captured tensor read at computed indices: the tensor's number, and the nodes of its indices."""
+
+    tensor: int
+    at: tuple[Any, ...]
+
+
+class Assembly:
+    """Copies a graph on demand, from its outputs, putting reads in the place of what stands for them."""
+
+    def __init__(self, program: Any, source: fx.Graph) -> None:
+        self.program, self.source = program, source
+        self.graph = fx.Graph()
+        program_numbers = range(len(program.number_nodes))
+        self.tile = {name: self.graph.placeholder(name) for name in TILE}
+        self.tensors = [self.graph.placeholder(f"t{i}") for i in range(len(program.tensor_nodes))]
+        self.numbers = [self.graph.placeholder(f"n{i}") for i in program_numbers]
+        self.scalars = [self.graph.placeholder(f"m{i}") for i in program_numbers]
+        for name, val in zip(TILE, ((Q, K), (1, 1), (1, 1), (Q, 1), (1, K)), strict=True):
+            dtype = program.dtype if name == "score" else torch.int64
+            self.tile[name].meta["val"] = torch.empty(val, dtype=dtype, device="meta")
+        for node, held in zip(self.tensors, program.tensor_nodes, strict=True):
+            node.meta["val"] = held.meta["val"]
+        for kept in (self.numbers, self.scalars):
+            for node, held in zip(kept, program.number_nodes, strict=True):
+                node.meta["val"] = held.meta["val"]
+        self.made: dict[fx.Node, Any] = {}
+        output = next(x for x in source.nodes if x.op == "output").args[0]
+        self.first, self.places = output
+
+    def outputs(self) -> tuple[Any, ...]:
+        return tuple(self.first) if isinstance(self.first, (tuple, list)) else (self.first,)
+
+    def module(self, wanted: Sequence[int]) -> fx.GraphModule:
+        found = self.outputs()
+        self.graph.output(tuple(self.copied(found[i]) for i in wanted))
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def locals(self, wanted: Sequence[bool]) -> tuple[fx.GraphModule, list[Read]]:
+        program, reads, found = self.program, [], []
+        for i, local in zip(program.differentiable, self.outputs()[1:], strict=True):
+            tensor = program.read_tensors[i]
+            if wanted[tensor]:
+                at = tuple(self.copied(x) for x in self.places[i])
+                reads.append(Read(tensor, at))
+                found.append((self.copied(local), at))
+        self.graph.output(tuple(found))
+        return fx.GraphModule(torch.nn.Module(), self.graph), reads
+
+    def copied(self, node: Any) -> Any:
+        """A node of the new graph, or a Python number."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in self.made:
+            self.made[node] = self._copied(node)
+        return self.made[node]
+
+    def _copied(self, node: fx.Node) -> Any:  # noqa: C901 (one case for each kind of node)
+        if node.op == "placeholder":
+            return self._held(node.meta.get("core", node.name))
+        if node.op == "get_attr":
+            return node.meta["constant"].item()
+        name = name_of(node)
+        if name in _PASSES:
+            return self.copied(node.args[0])
+        if name in ("full_like", "full", "fill", "copy", "copy_"):
+            return self.copied(node.args[1])
+        if name in ("zeros_like", "zeros", "ones_like", "ones"):
+            one = name.startswith("ones")
+            return float(one) if node.meta["val"].is_floating_point() else int(one)
+        if name == "scalar_tensor":
+            return self.copied(node.args[0])
+        if name == "_to_copy":
+            inner = self.copied(node.args[0])
+            if not isinstance(inner, fx.Node):
+                return inner
+            return self._node(aten._to_copy.default, (inner,), {"dtype": node.meta["val"].dtype}, node)
+        target: Any = node.target
+        if name.endswith("_") and not name.endswith("__"):  # torch's own derivatives write into what only they see
+            name = name[:-1]
+            target = getattr(getattr(aten, name), target._overloadname)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.copied)
+        if (simple := _folded(name, args)) is not None:
+            return simple
+        if node.target is operator.getitem:
+            return self._node(node.target, args, kwargs, node)
+        number = node.meta["val"].dim() == 0 if isinstance(node.meta["val"], Tensor) else False
+        if number or name not in _TAKES_NUMBERS:
+            schema = target._schema.arguments
+            args = tuple(self._tensor(x, a) for x, a in zip(args, schema, strict=False))
+        return self._node(target, args, kwargs, node)
+
+    def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta["val"] = like.meta["val"]
+        return made
+
+    def _tensor(self, x: Any, argument: Any) -> Any:
+        """A number as a tensor of no dimensions, where the operation takes nothing else."""
+        if "Tensor" not in str(argument.type):
+            return x
+        if isinstance(x, fx.Node):
+            return self.scalars[self.numbers.index(x)] if x in self.numbers else x
+        if isinstance(x, (int, float)):
+            dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else self.program.dtype
+            made = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": dtype})
+            made.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+            return made
+        return x
+
+    def _held(self, name: str) -> Any:
+        if name in self.tile:
+            return self.tile[name]
+        program = self.program
+        if name.startswith("n"):
+            return self.numbers[int(name[1:])]
+        i = next(i for i, node in enumerate(program.reads) if node.name == name)
+        tensor = self.tensors[program.read_tensors[i]]
+        at = [self.copied(x) for x in self.places[i]]
+        if all(not isinstance(x, fx.Node) for x in at):  # it has one element
+            read = self.graph.call_function(aten.reshape.default, (tensor, [1, 1]))
+        else:
+            at = [self._index(x) for x in at]
+            read = self.graph.call_function(aten.index.Tensor, (tensor, at))
+        read.meta["val"] = program.reads[i].meta["val"]
+        read.meta["at"] = tuple(at)
+        return read
+
+    def _index(self, x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return self.scalars[self.numbers.index(x)] if x in self.numbers else x
+        made = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": torch.int64})
+        made.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
+        return made
+
+
+def _folded(name: str, args: tuple[Any, ...]) -> Any:
+    """What little algebra leaves of the derivative's ones and zeros."""
+    if len(args) != 2:
+        return None
+    a, b = args
+    if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
+        function = {"mul": operator.mul, "add": operator.add, "sub": operator.sub}.get(name)
+        return function(a, b) if function else None
+    if name == "mul" and not isinstance(b, fx.Node) and b == 1 and a.meta["val"].is_floating_point():
+        return a
+    if name == "mul" and not isinstance(a, fx.Node) and a == 1 and b.meta["val"].is_floating_point():
+        return b
+    return None

@@ -1,0 +1,117 @@
+"""From what the user passes as `score_mod` to the Score that a Problem holds, and back from its flat form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.scores import compiled
+from saccade.scores.function import Function, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
+from saccade.scores.library import KINDS, Ready, Softcap
+
+
+def is_kind(word: str) -> bool:
+    """Whether a Spec may call a score so."""
+    return (
+        word == "composed"
+        or all(part in KINDS for part in word.split("+"))
+        or bool(re.fullmatch(r"score\(\w+\)", word))
+    )
+
+
+def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
+    """The Score of any callable, traced the first time.
+
+    Raises:
+        TypeError: not callable.
+        ValueError: a function that cannot be traced, a derivative that is wrong, tensors on other devices.
+    """
+    if score_mod is None or isinstance(score_mod, Score):
+        return score_mod
+    if not callable(score_mod):
+        raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
+    if torch.compiler.is_compiling():
+        return compiled.bind(score_mod, q)
+    fn: Any = score_mod
+    if isinstance(score_mod, ScoreMod) and score_mod.bprop is not None:
+        fn = _WithDerivative(score_mod)
+    name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
+    program, found = _cache.program(fn, name, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    leaves = [leaf.value for leaf in found.leaves]
+    tensors = [_on(x, q.device) for x in leaves if isinstance(x, Tensor)]
+    numbers = [x for x in leaves if not isinstance(x, Tensor)]
+    lifted = [x for i, x in enumerate(numbers) if i not in program.constants]
+    made = Traced(
+        program, _picked(program.before, [*tensors, *lifted]), _numbers(program.numbers, tensors, lifted), score_mod
+    )
+    if not program.checked:
+        check_derivative(made, q.device)
+        program.checked = True
+    return made
+
+
+def _on(x: Tensor, device: torch.device) -> Tensor:
+    if x.device != device and x.dim() == 0:
+        return x.to(device)
+    if x.device != device:
+        raise ValueError(f"a captured tensor {x.dtype} {tuple(x.shape)} is on {x.device}, and q on {device}")
+    return x
+
+
+def _picked(part: tuple[list[int], Any], given: Sequence[Any]) -> list[Tensor]:
+    places, module = part
+    if module is None:
+        return [given[i] for i in places]
+    return list(module(*(x if isinstance(x, Tensor) else torch.tensor(x) for x in given)))
+
+
+def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Sequence[Any]) -> list[Any]:
+    places, module = part
+    if module is None:
+        return [(*tensors, *lifted)[i] for i in places]
+    wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64) for x in lifted]
+    return [x.item() for x in module(*tensors, *wide)]
+
+
+def check_derivative(score: Traced, device: torch.device) -> None:
+    """A user's own derivative against the one that autograd finds, on numbers.
+
+    Raises:
+        ValueError: they differ.
+    """
+    made = torch.Generator().manual_seed(0)
+    x = (4 * torch.randn(_SAMPLE, _SAMPLE, generator=made, dtype=score.program.dtype)).to(device)
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    at = zero, zero, torch.arange(_SAMPLE, device=device)[:, None], torch.arange(_SAMPLE, device=device)[None]
+    own = score.derivative(x, *at)
+    derived = score.derivative(x, *at, derived=True)
+    error = (own - derived).abs()
+    allowed = _RELATIVE * (derived.abs() + derived.abs().mean()) + torch.finfo(x.dtype).tiny
+    if not bool((error <= allowed).all()):
+        i = int((error - allowed).nan_to_num(torch.inf).argmax())
+        raise ValueError(
+            f"the derivative of {score.kind} is wrong: at score {x.flatten()[i]:.4g} bprop gives "
+            f"{own.flatten()[i]:.6g} for a gradient of 1, and autograd {derived.flatten()[i]:.6g}"
+        )
+
+
+_SAMPLE = 16
+_RELATIVE = 1e-3
+"""Far above rounding, far below a formula that is wrong."""
+
+
+def from_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Score | None:
+    """The inverse of a Score's `identity`, `tensors`, `ints` and `floats`; takes what it needs from the front of the
+    lists of numbers."""
+    if identity == "none":
+        return None
+    return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_records(identity, tensors, ints, floats)
+
+
+def program_of(identity: str) -> Any:
+    """What a backward has to keep alive besides tensors, or None."""
+    return _cache.by_identity.get(identity)

@@ -1,0 +1,354 @@
+"""A Program as the source of Triton functions, which Triton and Gluon kernels call alike.
+
+Every function takes `data` first: for each captured tensor its pointer, and a stride and a size for each dimension;
+then the numbers. Floats are float32. Integers are 32 bits wide where their range, which is followed from the indices
+on, allows it, and 64 bits elsewhere.
+"""
+
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from saccade.scores.program import Program
+from saccade.scores.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
+from saccade.scores.trace import TILE, K, Q, Refused, name_of
+
+
+@dataclass(frozen=True)
+class Value:
+    """A name in the source, with what is known about it."""
+
+    text: str
+    kind: str
+    """float, int, wide or bool"""
+    shape: tuple[int, ...] = ()
+    """As in the trace: Q and K where it differs by query and by key."""
+    span: tuple[int, int] = ANY
+    """Of integers."""
+    parts: tuple[str, Value, Value] | None = None
+    """Sums and differences: the operation and its operands."""
+
+
+_FLOAT = {
+    "abs": "tl.abs({})", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
+    "sin": "tl.sin({})", "cos": "tl.cos({})", "sqrt": "tl.sqrt_rn({})", "rsqrt": "(1.0 / tl.sqrt_rn({}))",
+    "tanh": "tanh({})", "erf": "tl.erf({})", "erfc": "(1.0 - tl.erf({}))", "floor": "tl.floor({})",
+    "ceil": "tl.ceil({})", "trunc": "truncated({})", "round": "rounded({})", "neg": "(-{})",
+    "reciprocal": "(1.0 / {})", "sigmoid": "sigmoid({})", "expm1": "expm1({})", "log1p": "log1p({})",
+    "sign": "signed({})", "sgn": "signed({})", "log10": "(tl.log2({}) * 0.30102999566398120)",
+    "relu": "larger({}, 0.0)",
+}  # fmt: skip
+_INT = {
+    "abs": "tl.abs({})", "neg": "(-{})", "sign": "signed({})", "sgn": "signed({})",
+    "bitwise_not": "(~{})", "relu": "tl.maximum({}, 0)",
+}  # fmt: skip
+_BINARY = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})"}
+_SAME_AS = {
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift",
+    "__rshift__": "bitwise_right_shift", "clamp_min": "maximum", "clamp_max": "minimum",
+}  # fmt: skip
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_BITS = {
+    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
+    "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
+}  # fmt: skip
+
+
+class Emitter:
+    """Writes one function: the nodes that its outputs need, once each, in order."""
+
+    def __init__(self, program: Program, wide: Sequence[bool]) -> None:
+        self.program, self.wide = program, wide
+        self.lines: list[str] = []
+        self.made: dict[fx.Node, Value] = {}
+        self.used: dict[str, str] = {}
+        """Unpacking of data: name -> expression."""
+        self.count = 0
+
+    # What the graph holds
+
+    def value(self, x: Any) -> Value:
+        if isinstance(x, bool):
+            return Value(str(x), "bool")
+        if isinstance(x, int):
+            return Value(str(x), "int" if abs(x) <= NARROW else "wide", (), (x, x))
+        if isinstance(x, float):
+            return Value(_literal(x), "float")
+        if x not in self.made:
+            self.made[x] = self._placeholder(x) if x.op == "placeholder" else self._call(x)
+        return self.made[x]
+
+    def _placeholder(self, node: fx.Node) -> Value:
+        name = str(node.target)
+        if name == "score":
+            return Value(name, "float", (Q, K))
+        if name in TILE:
+            shape = {"q_idx": (Q, 1), "kv_idx": (1, K)}.get(name, (1, 1))
+            return Value(name, "int", shape, (0, (LONGEST if name in ("q_idx", "kv_idx") else HEADS) - 1))
+        i = int(name[1:])
+        place = self._start(len(self.program.ranks)) + i
+        if self.program.integral[i]:
+            self.used[f"n{i}"] = f"plain_int(data[{place}])"
+            # The launch makes sure of it.
+            return Value(f"n{i}", "int", (), (-LONGEST, LONGEST))
+        self.used[f"n{i}"] = f"data[{place}]"
+        return Value(f"n{i}", "float")
+
+    def _start(self, tensor: int) -> int:
+        """Where a tensor's data starts."""
+        return sum(1 + 2 * rank for rank in self.program.ranks[:tensor])
+
+    def _call(self, node: fx.Node) -> Value:
+        name = name_of(node)
+        name = _SAME_AS.get(name, name)
+        if name == "index":
+            return self._read(node, node.meta["at"])
+        if name == "reshape":
+            return self._read(node, ())
+        if name == "scalar_tensor":
+            return self.value(node.args[0])
+        kind = _kind(node.meta["val"].dtype)
+        if name == "_to_copy":
+            return self._cast(node)
+        args = [None if x is None else self.value(x) for x in node.args]
+        if kind == "wide" or kind == "int":
+            return self._integer(name, node, args)
+        if kind == "bool":
+            return self._boolean(name, node, args)
+        return self._keep(self._float(name, node, args), "float", self._shape(args))
+
+    def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:  # noqa: C901 (a table of operations)
+        given = [None if x is None else self.float(x) for x in args]
+        alpha = node.kwargs.get("alpha", 1)
+        if name in ("add", "sub") and alpha != 1:
+            given[1] = f"({given[1]} * {self.float(self.value(alpha))})"
+        if name in _BINARY:
+            return _BINARY[name].format(*given)
+        if name in _FLOAT:
+            return _FLOAT[name].format(given[0])
+        match name:
+            case "div":
+                mode = node.kwargs.get("rounding_mode")
+                exact = f"({given[0]} / {given[1]})"
+                return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
+            case "floor_divide":
+                return f"tl.floor({given[0]} / {given[1]})"
+            case "remainder" | "fmod":
+                return f"{name}({given[0]}, {given[1]})"
+            case "pow":
+                return _power(given[0], given[1], node.args[1])
+            case "where":
+                return f"tl.where({self.bool(args[0])}, {given[1]}, {given[2]})"
+            case "maximum" | "minimum":
+                return f"{'larger' if name == 'maximum' else 'smaller'}({given[0]}, {given[1]})"
+            case "fmax" | "fmin":
+                return f"tl.{'maximum' if name == 'fmax' else 'minimum'}({given[0]}, {given[1]})"
+            case "clamp":
+                x = given[0]
+                if len(given) > 1 and given[1] is not None:
+                    x = f"larger({x}, {given[1]})"
+                return f"smaller({x}, {given[2]})" if len(given) > 2 and given[2] is not None else x
+        raise Refused(f"{name} has no device form; write it with other operations", None)
+
+    def _integer(self, name: str, node: fx.Node, args: list[Any]) -> Value:  # noqa: C901 (a table of operations)
+        shape = self._shape(args)
+        if name == "where":
+            span = min(args[1].span[0], args[2].span[0]), max(args[1].span[1], args[2].span[1])
+            wide = not fits(span)
+            a, b = (self.int(x, wide) for x in args[1:])
+            return self._keep(f"tl.where({self.bool(args[0])}, {a}, {b})", "wide" if wide else "int", shape, span)
+        spans = [None if x is None else (0, 1) if x.kind == "bool" else x.span for x in args]
+        if node.kwargs.get("alpha", 1) != 1:
+            raise Refused(f"{name} with alpha has no device form", None)
+        span = range_of(name, spans, node)
+        wide = not all(fits(x) for x in (*spans, span) if x is not None)
+        given = [None if x is None else self.int(x, wide) for x in args]
+        parts = None
+        if name in _BINARY:
+            text = _BINARY[name].format(*given)
+            parts = (name, args[0], args[1]) if name != "mul" else None
+        elif name in _INT:
+            text = _INT[name].format(given[0])
+        elif name in _BITS:
+            text = f"({given[0]} {_BITS[name]} {given[1]})"
+        elif name in ("maximum", "minimum"):
+            text = f"tl.{name}({given[0]}, {given[1]})"
+        elif name == "clamp":
+            text = given[0]
+            if given[1] is not None:
+                text = f"tl.maximum({text}, {given[1]})"
+            if len(given) > 2 and given[2] is not None:
+                text = f"tl.minimum({text}, {given[2]})"
+        elif name in ("floor_divide", "div"):
+            kind = "trunc" if node.kwargs.get("rounding_mode") == "trunc" else "floor"
+            plain = kind == "trunc" or all(x[0] >= 0 for x in spans)
+            text = f"({given[0]} // {given[1]})" if plain else f"floor_divided({given[0]}, {given[1]})"
+        elif name in ("remainder", "fmod"):
+            plain = name == "fmod" or all(x[0] >= 0 for x in spans)
+            text = f"({given[0]} % {given[1]})" if plain else f"floor_remainder({given[0]}, {given[1]})"
+        elif name == "pow" and isinstance(node.args[1], int) and 0 < node.args[1] <= 4:
+            text = "(" + " * ".join([str(given[0])] * node.args[1]) + ")"
+        else:
+            raise Refused(f"{name} of integers has no device form; write it with other operations", None)
+        return self._keep(text, "wide" if wide else "int", shape, span, parts)
+
+    def _boolean(self, name: str, node: fx.Node, args: list[Any]) -> Value:
+        shape = self._shape(args)
+        if name in _COMPARE:
+            floats = any(x.kind == "float" for x in args)
+            wide = any(x.kind == "wide" for x in args)
+            a, b = (self.float(x) if floats else self.int(x, wide) for x in args)
+            return self._keep(f"({a} {_COMPARE[name]} {b})", "bool", shape)
+        if name in ("isnan", "isinf", "isfinite"):
+            x = self.float(args[0])
+            test = {"isnan": f"({x} != {x})", "isinf": f"(tl.abs({x}) == INF)", "isfinite": f"(tl.abs({x}) < INF)"}
+            return self._keep(test[name], "bool", shape)
+        given = [self.bool(x) for x in args]
+        words = {"logical_and": "&", "logical_or": "|", "logical_xor": "^", **_BITS}
+        if name in ("logical_not", "bitwise_not"):
+            return self._keep(f"({given[0]} == 0)", "bool", shape)
+        if name == "where":
+            return self._keep(f"(({given[0]} & {given[1]}) | (({given[0]} == 0) & {given[2]}))", "bool", shape)
+        if name in words:
+            return self._keep(f"({given[0]} {words[name]} {given[1]})", "bool", shape)
+        raise Refused(f"{name} of booleans has no device form; write it with other operations", None)
+
+    def _cast(self, node: fx.Node) -> Value:
+        x, dtype = self.value(node.args[0]), node.meta["val"].dtype
+        kind = _kind(dtype)
+        if kind == "bool":
+            return self._keep(self.bool(x), "bool", x.shape)
+        if kind == "float":
+            text = self.float(x)
+            if dtype in (torch.float16, torch.bfloat16):
+                text = f"{text}.to(tl.{str(dtype).partition('.')[2]}).to(tl.float32)"
+            elif x.kind == "float":
+                return x
+            return self._keep(text, "float", x.shape)
+        if x.kind in ("int", "wide"):
+            return x
+        if x.kind == "bool":
+            return self._keep(self.int(x, False), "int", x.shape, (0, 1))
+        # A float's range is not followed: one that comes from indices and tables fits 32 bits.
+        return self._keep(f"{x.text}.to(tl.int32)", "int", x.shape, (-NARROW - 1, NARROW))
+
+    # Captured tensors
+
+    def _read(self, node: fx.Node, at: Sequence[Any]) -> Value:
+        i = int(str(node.args[0].target)[1:])
+        dtype, shape = self.program.dtypes[i], tuple(node.meta["val"].shape) or (1, 1)
+        place = self.place(i, at)
+        loaded = f"tl.load(t{i} + {place})" if place else f"tl.load(t{i})"
+        self.used[f"t{i}"] = f"data[{self._start(i)}]"
+        if dtype.is_floating_point:
+            return self._keep(f"{loaded}.to(tl.float32)", "float", shape)
+        if dtype == torch.bool:
+            return self._keep(f"({loaded} != 0)", "bool", shape)
+        wide = dtype == torch.int64
+        limits = torch.iinfo(dtype)
+        return self._keep(
+            loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max)
+        )
+
+    def place(self, tensor: int, at: Sequence[Any], contiguous: bool = False) -> str:
+        """The offset of an element from the tensor's first one. Indices count from the end where they are negative, and
+        are kept inside: rows and keys that are not in use have indices too."""
+        start = self._start(tensor)
+        terms = []
+        for dim, x in enumerate(at):
+            value = self.value(x)
+            if value.span == (0, 0):
+                continue
+            size, stride = f"t{tensor}_n{dim}", f"t{tensor}_s{dim}"
+            self.used[size] = f"plain_int(data[{start + 2 + 2 * dim}])"
+            self.used[stride] = f"plain_int(data[{start + 1 + 2 * dim}])"
+            if contiguous:
+                rank = len(at)
+                for other in range(dim + 1, rank):
+                    self.used[f"t{tensor}_n{other}"] = f"plain_int(data[{start + 2 + 2 * other}])"
+                stride = " * ".join(["1", *(f"t{tensor}_n{other}" for other in range(dim + 1, rank))])
+            index = f"{'inside' if value.span[0] >= 0 else 'wrapped'}({value.text}, {size})"
+            terms.append((value.shape.count(1), f"{f'widened({index})' if self.wide[tensor] else index} * {stride}"))
+        # What fewer elements share is added first.
+        return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
+
+    # Values by type
+
+    def float(self, x: Value) -> str:
+        if x.kind == "float":
+            return x.text
+        if x.kind == "bool":
+            return f"tl.where({x.text}, 1.0, 0.0)"
+        if x.shape == () and x.text.lstrip("-").isdigit():
+            return f"{x.text}.0"
+        if x.parts and x.kind == "int":
+            name, a, b = x.parts
+            outer = all(y.kind == "int" and y.shape != x.shape and exact(y.span) for y in (a, b))
+            if outer:  # a conversion for every row and every key is cheaper than one for every score
+                return f"({self.float(a)} {'+' if name == 'add' else '-'} {self.float(b)})"
+        if x.kind == "int" and exact(x.span):
+            return self._keep(f"index_float({x.text})", "float", x.shape).text
+        return f"({x.text}).to(tl.float32)"
+
+    def int(self, x: Value, wide: bool) -> str:
+        if x.kind == "float":
+            raise Refused("a float where an integer is needed", None)
+        if x.shape == () and x.text.lstrip("-").isdigit():
+            return x.text
+        text = f"tl.where({x.text}, 1, 0)" if x.kind == "bool" else x.text
+        return f"widened({text})" if wide and x.kind != "wide" else text
+
+    def bool(self, x: Value) -> str:
+        if x.kind == "bool":
+            return x.text if x.text not in ("True", "False") else f"(score == score) == {x.text}"
+        return f"({x.text} != 0)"
+
+    def _shape(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(torch.broadcast_shapes(*(x.shape for x in args if x is not None)))
+
+    def _keep(
+        self, text: str, kind: str, shape: tuple[int, ...], span: tuple[int, int] = ANY, parts: Any = None
+    ) -> Value:
+        name = f"x{self.count}"
+        self.count += 1
+        self.lines.append(f"{name} = {text}")
+        return Value(name, kind, shape, span, parts)
+
+    def function(self, name: str, parameters: str, result: str) -> str:
+        """The whole function; its last line returns, or is, `result`."""
+        body = [f"{used} = {text}" for used, text in self.used.items()] + self.lines + [result]
+        return f"@triton.jit\ndef {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
+
+
+def _literal(x: float) -> str:
+    if math.isnan(x):
+        return "(INF - INF)"
+    if math.isinf(x):
+        return "INF" if x > 0 else "(-INF)"
+    return repr(x) if x >= 0 else f"({x!r})"
+
+
+def _power(x: str, y: str, exponent: Any) -> str:
+    if isinstance(exponent, (int, float)):
+        if exponent == 0.5:
+            return f"tl.sqrt_rn({x})"
+        if exponent == -1:
+            return f"(1.0 / {x})"
+        if exponent == int(exponent) and 0 < exponent <= 8:
+            return "(" + " * ".join([x] * int(exponent)) + ")"
+    return f"power({x}, {y})"

@@ -1,0 +1,336 @@
+"""ScoreMod, the public record, and what attention makes of any function of the score: a Program with its captures."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._guards import tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+from saccade.scores.program import Program
+from saccade.scores.survey import Survey, replaced, survey
+from saccade.scores.trace import Refused, traced
+
+Function = Callable[..., Tensor]
+"""(score, b, h, q_idx, kv_idx) -> score"""
+
+
+class ScoreMod:
+    """`score -> fn(score, b, h, q_idx, kv_idx, *tensors)`: a function of the score with the tensors that it captures.
+
+    `attention` takes any callable; this record names the tensors, where a closure over them cannot be followed (inside
+    of `torch.compile`), and takes a derivative of your own.
+
+    Args:
+        fn: pointwise torch operations on score, the indices and reads of the tensors at computed indices. The five are
+            tensors that broadcast to a tile of scores; the indices are integers: batch row, query head, query, key.
+        tensors: captured tensors, on q's device; every one that requires a gradient gets one.
+        bprop: `bprop(grad, score, b, h, q_idx, kv_idx, *tensors) -> grad of score`, in the place of the derived one.
+            It is checked against that with numbers when it is first used.
+
+    Raises:
+        TypeError: fn is not callable, or a tensor is none.
+
+    >>> slopes = torch.tensor([0.5, 0.25])
+    >>> alibi = ScoreMod(lambda score, b, h, q_idx, kv_idx, slopes: score + slopes[h] * (kv_idx - q_idx), slopes)
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> attention(q, k, v, score_mod=alibi).shape
+    torch.Size([1, 2, 8, 4])
+    """
+
+    kind: str | None = None
+    """Its word in a Spec, where that is not `score(name)`."""
+
+    def __init__(self, fn: Function, *tensors: Tensor, bprop: Function | None = None) -> None:
+        if not callable(fn) or not (bprop is None or callable(bprop)):
+            raise TypeError(f"ScoreMod needs functions, got fn={fn!r}, bprop={bprop!r}")
+        for x in tensors:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"ScoreMod's tensors must be tensors, got {type(x).__name__}; numbers go into closures")
+        self.fn, self.tensors, self.bprop = fn, tensors, bprop
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.fn(score, b, h, q_idx, kv_idx, *self.tensors)
+
+    def survey(self, zero_dim: bool) -> Survey:
+        """What it captures, as `saccade.scores.survey` finds it."""
+        return survey(self, zero_dim)
+
+    def __repr__(self) -> str:
+        return f"ScoreMod({name_of(self.fn)}, {len(self.tensors)} tensors)"
+
+
+class _WithDerivative:
+    """(score, …) -> the modified score, and the user's derivative of it."""
+
+    def __init__(self, mod: ScoreMod) -> None:
+        self.fn, self.tensors, self.bprop = mod.fn, mod.tensors, mod.bprop
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        modified = self.fn(score, b, h, q_idx, kv_idx, *self.tensors)
+        assert self.bprop is not None
+        return modified, self.bprop(torch.ones_like(score), score, b, h, q_idx, kv_idx, *self.tensors)
+
+
+def name_of(fn: Any) -> str:
+    """A word for a function: what a Spec calls its score."""
+    while hasattr(fn, "func") or isinstance(fn, ScoreMod):
+        fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
+    word = getattr(fn, "__name__", None) or type(fn).__name__
+    return re.sub(r"\W+", "_", word).strip("_") or "score"
+
+
+class CacheInfo(NamedTuple):
+    """Like `functools.lru_cache`'s: `misses` counts what had to be traced."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
+class _Family:
+    """The Programs of functions with one key: one, unless numbers or shapes had to become constants of it."""
+
+    def __init__(self) -> None:
+        self.constants: tuple[int, ...] = ()
+        self.shapes = False
+        self.programs: dict[Any, Program] = {}
+
+
+MAXSIZE = 256
+
+
+class _Cache:
+    """Bounded, least recently used first to go, safe for threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.families: OrderedDict[Any, _Family] = OrderedDict()
+        self.by_identity: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
+        self.hits = self.misses = 0
+
+    def program(self, fn: Function, name: str, dtype: torch.dtype, zero_dim: bool = True) -> tuple[Program, Survey]:
+        found = fn.survey(zero_dim) if isinstance(fn, ScoreMod) else survey(fn, zero_dim)
+        key = found.key, dtype
+        with self.lock:
+            family = self.families.get(key)
+            if family is None:
+                family = self.families[key] = _Family()
+                try:
+                    self._trace(family, fn, name, found, dtype)
+                except BaseException:
+                    del self.families[key]
+                    raise
+                if len(self.families) > MAXSIZE:
+                    self.families.popitem(last=False)
+            self.families.move_to_end(key)
+            values = _values(family, found)
+            program = family.programs.get(values)
+            if program is None:
+                program = self._trace(family, fn, name, found, dtype)
+            else:
+                self.hits += 1
+            return program, found
+
+    def _trace(self, family: _Family, fn: Function, name: str, found: Survey, dtype: torch.dtype) -> Program:
+        self.misses += 1
+        # Inside of torch.compile the modes of its own tracing are left alone.
+        with tracing(None), _disable_current_modes():
+            made, family.constants, family.shapes = _traced(fn, name, found, dtype, family)
+        # Equal programs are one, so that they share what is compiled.
+        made = self.by_identity.setdefault(made.identity, made)
+        if len(family.programs) >= MAXSIZE:
+            family.programs.clear()
+        family.programs[_values(family, found)] = made
+        return made
+
+
+_cache = _Cache()
+_pinned: list[Program] = []
+"""Programs that compiled graphs name: those do not keep them alive."""
+
+
+def pinned_program(fn: Function, name: str, dtype: torch.dtype, sizes: bool) -> tuple[Program, Survey]:
+    """A Program that is never forgotten; without `sizes` those of its tensors must not matter."""
+    with _cache.lock:
+        program, found = _cache.program(fn, name, dtype, zero_dim=False)
+        if not sizes and _cache.families[found.key, dtype].shapes:
+            raise Refused("the function reads the sizes of its tensors, which torch.compile may change", None)
+        _pinned.append(program)
+    return program, found
+
+
+def cache_info() -> CacheInfo:
+    """How many score functions were found in the cache, and how many were traced.
+
+    >>> cache_info().maxsize
+    256
+    """
+    with _cache.lock:
+        size = sum(len(family.programs) for family in _cache.families.values())
+        return CacheInfo(_cache.hits, _cache.misses, MAXSIZE, size)
+
+
+def cache_clear() -> None:
+    """Forgets all traced score functions; those in use stay."""
+    with _cache.lock:
+        _cache.families.clear()
+        _cache.hits = _cache.misses = 0
+
+
+def _values(family: _Family, found: Survey) -> tuple[Any, ...]:
+    numbers = [leaf.value for leaf in found.leaves if not isinstance(leaf.value, Tensor)]
+    shapes = tuple(tuple(x.value.shape) for x in found.leaves if isinstance(x.value, Tensor)) if family.shapes else ()
+    return *((type(numbers[i]), numbers[i]) for i in family.constants), shapes
+
+
+def _traced(
+    fn: Function, name: str, found: Survey, dtype: torch.dtype, family: _Family
+) -> tuple[Program, tuple[int, ...], bool]:
+    tensors = [leaf for leaf in found.leaves if isinstance(leaf.value, Tensor)]
+    numbers = [leaf for leaf in found.leaves if not isinstance(leaf.value, Tensor)]
+
+    def attempt(constants: Sequence[int], shapes: Sequence[Tensor]) -> Any:
+        lifted = [leaf for i, leaf in enumerate(numbers) if i not in constants]
+        paths = [leaf.path for leaf in (*tensors, *lifted)]
+
+        def with_captured(captured: Sequence[Tensor]) -> Any:
+            return replaced(fn, found, dict(zip(paths, captured, strict=True)))
+
+        return traced(with_captured, shapes, [leaf.value for leaf in lifted], dtype)
+
+    real = [leaf.value for leaf in tensors]
+    constants = family.constants
+    try:
+        raw = attempt(constants, real)
+    except Refused:
+        if not numbers:
+            raise
+        everything = tuple(range(len(numbers)))
+        raw = attempt(everything, real)  # raises where the numbers are not what it is about
+        constants = everything
+        for i in everything:  # one by one, which of them may be runtime values after all
+            fewer = tuple(x for x in constants if x != i)
+            try:
+                raw, constants = attempt(fewer, real), fewer
+            except Refused:
+                continue
+    other = [torch.empty((), dtype=x.dtype).expand([n if n == 1 else n + 5 for n in x.shape]) for x in real]
+    shapes = family.shapes
+    if any(x.numel() != 1 for x in real) and not shapes:
+        try:
+            shapes = attempt(constants, other).module.code != raw.module.code
+        except Refused:
+            shapes = True
+    program = Program(name, raw, dtype)
+    program.constants = constants
+    return program, constants, shapes
+
+
+class Score:
+    """What a Problem holds: a score modification with its runtime values."""
+
+    kind: Any
+    """Its word in a Spec."""
+    identity: Any
+    """A text, equal for those that run the same kernels."""
+    tensors: Any = ()
+    ints: Any = ()
+    floats: Any = ()
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The modified score, of its shape and dtype; all arguments broadcast to (b, h, q, k)."""
+        raise NotImplementedError
+
+    def tile(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The same as a contiguous tensor, which may be score's own memory, without the user's own function."""
+        return self(score, b, h, q_idx, kv_idx)
+
+    def derivative(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """d modified / d score at the *modified* score's input, contiguous, in the score's dtype."""
+        raise NotImplementedError
+
+    def accumulate(
+        self, sums: Sequence[Tensor | None], gradient: Tensor, score: Tensor, *at: Tensor, power: int = 1
+    ) -> None:
+        """Adds d loss / d tensor to `sums`, for those that are there; gradient is d loss / d modified.
+        With a power, of d modified / d tensor."""
+
+
+class Traced(Score):
+    """A Program with its tensors and numbers."""
+
+    def __init__(
+        self, program: Program, tensors: Sequence[Tensor], numbers: Sequence[Any], fn: Function | None = None
+    ) -> None:
+        self.program, self.tensors, self.numbers, self.fn = program, tensors, numbers, fn
+        self.kind, self.identity = program.name, program.identity
+        self.ints = [int(x) for x, integral in zip(numbers, program.integral, strict=True) if integral]
+        self.floats = [float(x) for x, integral in zip(numbers, program.integral, strict=True) if not integral]
+
+    @staticmethod
+    def of_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Traced:
+        """The inverse of `identity`, `tensors`, `ints` and `floats`; takes from the front of the lists."""
+        program = _cache.by_identity.get(identity)
+        if program is None:
+            raise RuntimeError(
+                f"the score {identity} was traced in another process, or long ago: call attention with its function"
+            )
+        numbers = [(ints if integral else floats).pop(0) for integral in program.integral]
+        return Traced(program, tensors, numbers)
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """By the user's own function where there is one."""
+        if self.fn is None:
+            return self.tile(score, b, h, q_idx, kv_idx)
+        return self.fn(score, b, h, q_idx, kv_idx).to(score.dtype).expand_as(score)
+
+    def tile(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The same by the graph."""
+        return _like(self._run(self.program.value, score, b, h, q_idx, kv_idx)[0], score)
+
+    def derivative(
+        self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, derived: bool = False
+    ) -> Tensor:
+        module = self.program.derived_slope if derived else self.program.slope
+        return _like(self._run(module, score, b, h, q_idx, kv_idx)[0], score)
+
+    def accumulate(
+        self, sums: Sequence[Tensor | None], gradient: Tensor, score: Tensor, *at: Tensor, power: int = 1
+    ) -> None:
+        module, reads = self.program.locals([x is not None for x in sums])
+        for read, (local, places) in zip(reads, self._run(module, score, *at), strict=True):
+            target = sums[read.tensor]
+            assert target is not None
+            local = (gradient * local**power).to(target.dtype)
+            if not places or all(isinstance(x, int) for x in places):
+                target += local.sum().view(target.shape)
+                continue
+            places = [torch.as_tensor(x) for x in places]
+            shape = torch.broadcast_shapes(*(x.shape for x in places))
+            shape = (1,) * (local.dim() - len(shape)) + tuple(shape)
+            # What the indices do not depend on is summed first: adding at places is what costs.
+            if free := [i for i, n in enumerate(shape) if n == 1 and local.shape[i] != 1]:
+                local = local.sum(free, keepdim=True)
+            target.index_put_([x.expand(shape) for x in places], local, accumulate=True)
+
+    def _run(self, module: Any, score: Tensor, *at: Tensor) -> tuple[Any, ...]:
+        wide = torch.float64
+        scalars = (
+            torch.tensor(x, dtype=torch.int64 if integral else wide, device=score.device)
+            for x, integral in zip(self.numbers, self.program.integral, strict=True)
+        )
+        return module(score, *at, *self.tensors, *self.numbers, *scalars)
+
+
+def _like(x: Any, score: Tensor) -> Tensor:
+    x = x if isinstance(x, Tensor) else torch.full((), x, dtype=score.dtype, device=score.device)
+    return x.to(score.dtype).expand_as(score).contiguous()

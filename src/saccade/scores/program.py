@@ -1,0 +1,250 @@
+"""The graphs of one score function: its value, its derivatives, and where it reads captured tensors."""
+
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from saccade.scores.assembly import Assembly, Read
+from saccade.scores.trace import TILE, K, Q, Raw, Refused, aten, name_of
+
+
+class Program:
+    """What a score function computes. Its graphs take score, b, h, q_idx, kv_idx, the captured tensors, the numbers,
+    and the numbers once more as tensors of no dimensions."""
+
+    constants: tuple[int, ...] = ()
+    """Which of the function's numbers are part of the program."""
+
+    def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype
+        self.emitted: dict[Any, Any] = {}
+        """What a backend makes of it, once."""
+        self._core(raw)
+        self.dtypes = [node.meta["val"].dtype for node in self.tensor_nodes]
+        self.ranks = [node.meta["val"].dim() for node in self.tensor_nodes]
+        self.integral = [not node.meta["val"].is_floating_point() for node in self.number_nodes]
+        self.before = _part(raw, self.tensor_nodes)
+        self.numbers = _part(raw, self.number_nodes)
+        self.value = self._assembled(self.core, 0)
+        self.differentiable = [i for i, read in enumerate(self.reads) if read.meta["val"].is_floating_point()]
+        decomposed = self._traced(self._forward)
+        self.value_decomposed = self._assembled(decomposed, 0)
+        derived = self._traced(self._backward)
+        self.derived = derived
+        self.derived_slope = self._assembled(derived, 0)
+        # A derivative of the user's own takes the place of the derived one, which it is checked against.
+        self.own = len(self.core_outputs()) > 1
+        self.slope = self._assembled(decomposed, 1) if self.own else self.derived_slope
+        self.checked = not self.own
+
+    def _core(self, raw: Raw) -> None:  # noqa: C901 (one pass over a graph)
+        """The pointwise part: reads of captured tensors are its inputs, their indices outputs."""
+        graph = fx.Graph()
+        made: dict[fx.Node, Any] = {}
+        nodes = list(raw.module.graph.nodes)
+        for node, name in zip(nodes, TILE, strict=False):
+            made[node] = graph.placeholder(name)
+            made[node].meta = dict(node.meta)
+        self.tensor_nodes: list[fx.Node] = []
+        self.number_nodes: list[fx.Node] = []
+        self.reads: list[fx.Node] = []
+        self.read_tensors: list[int] = []
+        at: list[tuple[Any, ...]] = []
+
+        def placed(kept: list[fx.Node], node: fx.Node) -> int:
+            if node not in kept:
+                kept.append(node)
+            return kept.index(node)
+
+        def read(tensor: fx.Node, indices: tuple[Any, ...], val: Tensor) -> fx.Node:
+            node = graph.placeholder(f"read{len(self.reads)}")
+            node.meta = {"val": val, "kind": "tile"}
+            self.reads.append(node)
+            self.read_tensors.append(placed(self.tensor_nodes, tensor))
+            at.append(indices)
+            return node
+
+        def argument(x: Any) -> Any:
+            if not isinstance(x, fx.Node):
+                return x
+            if x in made:
+                return made[x]
+            if x.meta["kind"] == "tensor":
+                val = x.meta["val"]
+                made[x] = read(x, (0,) * val.dim(), torch.zeros((1, 1), dtype=val.dtype))
+            elif (known := _constant(raw, x)) is not None:
+                made[x] = graph.call_function(aten.scalar_tensor.default, (known,), {"dtype": x.meta["val"].dtype})
+                made[x].meta = {"val": torch.zeros((), dtype=x.meta["val"].dtype), "kind": "number"}
+            else:
+                n = placed(self.number_nodes, x)
+                made[x] = graph.placeholder(f"n{n}")
+                made[x].meta = {"val": x.meta["val"], "kind": "number"}
+            return made[x]
+
+        for node in nodes:
+            if node.op == "output":
+                graph.output((tuple(map(argument, node.args[0])), tuple(at)))
+            elif node.op == "call_function" and node.meta["kind"] == "tile":
+                if name_of(node) == "index":
+                    made[node] = read(node.args[0], tuple(map(argument, node.args[1])), node.meta["val"])
+                    continue
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
+                made[node] = graph.call_function(node.target, args, kwargs)
+                made[node].meta = dict(node.meta)
+        self.core = graph
+        self._places = at
+        self.core_module = fx.GraphModule(torch.nn.Module(), graph)
+
+    def core_outputs(self) -> tuple[Any, ...]:
+        output: Any = next(x for x in self.core.nodes if x.op == "output").args[0]
+        return output[0]
+
+    def _inputs(self) -> list[Any]:
+        """Fake-able inputs of the core, by its placeholders."""
+        zeros = []
+        for node in self.core.nodes:
+            if node.op == "placeholder":
+                val = node.meta["val"]
+                zeros.append(torch.zeros(val.shape, dtype=val.dtype))
+        return zeros
+
+    def _forward(self, *inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return fx.Interpreter(self.core_module).run(*inputs)
+
+    def _backward(self, *inputs: Tensor) -> Any:
+        """slope, the derivative by every differentiable read, and the indices."""
+        holders = [node for node in self.core.nodes if node.op == "placeholder"]
+        with torch.enable_grad():
+            given = list(inputs)
+            wanted = []
+            for name in ("score", *(self.reads[i].name for i in self.differentiable)):
+                place = next(i for i, node in enumerate(holders) if node.name == name)
+                # Every read as large as the tile, so that nothing is summed here.
+                given[place] = given[place].expand(Q, K).clone().requires_grad_()
+                wanted.append(given[place])
+            (modified, *_), at = fx.Interpreter(self.core_module).run(*given)
+            if not isinstance(modified, Tensor) or not modified.requires_grad:
+                return tuple(0.0 for _ in wanted), at
+            ones = torch.ones_like(modified)
+            found = torch.autograd.grad(modified, wanted, ones, allow_unused=True)
+            return tuple(0.0 if x is None else x for x in found), at
+
+    def _traced(self, function: Callable[..., Any]) -> fx.Graph:
+        from torch._decomp import core_aten_decompositions
+
+        table = {**core_aten_decompositions(), **_more_decompositions()}
+        module = make_fx(function, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)(
+            *self._inputs()
+        )
+        graph = module.graph
+        for node, core in zip(
+            (x for x in graph.nodes if x.op == "placeholder"),
+            (x for x in self.core.nodes if x.op == "placeholder"),
+            strict=True,
+        ):
+            node.meta["core"] = core.name
+            # In the derivative they were made as large as the tile; reads are what they are.
+            node.meta["val"] = core.meta["val"]
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                node.meta["constant"] = getattr(module, node.target)
+        return graph
+
+    def _assembled(self, graph: fx.Graph, *outputs: int) -> fx.GraphModule:
+        """The graph with reads in their places, of some of its outputs."""
+        return Assembly(self, graph).module(outputs)
+
+    def locals(self, wanted: Sequence[bool]) -> tuple[fx.GraphModule, list[Read]]:
+        """A graph of the derivatives by the reads of the tensors that are wanted, each followed by its indices."""
+        assembly = Assembly(self, self.derived)
+        return assembly.locals(wanted)
+
+    @cached_property
+    def identity(self) -> str:
+        """Equal for equal programs, in every process."""
+        text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]
+        text += [str(self.integral), str(self.dtype)]
+        return f"{self.name}~{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:12]}"
+
+
+def _constant(raw: Raw, node: fx.Node) -> Any:
+    """The Python number that a node of numbers always is, or None."""
+    if node.op == "get_attr":
+        return getattr(raw.module, str(node.target)).item()
+    if node.op != "call_function" or any(x.op == "placeholder" for x in _ancestors(node)):
+        return None
+    if name_of(node) == "scalar_tensor" or name_of(node) == "full":
+        return node.args[0] if name_of(node) == "scalar_tensor" else node.args[1]
+    return _evaluated(raw, [node], {})[0].item()
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found, todo = set(), [node]
+    while todo:
+        for x in todo.pop().all_input_nodes:
+            if x not in found:
+                found.add(x)
+                todo.append(x)
+    return found
+
+
+def _evaluated(raw: Raw, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Any]) -> list[Any]:
+    module, order = _submodule(raw, nodes)
+    return list(module(*(inputs[x] for x in order)))
+
+
+def _submodule(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """A module that computes some nodes from the placeholders, all of which it takes."""
+    graph = fx.Graph()
+    needed = set(nodes).union(*(_ancestors(node) for node in nodes)) if nodes else set()
+    made: dict[fx.Node, fx.Node] = {}
+    order = [x for x in raw.module.graph.nodes if x.op == "placeholder" and x.meta["kind"] != "tile"]
+    for node in order:
+        made[node] = graph.placeholder(node.name)
+    for node in raw.module.graph.nodes:
+        if node in needed and node not in made:
+            made[node] = graph.node_copy(node, lambda x: made[x])
+    graph.output(tuple(made[node] for node in nodes))
+    return fx.GraphModule(raw.module, graph), order
+
+
+def _part(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[list[int], fx.GraphModule | None]:
+    """How the boundary is made of tensors and numbers that are captured: by picking some of them, or by a module that
+    takes them all."""
+    order = [x for x in raw.module.graph.nodes if x.op == "placeholder" and x.meta["kind"] != "tile"]
+    if all(node in order for node in nodes):
+        return [order.index(node) for node in nodes], None
+    return [], _submodule(raw, nodes)[0]
+
+
+@lru_cache(maxsize=1)
+def _more_decompositions() -> dict[Any, Any]:
+    """What torch keeps whole and a kernel does not."""
+    from torch._decomp import get_decompositions
+
+    names = (
+        "gelu", "gelu_backward", "sigmoid_backward", "tanh_backward", "silu", "silu_backward", "softplus",
+        "softplus_backward", "hardtanh", "hardtanh_backward", "elu", "elu_backward", "leaky_relu",
+        "leaky_relu_backward", "mish", "hardsigmoid", "hardswish", "log_sigmoid_forward", "log_sigmoid_backward",
+        "threshold",
+        "threshold_backward", "logit", "logit_backward", "celu", "selu", "logaddexp", "logaddexp2", "lerp", "xlogy",
+        "hypot", "addcmul", "addcdiv", "nan_to_num", "square", "rsub", "relu6", "masked_fill", "hardsigmoid_backward",
+        "hardswish_backward", "mish_backward", "sinc",
+    )  # fmt: skip
+    return get_decompositions([getattr(aten, name) for name in names if hasattr(aten, name)])
+
+
+__all__ = ["Program", "Read", "Refused"]

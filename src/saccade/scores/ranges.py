@@ -1,0 +1,75 @@
+"""The ranges of integers: what 32 bits hold, and what float32 holds exactly."""
+
+# pyright: reportOptionalSubscript=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+LONGEST = 1 << 22
+"""Lengths with score functions: indices below it are exact in float32, and so are their differences."""
+HEADS = 1 << 20
+NARROW = (1 << 31) - 1
+ANY = -(1 << 63), (1 << 63) - 1
+
+Range = tuple[int, int]
+
+
+def fits(span: Range) -> bool:
+    return span[0] >= -NARROW - 1 and span[1] <= NARROW
+
+
+def exact(span: Range) -> bool:
+    return span[0] >= -LONGEST and span[1] <= LONGEST
+
+
+def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901 (a table of operations)
+    """The range of an integer operation's results."""
+    a = spans[0]
+    b: Any = spans[1] if len(spans) > 1 else None
+    match name:
+        case "add":
+            return a[0] + b[0], a[1] + b[1]
+        case "sub":
+            return a[0] - b[1], a[1] - b[0]
+        case "mul":
+            corners = [x * y for x in a for y in b]
+            return min(corners), max(corners)
+        case "neg":
+            return -a[1], -a[0]
+        case "abs":
+            return 0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))
+        case "maximum":
+            return max(a[0], b[0]), max(a[1], b[1])
+        case "minimum":
+            return min(a[0], b[0]), min(a[1], b[1])
+        case "clamp":
+            lo, hi = a
+            if b is not None:
+                lo, hi = max(lo, b[0]), max(hi, b[1])
+            if len(spans) > 2 and spans[2] is not None:
+                lo, hi = min(lo, spans[2][0]), min(hi, spans[2][1])
+            return lo, hi
+        case "sign" | "sgn":
+            return -1, 1
+        case "relu":
+            return max(a[0], 0), max(a[1], 0)
+        case "remainder" if b is not None and b[0] > 0:
+            return 0, b[1] - 1
+        case "fmod" if b is not None and b[0] > 0:
+            return (0 if a[0] >= 0 else 1 - b[1]), b[1] - 1
+        case "bitwise_and" if a[0] >= 0 or b[0] >= 0:
+            return 0, min(x[1] for x in (a, b) if x[0] >= 0)
+        case "bitwise_or" | "bitwise_xor" if a[0] >= 0 and b[0] >= 0:
+            return 0, (1 << max(a[1], b[1]).bit_length()) - 1
+        case "bitwise_right_shift":
+            return min(a[0], 0), max(a[1], 0)
+        case "floor_divide" | "div" if b is not None and (b[0] > 0 or b[1] < 0):
+            most = max(abs(a[0]), abs(a[1])) + 1
+            return (0 if a[0] >= 0 and b[0] > 0 else -most), most
+        case "pow":
+            most = max(abs(a[0]), abs(a[1])) ** (node.args[1] if isinstance(node.args[1], int) else 64)
+            return -most, most
+    return ANY

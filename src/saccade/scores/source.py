@@ -1,0 +1,118 @@
+"""The sources of a Program's functions, and which of its reads depend on distances alone."""
+
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from saccade.scores.emit import Emitter
+from saccade.scores.program import Program
+from saccade.scores.trace import K, Q, name_of
+
+PARAMETERS = "data, score, b, h, q_idx, kv_idx"
+
+
+def value_source(program: Program, wide: Sequence[bool]) -> str:
+    """`apply` and `slope`; `wide` says which tensors need 64-bit places."""
+    apply = _returning(Emitter(program, wide), "apply", program.value_decomposed, False)
+    return f"{apply}\n\n{_returning(Emitter(program, wide), 'slope', program.slope, True)}"
+
+
+def reads_tiles(program: Program) -> bool:
+    """Whether some captured tensor is read for every score."""
+    return any(tuple(read.meta["val"].shape) == (Q, K) for read in program.reads)
+
+
+def steady(program: Program) -> bool:
+    """Whether the slope is 1 everywhere."""
+    return _output(program.slope)[0] in (1, 1.0)
+
+
+def _returning(made: Emitter, name: str, module: fx.GraphModule, scalar: bool) -> str:
+    (out,) = _output(module)
+    value = made.value(out)
+    text = made.float(value)
+    if value.shape != (Q, K) and not (scalar and value.shape == ()):  # the same for some scores, but one for each
+        text = f"tl.where(score == score, {text}, {text})"
+    return made.function(name, PARAMETERS, f"return {text}")
+
+
+def scatter_source(program: Program, wide: Sequence[bool], wanted: Sequence[bool]) -> str:
+    """`scatter(sums, data, ds, score, …)`: adds ds · d modified / d tensor to the float32 sums of tensors, each
+    contiguous. Rows of a tile are queries, columns keys; ds is 0 where nothing is visible."""
+    module, reads = program.locals(wanted)
+    made = Emitter(program, wide)
+    order = [i for i, want in enumerate(wanted) if want]
+    places = []
+    calls = []
+    for n, (read, (local, at)) in enumerate(zip(reads, _output(module), strict=True)):
+        target = f"sums[{order.index(read.tensor)}]"
+        value = made.float(made.value(local))
+        made.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
+        shape = torch.broadcast_shapes((1, 1), *(made.value(x).shape for x in at))
+        if shape == (Q, K) and all(_distance(x) is not None for x in at):
+            only = Emitter(program, wide)
+            text = only.place(read.tensor, at, contiguous=True)
+            places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
+            made.lines.append(f"near, far, kv_near, kv_far = diagonals(g{n}, q_idx, kv_idx)")
+            for part in ("near", "far"):
+                at_part = f"place{n}(data, score, b, h, kv_{part} * 0, kv_{part})"
+                made.lines.append(f'tl.atomic_add({target} + {at_part}, {part}, mask={part} != 0, sem="relaxed")')
+            continue
+        text = made.place(read.tensor, at, contiguous=True) or "0"
+        total = {
+            (Q, K): f"g{n}",
+            (Q, 1): f"tl.sum(g{n}, 1, keep_dims=True)",
+            (1, K): f"tl.sum(g{n}, 0, keep_dims=True)",
+            (1, 1): f"tl.sum(g{n})",
+        }[tuple(shape)]
+        made.lines.append(f"total{n} = {total}")
+        made.lines.append(f'tl.atomic_add({target} + {text}, total{n}, mask=total{n} != 0, sem="relaxed")')
+    calls.append(made.function("scatter", f"sums, {PARAMETERS.replace('data, ', 'data, ds, ')}", "pass"))
+    return "\n\n".join([*places, *calls])
+
+
+def _distance(x: Any) -> int | None:
+    """How an index depends on q_idx and kv_idx: 0 not at all or on their difference alone, c as c kv_idx or c q_idx
+    would (negative), None in any other way."""
+    slopes = _slopes(x, {})
+    return 0 if slopes is not None and slopes[0] + slopes[1] == 0 else None
+
+
+def _slopes(x: Any, met: dict[Any, Any]) -> tuple[int, int] | None:
+    """The factors of q_idx and kv_idx in a linear index; (0, 0) also for any function of their difference."""
+    if not isinstance(x, fx.Node) or (x.op == "placeholder" and x.target not in ("q_idx", "kv_idx", "score")):
+        return 0, 0
+    if x in met:
+        return met[x]
+    if x.op == "placeholder":
+        found = {"q_idx": (1, 0), "kv_idx": (0, 1), "score": None}[str(x.target)]
+    else:
+        below = [_slopes(y, met) for y in x.all_input_nodes if not str(y.target).startswith("t")]
+        name = name_of(x)
+        if any(y is None for y in below):
+            found = None
+        elif name in ("add", "sub") and len(x.args) == 2 and x.kwargs.get("alpha", 1) == 1:
+            (a, b), sign = (
+                ((0, 0) if not isinstance(y, fx.Node) else _slopes(y, met) for y in x.args),
+                1 - 2 * (name == "sub"),
+            )
+            found = a[0] + sign * b[0], a[1] + sign * b[1]
+        elif name == "neg":
+            found = -below[0][0], -below[0][1]
+        else:
+            found = (0, 0) if all(y[0] + y[1] == 0 for y in below) else None
+    met[x] = found
+    return found
+
+
+def _output(module: fx.GraphModule) -> Any:
+    return next(x for x in module.graph.nodes if x.op == "output").args[0]

@@ -1,0 +1,55 @@
+"""Score modifications as some of a call's batch rows and heads see them, and the tensors that they capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade import scores
+
+
+def captured(score_mod: Any) -> dict[str, Tensor]:
+    """The tensors of a score modification that require a gradient, by the names of their gradients."""
+    leaves = [] if score_mod is None else [leaf.value for leaf in scores.survey(score_mod).leaves]
+    wanted = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+    return {f"dscore{i}": x for i, x in enumerate(wanted.values())}
+
+
+def shifted(score_mod: Any, q: Tensor, b: int, h: int) -> scores.Score | None:
+    """The Score of some batch rows and heads, from b and h on."""
+    score = scores.bind(score_mod, q)
+    return None if score is None else Shifted(score, b, h)
+
+
+class Shifted(scores.Score):
+    """A score modification as some batch rows and heads see it, whose numbers start at zero."""
+
+    def __init__(self, score: scores.Score, b: int, h: int) -> None:
+        self.score, self.b, self.h = score, b, h
+        self.kind, self.identity = score.kind, score.identity
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.score(score, b + self.b, h + self.h, q_idx, kv_idx)
+
+    def captured(self) -> dict[str, Tensor]:
+        return captured(getattr(self.score, "fn", None))
+
+    def squares(self, gradient: Tensor, score: Tensor) -> dict[str, Tensor]:
+        """The roundings of what is added up for captured tensors, squared: sum gradient (d modified / d tensor)^2."""
+        leaves, held = self.captured(), self.score.tensors
+        sums = [torch.zeros_like(x, dtype=torch.float64) if x.requires_grad else None for x in held]
+        b, h, *at = places(score)
+        self.score.accumulate(sums, gradient, score, b + self.b, h + self.h, *at, power=2)
+        # What is computed of them beforehand is taken for a choice among them.
+        made = [(x, total.to(x.dtype)) for x, total in zip(held, sums, strict=True) if total is not None]
+        outputs, totals = zip(*made, strict=True)
+        found = torch.autograd.grad(outputs, list(leaves.values()), totals, allow_unused=True, retain_graph=True)
+        pairs = zip(leaves.items(), found, strict=True)
+        return {name: torch.zeros_like(x) if x_sum is None else x_sum.abs() for (name, x), x_sum in pairs}
+
+
+def places(score: Tensor) -> tuple[Tensor, ...]:
+    """b, h, q_idx and kv_idx of whole score matrices."""
+    return tuple(torch.arange(n, device=score.device).view([-1] + [1] * (3 - i)) for i, n in enumerate(score.shape))

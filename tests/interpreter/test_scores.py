@@ -1,0 +1,85 @@
+"""Emitted score functions in the portable kernels, gradients of captured tensors among them."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade import causal
+from saccade.backends.device import scores as device_scores
+from saccade.scores import bind, source
+from saccade.testing.accuracy import check
+from saccade.testing.scores import NAMES, made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_against_the_oracle(name):
+    q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 37), (1, 45), (1, 45)))
+    check(q, k, v, mask=causal(), score_mod=made(name, 2, 37, 45, b=1), backend="triton").assert_ok()
+
+
+@triton.jit
+def faces_kernel(score, value, slope, record, S_Q: tl.constexpr, S_K: tl.constexpr):
+    """The modified scores and their slopes, (S_Q, S_K), of one head."""
+    q_idx = tl.arange(0, S_Q)[:, None]
+    kv_idx = tl.arange(0, S_K)[None, :]
+    place = q_idx * S_K + kv_idx
+    x = tl.load(score + place)
+    h = tl.program_id(0)
+    tl.store(value + h * S_Q * S_K + place, record.apply(record.data, x, 0, h, q_idx, kv_idx))
+    tl.store(slope + h * S_Q * S_K + place, x * 0 + record.slope(record.data, x, 0, h, q_idx, kv_idx))
+
+
+UNARY = [
+    torch.tanh, torch.sigmoid, torch.abs, torch.square, torch.relu, torch.erf, torch.floor, torch.round, torch.trunc,
+    torch.sign, torch.nn.functional.gelu, torch.nn.functional.silu, torch.nn.functional.softplus, torch.log1p,
+    torch.expm1, torch.nn.functional.logsigmoid, torch.sin,
+]  # fmt: skip
+BINARY = [torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum, lambda x, y: torch.where(x > y, x, y * 0.5)]
+
+
+@hypothesis.given(st.lists(st.sampled_from(UNARY), min_size=1, max_size=3), st.sampled_from(BINARY))
+@hypothesis.settings(max_examples=25)
+def test_random_functions(unary, join):
+    """The emitted function and its derivative beside the graph's."""
+    slopes = torch.tensor([0.5, -0.25])
+
+    def function(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        x = score
+        for step in unary:
+            x = step(x.abs() if step is torch.log1p else x.clamp(-5.0, 5.0))
+        return join(x, slopes[h] * (kv_idx - q_idx) + torch.remainder(kv_idx - q_idx, 3))
+
+    score = torch.randn(16, 32)
+    bound = bind(function, score)
+    value, slope = torch.empty(2, 16, 32), torch.empty(2, 16, 32)
+    faces_kernel[(2,)](score, value, slope, device_scores.record(bound), 16, 32)
+    at = torch.zeros(1, 1, 1, dtype=torch.int64), torch.arange(2)[:, None, None], torch.arange(16)[:, None]
+    at = (*at, torch.arange(32))
+    torch.testing.assert_close(value, bound.tile(score.expand(2, 16, 32), *at), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(slope, bound.derivative(score.expand(2, 16, 32), *at), rtol=1e-4, atol=1e-5)
+
+
+def test_equal_sources_are_one_function():
+    text = source.value_source(bind(made("alibi", 2, 8, 8), torch.zeros(1)).program, (False,))
+    assert device_scores.jit(text)["apply"] is device_scores.jit(text)["apply"]
+    assert device_scores.jit(text)["apply"] is not device_scores.jit(text.replace("x0", "y0"))["apply"]
+
+
+def test_new_values_emit_nothing():
+    before = len(device_scores._sources)
+    for n in (9, 21, 33):
+        device_scores.record(bind(made("relative_bias", 2, n, n), torch.zeros(1)))
+        device_scores.record(bind(lambda score, *at, by=float(n): score * by, torch.zeros(1)))
+    assert len(device_scores._sources) <= before + 2
+
+
+def test_large_tensors_have_wide_places(monkeypatch):
+    monkeypatch.setattr(device_scores, "NARROW_LIMIT", 0)
+    q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
+    check(q, k, v, score_mod=made("bias", 2, 33, 33, b=1), backend="triton").assert_ok()

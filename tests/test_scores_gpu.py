@@ -1,0 +1,88 @@
+"""Score functions in the kernels of a GPU, forward and backward, gradients of captured tensors among them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from saccade import Unsupported, alibi, attention, causal, relative_bias
+from saccade.testing.accuracy import check
+from saccade.testing.cases import NAMED
+from saccade.testing.scores import NAMES, made
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["triton", "gluon"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's kernels")
+    return request.param
+
+
+def operands(h_q: int, h_k: int, s_q: int, s_k: int, d: int) -> list[torch.Tensor]:
+    shapes = (2, h_q, s_q, d), (2, h_k, s_k, d), (2, h_k, s_k, d)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named(name: str, backend: str) -> None:
+    q, k, v = operands(4, 2, 200, 300, 64)
+    check(q, k, v, mask=causal(), score_mod=made(name, 4, 200, 300, "cuda"), backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5_bias", "gated"])
+def test_wide_heads(name: str, backend: str) -> None:
+    q, k, v = operands(4, 4, 300, 300, 128)
+    check(q, k, v, score_mod=made(name, 4, 300, 300, "cuda"), backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("name", ["bias-sink", "composed"])
+def test_cases(name: str, backend: str) -> None:
+    given = NAMED[name].replace(dtype="fp16", d=64, d_v=64).inputs("cuda", requires_grad=True)
+    check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend=backend, **given.keywords).assert_ok()
+
+
+def test_new_values_never_compile(backend: str) -> None:
+    forward_kernel = import_module(f"saccade.backends.{backend}.forward_kernel").forward_kernel
+
+    def call(s: int, reach: int, cap: float) -> None:
+        table = torch.randn(4, 2 * reach + 1, device="cuda")
+
+        def mod(score, b, h, q_idx, kv_idx):
+            return score * cap + table[h, torch.clamp(kv_idx - q_idx, -reach, reach) + reach]
+
+        attention(*operands(4, 4, s, s, 64), score_mod=mod, backend=backend)
+
+    call(64, 5, 0.5)
+    cache = forward_kernel.device_caches[0][0]
+    before = len(cache)
+    for s, reach, cap in ((77, 1, 1.0), (256, 16, 0.0), (1000, 300, 2.5)):
+        call(s, reach, cap)
+    assert len(cache) == before
+
+
+def test_learning_in_any_order_is_not_deterministic(backend: str) -> None:
+    q, k, v = (x.requires_grad_() for x in operands(4, 4, 64, 64, 64))
+    out = attention(
+        q, k, v, score_mod=relative_bias(torch.randn(4, 9, device="cuda", requires_grad=True)), backend=backend,
+        deterministic=True,
+    )  # fmt: skip
+    with pytest.raises(Unsupported, match="any order"):
+        out.sum().backward()
+
+
+def test_compiles(backend: str) -> None:
+    torch._dynamo.reset()
+    slopes = torch.rand(4, device="cuda", requires_grad=True)
+
+    def call(q, k, v):
+        return attention(q, k, v, mask=causal(), score_mod=alibi(slopes), backend=backend)
+
+    q, k, v = (x.requires_grad_() for x in operands(4, 4, 128, 128, 64))
+    out = torch.compile(call, fullgraph=True)(q, k, v)
+    assert torch.equal(out, call(q, k, v))
+    out.sum().backward()
+    assert slopes.grad is not None
