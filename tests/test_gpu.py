@@ -152,7 +152,7 @@ def test_operator_registration(backend: str) -> None:
     q, k, v = (x.requires_grad_() for x in operands(1, 2, 70, 32))
     torch.library.opcheck(
         torch.ops.saccade.forward.default,
-        (q, k, v, None, [], f"bhsd causal none {backend} any_order", [], [0.25], True),
+        (q, k, v, None, [], [], f"bhsd causal none {backend} any_order", [], [0.25], True),
     )
 
 
