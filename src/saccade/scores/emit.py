@@ -99,7 +99,7 @@ class Emitter:
         i = int(name[1:])
         place = self._start(len(self.program.ranks)) + i
         if self.program.integral[i]:
-            self.used[f"n{i}"] = f"plain_int(data[{place}])"
+            self.used[f"n{i}"] = f"(plain_int(data[{place}]) - {LONGEST})"
             # The launch makes sure of it.
             return Value(f"n{i}", "int", (), (-LONGEST, LONGEST))
         self.used[f"n{i}"] = f"data[{place}]"

@@ -40,15 +40,12 @@ NARROW, WIDE = tl.constexpr(False), tl.constexpr(True)
 UNITS = {unit: tl.constexpr(unit) for unit in (1, 2, 4, 8, 16)}
 
 
-_RUNTIME = tl.constexpr((1 << 25) + 1)
-
-
 def runtime_int(value: int) -> int:
-    """A form of an integer above -2^24 that Triton never specialises: it compiles anew for 1 and for multiples of 16,
-    and this one is odd and not 1. `plain_int` undoes it. (`do_not_specialize` does not reach inside records.)"""
-    return 2 * value + _RUNTIME.value
+    """A form of an integer from 0 on that Triton never specialises: it compiles anew for 1 and for multiples of 16, and
+    this one is odd and at least 3. `plain_int` undoes it. (`do_not_specialize` does not reach inside records.)"""
+    return 2 * value + 3
 
 
 @triton.jit
 def plain_int(value):
-    return (value - _RUNTIME) >> 1
+    return (value - 3) >> 1

@@ -116,7 +116,8 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
     for number, integral in zip(score.numbers, score.program.integral, strict=True):
         if integral and abs(number) > LONGEST:
             raise ValueError(f"integers in score functions go up to {LONGEST}, got {number}; capture it as a tensor")
-        found.append(runtime_int(int(number)) if integral else float(number))
+        # Moved, as -1 would become a 1, of which Triton makes a constant.
+        found.append(runtime_int(int(number) + LONGEST) if integral else float(number))
     return tuple(found)
 
 

@@ -18,11 +18,10 @@ ALLOWED = {
     "gluon backward 16bit d64/64 full": 8,
     "gluon backward 16bit d64/64 masked": 16,
     "gluon backward 16bit d64/64 queued": 28,
-    "gluon backward 16bit d256/256 masked": 28,
-    "gluon backward 16bit d256/256 queued": 28,
+    "gluon backward 16bit d256/256 masked": 8,
+    "gluon backward 16bit d256/256 queued": 8,
 }
-"""Bytes that rows may spill. At d = 64 it is what Triton 3.6 leaves, and 3.9 spills 4 where dq is queued, else nothing.
-At d = 256 Triton 3.6 leaves 8, outside of the loops, and 3.9 these 28, of which a loop reads two numbers back."""
+"""Bytes that rows may spill: what Triton 3.6 leaves; at d = 256 outside of the loops."""
 
 
 SCORE_SPILL = 192
@@ -31,9 +30,10 @@ SCORE_SPILL = 192
 
 def keys() -> Iterator[str]:
     """Every kernel for each width of its tiles; the main one without and with a mask, and adding to dq in order."""
-    for dims in ("d64/64", "d128/128", "d256/256", "d192/128"):
+    for dims in ("d64/64", "d128/128", "d256/256"):
         yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked", "queued"))
         yield from (f"gluon {name} 16bit {dims} queued" for name in ("prepare", "rank", "finish"))
+    yield "gluon backward 16bit d192/128 masked"
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
 
 
