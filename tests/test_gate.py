@@ -1,0 +1,24 @@
+"""What the compile gate reads out of PTX."""
+
+from __future__ import annotations
+
+from saccade.testing.gate import reused_barriers
+
+MADE = """
+	add.s32 	%r2081, %r3680, 197160;
+	@%p405 mbarrier.init.shared::cta.b64 [%r2081], 1;
+	add.s32 	%r2082, %r3680, 196608;
+	@%p405 mbarrier.init.shared::cta.b64 [%r2082], 1;
+"""
+
+
+def test_scratch_memory_where_a_barrier_is_made_is_found():
+    scratch = (
+        "@%p50 st.shared.b32 [ %r285 + 0 ], %r283;\n bar.warp.sync -1;\n ld.shared.b32 %r286, [global_smem+196608];"
+    )
+    assert reused_barriers(MADE + scratch) == [196608]
+
+
+def test_other_reads_of_shared_memory_are_not():
+    assert reused_barriers(MADE + "ld.shared.b32 %r286, [global_smem+196880];") == []
+    assert reused_barriers("ld.shared.b32 %r286, [global_smem+196608];") == []
