@@ -292,6 +292,11 @@ def test_refused(name):
         assert "test_scores_traced.py" in str(caught.value), "the line is quoted"
 
 
+def test_other_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"is called with \(score, b, h, q_idx, kv_idx\)"):
+        attention(*operands(h=2), score_mod=lambda score, b: score)
+
+
 def test_a_wrong_derivative_is_an_error():
     def mod(bprop):
         return ScoreMod(lambda score, *at: score * score, bprop=bprop)

@@ -13,6 +13,7 @@ tensor at computed indices.
 
 from __future__ import annotations
 
+import linecache
 import logging
 import operator
 import sys
@@ -185,6 +186,8 @@ def _told(failed: Exception) -> str:
         )
     if "broadcast" in text or "must match the size" in text:
         return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
+    if isinstance(failed, TypeError) and "positional argument" in text:
+        return f"a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors; {text}"
     return f"{type(failed).__name__}: {text}"
 
 
@@ -192,8 +195,9 @@ def _user_line(failed: BaseException) -> str | None:
     """The last line of the traceback that is neither torch's nor ours."""
     found, at = None, failed.__traceback__
     while at is not None:
-        if not _inside(at.tb_frame.f_code.co_filename):
-            found = _line(at.tb_frame.f_code.co_filename, at.tb_lineno)
+        file, number = at.tb_frame.f_code.co_filename, at.tb_lineno
+        if not _inside(file) and linecache.getline(file, number):
+            found = _line(file, number)
         at = at.tb_next
     return found
 
@@ -207,8 +211,6 @@ def _inside(file: str) -> bool:
 
 
 def _line(file: str, number: int) -> str:
-    import linecache
-
     return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
