@@ -28,7 +28,8 @@ GRADIENT = SUPPORT
 def workspace(spec: Spec) -> str:
     sums = "4 bytes for every element of q, d in whole multiples of 64, and 8 for every query row and head"
     shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
-    return f"forward: 8 bytes for every stream; backward: {sums}{shares if spec.group > 1 else ''}"
+    turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
+    return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -53,7 +53,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         # What is compiled for, or kept, and the Problem's key does not hold.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
         found = problem.launches.get(key)
-        plan, compiled = found or (Plan.of(problem, dout, out, gradients, processors(q)), [])
+        plan, compiled = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index)), [])
         space = workspace(plan, q.device)
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
@@ -216,10 +216,6 @@ def share_by_share(x: Tensor, divided: int) -> Tensor:
     """Memory for dk or dv of each share, (b, h_k divided, s_k, d); every row of it will be written."""
     b, h_k, s_k, d = x.shape
     return torch.empty(b, h_k * divided, s_k, d, dtype=x.dtype, device=x.device)
-
-
-def processors(x: Tensor) -> int:
-    return multiprocessors(x.device.index)
 
 
 def workspace(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Queue | None]:
