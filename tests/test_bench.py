@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from saccade.bench import grids, host, rows, timing, work
+from saccade.bench import first, grids, host, rows, timing, work
 from saccade.bench import run as runs
 from saccade.bench.grids import GRIDS, MODES, Cell, named
 from saccade.bench.machine import Run
@@ -303,14 +303,31 @@ def test_ceilings_are_timed_beside_the_rest():
     assert found["naive"].of_copy == pytest.approx(found["naive"].gbps / found["copy"].gbps)
 
 
-def test_host_time(monkeypatch):
-    monkeypatch.setattr(host, "CELL", Cell(TINY, "forward"))
-    found = {row.provider: row for row in host.rows(bench("saccade-cpu", "sdpa", Wrong("wrong", 1.0)), calls=3)}
+def test_host_time():
+    (made,) = host.run(bench("saccade-cpu", "sdpa", Wrong("wrong", 1.0)), [Cell(TINY, "forward")], calls=3)
+    found = {row.provider: row for row in made}
     assert found["saccade-cpu"].mode == "host"
     assert found["saccade-cpu"].ms
     assert found["saccade-cpu"].tflops is None
     assert found["saccade-cpu"].ratio_to == "sdpa"
     assert found["wrong"].ms is None
+
+
+def test_first_call_runs_in_a_process_of_its_own():
+    (made,) = first.run(bench("saccade-cpu", "naive", "sdpa-padded"), [Cell(TINY, "backward")])
+    found = {row.provider: row for row in made}
+    assert found["saccade-cpu"].mode == "first backward"
+    assert found["saccade-cpu"].ms
+    assert found["saccade-cpu"].ratio_to in ("naive", "sdpa-padded")
+    assert found["saccade-cpu"].tflops is None
+    assert found["sdpa-padded"].ms or found["sdpa-padded"].reason
+
+
+def test_first_call_says_why_a_child_failed(monkeypatch):
+    monkeypatch.setattr(first, "SECONDS", 1e-3)
+    ((row,),) = first.run(bench("saccade-cpu"), [Cell(TINY, "forward")])
+    assert row.ms is None
+    assert "TimeoutExpired" in row.reason
 
 
 # How much work

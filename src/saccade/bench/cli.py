@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from saccade.bench import grids, host, report, rows
+from saccade.bench import first, grids, host, report, rows
 from saccade.bench.grids import GRIDS, Cell
 from saccade.bench.machine import Run, folder
 from saccade.bench.providers import PROVIDERS, Provider, matching
@@ -27,6 +28,9 @@ def bench(
     providers: Annotated[str, typer.Option(help="With commas between, * allowed; default: the grid's own.")] = "",
     match: Annotated[str, typer.Option(help="Only cells whose name matches this regular expression.")] = "",
     measure_host: Annotated[bool, typer.Option("--host", help="The host's time for one small call instead.")] = False,
+    measure_first: Annotated[
+        bool, typer.Option("--first", help="The first call in a new process with empty caches instead.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Append rows under this folder, or to this .jsonl file.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print rows as JSON lines instead of tables.")] = False,
     compare: Annotated[Path | None, typer.Option(help="Older rows: print old over new time for each case.")] = None,
@@ -44,14 +48,20 @@ def bench(
     through what is in both.
     """
     place = _place(device)
-    names = [name for name in cases.split(",") if name] or ["h200" if place.type == "cuda" else "cpu"]
+    source, default = run, "h200" if place.type == "cuda" else "cpu"
+    if measure_host:
+        source, default = host.run, "host"
+    elif measure_first:
+        source, default = first.run, "first-call"
+    names = [name for name in cases.split(",") if name] or [default]
     console = Console(stderr=True, soft_wrap=True)
     try:
         old = None if compare is None else rows.read(compare)
         if against is not None:
             _finish(rows.read(against), old, json_lines)
             return
-        wanted = matching([word for word in providers.split(",") if word] or _default(names, measure_host, show))
+        everyone = PROVIDERS if show else grids.providers(names)
+        wanted = matching([word for word in providers.split(",") if word] or everyone)
         cells = [cell for cell in grids.cells(names) if re.search(match, str(cell))]
         if not cells:
             raise ValueError(f"no cell of {', '.join(names)} matches {match!r}")
@@ -65,7 +75,7 @@ def bench(
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        task = progress.add_task("", total=1 if measure_host else len(cells))
+        task = progress.add_task("", total=len(cells))
         clock = Clock(rounds or (15 if place.type == "cuda" else 5), 4e-3 if place.type == "cuda" else 2e-2)
         setting = Bench(
             Run.now(place, commit or None),
@@ -75,39 +85,36 @@ def bench(
             check=check,
             tell=lambda stage: progress.update(task, description=stage),
         )
-        file = _file(out, place, setting.run, ["host"] if measure_host else names)
-        found = _measure(setting, None if measure_host else cells, file, minutes, progress)
+        file = _file(out, place, setting.run, names)
+        found = _measure(setting, source(setting, cells), cells, file, minutes, progress)
     _finish(found, old, json_lines)
 
 
 def _measure(
-    setting: Bench, cells: list[Cell] | None, file: Path | None, minutes: float, progress: Progress
+    setting: Bench, source: Iterator[list[Row]], cells: list[Cell], file: Path | None, minutes: float, bar: Progress
 ) -> list[Row]:
-    """All rows; each cell's are in the file before the next begins."""
-    task, start, found = progress.task_ids[0], time.monotonic(), []
-    progress.console.print(f"run {setting.run.run} on {setting.run.gpu}" + (f", rows to {file}" if file else ""))
-    source = iter([host.rows(setting)]) if cells is None else run(setting, cells)
+    """All rows of `source`, which makes those of one cell after the other; they are in the file before the next."""
+    task, start, found = bar.task_ids[0], time.monotonic(), []
+    bar.console.print(f"run {setting.run.run} on {setting.run.gpu}" + (f", rows to {file}" if file else ""))
     done = 0
     try:
-        while cells is None or done < len(cells):
-            if cells and time.monotonic() - start > 60 * minutes:
+        while done < len(cells):
+            if time.monotonic() - start > 60 * minutes:
                 rest = [str(cell) for cell in cells][done:]
-                progress.console.print(f"no time left for {len(rest)} cells, from {rest[0]!r} on")
+                bar.console.print(f"no time left for {len(rest)} cells, from {rest[0]!r} on")
                 break
-            made = next(source, None)
-            if made is None:
-                break
+            made = next(source)
             found += made
             if file:
                 rows.append(file, made)
             done += 1
-            progress.advance(task)
-            _say(progress, made)
+            bar.advance(task)
+            _say(bar, made)
     except Broken as lost:
         found += lost.rows
         if file:
             rows.append(file, lost.rows)
-        progress.console.print(f"stopped after {done} cells, the device is lost: {lost}", markup=False)
+        bar.console.print(f"stopped after {done} cells, the device is lost: {lost}", markup=False)
     return found
 
 
@@ -116,9 +123,7 @@ def _say(progress: Progress, made: list[Row]) -> None:
     words = []
     for row in made:
         if row.ms:
-            words.append(
-                f"{row.provider} {1e3 * row.ms:.1f} us" if row.mode == "host" else f"{row.provider} {_rate(row)}"
-            )
+            words.append(f"{row.provider} {_rate(row)}")
         elif row.reason:
             words.append(f"{row.provider}: {row.reason}")
     progress.console.print(f"{made[0].case} {made[0].mode}: {'; '.join(words)}", markup=False, highlight=False)
@@ -127,6 +132,8 @@ def _say(progress: Progress, made: list[Row]) -> None:
 def _rate(row: Row) -> str:
     if row.mode == "host":
         return f"{1e3 * (row.ms or 0):.1f} us"
+    if row.mode.startswith("first"):
+        return f"{1e-3 * (row.ms or 0):.2f} s"
     ratio = f" x{row.ratio:.3f}" if row.ratio and row.role == "saccade" else ""
     return f"{row.tflops:.4g} TF{ratio}" if row.tflops else f"{row.gbps or 0:.0f} GB/s"
 
@@ -168,12 +175,6 @@ def _place(device: str) -> torch.device:
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
         torch.cuda.set_device(found)
     return found
-
-
-def _default(names: list[str], measure_host: bool, show: bool) -> tuple[str, ...]:
-    if show:
-        return tuple(PROVIDERS)
-    return host.PROVIDERS if measure_host else grids.providers(names)
 
 
 def _available(provider: Provider, place: torch.device) -> str | None:

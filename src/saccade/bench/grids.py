@@ -108,6 +108,16 @@ _CPU = [
     *_cells([_cpu(dtype, "window(256,0)", 8192) for dtype in ("bf16", "fp32")], "forward"),
 ]
 
+
+def _dims(d: int, d_v: int, **other: str) -> list[Case]:
+    """One problem, full and causal, whose rate compares with its neighbours' in the same run."""
+    case = Case("", b=4, h_q=16, h_k=16, s_q=4096, s_k=4096, d=d, d_v=d_v)
+    return [named(case.replace(mask=mask, **other)) for mask in ("none", "causal")]
+
+
+_DIMS = [*_dims(128, 128), *_dims(128, 128, dtype="fp16"), *_dims(192, 128), *_dims(96, 96), *_dims(80, 80)]
+_FIRST = [_tokens(128, 2048, "causal").replace(score=score) for score in ("none", "alibi", "relative_bias(128)")]
+
 GRIDS = {
     "h200": Grid(_cells(_GRID, "forward", "backward"), FUSED, "16k tokens, h d = 2048, s = 1k to 16k, both modes"),
     "grid-forward": Grid(_cells(_GRID, "forward"), FUSED, "the forward half of h200"),
@@ -134,6 +144,21 @@ GRIDS = {
         _cells(_WINDOW, "forward", "backward"),
         (*FUSED, "flex"),
         "causal window of 1024 at s = 8192: d 128, and d 64 with a sink",
+    ),
+    "dims": Grid(
+        _cells(_DIMS, "forward", "backward"),
+        FUSED,
+        "fp16 and bf16 at d 128, and d 192/128, 96 and 80: 4 x 16 heads, s = 4096",
+    ),
+    "host": Grid(
+        _cells([named(Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64))], "forward"),
+        ("saccade-*", "sdpa", "sdpa-flash", "sdpa-cudnn", "fa3"),
+        "what --host measures: one small call",
+    ),
+    "first-call": Grid(
+        _cells(map(named, _FIRST), "forward", "backward"),
+        ("saccade-*", "flex"),
+        "what --first measures: one plain call and two scores, causal, d 128",
     ),
     "models": Grid(
         _cells(map(named, MODELS), "forward", "backward"),

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
-from saccade.bench.grids import Cell, named
+from saccade.bench.grids import Cell
 from saccade.bench.providers import Prepared
 from saccade.bench.rows import Row, blank, compared
 from saccade.bench.run import Bench, described, inputs_of, spec_of
 from saccade.bench.timing import Times, rotated
 from saccade.bench.yardstick import Yardstick
-from saccade.testing.cases import Case
 
 CALLS = 1000
-PROVIDERS = ("saccade-*", "sdpa", "sdpa-flash", "sdpa-cudnn", "fa3")
-CELL = Cell(named(Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64)), "forward")
 
 
-@torch.no_grad()
-def rows(bench: Bench, calls: int = CALLS) -> list[Row]:
-    """One Row of mode `host` for each provider; its ms are the host's for one call, and it has no rates."""
-    inputs = inputs_of(CELL.case, bench.device)
-    spec = spec_of(CELL, inputs)
-    yardstick = Yardstick(CELL, inputs) if bench.check else None
+def run(bench: Bench, cells: Iterable[Cell], calls: int = CALLS) -> Iterator[list[Row]]:
+    """The rows of each Cell, of mode `host`; their ms are the host's for one call, without rates."""
+    for cell in cells:
+        yield _rows(bench, cell, calls)
+
+
+def _rows(bench: Bench, cell: Cell, calls: int) -> list[Row]:
+    inputs = inputs_of(cell.case, bench.device)
+    spec = spec_of(cell, inputs)
+    yardstick = Yardstick(cell, inputs) if bench.check else None
     found: dict[str, Row] = {}
     ready: dict[str, Prepared] = {}
     for provider in bench.providers:
-        row = replace(blank(bench.run, CELL, spec, provider.name, provider.role), mode="host")
+        row = replace(blank(bench.run, cell, spec, provider.name, provider.role), mode="host")
         bench.tell(f"host: {provider.name}")
         try:
-            reason = provider.supports(CELL, inputs)
+            reason = provider.supports(cell, inputs)
             if reason is None:
-                prepared = provider.prepare(CELL, inputs)
+                prepared = provider.prepare(cell, inputs)
                 row = replace(row, error_ratio=yardstick.check(prepared) if yardstick else None)
                 if row.error_ratio is not None and not row.error_ratio <= 1:
                     reason = f"wrong: the error is {row.error_ratio:.3g} of the tolerance"

@@ -69,7 +69,7 @@ def selected(rows: Iterable[Row], query: dict[str, list[str]]) -> list[Row]:
 
 
 def table(rows: list[Row], columns: list[str] | None = None) -> str:
-    """Markdown: a line for each cell, TFLOP/s of each provider (host times in microseconds), and saccade's best ratio.
+    """Markdown: a line for each cell, each provider's TFLOP/s (or time, with its unit), and saccade's best ratio.
 
     The columns on the left are the parts of the shape that differ between the cells.
     """
@@ -139,6 +139,8 @@ def _figure(row: Row | None) -> str:
         return "wrong" if row.error_ratio is not None and not row.error_ratio <= 1 else "–"
     if row.mode == "host":
         return f"{1e3 * row.ms:.1f} µs"
+    if row.mode.startswith("first"):
+        return f"{1e-3 * row.ms:.2f} s"
     return f"{row.tflops:.0f}" if row.tflops and row.tflops >= 10 else f"{row.tflops or 0:.3g}"
 
 
@@ -159,7 +161,8 @@ def _order(row: Row, names: list[str]) -> tuple[tuple[bool, float, str], ...]:
 
 def _caption(rows: list[Row]) -> str:
     """What the figures are, and of which runs."""
-    unit = "microseconds" if all(row.mode == "host" for row in rows) else "TFLOP/s"
+    units = {"host": "microseconds", "first": "seconds"}
+    unit = ", ".join(sorted({units.get(row.mode.split()[0], "TFLOP/s") for row in rows}))
     runs = {(row.gpu, row.torch, row.triton, row.commit, row.date[:10]) for row in rows}
     return "; ".join(
         f"{unit} on {gpu}, torch {torch}, triton {triton}, commit {commit}, {date}"

@@ -29,7 +29,8 @@ class Row:
     role: str
     """`saccade`, `peer` or `ceiling`."""
     mode: str
-    """`forward`, `backward`, `forward+backward`, `decode`, or `host`: the host's time for one call."""
+    """`forward`, `backward`, `forward+backward`, `decode`, `host`: the host's time for one call, or `first forward`,
+    `first backward`: the first call's in a new process."""
     dtype: str
     layout: str
     """`dense`, `padded`, `packed`, `paged`."""
