@@ -13,13 +13,18 @@ from triton import knobs
 def run(compiled: Any, grid: tuple[int, int, int], device: int, arguments: Any) -> None:
     """`compiled[grid](*arguments)` on torch's current stream, without its look-ups; a profiler that hooks launches gets
     them. Triton's own way through the jitted function costs more than all else in a small call."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if any(getattr(hook, "calls", hook) for hook in hooks):
+    if hooked():
         compiled[grid](*arguments)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     handles = compiled.function, compiled.packed_metadata
     compiled.run(*grid, stream, *handles, None, None, None, *arguments)
+
+
+def hooked() -> bool:
+    """Whether someone, such as a profiler, wants to hear of launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

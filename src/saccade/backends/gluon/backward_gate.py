@@ -10,6 +10,7 @@ import torch
 from saccade.backends import Saved
 from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import Plan, arguments, options, workspace
+from saccade.backends.gluon.relaunch import descriptor
 from saccade.layouts import Dense
 from saccade.masks import causal
 from saccade.problem import Problem
@@ -50,5 +51,6 @@ def compiled(row: str) -> tuple[Any, int]:
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
     calls = arguments(problem, plan, saved, gradients, workspace(plan, q.device))
     made = zip(plan.kernels, calls, plan.fixed, strict=True)
-    kernel, call, fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")
+    kernel, (operands, rest), fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")
+    call = *map(descriptor, operands, plan.shapes), *rest
     return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, SCORE_SPILL if score else 0)

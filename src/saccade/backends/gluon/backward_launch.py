@@ -18,13 +18,14 @@ from triton.experimental.gluon import language as gl
 from saccade.backends import Saved
 from saccade.backends.device import masks, scores
 from saccade.backends.device.gradients import padded, sink_gradient
-from saccade.backends.device.launch import on_device, run
+from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.gluon import GRADIENT, schedule
 from saccade.backends.gluon.backward_kernel import backward_kernel
 from saccade.backends.gluon.dq_sum import PIECE, finish_kernel, prepare_kernel
-from saccade.backends.gluon.launch import OPTIONS, descriptor, multiprocessors, shape_of
+from saccade.backends.gluon.launch import OPTIONS, multiprocessors, shape_of
 from saccade.backends.gluon.queue import Queue, rank_kernel
+from saccade.backends.gluon.relaunch import Relaunch, descriptor
 from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
@@ -53,7 +54,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         # What is compiled for, or kept, and the Problem's key does not hold.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
         found = problem.launches.get(key)
-        plan, compiled = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index)), [])
+        plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index)), [])
         space = workspace(plan, q.device)
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
@@ -61,12 +62,14 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
         calls = arguments(problem, plan, saved, (dq, *shares), space)
         if found:
-            for made, grid, fixed, call in zip(compiled, plan.grids, plan.fixed, calls, strict=True):
-                run(made, grid, q.device.index, (*call, *fixed.values()))
+            for launch, call in zip(again, calls, strict=True):
+                launch(q.device.index, *call)
         else:
-            for kernel, grid, fixed, call in zip(plan.kernels, plan.grids, plan.fixed, calls, strict=True):
-                compiled.append(kernel[grid](*call, **fixed, **options(kernel)))
-            problem.launches[key] = plan, compiled
+            for kernel, grid, fixed, (operands, rest) in zip(plan.kernels, plan.grids, plan.fixed, calls, strict=True):
+                shapes = plan.shapes[: len(operands)]
+                compiled = kernel[grid](*map(descriptor, operands, shapes), *rest, **fixed, **options(kernel))
+                again.append(Relaunch.of(compiled, grid, shapes, tuple(fixed.values())))
+            problem.launches[key] = plan, again
         if plan.divided > 1:
             for share, whole in zip(shares, (dk, dv), strict=True):
                 torch.sum(share.unflatten(1, (-1, plan.divided)), 2, out=whole)
@@ -238,9 +241,9 @@ def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
 
 def arguments(
     problem: Problem, plan: Plan, saved: Saved, gradients: tuple[Tensor, ...], space: tuple[Any, ...]
-) -> Iterator[tuple[Any, ...]]:
-    """What each kernel takes before its constants; one after the other, so that a kernel runs while the next one's are
-    made."""
+) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
+    """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
+    so that a kernel runs while the next one's are made."""
     scale, layout, (dq, dk, dv), (delta, start, dq_sum, queue) = problem.scale, problem.layout, gradients, space
     used_q = None if layout.seqused_q is None else layout.seqused_q.contiguous()
     used_k = None if layout.seqused_k is None else layout.seqused_k.contiguous()
@@ -249,16 +252,15 @@ def arguments(
     *rank, prepare, main, finish = plan.numbers
     mask = masks.record(problem.mask)
     if queue is not None:
-        yield queue.ranks, mask, used_q, used_k, *rank[0]
-    yield (
+        yield (), (queue.ranks, mask, used_q, used_k, *rank[0])
+    yield (), (
         Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), delta, start, dq_sum,
         used_q, *prepare, -1 / scale if plan.fold else -LOG2E,
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
-    descriptors = (descriptor(x, shape) for x, shape in zip(tensors, plan.shapes, strict=False))
     records = mask, scores.record(problem.score), plan.order, queue
-    yield (*descriptors, dq_sum, used_q, used_k, *records, *main, scale)
-    yield dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale
+    yield tensors[: len(plan.shapes)], (dq_sum, used_q, used_k, *records, *main, scale)
+    yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
 
 
 def bulk_rows(x: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
 from saccade.backends.device import masks, scores
-from saccade.backends.device.launch import on_device, run
+from saccade.backends.device.launch import on_device
 from saccade.backends.gluon import schedule
 from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
 from saccade.backends.gluon.forward_kernel import forward_kernel
+from saccade.backends.gluon.relaunch import Relaunch
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
@@ -44,16 +45,15 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
         key = "forward", lse, score.identity.value
         found = problem.launches.get(key) if tile is None else None
         if found is not None:
-            compiled, grid, shapes, numbers, fixed = found
-            operands = map(descriptor, (q, k, v, out), shapes)
-            run(compiled, grid, q.device.index, (*operands, *tensors, *numbers, problem.scale, *fixed))
+            again, numbers = found
+            again(q.device.index, (q, k, v, out), (*tensors, *numbers, problem.scale))
             return out, row_lse
         made = tile or config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
         shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
         operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
         compiled = forward_kernel[grid](*operands, *tensors, *numbers, problem.scale, **fixed, **OPTIONS)
         if tile is None:
-            problem.launches[key] = compiled, grid, shapes, numbers, tuple(fixed.values())
+            problem.launches[key] = Relaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers
     return out, row_lse
 
 
@@ -108,13 +108,6 @@ def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
     """All of x's descriptor but its pointer."""
     layout = gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[x.dtype])
     return {"shape": list(x.shape), "strides": list(x.stride()), "block_shape": list(block), "layout": layout}
-
-
-def descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
-    """A TensorDescriptor of a shape that was checked when it was first used."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(shape, base=x, padding="zero", round_f32_to_tf32=False)
-    return made
 
 
 def score_record(problem: Problem) -> scores.DeviceScore:

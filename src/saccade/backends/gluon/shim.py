@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 import triton.language.core as tl_core
 from triton._C.libtriton import ir
+from triton.backends.nvidia import driver as nvidia_driver
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as gl_core
@@ -153,3 +155,21 @@ def fence_memory():
     """What this thread has written to global memory is there for all before anything that it does next."""
     text: gl.constexpr = "fence.acq_rel.gpu; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def unwrapped(run: Any) -> tuple[Any, list[dict[str, Any]], Any, Any] | None:
+    """Of a compiled kernel's launcher the function that takes encoded descriptors, what it wants to know of each, the
+    function that encodes one, and the driver's numbers of element types; None if it is built otherwise."""
+    inner = getattr(run, "launch", None)
+    names = getattr(getattr(inner, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(inner, "__closure__", None) or (), strict=False))
+    if not {"launcher", "tensordesc_meta"} <= cells.keys():
+        return None
+    metadata = cells["tensordesc_meta"].cell_contents
+    plain = all(x is not None and not x["fp4_padded"] and not x.get("is_im2col", False) for x in metadata)
+    utils = triton.runtime.driver.active.utils
+    encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
+    numbers = getattr(nvidia_driver, "TMA_DTYPE_DEVICE_TO_HOST", None)
+    if not plain or encode is None or numbers is None:
+        return None
+    return cells["launcher"].cell_contents, metadata, encode, numbers
