@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade import causal
+from saccade import alibi, causal
 from saccade.backends.device import scores as device_scores
 from saccade.scores import bind, source
 from saccade.testing.accuracy import check
@@ -33,6 +33,61 @@ def faces_kernel(score, value, slope, record, S_Q: tl.constexpr, S_K: tl.constex
     h = tl.program_id(0)
     tl.store(value + h * S_Q * S_K + place, record.apply(record.data, x, 0, h, q_idx, kv_idx))
     tl.store(slope + h * S_Q * S_K + place, x * 0 + record.slope(record.data, x, 0, h, q_idx, kv_idx))
+
+
+@triton.jit
+def linear_kernel(value, record, OFF: tl.constexpr, S_Q: tl.constexpr, S_K: tl.constexpr):
+    """What is added to scores, (S_Q, S_K) from what `pitch` and `level` say of one key."""
+    q_idx = tl.arange(0, S_Q)[:, None]
+    kv_idx = tl.arange(0, S_K)[None, :]
+    h = tl.program_id(0)
+    key = q_idx + OFF
+    pitch = record.pitch(record.data, 0, h, q_idx, key)
+    level = record.level(record.data, 0, h, q_idx, key)
+    tl.store(value + h * S_Q * S_K + q_idx * S_K + kv_idx, level + pitch * (kv_idx - key))
+
+
+ROWS = torch.randn(2, 16)
+LINEAR = {
+    "alibi": alibi(torch.tensor([0.5, -0.25])),
+    "number": lambda score, b, h, q_idx, kv_idx: score + 0.5 * (kv_idx - q_idx) - ROWS[h, q_idx],
+    "turned": lambda score, b, h, q_idx, kv_idx: 3 * kv_idx.float() + (score - (q_idx - kv_idx) * ROWS[h, 0]),
+    "of_rows": lambda score, b, h, q_idx, kv_idx: ROWS[h, q_idx] + score,
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_scores(name):
+    """Of a score that is linear in the key's index, two numbers for each row say all."""
+    score = torch.randn(2, 16, 32)
+    bound = bind(LINEAR[name], score)
+    record = device_scores.record(bound)
+    assert record.linear.value
+    value = torch.empty_like(score)
+    linear_kernel[(2,)](value, record, 16, 16, 32)
+    h, q_idx, kv_idx = torch.arange(2)[:, None, None], torch.arange(16)[None, :, None], torch.arange(32)[None, None, :]
+    exact = (
+        LINEAR[name](score.double() * 0, torch.zeros_like(h), h, q_idx, kv_idx)
+        if name != "alibi"
+        else (torch.tensor([0.5, -0.25]).double()[:, None, None] * (kv_idx - q_idx))
+    )
+    torch.testing.assert_close(value, exact.float().expand_as(value))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).abs() * 0.5,
+        lambda score, b, h, q_idx, kv_idx: score * 2 + kv_idx,
+        lambda score, b, h, q_idx, kv_idx: score + score + kv_idx,
+        lambda score, b, h, q_idx, kv_idx: score + kv_idx * kv_idx,
+        lambda score, b, h, q_idx, kv_idx: kv_idx * 0.5 - score,
+        lambda score, b, h, q_idx, kv_idx: score + kv_idx.to(torch.bfloat16),
+        lambda score, b, h, q_idx, kv_idx: torch.where(kv_idx > 3, score, score + kv_idx),
+    ],
+)
+def test_other_scores_are_not_linear(function):
+    assert not device_scores.record(bind(function, torch.randn(4, 4))).linear.value
 
 
 UNARY = [

@@ -18,6 +18,7 @@ from saccade import scores
 from saccade.backends.device.pointwise import NAMES, tanh
 from saccade.backends.device.records import NARROW_LIMIT, runtime_int
 from saccade.scores import LONGEST, source
+from saccade.scores.linear import linear_source
 
 
 class DeviceScore(NamedTuple):
@@ -33,7 +34,18 @@ class DeviceScore(NamedTuple):
     """(data, score, b, h, q_idx, kv_idx) -> score; what is left of apply when the scale takes in what is linear"""
     steady: Any
     """constexpr: the slope is 1 everywhere"""
+    linear: Any
+    """constexpr: modified = score + pitch kv_idx + what belongs to the row"""
+    pitch: Any
+    """(data, b, h, q_idx, kv_idx) -> pitch; kv_idx is not used"""
+    level: Any
+    """(data, b, h, q_idx, kv_idx) -> modified score of 0"""
     data: tuple
+
+
+@triton.jit
+def _none(data, b, h, q_idx, kv_idx):
+    return 0.0
 
 
 @triton.jit
@@ -82,10 +94,9 @@ def _functions(*functions: Any) -> tuple[Any, ...]:
     return tuple(map(tl.constexpr, functions))
 
 
-_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, True), ())
-UNCHANGED = DeviceScore(*_functions(_same, _one, False, _no_parts, _same, True), ())
-"""The identity for kernels that would take short cuts with `_SAME`."""
-_SOFTCAP = _functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core, False)
+_BENT = _functions(False, _none, _none)
+_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, True), *_BENT, ())
+_SOFTCAP = *_functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core, False), *_BENT
 
 
 def record(score: scores.Score | None) -> DeviceScore:
@@ -100,10 +111,20 @@ def record(score: scores.Score | None) -> DeviceScore:
     raise TypeError(f"no device form of {score!r}")
 
 
+def plainly(made: DeviceScore) -> DeviceScore:
+    """The same for kernels that would take short cuts with it: that a row's largest product is its largest score, or
+    that a score is linear."""
+    return made._replace(identity=tl.constexpr(False), linear=tl.constexpr(False))
+
+
 def weight(score: scores.Score | None) -> str:
-    """What a score function costs a kernel: nothing that is not measured with it; "traced", some arithmetic; "table",
-    one load for every score too."""
-    return "" if not isinstance(score, scores.Traced) else "table" if source.reads_tiles(score.program) else "traced"
+    """What a score function costs a kernel: nothing that is not measured with it; "linear", one multiply-add; "traced",
+    some arithmetic; "table", one load for every score too."""
+    if not isinstance(score, scores.Traced):
+        return ""
+    if source.reads_tiles(score.program):
+        return "table"
+    return "linear" if record(score).linear.value else "traced"
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
@@ -136,7 +157,11 @@ def _emitted(score: scores.Traced) -> tuple[Any, ...]:
     if made is None:
         found = jit(source.value_source(score.program, key))
         apply, steady = found["apply"], source.steady(score.program)
-        made = score.program.emitted[key] = _functions(apply, found["slope"], False, _no_parts, apply, steady)
+        made = *_functions(apply, found["slope"], False, _no_parts, apply, steady), *_BENT
+        if text := linear_source(score.program, key):
+            found = jit(text)
+            made = *made[: -len(_BENT)], *_functions(True, found["pitch"], found["level"])
+        score.program.emitted[key] = made
     return made
 
 

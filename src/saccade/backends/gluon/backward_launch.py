@@ -23,7 +23,7 @@ from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.gluon import GRADIENT, schedule
 from saccade.backends.gluon.backward_kernel import backward_kernel
 from saccade.backends.gluon.dq_sum import PIECE, finish_kernel, prepare_kernel
-from saccade.backends.gluon.launch import OPTIONS, multiprocessors, shape_of
+from saccade.backends.gluon.launch import LEAST_SCALE, OPTIONS, multiprocessors, shape_of
 from saccade.backends.gluon.queue import Queue, rank_kernel
 from saccade.backends.gluon.relaunch import Relaunch, descriptor
 from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
@@ -32,8 +32,6 @@ from saccade.problem import Problem, aligned
 
 BALANCE = 7
 """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
-LEAST_SCALE = 1e-6
-"""Below, lse / scale may leave float32."""
 LOG2E = math.log2(math.e)
 SECTION = 4
 """Heads whose blocks of keys take turns, where no two share keys."""

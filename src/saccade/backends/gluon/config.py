@@ -61,8 +61,7 @@ def shared_bytes(d: int, d_v: int, made: Config) -> int:
 
 
 def key(spec: Spec, score: str = "") -> str:
-    """A row of the table: what a schedule depends on; `score` is "traced" or, if it reads a table for every score,
-    "table"."""
+    """A row of the table: what a schedule depends on; `score` is a word of `backends.device.scores.weight`."""
     edges = "full" if spec.mask == "none" else "masked"
     return f"gluon forward 16bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {edges} {score}".rstrip()
 
@@ -79,8 +78,14 @@ def config(spec: Spec, gpu: str, score: str = "") -> Config:
 def scored(spec: Spec, gpu: str, score: str) -> Config:
     """Score functions need registers: 64 of them for the values of a table alone, where a tile has 128 keys."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
+    if score == "linear":
+        return Config(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else config(spec, gpu)
     if wide <= 64:
-        return Config(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
+        return (
+            Config(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
+            if score == "table"
+            else Config(3, 64, 3, 2, 1, 160, 32, SCORE_SPILL)
+        )
     if wide <= 128:
         return Config(2, 64, 3, 2, 0, 232, 40) if score == "table" else replace(config(spec, gpu), spill=SCORE_SPILL)
     return config(spec, gpu)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import used_length, visible
 from saccade.backends.gluon.schedule import (
@@ -66,13 +67,52 @@ def issue_values(pipe, p, stage, acc):
 
 
 @gluon.jit
-def modified(s, tile, score, inside, b, h, q_idx):
-    """The core of the score modification, of a tile of products [64, BLOCK_K]; what nothing modifies stays as it is."""
+def columns(s):
+    """[1, BLOCK_K]: the number of each column as float32, an addition of a constant to what a thread has of its own."""
+    N: gl.constexpr = s.shape[1]
+    # [64, BLOCK_K / 8, 8]: the second index is a register's, the third and a half of it a thread's.
+    parts: gl.constexpr = s.reshape([64, N // 8, 8]).type.layout
+    eights = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, parts))) * 8
+    rest = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, parts)))
+    # [1, BLOCK_K / 8, 8]
+    made = eights.to(gl.float32)[None, :, None] + rest.to(gl.float32)[None, None, :]
+    return gl.convert_layout(made.reshape([1, N]), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def row_terms(score, scale, b, h, q_idx, off):
+    """Of a score that is linear in the key's index: [64] the pitch, a key, and what is added there; in units of the
+    products. Else nothing that is used."""
+    if score.linear:
+        key = q_idx + off
+        zero = q_idx.to(gl.float32) * 0
+        pitch = zero + score.pitch(score.data, b, h, q_idx, key)
+        level = zero + score.level(score.data, b, h, q_idx, key)
+        return pitch / scale, key, level / scale
+    else:
+        return 0, 0, 0
+
+
+@gluon.jit
+def modified(s, tile, score, terms, inside, b, h, q_idx):
+    """The core of the score modification, of a tile of products [64, BLOCK_K]; what nothing modifies stays as it is. Of
+    a linear score's core a number for each row is missing: see `risen`."""
     if score.identity:
         return s
+    elif score.linear:
+        return gl.fma(gl.broadcast(terms[0][:, None], s)[0], gl.broadcast(columns(s), s)[0], s)
     else:
         kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
         return score.core(score.data, s * inside, b, h[:, None], q_idx[:, None], kv_idx)
+
+
+@gluon.jit
+def risen(row, tile, score, terms, SIGN: gl.constexpr, BLOCK_K: gl.constexpr):
+    """row [64] plus or minus what `modified` leaves out of each score of a tile."""
+    if score.linear:
+        return row + SIGN * (terms[2] + terms[0] * index_float(tile * BLOCK_K - terms[1]))
+    else:
+        return row
 
 
 @gluon.jit
@@ -95,8 +135,8 @@ def row_sums(p):
 
 @gluon.jit
 def step(
-    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, MASKED: gl.constexpr, mask, score, inside, factor,
-    b, h, q_idx, rows, keys,
+    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, MASKED: gl.constexpr, mask, score, terms, inside,
+    factor, b, h, q_idx, rows, keys,
 ):  # fmt: skip
     """One more tile of keys: its scores, and the values of the tile before, whose probabilities are p."""
     stage = pipe.keys.wait(n + 1)
@@ -107,13 +147,15 @@ def step(
     # [64, BLOCK_K]
     s = warpgroup_mma_wait(1, [s])
     pipe.keys.release(n + 1)
-    s = modified(s, tile, score, inside, b, h, q_idx)
+    s = modified(s, tile, score, terms, inside, b, h, q_idx)
     if MASKED:
         s = hidden(s, tile, True, mask, b, q_idx, rows, keys)
     # [64]
-    new_max = gl.maximum(row_max, gl.max(s, 1))
+    new_max = gl.maximum(row_max, risen(gl.max(s, 1), tile, score, terms, 1, s.shape[1]))
     shift = new_max * factor
     alpha = gl.exp2(row_max * factor - shift)
+    if score.linear:
+        shift = risen(new_max, tile, score, terms, -1, s.shape[1]) * factor
     # [64, BLOCK_K]
     weights = gl.exp2(s * factor - shift[:, None])
     # [64, 8]
@@ -189,7 +231,7 @@ def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, sc
     # nothing.
     inside, outside = score.parts(score.data)
     inside *= scale
-    factor = (inside if score.identity else outside) * LOG2E
+    factor = (inside if score.identity or score.linear else outside) * LOG2E
     n = gl.to_tensor(0)
     done = gl.to_tensor(0)
     pipe.turns.open(c)
@@ -224,15 +266,16 @@ def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, sc
         # [64, BLOCK_K]
         s = warpgroup_mma_wait(0, [s])
         pipe.keys.release(n)
-        s = modified(s, tile, score, inside, b, h, q_idx)
+        terms = row_terms(score, scale, b, h, q_idx, keys - rows)
+        s = modified(s, tile, score, terms, inside, b, h, q_idx)
         if tile >= core_end:
             s = hidden(s, tile, False, mask, b, q_idx, rows, keys)
         elif tile < core:
             s = hidden(s, tile, True, mask, b, q_idx, rows, keys)
         # [64]
-        row_max = gl.maximum(gl.max(s, 1), LOWEST)
+        row_max = gl.maximum(risen(gl.max(s, 1), tile, score, terms, 1, BLOCK_K), LOWEST)
         # [64, BLOCK_K]
-        weights = gl.exp2(s * factor - (row_max * factor)[:, None])
+        weights = gl.exp2(s * factor - (risen(row_max, tile, score, terms, -1, BLOCK_K) * factor)[:, None])
         # [64, 8]
         row_sum = row_sums(weights)
         # [64, BLOCK_K / 2]
@@ -246,15 +289,15 @@ def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, sc
             for _ in range(tile - edge):
                 tile -= 1
                 acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, True, mask, score, inside, factor, b, h, q_idx,
-                    rows, keys,
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, True, mask, score, terms, inside, factor, b, h,
+                    q_idx, rows, keys,
                 )  # fmt: skip
                 n += 1
             for _ in range(tile - core):
                 tile -= 1
                 acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, False, mask, score, inside, factor, b, h, q_idx,
-                    rows, keys,
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, False, mask, score, terms, inside, factor, b,
+                    h, q_idx, rows, keys,
                 )  # fmt: skip
                 n += 1
         acc = issue_values(pipe, p, pipe.values.wait(n), acc)

@@ -23,6 +23,8 @@ from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+LEAST_SCALE = 1e-6
+"""Below, numbers that are divided by the scale may leave float32."""
 PACKING_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
 
@@ -42,7 +44,7 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
         mask, score = masks.record(problem.mask), score_record(problem)
         tensors = row_lse, sink, counter(q.device), *used, mask, score
         # What is compiled for, and the Problem's key does not hold.
-        key = "forward", lse, score.identity.value
+        key = "forward", lse, score.identity.value, score.linear.value
         found = problem.launches.get(key) if tile is None else None
         if found is not None:
             again, numbers = found
@@ -112,9 +114,9 @@ def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
 
 def score_record(problem: Problem) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
-    positive scale allows; any other goes the way of a modification."""
+    positive scale allows, and divides by it what is added; any other goes the way of a modification."""
     made = scores.record(problem.score)
-    return made if problem.scale > 0 or not made.identity.value else scores.UNCHANGED
+    return made if problem.scale > LEAST_SCALE else scores.plainly(made)
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

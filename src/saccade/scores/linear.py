@@ -1,0 +1,94 @@
+"""Scores that are linear in the key's index: `score + pitch kv_idx + rest`, where pitch and rest belong to the row.
+
+A kernel adds such a term to a tile with one multiply-add for each score: `pitch` times the column in the tile, onto the
+product; what is the same for a row goes into the softmax's shift. ALiBi is one.
+"""
+
+# torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from saccade.scores.emit import Emitter, Value
+from saccade.scores.program import Program
+from saccade.scores.trace import name_of
+
+PARAMETERS = "data, b, h, q_idx, kv_idx"
+_SCORE = "score"
+_LEAVES = {_SCORE: (1, None), "kv_idx": (0, "1.0")}
+
+
+class _Other(Exception):
+    """Not linear."""
+
+
+def linear_source(program: Program, wide: Sequence[bool]) -> str | None:
+    """`pitch`, and `level`: what is added to a score of product 0; None for a score that is not linear."""
+    (out,) = next(x for x in program.value_decomposed.graph.nodes if x.op == "output").args[0]
+    made = Emitter(program, wide)
+    try:
+        scores, pitch = _terms(out, made)
+    except _Other:
+        return None
+    if scores != 1:
+        return None
+    level = Emitter(program, wide)
+    level.made = {x: Value("0.0", "float") for x in program.value_decomposed.graph.nodes if x.name == _SCORE}
+    added = level.float(level.value(out))
+    sources = (
+        made.function("pitch", PARAMETERS, f"return {pitch or '0.0'}"),
+        level.function("level", PARAMETERS, f"return {added}"),
+    )
+    return "\n\n".join(sources)
+
+
+def _terms(x: Any, made: Emitter) -> tuple[int, str | None]:
+    """How often the score is in a sum, and the factor of kv_idx, None for 0.
+
+    Raises:
+        _Other: the value is no such sum.
+    """
+    if not isinstance(x, fx.Node) or _of_a_row(x):
+        return 0, None
+    if x.op == "placeholder" and x.name in _LEAVES:
+        return _LEAVES[x.name]
+    name = name_of(x) if x.op == "call_function" else ""
+    if name in ("add", "sub") and len(x.args) == 2 and x.kwargs.get("alpha", 1) == 1:
+        (a, p), (b, q) = (_terms(y, made) for y in x.args)
+        if name == "sub" and b:
+            raise _Other
+        sign = "-" if name == "sub" else "+"
+        return a + b, p if q is None else f"({p or '0.0'} {sign} {q})"
+    if name == "neg":
+        return _scaled(x.args[0], "(-1.0)", made)
+    if name == "mul":
+        for factor, other in (x.args, x.args[::-1]):
+            if not isinstance(factor, fx.Node) or _of_a_row(factor):
+                return _scaled(other, made.float(made.value(factor)), made)
+    if name == "_to_copy" and _keeps(x.args[0].meta["val"].dtype, x.meta["val"].dtype):
+        return _terms(x.args[0], made)
+    raise _Other
+
+
+def _keeps(source: torch.dtype, made: torch.dtype) -> bool:
+    """Whether indices stay what they are."""
+    wide = made in (torch.float32, torch.int32, torch.int64)
+    return made == source or (wide and not source.is_floating_point)
+
+
+def _scaled(x: Any, factor: str, made: Emitter) -> tuple[int, str | None]:
+    scores, pitch = _terms(x, made)
+    if scores:
+        raise _Other
+    return 0, pitch and f"({factor} * {pitch})"
+
+
+def _of_a_row(x: fx.Node) -> bool:
+    """One value for all keys."""
+    return tuple(x.meta["val"].shape)[-1:] in ((), (1,))
