@@ -1,4 +1,7 @@
-"""The names that docstring examples use without importing them, and `--shard` to spread tests over processes."""
+"""The names that docstring examples use without importing them, and `--share` to spread tests over processes."""
+
+import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +16,34 @@ def _names(doctest_namespace):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--shard", default="0/1", help="i/n: every n-th test from the i-th on; tests/gpu.sh runs n at once"
-    )
+    parser.addoption("--share", help="a folder: processes that name the same one share the tests; see tests/gpu.sh")
 
 
-def pytest_collection_modifyitems(config, items):
-    i, n = map(int, config.getoption("--shard").split("/"))
-    items[:] = items[i::n]
+BLOCK = 8
+"""Tests that follow one another often need the same kernels: one process takes so many at once."""
+
+
+def pytest_runtestloop(session):
+    """With --share, the blocks of tests that nobody else has taken. In a mixed order, so that neighbours, whose kernels
+    are the same, seldom compile at the same time."""
+    folder = session.config.getoption("--share")
+    if not folder or session.config.option.collectonly:
+        return None
+    claimed = _claimed(session.items, Path(folder))
+    item = next(claimed, None)
+    while item is not None:
+        following = next(claimed, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item = following
+    return True
+
+
+def _claimed(items, folder):
+    blocks = list(range(0, len(items), BLOCK))
+    random.Random(0).shuffle(blocks)
+    for start in blocks:
+        try:
+            (folder / str(start)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield from items[start : start + BLOCK]
