@@ -69,7 +69,6 @@ TYPE_ERRORS = {
 }
 
 UNSUPPORTED = {
-    "dropout": (lambda: attention(Q, K, V, dropout_p=0.1), "dropout_p=0.1"),
     "fp8": (
         lambda: attention(*(x.to(torch.float8_e4m3fn) for x in (Q, K, V))),
         "cpu: takes fp16, bf16, fp32, fp64, not fp8_e4m3",
@@ -146,7 +145,5 @@ def test_the_same_with_gradients():
     q = Q.clone().requires_grad_()
     with pytest.raises(ValueError, match=re.escape("q (2, 4, 6, 8)")):
         attention(q, K[:1], V)
-    with pytest.raises(Unsupported, match="dropout"):
-        attention(q, K, V, dropout_p=0.5)
     with pytest.raises(ValueError, match="fastest"):
         attention(q, K, V, backend="fastest")

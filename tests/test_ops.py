@@ -27,6 +27,8 @@ CASES = [
     "ragged-sink",
     "softcap-sink",
     "d192-128",
+    "dropout",
+    "dropout-everything",
     "no-keys",
 ]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade import dispatch, ops, scores
 from saccade.dispatch import Unsupported
+from saccade.dropout import Dropout
 from saccade.layouts import ORDERS, Dense
 from saccade.masks import Documents, Mask
 from saccade.partial import Partial
@@ -73,10 +74,10 @@ def attention(
     deterministic: bool | None = None,
     backend: str = "auto",
 ) -> Tensor | Partial:
-    """`out = softmax(mask(score_mod(scale q k^T))) v`, fused, differentiable, in memory linear in the lengths.
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v`, fused, differentiable, in memory linear in the lengths.
 
-    Order of operations: scale, score_mod, mask, sink, softmax. Query heads share key heads when `h_q` is a multiple of
-    `h_k` (GQA, MQA): query head i reads key head `i // (h_q // h_k)`.
+    Order of operations: scale, score_mod, mask, sink, softmax, dropout. Query heads share key heads when `h_q` is a
+    multiple of `h_k` (GQA, MQA): query head i reads key head `i // (h_q // h_k)`.
 
     Args:
         q: (b, h_q, s_q, d) in the order that `layout` says; float16, bfloat16, float32, or float64 on the CPU. Any
@@ -92,7 +93,9 @@ def attention(
         scale: factor on q k^T; 1/sqrt(d) when None.
         sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
             modified. It gets a gradient. The LSE includes it.
-        dropout_p: not offered yet; must be 0.
+        dropout_p: the share of probabilities that become zero, in [0, 1); the others are divided by `1 - dropout_p`.
+            Drawn anew in each call, by torch's generator of q's device; the LSE is that of all of them. A new value
+            never recompiles.
         return_lse: return a `Partial(out, lse)` instead of out alone.
         deterministic: gradients bitwise equal from run to run; None follows
             `torch.are_deterministic_algorithms_enabled()`. The forward always is.
@@ -123,17 +126,21 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     score = _bound(score_mod, q, k, layout)
+    dropout = Dropout.draw(dropout_p, q.device)
     captures = score.tensors if score else ()
     if backend == "reference" or ops.runs_directly(q, k, v, sink, *captures):
         operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        problem = Problem(*operands, sink, mask, score, layout, scale, deterministic)
+        problem = Problem(*operands, sink, mask, score, layout, scale, deterministic, dropout)
         out, lse = ops.execute(problem, backend, return_lse)
     else:
         kinds = "none" if mask is None else mask.kind, "none" if score is None else score.identity
-        header = str(Header(layout.text, *kinds, backend, deterministic))
+        header = str(Header(layout.text, *kinds, backend, deterministic, dropout is not None))
         records = [*layout.records, *mask.records] if mask else layout.records
         ints = [*(mask.ints if mask else []), *(score.ints if score else [])]
         floats = [scale, *score.floats] if score else [scale]
+        if dropout is not None:
+            records = [*records, dropout.state]
+            floats.insert(1, dropout.p)
         out, lse = ops.forward(q, k, v, sink, captures, records, header, ints, floats, return_lse)
     return Partial(out, cast(Tensor, lse)) if return_lse else out
 
@@ -231,7 +238,8 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
         deterministic = torch.are_deterministic_algorithms_enabled()
     views = [layout.canonical(x) for x in operands]
     score = _bound(score_mod, q, k, layout)
-    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic).spec()
+    dropout = Dropout(torch.empty(2, dtype=torch.int64), given["dropout_p"]) if given["dropout_p"] else None
+    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic, dropout).spec()
 
 
 def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Dense) -> scores.Score | None:
@@ -272,10 +280,8 @@ def _checked(
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
     if mask is not None or sink is not None or layout.records:
         _check_records(q, k, v, mask, layout, sink)
-    if dropout_p:
-        if not 0 <= dropout_p < 1:
-            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-        raise Unsupported(f"dropout is not offered yet by any backend, got dropout_p={dropout_p}; pass dropout_p=0.0")
+    if dropout_p and not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 1 would keep nothing, and out be zero")
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
     return _rows(q), _rows(k), _rows(v)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import hardware, masks, scores
+from saccade.dropout import Dropout
 from saccade.layouts import Dense
 from saccade.masks import Extent, Mask
 from saccade.scores import Score
@@ -19,7 +20,7 @@ from saccade.spec import DTYPES, Spec
 
 @dataclass(eq=False)
 class Problem:
-    """`out = softmax(mask(score_mod(scale q k^T)), with sink) v`, all of it."""
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`, all of it."""
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor"""
@@ -34,6 +35,7 @@ class Problem:
     layout: Dense
     scale: float
     deterministic: bool = False
+    dropout: Dropout | None = None
 
     launches: dict[Any, Any] = field(default_factory=dict)
     """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors."""
@@ -49,6 +51,7 @@ class Problem:
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             (_address(q) | _address(k) | _address(v)) % ALIGNMENT,
             *(layout.text, mask and mask.kind, score and score.identity, sink is None, self.deterministic),
+            self.dropout is None,
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
         )
@@ -73,6 +76,7 @@ class Problem:
             mask=self.mask.kind if self.mask else "none",
             score=self.score.kind if self.score else "none",
             sink=self.sink is not None,
+            dropout=self.dropout is not None,
             deterministic=self.deterministic,
             aligned=all(map(aligned, (self.q, self.k, self.v))),
             device=hardware.name(self.q.device),
@@ -92,16 +96,18 @@ class Header:
     """The identity of the score, not its word in a Spec."""
     backend: str = "auto"
     deterministic: bool = False
+    dropout: bool = False
+    """Its state is the last of the records, and p the second of the floats."""
 
     def __str__(self) -> str:
-        flag = "deterministic" if self.deterministic else "any_order"
-        return f"{self.layout} {self.mask} {self.score} {self.backend} {flag}"
+        flags = (flag for flag in ("deterministic", "dropout") if getattr(self, flag))
+        return " ".join((self.layout, self.mask, self.score, self.backend, *flags))
 
     @staticmethod
     @lru_cache(maxsize=512)
     def parse(text: str) -> Header:
-        *words, flag = text.split(" ")
-        return Header(*words, deterministic=flag == "deterministic")
+        layout, mask, score, backend, *flags = text.split(" ")
+        return Header(layout, mask, score, backend, **dict.fromkeys(flags, True))
 
     def problem(
         self,
@@ -114,14 +120,16 @@ class Header:
         ints: list[int],
         floats: list[float],
     ) -> Problem:
-        """The Problem whose layout, mask and score were flattened to (`captures`, `records`, `ints`, `floats`)."""
+        """The Problem whose layout, mask, score and dropout were flattened to (`captures`, `records`, `ints`,
+        `floats`)."""
         scale, *floats = floats
         records, ints = list(records), list(ints)
+        dropout = Dropout(records.pop(), floats.pop(0)) if self.dropout else None
         layout = Dense.from_records(self.layout, records)
         mask = masks.from_records(self.mask, ints, records)
         score = scores.from_records(self.score, captures, ints, floats)
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        return Problem(q, k, v, sink, mask, score, layout, scale, self.deterministic)
+        return Problem(q, k, v, sink, mask, score, layout, scale, self.deterministic, dropout)
 
 
 ALIGNMENT = 16

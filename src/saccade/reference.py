@@ -12,13 +12,15 @@ from saccade.problem import Problem
 
 
 def attention(problem: Problem) -> tuple[Tensor, Tensor]:
-    """`out = softmax(mask(score_mod(scale q k^T))) v` and `lse = log sum exp`, every step in the dtype of q.
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v` and `lse = log sum exp`, every step in the dtype of q.
 
     Returns:
         out (b, h_q, s_q, d_v) in q's dtype, and lse (b, h_q, s_q), natural log, float32 or float64.
     """
     q, k, v = operands(problem)
     p, lse = probability(problem, q, k)
+    if problem.dropout is not None:
+        return torch.where(_rows_in_use(problem), (p * kept(problem)) @ v * problem.dropout.rescale, 0), lse
     return torch.where(_rows_in_use(problem), p @ v, 0), lse
 
 
@@ -59,6 +61,14 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
     total = torch.where(empty, 1, total)
     lse = torch.where(empty, -torch.inf, top + total.log())[..., 0]
     return (weight / total)[..., : extent.s_k], lse.to(problem.lse_dtype())
+
+
+def kept(problem: Problem) -> Tensor:
+    """Which probabilities dropout keeps, bool (b, h_q, s_q, s_k)."""
+    dropout, q = problem.dropout, problem.q
+    assert dropout is not None
+    b, h = (torch.arange(n, device=q.device) for n in q.shape[:2])
+    return dropout.keep(b, h, slice(0, q.shape[2]), slice(0, problem.k.shape[2]))
 
 
 def _rows_in_use(problem: Problem) -> Tensor:

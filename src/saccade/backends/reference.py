@@ -17,7 +17,7 @@ SUPPORT = Support(
     layouts=("dense", "padded"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "deterministic", "aligned"),
+    flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=1 << 20,
 )
 GRADIENT = None

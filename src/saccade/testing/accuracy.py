@@ -27,10 +27,11 @@ from torch import Tensor
 
 from saccade import masks, reference
 from saccade.api import attention, plan
+from saccade.dropout import Dropout
 from saccade.layouts import Dense
 from saccade.masks import Mask
 from saccade.problem import Problem
-from saccade.testing.shifted import Shifted, captured, places, shifted
+from saccade.testing.shifted import Shifted, captured, places, shifted, shifted_dropout
 
 SCORES_AT_ONCE = 1 << 22
 """The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
@@ -87,7 +88,8 @@ def check(
     function: Callable[..., Any] = attention,
     **keywords: Any,
 ) -> Report:
-    """Runs `attention`, forward and backward, with and without the LSE, and measures it against the oracle.
+    """Runs `attention`, forward and backward, with and without the LSE, and measures it against the oracle. Dropout is
+    the same in all of them.
 
     The oracle works on q's device, one batch row and a few heads at a time: about ten float64 matrices of
     (group, s_q, s_k) must fit into memory.
@@ -112,7 +114,7 @@ def check(
     elif dout is None:
         dout = random((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     chosen = plan(q, k, v, backend=backend, **keywords)
-    function = partial(function, backend=backend)
+    function = _seeded(partial(function, backend=backend), q.device)
     found = _run(function, q, k, v, dout, dlse, keywords)
     with torch.no_grad():  # without an LSE it is often another path
         found["alone"] = function(q.detach(), k.detach(), v.detach(), **keywords)
@@ -144,6 +146,17 @@ def check(
     words = [f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items()]
     words += [f"{name}={list(x.shape) if isinstance(x, Tensor) else repr(x)}" for name, x in keywords.items()]
     return Report(str(chosen.spec), chosen.backend, ", ".join(words), ratios)
+
+
+def _seeded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function from the same state of torch's generators each time, which are as before after it."""
+
+    def seeded(*arguments: Any, **keywords: Any) -> Any:
+        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+            torch.manual_seed(1)
+            return function(*arguments, **keywords)
+
+    return seeded
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
@@ -202,6 +215,7 @@ def _parts(
 ) -> Iterator[_Part]:
     layout, mask, sink = keywords.get("layout", Dense()), keywords.get("mask"), keywords.get("sink")
     scale = keywords.get("scale", 1 / math.sqrt(q.shape[-1]))
+    dropout = _seeded(Dropout.draw, q.device)(keywords.get("dropout_p", 0.0), q.device)
     q, k, v = (layout.canonical(x.detach()) for x in (q, k, v))
     dout = None if dout is None else layout.canonical(dout)
     h_k = k.shape[1]
@@ -223,6 +237,7 @@ def _parts(
                 mask=records[1],
                 score=shifted(keywords.get("score_mod"), q, row, heads.start),
                 scale=float(scale),
+                dropout=shifted_dropout(dropout, row, heads.start),
             )
             gradients = (None if x is None else x[batch, heads] for x in (dout, dlse))
             yield _Part(batch, heads, key_heads, problem, *gradients)
@@ -274,6 +289,7 @@ class _Part(NamedTuple):
         more_q, more_k, more_d, more_v = (
             n * (2 * lse_eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         )
+        kept = reference.kept(problem) * problem.dropout.rescale if problem.dropout else q.new_ones(())
         hidden = (exact["lse"] == -torch.inf)[..., None]
         out, lse = exact["out"], torch.where(hidden, 0, exact["lse"][..., None])
 
@@ -283,14 +299,14 @@ class _Part(NamedTuple):
         score_term = modified**2 + slope**2 * score_term
         p_term = p**2 * (1 + score_term)
         lse_term = 1 + more_k + lse**2 + (p**2 * score_term).sum(-1, keepdim=True)
-        out_term = (1 + more_k) * out**2 + (p_term + more_k * p**2) @ v**2
+        out_term = (1 + more_k) * out**2 + ((p_term + more_k * p**2) * kept**2) @ v**2
         squares = {"out": out_term, "lse": lse_term[..., 0]}
         if dout is not None:
             dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
             dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
             p_term = p_term + p**2 * lse_term * (lse_eps / eps) ** 2
-            dp, delta = dout @ v.mT, (dout * out).sum(-1, keepdim=True)
-            dp_term = (1 + more_v) * (dp**2 + dout**2 @ v.mT**2)
+            dp, delta = dout @ v.mT * kept, (dout * out).sum(-1, keepdim=True)
+            dp_term = (1 + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
             row_term = (
                 (1 + more_v) * delta**2 + (dout**2 * (out_term + more_v * out**2)).sum(-1, keepdim=True) + dlse**2
             )
@@ -304,7 +320,7 @@ class _Part(NamedTuple):
             # A row's error in delta is common to its keys.
             dq_term = (ds_term + more_k * ds**2) @ k**2 + row_term * (p * slope @ k) ** 2
             dk_term = self._of_groups((ds_term + more_q * ds**2).mT @ q**2)
-            dv_term = self._of_groups((p_term + more_q * p**2).mT @ dout**2)
+            dv_term = self._of_groups(((p_term + more_q * p**2) * kept**2).mT @ dout**2)
             squares["dq"] = (1 + more_k) * exact["dq"] ** 2 + dq_term * problem.scale**2
             squares["dk"] = (1 + more_q) * exact["dk"] ** 2 + dk_term * problem.scale**2
             squares["dv"] = (1 + more_q) * exact["dv"] ** 2 + dv_term

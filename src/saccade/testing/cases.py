@@ -30,7 +30,7 @@ class Inputs:
     dlse: Tensor
     """(b, h_q, s_q), float32 or float64."""
     keywords: dict[str, Any]
-    """mask, score_mod, sink and layout, as far as the Case has them."""
+    """mask, score_mod, sink, layout and dropout_p, as far as the Case has them."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Case:
     order: str = "bhsd"
     used: str = "all"
     """Which lengths are drawn, at most s: `all` of it is used, `q`, `k`, or `qk` are ragged."""
+    dropout_p: float = 0.0
     ids: str = "packed"
     """Document ids: `packed` in runs, or `scattered`."""
 
@@ -125,6 +126,7 @@ class Case:
             "mask": self._mask(made, device),
             "score_mod": self._score(made, device, requires_grad),
             "sink": sink.to(device).requires_grad_(requires_grad) if self.sink else None,
+            "dropout_p": self.dropout_p or None,
             "layout": Dense(self.order, *(None if used is None else used.to(device) for used in (used_q, used_k))),
         }
         q, k, v, dout = (layout.ordered(x).to(device, dtype).contiguous() for x in (q, k, v, dout))
@@ -235,6 +237,11 @@ SMALL = [
     Case("t5-bias", h_q=4, s_q=65, s_k=65, score="t5_bias"),
     Case("bias-sink", h_q=4, s_q=40, s_k=70, mask="window(30,9)", score="bias", sink=True, used="k"),
     Case("composed", h_q=4, s_q=66, s_k=66, d=72, score="temperature+alibi+softcap(9)", mask="documents&causal"),
+    Case("dropout", s_q=65, s_k=70, mask="causal", dropout_p=0.3),
+    Case("dropout-plain", h_q=4, s_q=66, s_k=66, dropout_p=0.5, order="bshd"),
+    Case("dropout-wide", h_q=4, s_q=66, s_k=130, d=192, d_v=128, mask="window(50,9)", dropout_p=0.1),
+    Case("dropout-everything", b=3, h_q=6, s_q=70, s_k=70, d=40, d_v=24, mask="documents&window(30,0)",
+         score="temperature+relative_bias(9)+softcap(9)", sink=True, order="sbhd", used="qk", dropout_p=0.2),
     # where the rows are
     Case("bshd", h_q=4, s_q=66, s_k=66, mask="causal", order="bshd"),
     Case("sbhd", h_q=4, s_q=66, s_k=66, mask="causal", order="sbhd"),
@@ -298,4 +305,5 @@ def draw(seed: int, dtype: str | None = None) -> Case:
         order=dice.choice(["bhsd", "bhsd", "bshd", "sbhd"]),
         used=dice.choice(["all", "all", "all", "k", "q", "qk"]),
         ids=dice.choice(["packed", "scattered"]),
+        dropout_p=dice.choice([0.0, 0.0, 0.0, 0.1, 0.5, 0.9]),
     )

@@ -1,13 +1,15 @@
-"""Score modifications as some of a call's batch rows and heads see them, and the tensors that they capture."""
+"""Score modifications and dropout as some batch rows and heads of a call see them, and captured tensors."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade import scores
+from saccade.dropout import Dropout
 
 
 def captured(score_mod: Any) -> dict[str, Tensor]:
@@ -21,6 +23,20 @@ def shifted(score_mod: Any, q: Tensor, b: int, h: int) -> scores.Score | None:
     """The Score of some batch rows and heads, from b and h on."""
     score = scores.bind(score_mod, q)
     return None if score is None else Shifted(score, b, h)
+
+
+def shifted_dropout(dropout: Dropout | None, b: int, h: int) -> Dropout | None:
+    """The Dropout of some batch rows and heads, from b and h on."""
+    return None if dropout is None else _ShiftedDropout(dropout.state, dropout.p, b, h)
+
+
+@dataclass(frozen=True, eq=False)
+class _ShiftedDropout(Dropout):
+    b: int
+    h: int
+
+    def keep(self, b: Tensor, h: Tensor, rows: slice, keys: slice) -> Tensor:
+        return super().keep(b + self.b, h + self.h, rows, keys)
 
 
 class Shifted(scores.Score):

@@ -40,6 +40,7 @@ def _expresses(problem: Problem) -> bool:
     return (
         plain
         and problem.score is None
+        and problem.dropout is None
         and not problem.layout.records
         and k.shape[3] == v.shape[3]
         and min(q.numel(), k.numel()) > 0

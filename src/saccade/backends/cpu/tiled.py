@@ -62,8 +62,9 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
             q = grid.queries(problem.q, heads, tile)
             for part in grid.parts(tile):
                 score = grid.hide(grid.score(q, k, heads, part)[0], heads, part)
-                stream.add(score, v[:, part.keys], only=part.keys == tile.keys)
-            grid.put(out, stream.out(), heads, tile)
+                keep = grid.keep(heads, part)
+                stream.add(score, v[:, part.keys], keep, only=part.keys == tile.keys)
+            grid.put(out, stream.out() * grid.rescale if problem.dropout else stream.out(), heads, tile)
             if want_lse:
                 grid.put(found[..., None], stream.lse(), heads, tile)
     if problem.sink is None:
@@ -76,7 +77,10 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
     """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk
-    and dv in float32."""
+    and dv in float32.
+
+    With dropout the factor 1 / (1 - p) waits for the sums, where nothing rounds it to bfloat16.
+    """
     grid = _Grid(problem)
     delta = sink.delta(saved)
     # exp(score - lse) must be zero, not NaN, where a row sees nothing.
@@ -91,27 +95,33 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
         dk_sum, dv_sum = torch.zeros_like(k, dtype=total), torch.zeros_like(v, dtype=total)
         for tile in grid.tiles(heads):
             q, dout = grid.queries(problem.q, heads, tile), grid.queries(saved.dout, heads, tile)
-            row_lse, row_delta = (grid.queries(x[..., None], heads, tile, total) for x in (lse, delta))
+            row_lse, row_delta = (grid.queries(x[..., None], heads, tile, total) for x in (lse, delta / grid.rescale))
             dq_sum = torch.zeros_like(q, dtype=total)
             for part in grid.parts(tile):
                 raw, modification = grid.score(q, k, heads, part, derivative=True)
                 whole = part.keys == tile.keys and grid.plain
                 p = grid.probability(grid.hide(raw, heads, part), row_lse, whole)
                 dp = torch.bmm(dout, v[:, part.keys].mT, out=grid.scratch("dp", raw.shape))
+                keep = grid.keep(heads, part)
+                if keep is not None:
+                    dp.mul_(keep)
                 if whole and saved.dlse is None:  # one pass, float32 inside, finds delta itself
                     ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
                 else:
                     ds = dp.sub_(row_delta).mul_(p)
                 if modification is not None:
                     ds = modification.back(ds, sums)
+                if keep is not None:
+                    p.mul_(keep)
                 dv_sum[:, part.keys] += torch.bmm(p.mT, dout)
                 dk_sum[:, part.keys] += torch.bmm(ds.mT, q)
                 dq_sum += torch.bmm(ds, k[:, part.keys])
-            grid.put(dq, dq_sum.mul_(problem.scale), heads, tile)
+            grid.put(dq, dq_sum.mul_(problem.scale * grid.rescale), heads, tile)
         at = heads.batch, heads.heads
-        dk[at] = dk_sum.mul_(problem.scale).unflatten(0, dk[at].shape[:2])
-        dv[at] = dv_sum.unflatten(0, dv[at].shape[:2])
-    gradients = [None if x is None else x.to(held.dtype) for x, held in zip(sums, captures, strict=True)]
+        dk[at] = dk_sum.mul_(problem.scale * grid.rescale).unflatten(0, dk[at].shape[:2])
+        dv[at] = dv_sum.mul_(grid.rescale).unflatten(0, dv[at].shape[:2])
+    pairs = zip(sums, captures, strict=True)
+    gradients = [None if x is None else x.mul_(grid.rescale).to(held.dtype) for x, held in pairs]
     return dq, dk, dv, sink.gradient(problem, saved, delta), gradients
 
 
@@ -145,16 +155,20 @@ class _Softmax:
         self.top: Any = None
         self.total: Any = None
 
-    def add(self, score: Tensor, v: Tensor, only: bool) -> None:
-        """score (n, m, keys), overwritten, with v (n, keys, d_v); `only` says that no other part follows."""
+    def add(self, score: Tensor, v: Tensor, keep: Tensor | None, only: bool) -> None:
+        """score (n, m, keys), overwritten, with v (n, keys, d_v); `keep` as the grid gives it; `only` says that no
+        other part follows."""
         if only and not self.streaming:
-            self.acc = torch.bmm(self.grid.softmax(score), v)
+            p = self.grid.softmax(score)
+            self.acc = torch.bmm(p if keep is None else p.mul_(keep), v)
             return
         top = score.amax(-1, keepdim=True)
         top = torch.where(top == -torch.inf, 0, top) if self.top is None else torch.maximum(top, self.top)
         weight = _exp(score.sub_(top))
         dtype = torch.float64 if score.dtype == torch.float64 else torch.float32
         total = weight.sum(-1, keepdim=True, dtype=dtype)
+        if keep is not None:
+            weight.mul_(keep)
         acc = torch.bmm(weight, v).to(dtype)
         if self.top is not None:
             rescale = (self.top - top).to(dtype).exp_()
@@ -319,6 +333,21 @@ class _Grid:
         modify = self.problem.score
         way_back = _Modification(modify, scaled, at, modify.derivative(scaled, *at)) if derivative else None
         return modify.tile(scaled, *at).view_as(score), way_back
+
+    def keep(self, heads: Heads, tile: Tile) -> Tensor | None:
+        """Which probabilities dropout keeps, 1 or 0, (n, m, keys); None without it."""
+        dropout, group = self.problem.dropout, self.problem.group
+        if dropout is None:
+            return None
+        b = torch.arange(heads.batch.start, heads.batch.stop)
+        h = torch.arange(heads.heads.start * group, heads.heads.stop * group)
+        kept = dropout.keep(b, h, tile.rows, tile.keys).unflatten(1, (-1, group)).flatten(0, 1).flatten(1, 2)
+        return self.scratch("keep", kept.shape).copy_(kept)
+
+    @property
+    def rescale(self) -> float:
+        """Of the probabilities that dropout keeps."""
+        return 1.0 if self.problem.dropout is None else self.problem.dropout.rescale
 
     def hide(self, score: Tensor, heads: Heads, tile: Tile) -> Tensor:
         """-inf, in place, where a query does not see a key."""
