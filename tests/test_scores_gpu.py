@@ -7,10 +7,11 @@ from importlib import import_module
 import pytest
 import torch
 
-from saccade import Unsupported, alibi, attention, causal, relative_bias
+from saccade import attention, causal
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED
 from saccade.testing.scores import NAMES, made
+from saccade.testing.shifted import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -64,25 +65,15 @@ def test_new_values_never_compile(backend: str) -> None:
     assert len(cache) == before
 
 
-def test_learning_in_any_order_is_not_deterministic(backend: str) -> None:
-    q, k, v = (x.requires_grad_() for x in operands(4, 4, 64, 64, 64))
-    out = attention(
-        q, k, v, score_mod=relative_bias(torch.randn(4, 9, device="cuda", requires_grad=True)), backend=backend,
-        deterministic=True,
-    )  # fmt: skip
-    with pytest.raises(Unsupported, match="any order"):
-        out.sum().backward()
-
-
-def test_compiles(backend: str) -> None:
-    torch._dynamo.reset()
-    slopes = torch.rand(4, device="cuda", requires_grad=True)
-
-    def call(q, k, v):
-        return attention(q, k, v, mask=causal(), score_mod=alibi(slopes), backend=backend)
-
-    q, k, v = (x.requires_grad_() for x in operands(4, 4, 128, 128, 64))
-    out = torch.compile(call, fullgraph=True)(q, k, v)
-    assert torch.equal(out, call(q, k, v))
-    out.sum().backward()
-    assert slopes.grad is not None
+@pytest.mark.parametrize("name", ["relative_bias", "gated", "ids"])
+def test_learning_repeatably(name: str, backend: str) -> None:
+    """Right, and the same bits each time."""
+    q, k, v = operands(4, 2, 700, 900, 64)
+    mod = made(name, 4, 700, 900, "cuda")
+    keywords = {"mask": causal(), "score_mod": mod, "deterministic": True, "backend": backend}
+    check(q, k, v, **keywords).assert_ok()
+    leaves = list(captured(mod).values())
+    first = torch.autograd.grad(attention(q, k, v, **keywords).square().sum(), leaves)
+    for _ in range(20):
+        again = torch.autograd.grad(attention(q, k, v, **keywords).square().sum(), leaves)
+        assert all(map(torch.equal, again, first))

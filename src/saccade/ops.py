@@ -1,7 +1,7 @@
 """The registered operators: schema, fakes, autograd and flop formulas around the backends.
 
-`saccade::forward` is opaque to torch.compile. A Problem passes through its schema flat: the tensors of the layout and
-the mask as `records`, one text that says what they are (`problem.Header`), and the runtime numbers.
+`saccade::forward` is opaque to torch.compile. A Problem passes through its schema flat: the tensors of the layout, the
+mask and dropout as `records`, one text that says what they are (`problem.Header`), and the runtime numbers.
 """
 
 from __future__ import annotations
@@ -106,11 +106,6 @@ def _backward(
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     plan = dispatch.plan_of(problem, parsed.backend, gradient=True)
-    if problem.deterministic and any(wanted) and problem.q.device.type != "cpu":
-        raise dispatch.Unsupported(
-            f"{plan.backend} adds up the gradients of captured tensors in any order: pass deterministic=False, "
-            "or tensors that require no gradient"
-        )
     layout = problem.layout
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
     with torch._C._DisableAutocast():

@@ -19,6 +19,7 @@ FLOAT32 = [
     "plain", "window", "window-right-open", "prefixes", "prefix-or-window", "documents-causal", "documents-scattered",
     "documents-or-window", "union-in-window", "group3", "d1", "d111", "sink", "bshd", "everything", "ragged-sink",
     "few-queries", "few-keys-sink", "one-query", "one-key", "no-queries", "no-keys-sink", "no-batch",
+    "dropout", "dropout-plain", "dropout-everything",
 ]  # fmt: skip
 FLOAT16 = ["causal", "documents-window", "softcap-sink", "d72", "ragged"]
 

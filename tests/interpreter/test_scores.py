@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade import alibi, causal
+from saccade import alibi, attention, causal, relative_bias
 from saccade.backends.device import scores as device_scores
 from saccade.scores import bind, source
 from saccade.testing.accuracy import check
@@ -21,6 +21,22 @@ from saccade.testing.scores import NAMES, made
 def test_against_the_oracle(name):
     q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 37), (1, 45), (1, 45)))
     check(q, k, v, mask=causal(), score_mod=made(name, 2, 37, 45, b=1), backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("name", ["relative_bias", "ids", "bias", "temperature"])
+def test_repeatable_gradients_of_captured_tensors(name):
+    """Added up as integers; tables that end within reach and beyond it, and dropout besides."""
+    q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 137), (1, 145), (1, 145)))
+    score_mod = made(name, 2, 137, 145, b=1)
+    check(q, k, v, score_mod=score_mod, backend="triton", deterministic=True, dropout_p=0.2).assert_ok()
+
+
+def test_gradients_of_captured_tensors_may_be_infinite():
+    q, k, v = torch.randn(3, 1, 2, 20, 16)
+    table = torch.zeros(2, 5, requires_grad=True)
+    out = attention(q, k, v, score_mod=relative_bias(table), backend="triton", deterministic=True)
+    (found,) = torch.autograd.grad(out, table, torch.full_like(out, torch.inf))
+    assert found.isnan().all()
 
 
 @triton.jit

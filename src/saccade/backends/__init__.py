@@ -101,6 +101,13 @@ class Backend(Protocol):
     def backward(self, problem: Problem, saved: Saved) -> Gradients: ...
 
 
+def captures_workspace(spec: Spec) -> str:
+    """What repeatable gradients of captured tensors take on a GPU besides."""
+    if not spec.deterministic or spec.score in ("none", "softcap"):
+        return ""
+    return ", and 8 for every element of captured tensors that get a gradient"
+
+
 def _on(device: str, supported: str) -> bool:
     """
     >>> _on("sm90", "sm80+"), _on("sm75", "sm80+"), _on("cpu", "any")

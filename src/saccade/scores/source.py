@@ -46,8 +46,9 @@ def _returning(made: Emitter, name: str, module: fx.GraphModule, scalar: bool) -
 
 
 def scatter_source(program: Program, wide: Sequence[bool], wanted: Sequence[bool]) -> str:
-    """`scatter(sums, data, ds, score, …)`: adds ds · d modified / d tensor to the float32 sums of tensors, each
-    contiguous. Rows of a tile are queries, columns keys; ds is 0 where nothing is visible."""
+    """`scatter(ADD, sums, data, ds, score, …)`: adds ds · d modified / d tensor to the sums of tensors, each
+    contiguous, by `ADD(sum, place, value)`. Rows of a tile are queries, columns keys; ds is 0 where nothing is
+    visible."""
     module, reads = program.locals(wanted)
     made = Emitter(program, wide)
     order = [i for i, want in enumerate(wanted) if want]
@@ -62,10 +63,9 @@ def scatter_source(program: Program, wide: Sequence[bool], wanted: Sequence[bool
             only = Emitter(program, wide)
             text = only.place(read.tensor, at, contiguous=True)
             places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
-            made.lines.append(f"near, far, kv_near, kv_far = diagonals(g{n}, q_idx, kv_idx)")
-            for part in ("near", "far"):
-                at_part = f"place{n}(data, score, b, h, kv_{part} * 0, kv_{part})"
-                made.lines.append(f'tl.atomic_add({target} + {at_part}, {part}, mask={part} != 0, sem="relaxed")')
+            made.lines.append("near, far = distances(q_idx, kv_idx)")
+            ways = (f"place{n}(data, score, b, h, {part} * 0, {part})" for part in ("near", "far"))
+            made.lines.append(f"add_diagonals(ADD, {target}, {', '.join(ways)}, g{n})")
             continue
         text = made.place(read.tensor, at, contiguous=True) or "0"
         total = {
@@ -74,9 +74,9 @@ def scatter_source(program: Program, wide: Sequence[bool], wanted: Sequence[bool
             (1, K): f"tl.sum(g{n}, 0, keep_dims=True)",
             (1, 1): f"tl.sum(g{n})",
         }[tuple(shape)]
-        made.lines.append(f"total{n} = {total}")
-        made.lines.append(f'tl.atomic_add({target} + {text}, total{n}, mask=total{n} != 0, sem="relaxed")')
-    calls.append(made.function("scatter", f"sums, {PARAMETERS.replace('data, ', 'data, ds, ')}", "pass"))
+        made.lines.append(f"ADD({target}, {text}, {total})")
+    parameters = PARAMETERS.replace("data, ", "data, ds, ")
+    calls.append(made.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass"))
     return "\n\n".join([*places, *calls])
 
 

@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import masks, scores
-from saccade.backends.device.captures_kernel import captures_kernel
+from saccade.backends.device import dropout, masks, scores
+from saccade.backends.device.captures_kernel import as_integers, captures_kernel, in_any_order, largest
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows
@@ -24,35 +26,67 @@ def gradients(problem: Problem, saved: Saved) -> Sequence[Tensor | None]:
     """Of each of the score's tensors, in its dtype, or None where it is not wanted.
 
     A launch of its own: only who captures what learns pays for it. Sums are float32, and added up by atomics in
-    whatever order the programs come.
+    whatever order the programs come. Where they are to be the same bits each time, a first launch finds the largest
+    value, and a second one adds up integers, of which no order changes the sum.
     """
     score = problem.score
     if not isinstance(score, Traced) or not any(saved.wanted):
         return [None] * len(saved.wanted)
     wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
-    sums = [
-        torch.zeros(x.shape, device=x.device) if want else None for want, x in zip(wanted, score.tensors, strict=True)
-    ]
-    if problem.q.numel() and problem.k.numel():
-        with on_device(problem.q):
-            _launch(problem, saved, score, wanted, [x for x in sums if x is not None])
-    return [None if x is None else x.to(held.dtype) for x, held in zip(sums, score.tensors, strict=True)]
+    held = [x for x, want in zip(score.tensors, wanted, strict=True) if want]
+    with on_device(problem.q):
+        launch = _launch_of(problem, saved, score, wanted)
+        many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
+        sums = iter(_repeatable(held, launch, many) if problem.deterministic else _in_any_order(held, launch))
+    return [next(sums).to(x.dtype) if want else None for x, want in zip(score.tensors, wanted, strict=True)]
 
 
-def _launch(problem: Problem, saved: Saved, score: Traced, wanted: list[bool], sums: list[Tensor]) -> None:
+Launch = Callable[[Any, Sequence[Any]], None]
+"""Of the kernel, by what adds and to what."""
+
+
+def _in_any_order(held: Sequence[Tensor], launch: Launch) -> list[Tensor]:
+    sums = [torch.zeros(x.shape, device=x.device) for x in held]
+    launch(in_any_order, sums)
+    return sums
+
+
+def _repeatable(held: Sequence[Tensor], launch: Launch, many: int) -> list[Tensor]:
+    """`many`: more values than can meet in one place."""
+    tops = torch.zeros(len(held), dtype=torch.int32, device=held[0].device)
+    launch(largest, tops.unbind())
+    # All of them, of the largest size, stay below 2^62.
+    room = 62 - math.ceil(math.log2(max(many, 1)))
+    top = tops.view(torch.float32)
+    # 2^shift: exact in every product. A top of NaN or infinity, of which there is no integer, comes out as NaN.
+    shift = (room - torch.frexp(top).exponent).clamp(-120, 120)
+    unit = torch.ldexp(torch.ones_like(top), shift)
+    sums = [torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in held]
+    launch(as_integers, list(zip(sums, unit.unbind(), strict=True)))
+    broken = torch.where(top.isfinite(), 0.0, torch.nan)
+    return [(x.double() / unit[i] + broken[i]).float() for i, x in enumerate(sums)]
+
+
+def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool]) -> Launch:
     q, k, v = problem.q, problem.k, problem.v
-    operands = (Rows.of(x if aligned(x) else padded(x)) for x in (q, k, v, saved.dout, saved.out))
+    if not q.numel() or not k.numel():
+        return lambda add, sums: None
+    operands = [Rows.of(x if aligned(x) else padded(x)) for x in (q, k, v, saved.dout, saved.out)]
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    used = (None if x is None else x.contiguous() for x in (problem.layout.seqused_q, problem.layout.seqused_k))
-    records = masks.record(problem.mask), scores.record(score), tuple(sums)
+    used = [None if x is None else x.contiguous() for x in (problem.layout.seqused_q, problem.layout.seqused_k)]
+    records = masks.record(problem.mask), scores.record(score), dropout.record(problem.dropout)
+    lse, lengths = saved.lse.contiguous(), (q.shape[1], q.shape[2], k.shape[2])
     block_q, options = tile(problem)
     grid = (q.shape[0] * q.shape[1] * -(-q.shape[2] // block_q),)
-    captures_kernel[grid](
-        *operands,
-        *(saved.lse.contiguous(), dlse, *used, *records, q.shape[1], q.shape[2], k.shape[2], problem.scale),
-        SCATTER=scores.scatter(score, wanted),
-        **options,
-    )
+    scatter = scores.scatter(score, wanted)
+
+    def launch(add: Any, sums: Sequence[Any]) -> None:
+        captures_kernel[grid](
+            *operands, lse, dlse, *used, *records, tuple(sums), *lengths, problem.scale,
+            ADD=tl.constexpr(add), SCATTER=scatter, **options,
+        )  # fmt: skip
+
+    return launch
 
 
 def tile(problem: Problem) -> tuple[int, dict[str, Any]]:
@@ -67,5 +101,6 @@ def tile(problem: Problem) -> tuple[int, dict[str, Any]]:
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     return block_q, {
         "GROUP": problem.group, "D": d, "D_V": d_v, "BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv, "PRECISION": precision, "num_warps": 4 if wide <= 64 else 8, "num_stages": 2,
+        "BLOCK_DV": block_dv, "PRECISION": precision, "num_warps": 4 if wide <= 64 and problem.dropout is None else 8,
+        "num_stages": 2,
     }  # fmt: skip

@@ -7,15 +7,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import head, load_tile, logits, tile_range, used_length, visible
 
 
 @triton.jit
+def in_any_order(total, place, value):
+    """Adds float32."""
+    tl.atomic_add(total + place, value, mask=value != 0, sem="relaxed")
+
+
+@triton.jit
+def largest(top, place, value):
+    """The largest size of all values, as the bits of a float32: of those, NaN is the largest."""
+    bits = tl.abs(value).to(tl.int32, bitcast=True)
+    if len(bits.shape) > 0:
+        bits = tl.max(bits)
+    tl.atomic_max(top, bits, sem="relaxed")
+
+
+@triton.jit
+def as_integers(total, place, value):
+    """Adds multiples of 1 / unit, int64, of which every order gives the same sum. total: sums and unit."""
+    whole = tl.floor(value * tl.load(total[1]) + 0.5)
+    tl.atomic_add(total[0] + place, whole.to(tl.int64), mask=whole != 0, sem="relaxed")
+
+
+@triton.jit
 def _step(
     q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale, mask,
-    score, sums, SCATTER: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    score, dropout, sums, ADD: tl.constexpr, SCATTER: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys."""
     # [block_k, d], [block_k, d_v]
@@ -28,17 +51,21 @@ def _step(
     x = logits(qk, score, scale, b, h, q_idx[:, None], kv_idx)
     if MASKED:
         x = tl.where(visible(mask, b, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
-    ds = tl.exp2(x - row_lse[:, None]) * (dp - row_delta[:, None])
-    SCATTER(sums, score.data, ds, qk * scale, b, h, q_idx[:, None], kv_idx)
+    p = tl.exp2(x - row_lse[:, None])
+    if dropout is not None:
+        dp = tl.where(keep(dropout, p, b, h, q_idx[:, None], kv_idx), dp, 0.0) * factor(dropout)
+    ds = p * (dp - row_delta[:, None])
+    SCATTER(ADD, sums, score.data, ds, qk * scale, b, h, q_idx[:, None], kv_idx)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def captures_kernel(
-    q, k, v, dout, out, lse, dlse, used_q, used_k, mask, score, sums, h_q, s_q, s_k, scale,
-    SCATTER: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, dout, out, lse, dlse, used_q, used_k, mask, score, dropout, sums, h_q, s_q, s_k, scale,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums += ds · d modified / d tensor, float32, for one block of query rows of one head."""
+    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one block of query rows of one head."""
     blocks = tl.cdiv(s_q, BLOCK_Q)
     start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
     bh = tl.program_id(0) // blocks
@@ -47,6 +74,8 @@ def captures_kernel(
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
     off = keys - rows
+    if dropout is not None:
+        dropout = opened(dropout)
     # [block_q]
     q_idx = start_q + tl.arange(0, BLOCK_Q)
     live = q_idx < rows
@@ -71,10 +100,10 @@ def captures_kernel(
         start = tl.where(step < before, first + step, core_end + step - before)
         _step(
             q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
-            mask, score, sums, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+            mask, score, dropout, sums, ADD, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
     for start in range(core, core_end, BLOCK_K):
         _step(
             q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
-            mask, score, sums, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+            mask, score, dropout, sums, ADD, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip

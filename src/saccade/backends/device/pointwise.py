@@ -129,9 +129,16 @@ def power(x, y):
 
 
 @triton.jit
-def diagonals(x, q_idx, kv_idx):
-    """Sums of x [block_q, block_k], block_q <= block_k, over equal kv_idx - q_idx: near and far [1, block_k], and the
-    distances that they belong to."""
+def distances(q_idx, kv_idx):
+    """What `diagonals` sums over: near and far [1, block_k] are every kv_idx - q_idx of a tile, but for one that lies
+    below them all."""
+    near = kv_idx - tl.min(q_idx)
+    return near, near - kv_idx.shape[1]
+
+
+@triton.jit
+def diagonals(x):
+    """Sums of x [block_q, block_k], block_q <= block_k, over equal distances: near and far [1, block_k]."""
     # [block_q, block_k]
     N: tl.constexpr = x.shape[1]
     turned = tl.arange(0, x.shape[0])[:, None] + tl.arange(0, N)[None, :]
@@ -139,8 +146,21 @@ def diagonals(x, q_idx, kv_idx):
     # [1, block_k]
     near = tl.sum(tl.where(turned < N, skewed, 0.0), 0, keep_dims=True)
     far = tl.sum(tl.where(turned < N, 0.0, skewed), 0, keep_dims=True)
-    distance = kv_idx - tl.min(q_idx)
-    return near, far, distance, distance - N
+    return near, far
+
+
+@triton.jit
+def add_diagonals(ADD: tl.constexpr, target, near_place, far_place, x):
+    """Adds the sums over equal distances where those belong. Beyond the reach of a table all of a tile's belong to one
+    place: one addition, where one for each distance would wait for one another."""
+    first = tl.minimum(tl.min(near_place), tl.min(far_place))
+    last = tl.maximum(tl.max(near_place), tl.max(far_place))
+    if first == last:
+        ADD(target, first, tl.sum(x))
+    else:
+        near, far = diagonals(x)
+        ADD(target, near_place, near)
+        ADD(target, far_place, far)
 
 
 NAMES = {
@@ -148,7 +168,7 @@ NAMES = {
     for name in (
         "INF", "index_float", "widened", "inside", "wrapped", "tanh", "sigmoid", "expm1", "log1p",
         "truncated", "rounded", "signed", "larger", "smaller", "remainder", "fmod", "floor_divided",
-        "floor_remainder", "power", "diagonals",
+        "floor_remainder", "power", "distances", "add_diagonals",
     )
 } | {"tl": tl, "triton": triton, "plain_int": plain_int}  # fmt: skip
 """What emitted source may name."""

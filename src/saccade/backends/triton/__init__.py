@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Saved, Support
+from saccade.backends import ANY_SCORE, Gradients, Saved, Support, captures_workspace
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -17,14 +17,14 @@ SUPPORT = Support(
     layouts=("dense", "padded"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "deterministic", "aligned"),
+    flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=256,
 )
 GRADIENT = SUPPORT
 
 
 def workspace(spec: Spec) -> str:
-    return "forward: none; backward: 8 bytes for every query row and head"
+    return f"forward: none; backward: 8 bytes for every query row and head{captures_workspace(spec)}"
 
 
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:

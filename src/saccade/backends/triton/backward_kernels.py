@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
 
@@ -52,14 +53,19 @@ def delta_kernel(
 
 @triton.jit
 def _score_gradient(
-    qk, dp, row_lse, row_delta, b, h, q_idx, kv_idx, rows, keys, off, scale, mask, score, MASKED: tl.constexpr
+    qk, dp, row_lse, row_delta, b, h, q_idx, kv_idx, rows, keys, off, scale, mask, score, dropout, MASKED: tl.constexpr
 ):
-    """p and ds of one tile, by whichever orientation the operands broadcast in."""
+    """p after dropout, but for its factor, and ds of one tile, by whichever orientation the operands broadcast in."""
     x = logits(qk, score, scale, b, h, q_idx, kv_idx)
     if MASKED:
         x = tl.where(visible(mask, b, q_idx, kv_idx, rows, keys, off), x, float("-inf"))
     p = tl.exp2(x - row_lse)
-    ds = p * (dp - row_delta)
+    if dropout is None:
+        ds = p * (dp - row_delta)
+    else:
+        kept = keep(dropout, p, b, h, q_idx, kv_idx)
+        ds = p * (tl.where(kept, dp, 0.0) * factor(dropout) - row_delta)
+        p = tl.where(kept, p, 0.0)
     if not score.steady:  # at scores that nobody sees it may be anything
         ds = tl.where(ds == 0, 0.0, ds * score.slope(score.data, qk * scale, b, h, q_idx, kv_idx))
     return p, ds
@@ -68,7 +74,7 @@ def _score_gradient(
 @triton.jit
 def _rows_step(
     dk, dv, q, dout, k_tile, v_tile, q_head, dout_head, lse2, delta, start, b, h, kv_idx, rows, keys, off, scale,
-    mask, score, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    mask, score, dropout, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v]."""
@@ -88,7 +94,7 @@ def _rows_step(
     dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
     p, ds = _score_gradient(
         qk, dp, row_lse[None, :], row_delta[None, :], b, h, q_idx[None, :], kv_idx[:, None], rows, keys, off, scale,
-        mask, score, MASKED,
+        mask, score, dropout, MASKED,
     )  # fmt: skip
     dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
@@ -97,7 +103,7 @@ def _rows_step(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def keys_kernel(
-    q, k, v, dout, dk, dv, lse2, delta, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
+    q, k, v, dout, dk, dv, lse2, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -111,6 +117,8 @@ def keys_kernel(
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
     off = keys - rows
+    if dropout is not None:
+        dropout = opened(dropout)
     # [block_k]
     kv_idx = start_k + tl.arange(0, BLOCK_K)
     live = kv_idx < keys
@@ -132,13 +140,17 @@ def keys_kernel(
             start = tl.where(step < before, first + step, core_end + step - before)
             dk_sum, dv_sum = _rows_step(
                 dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
-                kv_idx, rows, keys, off, scale, mask, score, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, True,
+                kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
+                True,
             )  # fmt: skip
         for start in range(core, core_end, BLOCK_Q):
             dk_sum, dv_sum = _rows_step(
                 dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
-                kv_idx, rows, keys, off, scale, mask, score, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, False,
+                kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
+                False,
             )  # fmt: skip
+    if dropout is not None:
+        dv_sum *= factor(dropout)
     # Keys that are not in use get zeros.
     dk_sum = tl.where(live[:, None], dk_sum * scale, 0.0)
     dv_sum = tl.where(live[:, None], dv_sum, 0.0)
@@ -149,7 +161,7 @@ def keys_kernel(
 @triton.jit
 def _keys_step(
     dq, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
-    mask, score, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    mask, score, dropout, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dq [block_q, d]."""
@@ -162,14 +174,14 @@ def _keys_step(
     kv_idx = start + tl.arange(0, BLOCK_K)
     _, ds = _score_gradient(
         qk, dp, row_lse[:, None], row_delta[:, None], b, h, q_idx[:, None], kv_idx[None, :], rows, keys, off, scale,
-        mask, score, MASKED,
+        mask, score, dropout, MASKED,
     )  # fmt: skip
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def rows_kernel(
-    q, k, v, dout, dq, lse2, delta, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
+    q, k, v, dout, dq, lse2, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -182,6 +194,8 @@ def rows_kernel(
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
     off = keys - rows
+    if dropout is not None:
+        dropout = opened(dropout)
     # [block_q]
     q_idx = start_q + tl.arange(0, BLOCK_Q)
     live = q_idx < rows
@@ -202,12 +216,12 @@ def rows_kernel(
         start = tl.where(step < before, first + step, core_end + step - before)
         dq_sum = _keys_step(
             dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
-            scale, mask, score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+            scale, mask, score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
     for start in range(core, core_end, BLOCK_K):
         dq_sum = _keys_step(
             dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
-            scale, mask, score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+            scale, mask, score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip
     dq_sum = tl.where(live[:, None], dq_sum * scale, 0.0)
     store_tile(dq, head(dq, b, h), start_q, s_q, dq_sum, BLOCK_Q, D, BLOCK_D)

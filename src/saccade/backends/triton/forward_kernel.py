@@ -7,13 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
 
 
 @triton.jit
 def _step(
-    acc, row_max, row_sum, q, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask, score,
+    acc, row_max, row_sum, q, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask, score, dropout,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -36,6 +37,8 @@ def _step(
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
+    if dropout is not None:
+        p = tl.where(keep(dropout, p, b, h, q_idx[:, None], kv_idx), p, 0.0)
     # [block_k, d_v]
     v_tile = load_tile(v, v_head, start, keys, BLOCK_K, D_V, BLOCK_DV, MASKED)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
@@ -44,7 +47,7 @@ def _step(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def forward_kernel(
-    q, k, v, out, lse, sink, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
+    q, k, v, out, lse, sink, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,6 +60,8 @@ def forward_kernel(
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
     off = keys - rows
+    if dropout is not None:
+        dropout = opened(dropout)
     # [block_q]
     q_idx = start_q + tl.arange(0, BLOCK_Q)
     live = q_idx < rows
@@ -82,16 +87,18 @@ def forward_kernel(
         start = tl.where(step < before, first + step, core_end + step - before)
         acc, row_max, row_sum = _step(
             acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask,
-            score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+            score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
     for start in range(core, core_end, BLOCK_K):
         acc, row_max, row_sum = _step(
             acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask,
-            score, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+            score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip
 
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    if dropout is not None:
+        acc *= factor(dropout)
     store_tile(out, head(out, b, h), start_q, s_q, acc, BLOCK_Q, D_V, BLOCK_DV)
     if lse is not None:
         row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import configs
 from saccade.backends import Saved
-from saccade.backends.device import masks, scores
+from saccade.backends.device import dropout, masks, scores
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
@@ -108,9 +108,9 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
 def call_arguments(problem: Problem) -> tuple[Any, ...]:
     """What every kernel takes between its tensors and its constants."""
     layout, q = problem.layout, problem.q
-    mask, score = masks.record(problem.mask), scores.record(problem.score)
+    records = masks.record(problem.mask), scores.record(problem.score), dropout.record(problem.dropout)
     used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
-    return *used, mask, score, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
+    return *used, *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 
 
 def constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Dropout in kernels: the numbers of `saccade.dropout`, tile by tile. Triton and Gluon kernels call this alike."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from saccade import dropout
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+M0, M1 = (tl.constexpr(m) for m in dropout.MULTIPLIERS)
+W0, W1 = (tl.constexpr(w) for w in dropout.STEPS)
+
+
+class DeviceDropout(NamedTuple):
+    """What a kernel takes in the place of None."""
+
+    state: Any
+    """seed and offset, int64"""
+    threshold: Any
+    """As a Dropout's, less 2^31: negative and odd, of which Triton never makes a constant."""
+    rescale: Any
+    """1 / (1 - p)"""
+
+
+def record(given: dropout.Dropout | None) -> DeviceDropout | None:
+    return None if given is None else DeviceDropout(given.state, given.threshold - (1 << 31), given.rescale)
+
+
+# What the compile gate compiles kernels with besides no dropout.
+DROPPED = [(64, "full dropout"), (256, "masked dropout")]
+
+
+def stand_in(device: torch.device) -> dropout.Dropout:
+    return dropout.Dropout(torch.zeros(2, dtype=torch.int64, device=device), 0.5)
+
+
+@triton.jit
+def opened(dropout):
+    """Seed, offset, threshold and factor in registers, read once."""
+    return tl.load(dropout.state), tl.load(dropout.state + 1), dropout.threshold * 2 + -2147483648, dropout.rescale
+
+
+@triton.jit
+def factor(numbers):
+    """1 / (1 - p), of opened numbers."""
+    return numbers[3]
+
+
+@triton.jit
+def quarters(x):
+    """x [M, N] by bit 3 of its row and column: four [M / 16, 8, N / 16, 8], those of row 0 first."""
+    x = x.reshape([x.shape[0] // 16, 2, 8, x.shape[1] // 16, 2, 8]).permute([0, 2, 3, 5, 1, 4])
+    left, right = x.split()
+    x00, x10 = left.split()
+    x01, x11 = right.split()
+    return x00, x01, x10, x11
+
+
+@triton.jit
+def whole(x00, x01, x10, x11):
+    """[M, N] from its quarters."""
+    x = tl.join(tl.join(x00, x10), tl.join(x01, x11)).permute([0, 4, 1, 2, 5, 3])
+    return x.reshape([x.shape[0] * 16, x.shape[3] * 16])
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, seed):
+    """Four words, uint32, of four counters, uint32, and a key, int64."""
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
+        # One multiplication gives both words.
+        a = c0.to(tl.uint64) * M0
+        b = c2.to(tl.uint64) * M1
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = b.to(tl.uint32)
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = a.to(tl.uint32)
+        k0 += W0
+        k1 += W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def keep(numbers, like, b, h, q_idx, kv_idx):
+    """Which probabilities of a tile like [M, N] stay: bool. Rows are queries, or keys if q_idx is [1, N].
+
+    q_idx and kv_idx start at multiples of 16, and h changes there at most. In Gluon the layout is like's own in other
+    words: it has to be converted, which moves nothing.
+    """
+    TRANSPOSED: tl.constexpr = q_idx.shape[0] == 1
+    seed, offset, threshold, _ = numbers
+    # [M, N]
+    zero = like.to(tl.int32, bitcast=True) * 0
+    # [M / 16, 8, N / 16, 8]
+    q, _, _, _ = quarters(q_idx + zero)
+    kv, _, _, _ = quarters(kv_idx + zero)
+    head, _, _, _ = quarters(h + zero)
+    c2 = (offset >> 32).to(tl.int32) ^ b
+    c3 = offset.to(tl.int32) ^ head
+    w0, w1, w2, w3 = philox(counter(q), counter(kv), (c2 + q * 0).to(tl.uint32), c3.to(tl.uint32), seed)
+    k0, k1, k2, k3 = _kept(w0, threshold), _kept(w1, threshold), _kept(w2, threshold), _kept(w3, threshold)
+    if TRANSPOSED:
+        return whole(k0, k2, k1, k3)
+    else:
+        return whole(k0, k1, k2, k3)
+
+
+@triton.jit
+def counter(i):
+    """An index without its bit 3."""
+    return ((i >> 4) * 8 + (i & 7)).to(tl.uint32)
+
+
+@triton.jit
+def _kept(word, threshold):
+    return word.to(tl.int32, bitcast=True) >= threshold
