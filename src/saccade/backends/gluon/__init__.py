@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Saved, Support
+from saccade.backends import ANY_SCORE, Gradients, Saved, Support, captures_workspace
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -17,7 +17,7 @@ SUPPORT = Support(
     layouts=("dense", "padded"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "deterministic", "aligned"),
+    flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=256,
     multiple_of=8,
     needs=("aligned",),
@@ -29,6 +29,7 @@ def workspace(spec: Spec) -> str:
     sums = "4 bytes for every element of q, d in whole multiples of 64, and 8 for every query row and head"
     shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
     turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
+    turns += captures_workspace(spec)
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
+from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import Plan, arguments, options, workspace
 from saccade.backends.gluon.relaunch import descriptor
@@ -36,16 +37,19 @@ def keys() -> Iterator[str]:
         yield from (f"gluon {name} 16bit {dims} queued" for name in ("prepare", "rank", "finish"))
     yield "gluon backward 16bit d192/128 masked"
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
+    yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED)
 
 
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
-    _, name, _, dims, edges, *score = row.split()
+    _, name, _, dims, edges, *words = row.split()
+    score = [word for word in words if word != "dropout"]
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
     mask = None if edges == "full" else causal()
     deterministic = edges == "queued"
     problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0, deterministic=deterministic)
+    problem.dropout = stand_in(q.device) if "dropout" in words else None
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients, processors=1)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
@@ -53,4 +57,4 @@ def compiled(row: str) -> tuple[Any, int]:
     made = zip(plan.kernels, calls, plan.fixed, strict=True)
     kernel, (operands, rest), fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")
     call = *map(descriptor, operands, plan.shapes), *rest
-    return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, SCORE_SPILL if score else 0)
+    return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, SCORE_SPILL if words else 0)

@@ -29,10 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed
+from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
 from saccade.backends.gluon.key_block import hidden, key_block, onto
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on, wait_for_turn
@@ -125,7 +127,7 @@ def issue_dq(c: gl.constexpr, shared, n, BLOCK_Q: gl.constexpr, BLOCK_D: gl.cons
 
 @gluon.jit
 def step(
-    c: gl.constexpr, dk, dv, start, n, steps, shared, block, mask, score, h, row, kv_idx, scale,
+    c: gl.constexpr, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, row, kv_idx, scale,
     BLOCK_Q: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One more block of rows: its dk and dv, and dq of the step before. Returns dk, dv and the next step's start."""
@@ -165,10 +167,14 @@ def step(
         if MASKED:
             x = hidden(x, mask, block, row, kv_idx)
         p = gl.exp2(x)
-    p_operand = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
+    weights = p
+    if dropout is not None:
+        p = dropped(p, dropout, block.b, h, row, kv_idx, True)
+        weights = kept(p)
+    p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
     if not score.steady:  # at scores that nobody sees it may be anything
         slope = score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
-        p = gl.where(p == 0, 0.0, p * slope)
+        p = bent(p, slope, dropout is not None)
     dq = warpgroup_mma_wait(0, [dq])
     if n > 0:
         shared.outbox.claim(c, n - 1)
@@ -182,9 +188,13 @@ def step(
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
-    if not FOLD:
-        dp += gl.expand_dims(shared.deltas.index(stage).load(columns), 0)
-    ds = (p * dp).to(DTYPE)
+    if dropout is not None:
+        delta = gl.expand_dims(shared.deltas.index(stage).load(columns), 0)
+        ds = gradient(p, dp, delta, factor(dropout)).to(DTYPE)
+    else:
+        if not FOLD:
+            dp += gl.expand_dims(shared.deltas.index(stage).load(columns), 0)
+        ds = (p * dp).to(DTYPE)
     ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
     shared.shares.tile(c, n).store(ds)
     fence_async_shared()
@@ -201,7 +211,7 @@ def step(
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, dk_desc, dv_desc, dq_sum, shared, block, mask, score, group, h_q, q_blocks, scale,
+    c: gl.constexpr, dk_desc, dv_desc, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     QUEUED: gl.constexpr,
 ):  # fmt: skip
@@ -217,6 +227,8 @@ def consume(
     # [64]
     kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     steps = block.steps(group)
+    if dropout is not None:
+        dropout = opened(dropout)
     mbarrier.wait(shared.keys_full, 0)
     shared.shares.give(c, -1)
     # [BLOCK_Q]
@@ -233,15 +245,15 @@ def consume(
                 edge = gl.where(half == 0, block.core, block.end)
                 for _ in tl.range(edge - q_block, disable_licm=True):
                     dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, h, q_block * BLOCK_Q, kv_idx, scale,
-                        BLOCK_Q, FOLD, True,
+                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx,
+                        scale, BLOCK_Q, FOLD, True,
                     )  # fmt: skip
                     q_block += 1
                     n += 1
                 for _ in tl.range(block.core_end - q_block, disable_licm=True):
                     dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, h, q_block * BLOCK_Q, kv_idx, scale,
-                        BLOCK_Q, FOLD, False,
+                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx,
+                        scale, BLOCK_Q, FOLD, False,
                     )  # fmt: skip
                     q_block += 1
                     n += 1
@@ -249,14 +261,17 @@ def consume(
         for n in tl.range(steps, disable_licm=True):
             h = block.share * group
             row = block.first
-            if not score.identity:
+            if not score.identity or dropout is not None:
                 h, q_block = block.place(n, group)
                 row = q_block * BLOCK_Q
             dk, dv, start = step(
-                c, dk, dv, start, n, steps, shared, block, mask, score, h, row, kv_idx, scale, BLOCK_Q, FOLD, False
+                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, row, kv_idx, scale, BLOCK_Q, FOLD,
+                False,
             )  # fmt: skip
     shared.shares.take(c, steps - 1)
     dq = issue_dq(c, shared, steps - 1, BLOCK_Q, BLOCK_D)
+    if dropout is not None:
+        dv *= factor(dropout)
     own_rows(c, shared.v_tiles).store(dv.to(DTYPE))
     fence_async_shared()
     tma_store(dv_desc, [block.b, block.share, block.start + c * 64, 0], shared.v_tiles.index(0).slice(c * 64, 64, 2))
@@ -278,7 +293,7 @@ def consume(
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dq_sum, used_q, used_k,
-    mask, score, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -309,12 +324,12 @@ def backward_kernel(
     block = key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K, queue is not None)
     gl.warp_specialize([
         (consume, (
-            0, dk_desc, dv_desc, dq_sum, shared, block, mask, score, group, h_q, q_blocks, scale, BLOCK_Q, BLOCK_D,
-            BLOCK_DV, FOLD, MASKED, queue is not None,
+            0, dk_desc, dv_desc, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, BLOCK_Q,
+            BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
         )),
         (consume, (
-            1, dk_desc, dv_desc, dq_sum, shared, block, mask, score, group, h_q, q_blocks, scale, BLOCK_Q, BLOCK_D,
-            BLOCK_DV, FOLD, MASKED, queue is not None,
+            1, dk_desc, dv_desc, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, BLOCK_Q,
+            BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
         )),
         (load, (
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,

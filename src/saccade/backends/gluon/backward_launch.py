@@ -16,7 +16,7 @@ from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
 from saccade.backends import Saved
-from saccade.backends.device import masks, scores
+from saccade.backends.device import dropout, masks, scores
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows, runtime_int
@@ -158,7 +158,8 @@ class Plan:
         ends = blocks * block_q // cut.prepared_rows
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
         spills = problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None
-        fold = block_q == 64 and problem.score is None and not spills and problem.scale > LEAST_SCALE
+        plain_scores = problem.score is None and problem.dropout is None and problem.scale > LEAST_SCALE
+        fold = block_q == 64 and plain_scores and not spills
         masked = problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
         section = SECTION if problem.group == 1 else divided
         if problem.deterministic and key_blocks > MANY:
@@ -256,7 +257,7 @@ def arguments(
         used_q, *prepare, -1 / scale if plan.fold else -LOG2E,
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
-    records = mask, scores.record(problem.score), plan.order, queue
+    records = mask, scores.record(problem.score), dropout.record(problem.dropout), plan.order, queue
     yield tensors[: len(plan.shapes)], (dq_sum, used_q, used_k, *records, *main, scale)
     yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
 

@@ -63,13 +63,16 @@ def shared_bytes(d: int, d_v: int, made: Config) -> int:
 def key(spec: Spec, score: str = "") -> str:
     """A row of the table: what a schedule depends on; `score` is a word of `backends.device.scores.weight`."""
     edges = "full" if spec.mask == "none" else "masked"
-    return f"gluon forward 16bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {edges} {score}".rstrip()
+    words = (edges, *filter(None, (score, "dropout" if spec.dropout else "")))
+    return f"gluon forward 16bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {' '.join(words)}"
 
 
 @lru_cache(maxsize=1024)
 def config(spec: Spec, gpu: str, score: str = "") -> Config:
     """The Config for a Spec: from the table of that GPU, else by formula."""
     row = configs.table(gpu).get(key(spec, score))
+    if row is None and spec.dropout:
+        return dropping(config(replace(spec, dropout=False), gpu, score), spec)
     if row is None and score:
         return scored(spec, gpu, score)
     return Config(**row) if row else formula(spec.d, spec.d_v)
@@ -91,8 +94,17 @@ def scored(spec: Spec, gpu: str, score: str) -> Config:
     return config(spec, gpu)
 
 
+def dropping(made: Config, spec: Spec) -> Config:
+    """Philox needs registers too: of three consumers, or of the producer, which has some left."""
+    wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
+    if wide <= 64:
+        return Config(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
+    return replace(made, registers=240, loader_registers=24, spill=SCORE_SPILL)
+
+
 SCORE_SPILL = 160
-"""Bytes that a score function's values may cost: 48 in Triton 3.6, more in others. Not timed against shorter tiles."""
+"""Bytes that a score function's values, or dropout, may cost: 48 and 60 in Triton 3.6, more in others. Not timed
+against shorter tiles."""
 
 
 def formula(d: int, d_v: int) -> Config:

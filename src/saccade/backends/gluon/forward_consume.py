@@ -13,9 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from saccade.backends.device.dropout import factor as dropout_factor
+from saccade.backends.device.dropout import opened
 from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import used_length, visible
+from saccade.backends.gluon.dropping import dropped
 from saccade.backends.gluon.schedule import (
     BATCH,
     CONSUMER,
@@ -128,6 +131,15 @@ def hidden(s, tile, LOWER: gl.constexpr, mask, b, q_idx, rows, keys):
 
 
 @gluon.jit
+def thinned(weights, tile, dropout, b, h, q_idx):
+    """The weights [64, BLOCK_K] of a tile of keys that dropout keeps, and zeros."""
+    if dropout is None:
+        return weights
+    else:
+        return dropped(weights, dropout, b, h, q_idx, tile * weights.shape[1], False)
+
+
+@gluon.jit
 def row_sums(p):
     """Sums [64, 8] of p [64, BLOCK_K] within each thread; the four threads of a row meet when the work item ends."""
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
@@ -135,8 +147,8 @@ def row_sums(p):
 
 @gluon.jit
 def step(
-    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, MASKED: gl.constexpr, mask, score, terms, inside,
-    factor, b, h, q_idx, rows, keys,
+    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, MASKED: gl.constexpr, mask, score, dropout, terms,
+    inside, factor, b, h, q_idx, rows, keys,
 ):  # fmt: skip
     """One more tile of keys: its scores, and the values of the tile before, whose probabilities are p."""
     stage = pipe.keys.wait(n + 1)
@@ -165,6 +177,7 @@ def step(
     acc = warpgroup_mma_wait(0, [acc])
     pipe.values.release(n)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    weights = thinned(weights, tile, dropout, b, h, q_idx)
     return acc, new_max, row_sum, pack_pairs(weights, pipe.slots.tiles.dtype)
 
 
@@ -189,7 +202,7 @@ def leave(pipe, done):
 
 
 @gluon.jit
-def finish(acc, row_max, row_sum, live, h, sink, DEAD: gl.constexpr):
+def finish(acc, row_max, row_sum, live, h, sink, dropout, DEAD: gl.constexpr):
     """out [64, BLOCK_DV] and lse [64] from the sums; row_max [64] in units of log2. The sink is one more column.
 
     DEAD: there are rows that are not in use, of which acc may be NaN.
@@ -206,13 +219,17 @@ def finish(acc, row_max, row_sum, live, h, sink, DEAD: gl.constexpr):
     lse = gl.where(seen, (row_max + fast_log2(gl.where(seen, total, 1.0))) / LOG2E, float("-inf"))
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     weight = gl.convert_layout(gl.where(seen, share / gl.where(seen, total, 1.0), 0.0), layout)
+    if dropout is not None:
+        weight *= dropout_factor(dropout)
     if DEAD:
         acc = gl.where(gl.convert_layout(live, layout)[:, None], acc, 0.0)
     return acc * weight[:, None], lse
 
 
 @gluon.jit
-def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, score, group, h_q, s_q, s_k, scale):
+def consume(
+    c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale
+):  # fmt: skip
     """Consumer c: the online softmax of its 64 query rows over every tile of keys that they see."""
     DTYPE: gl.constexpr = pipe.slots.tiles.dtype
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
@@ -232,6 +249,8 @@ def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, sc
     inside, outside = score.parts(score.data)
     inside *= scale
     factor = (inside if score.identity or score.linear else outside) * LOG2E
+    if dropout is not None:
+        dropout = opened(dropout)
     n = gl.to_tensor(0)
     done = gl.to_tensor(0)
     pipe.turns.open(c)
@@ -279,7 +298,7 @@ def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, sc
         # [64, 8]
         row_sum = row_sums(weights)
         # [64, BLOCK_K / 2]
-        p = pack_pairs(weights, DTYPE)
+        p = pack_pairs(thinned(weights, tile, dropout, b, h, q_idx), DTYPE)
         # [64, BLOCK_DV]
         acc = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
         # Twice through two loops: the tiles behind the core, the core, the tiles before it, and none. A branch inside
@@ -289,15 +308,15 @@ def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, sc
             for _ in range(tile - edge):
                 tile -= 1
                 acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, True, mask, score, terms, inside, factor, b, h,
-                    q_idx, rows, keys,
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, True, mask, score, dropout, terms, inside, factor,
+                    b, h, q_idx, rows, keys,
                 )  # fmt: skip
                 n += 1
             for _ in range(tile - core):
                 tile -= 1
                 acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, False, mask, score, terms, inside, factor, b,
-                    h, q_idx, rows, keys,
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, False, mask, score, dropout, terms, inside,
+                    factor, b, h, q_idx, rows, keys,
                 )  # fmt: skip
                 n += 1
         acc = issue_values(pipe, p, pipe.values.wait(n), acc)
@@ -307,7 +326,9 @@ def consume(c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, sc
         done += 1
 
         there = (q_idx < s_q) & (h < h_k * group + group)
-        result, row_lse = finish(acc, row_max * factor, row_sum, there & (q_idx < rows), h, sink, used_q is not None)
+        result, row_lse = finish(
+            acc, row_max * factor, row_sum, there & (q_idx < rows), h, sink, dropout, used_q is not None
+        )
         # q's slot is where out leaves from: every warp overwrites rows that it alone has read.
         out_at = (slot * CONSUMERS + c) * OUTS
         view(pipe.slots.tiles, [ALL_OUTS, 64, BLOCK_DV], out_layout).index(out_at).store(result.to(DTYPE))

@@ -36,7 +36,7 @@ NUMBERS_OF_A_CALL = ["items", "blocks", "heads", "section", "h_k", "packs", "gro
 
 @gluon.jit(do_not_specialize=NUMBERS_OF_A_CALL)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, sink, counter, used_q, used_k, mask, score, items, blocks, heads,
+    q_desc, k_desc, v_desc, out_desc, lse, sink, counter, used_q, used_k, mask, score, dropout, items, blocks, heads,
     section, h_k, packs, group, h_q, s_q, s_k, scale,
     D_CHUNK: gl.constexpr, D_CHUNKS: gl.constexpr, D_LAST: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
@@ -67,14 +67,24 @@ def forward_kernel(
     )
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (0, out_desc, lse, sink, pipe, used_q, used_k, mask, score, group, h_q, s_q, s_k, scale)),
-            (consume, (1, out_desc, lse, sink, pipe, used_q, used_k, mask, score, group, h_q, s_q, s_k, scale)),
+            (consume, (
+                0, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+            )),
+            (consume, (
+                1, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+            )),
             (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k)),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, out_desc, lse, sink, pipe, used_q, used_k, mask, score, group, h_q, s_q, s_k, scale)),
-            (consume, (1, out_desc, lse, sink, pipe, used_q, used_k, mask, score, group, h_q, s_q, s_k, scale)),
-            (consume, (2, out_desc, lse, sink, pipe, used_q, used_k, mask, score, group, h_q, s_q, s_k, scale)),
+            (consume, (
+                0, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+            )),
+            (consume, (
+                1, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+            )),
+            (consume, (
+                2, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+            )),
             (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -9,7 +9,8 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
-from saccade.backends.device import masks
+from saccade.backends.device import dropout, masks
+from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of, weight
 from saccade.backends.gluon import backward_gate, launch
 from saccade.backends.gluon.config import config, key
@@ -29,23 +30,26 @@ def keys() -> Iterator[str]:
     silent = (key(Spec("bf16", d, d_v, mask=mask)) for d, d_v in _DIMS for mask in ("none", "causal"))
     yield from (row for row in silent if row not in configs.table(GPU))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
+    yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED)
     yield from backward_gate.keys()
 
 
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
-    _, kernel, _, dims, edges, *score = row.split()
+    _, kernel, _, dims, edges, *words = row.split()
+    score = [word for word in words if word != "dropout"]
     if kernel != "forward":
         return backward_gate.compiled(row)
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v))
     mask = causal() if edges == "masked" else None
     problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0)
+    problem.dropout = stand_in(q.device) if "dropout" in words else None
     out, lse, counter = torch.empty_like(v), torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     made = config(problem.spec(), GPU, weight(problem.score))
     shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
     descriptors = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
-    records = masks.record(problem.mask), launch.score_record(problem)
+    records = masks.record(problem.mask), launch.score_record(problem), dropout.record(problem.dropout)
     return forward_kernel.warmup(
         *descriptors,
         *(lse, None, counter, None, None, *records, *numbers, problem.scale),

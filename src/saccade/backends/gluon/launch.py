@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
-from saccade.backends.device import masks, scores
+from saccade.backends.device import dropout, masks, scores
 from saccade.backends.device.launch import on_device
 from saccade.backends.gluon import schedule
 from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
@@ -42,7 +42,7 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
         layout, sink = problem.layout, None if problem.sink is None else problem.sink.contiguous()
         used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
         mask, score = masks.record(problem.mask), score_record(problem)
-        tensors = row_lse, sink, counter(q.device), *used, mask, score
+        tensors = row_lse, sink, counter(q.device), *used, mask, score, dropout.record(problem.dropout)
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value
         found = problem.launches.get(key) if tile is None else None
@@ -69,7 +69,8 @@ def arguments(
     q, k, v = problem.q, problem.k, problem.v
     b, h_q, s_q, d = q.shape
     h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-    rows = rows_of_a_head(problem.group, s_q, made.consumers)
+    # With dropout 16 rows that belong together are those of one head.
+    rows = 64 if problem.dropout else rows_of_a_head(problem.group, s_q, made.consumers)
     heads = 64 // rows
     columns = block_dv(d_v)
     shapes = [

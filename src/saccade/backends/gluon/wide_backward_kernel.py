@@ -32,10 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed, unpacked
+from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
 from saccade.backends.gluon.key_block import hidden, key_block, onto
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Ring, Trade, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on_fenced, wait_for_turn
@@ -191,8 +193,8 @@ def leave(desc, acc, factor, b, h, row, tiles, stage, D: gl.constexpr):
 
 @gluon.jit
 def value_step(
-    dv, start, n, steps, dq_sum, queue, shared, block, mask, score, group, h, h_q, row, q_blocks, kv_idx, scale,
-    D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
+    dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q, row, q_blocks, kv_idx,
+    scale, D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The first consumer's step: dv of one more block of rows, and dq of the one before. Returns dv and the next
     step's start."""
@@ -219,10 +221,14 @@ def value_step(
             x = hidden(x, mask, block, row, kv_idx)
         p = gl.exp2(x)
     shared.q_ring.release(n)
-    weights = p.to(DTYPE)
+    weights = p
+    if dropout is not None:
+        p = dropped(p, dropout, block.b, h, row, kv_idx, True)
+        weights = kept(p)
+    weights = weights.to(DTYPE)
     if not score.steady:  # at scores that nobody sees it may be anything
         slope = score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
-        p = gl.where(p == 0, 0.0, p * slope)
+        p = bent(p, slope, dropout is not None)
     shared.trade.take_ds()
     shared.trade.give_p(packed(p))
     dq = issue_dq(0, shared, n - 1, D)
@@ -240,7 +246,7 @@ def value_step(
 
 @gluon.jit
 def consume_for_values(
-    dv_desc, dq_sum, queue, shared, block, mask, score, group, h_q, q_blocks, scale,
+    dv_desc, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
     D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The first consumer: p, dv, and the first columns of every dq."""
@@ -249,6 +255,8 @@ def consume_for_values(
     # [64]
     kv_idx = block.start + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
     steps = block.steps(group)
+    if dropout is not None:
+        dropout = opened(dropout)
     mbarrier.wait(shared.keys_full, 0)
     # [64]
     start = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, SCORES))
@@ -264,15 +272,15 @@ def consume_for_values(
                 edge = gl.where(half == 0, block.core, block.end)
                 for _ in tl.range(edge - q_block, disable_licm=True):
                     dv, start = value_step(
-                        dv, start, n, steps, dq_sum, queue, shared, block, mask, score, group, h, h_q, q_block * BLOCK,
-                        q_blocks, kv_idx, scale, D, D_V, FOLD, True,
+                        dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                        q_block * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, True,
                     )  # fmt: skip
                     q_block += 1
                     n += 1
                 for _ in tl.range(block.core_end - q_block, disable_licm=True):
                     dv, start = value_step(
-                        dv, start, n, steps, dq_sum, queue, shared, block, mask, score, group, h, h_q, q_block * BLOCK,
-                        q_blocks, kv_idx, scale, D, D_V, FOLD, False,
+                        dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                        q_block * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
                     )  # fmt: skip
                     q_block += 1
                     n += 1
@@ -280,37 +288,51 @@ def consume_for_values(
         for n in tl.range(steps, disable_licm=True):
             h = block.share * group
             row = block.first
-            if not score.identity:
+            if not score.identity or dropout is not None:
                 h, q_block = block.place(n, group)
                 row = q_block * BLOCK
             dv, start = value_step(
-                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, group, h, h_q, row, q_blocks, kv_idx,
-                scale, D, D_V, FOLD, False,
+                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q, row, q_blocks,
+                kv_idx, scale, D, D_V, FOLD, False,
             )  # fmt: skip
     shared.trade.take_ds()
     dq = issue_dq(0, shared, steps - 1, D)
     dq = warpgroup_mma_wait(0, [dq])
     add_columns(0, dq, dq_sum, queue, steps - 1, block, group, h_q, q_blocks, D)
     # The last dout has been read by both: the second consumer gave the last ds after it.
-    leave(dv_desc, dv, 1.0, block.b, block.share, block.start, shared.dout_ring.tiles, (steps - 1) % 2, D_V)
+    leave(
+        dv_desc,
+        dv,
+        1.0 if dropout is None else factor(dropout),
+        block.b,
+        block.share,
+        block.start,
+        shared.dout_ring.tiles,
+        (steps - 1) % 2,
+        D_V,
+    )
 
 
 @gluon.jit
 def key_step(
-    dk, n, dq_sum, queue, shared, block, group, h_q, q_blocks, D: gl.constexpr, D_V: gl.constexpr
+    dk, n, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, D: gl.constexpr, D_V: gl.constexpr
 ):  # fmt: skip
     """The second consumer's step: dk and dq of one more block of rows. Returns dk."""
     DTYPE: gl.constexpr = shared.k_tiles.dtype
     zero = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
     stage = shared.dout_ring.wait(n)
     # dp and ds: [64, 64]
-    dp = onto(shared.deltas.index(stage).load(gl.SliceLayout(0, SCORES)), zero)
-    dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, dp, D_V, True)
+    delta = shared.deltas.index(stage).load(gl.SliceLayout(0, SCORES))
+    if dropout is None:
+        dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, onto(delta, zero), D_V, True)
+    else:
+        dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, zero, D_V, False)
     dp = warpgroup_mma_wait(0, [dp])
     shared.dout_ring.release(n)
     order: gl.constexpr = packed(zero).type.layout
     p = gl.convert_layout(unpacked(shared.trade.take_p(order), BLOCK), SCORES)
-    ds = (p * dp).to(DTYPE)
+    ds = p * dp if dropout is None else gradient(p, dp, gl.expand_dims(delta, 0), dropout.rescale)
+    ds = ds.to(DTYPE)
     shared.trade.give_ds(n, ds)
     dq = issue_dq(1, shared, n, D)
     shared.q_ring.wait(n)
@@ -324,7 +346,7 @@ def key_step(
 
 @gluon.jit
 def consume_for_keys(
-    dk_desc, dq_sum, queue, shared, block, group, h_q, q_blocks, scale, D: gl.constexpr, D_V: gl.constexpr
+    dk_desc, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale, D: gl.constexpr, D_V: gl.constexpr
 ):  # fmt: skip
     """The second consumer: ds, dk, and the other columns of every dq."""
     # [64, D]
@@ -334,7 +356,7 @@ def consume_for_keys(
     # Zeros, which the first step adds to the sums of its own block of rows: cheaper than a test in every step.
     shared.trade.give_ds(-1, gl.zeros([BLOCK, BLOCK], shared.k_tiles.dtype, SCORES))
     for n in tl.range(steps, disable_licm=True):
-        dk = key_step(dk, n, dq_sum, queue, shared, block, group, h_q, q_blocks, D, D_V)
+        dk = key_step(dk, n, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, D, D_V)
     # The last q has been read by both: the first consumer gave the last p after it.
     leave(dk_desc, dk, scale, block.b, block.share, block.start, shared.q_ring.tiles, (steps - 1) % 2, D)
 
@@ -342,7 +364,7 @@ def consume_for_keys(
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, dq_sum, used_q, used_k,
-    mask, score, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
     D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -372,9 +394,10 @@ def wide_backward_kernel(
     )
     block = key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK, BLOCK, queue is not None)
     gl.warp_specialize([
-        (consume_for_keys, (dk_desc, dq_sum, queue, shared, block, group, h_q, q_blocks, scale, D, D_V)),
+        (consume_for_keys, (dk_desc, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale, D, D_V)),
         (consume_for_values, (
-            dv_desc, dq_sum, queue, shared, block, mask, score, group, h_q, q_blocks, scale, D, D_V, FOLD, MASKED,
+            dv_desc, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, D, D_V, FOLD,
+            MASKED,
         )),
         (load, (
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,
