@@ -48,7 +48,7 @@ class Problem:
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             (_address(q) | _address(k) | _address(v)) % ALIGNMENT,
-            *(layout.text, mask and mask.kind, score and score.identity, sink is None, self.deterministic),
+            *(layout.text, mask and mask.identity, score and score.identity, sink is None, self.deterministic),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
         )
@@ -89,9 +89,13 @@ class Header:
     layout: str = "bhsd"
     mask: str = "none"
     score: str = "none"
-    """The identity of the score, not its word in a Spec."""
+    """The identities of mask and score, not their words in a Spec."""
     backend: str = "auto"
     deterministic: bool = False
+
+    def programs(self) -> list[Any]:
+        """What a backward has to keep alive besides tensors."""
+        return [scores.program_of(self.score), *masks.programs(self.mask)]
 
     def __str__(self) -> str:
         flag = "deterministic" if self.deterministic else "any_order"
@@ -118,7 +122,7 @@ class Header:
         scale, *floats = floats
         records, ints = list(records), list(ints)
         layout = Dense.from_records(self.layout, records)
-        mask = masks.from_records(self.mask, ints, records)
+        mask = masks.from_records(self.mask, ints, records, floats)
         score = scores.from_records(self.score, captures, ints, floats)
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
         return Problem(q, k, v, sink, mask, score, layout, scale, self.deterministic)
