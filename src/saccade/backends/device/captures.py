@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import masks, scores
+from saccade.backends.device import lists, scores
 from saccade.backends.device.captures_kernel import captures_kernel
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import on_device
@@ -44,8 +44,8 @@ def _launch(problem: Problem, saved: Saved, score: Traced, wanted: list[bool], s
     operands = (Rows.of(x if aligned(x) else padded(x)) for x in (q, k, v, saved.dout, saved.out))
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     used = (None if x is None else x.contiguous() for x in (problem.layout.seqused_q, problem.layout.seqused_k))
-    records = masks.record(problem.mask), scores.record(score), tuple(sums)
     block_q, options = tile(problem)
+    records = lists.record(problem, block_q, options["BLOCK_K"]), scores.record(score), tuple(sums)
     grid = (q.shape[0] * q.shape[1] * -(-q.shape[2] // block_q),)
     captures_kernel[grid](
         *operands,
