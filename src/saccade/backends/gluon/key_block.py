@@ -143,16 +143,29 @@ def key_block(
 @gluon.jit
 def key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """The KeyBlock of these BLOCK_K keys."""
+    if mask.listed:
+        return listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K)
+    else:
+        return key_block_of_interval(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+
+
+@gluon.jit
+def listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K: gl.constexpr):
+    number = list_number(mask.lists, b, share, start // BLOCK_K)
+    listing, some, tiles = list_of(mask.lists, number)
+    none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
+    end = tiles + none
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
-    if mask.listed:
-        list_at = list_number(mask.lists, b, share, start // BLOCK_K)
-        listing, some, tiles = list_of(mask.lists, list_at)
-        none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
-        end = tiles + none
-        return ListedKeyBlock(
-            b, h_k, share, start, rows, keys, end * 0, some + none, end, end, listing, list_at
-        )
+    return ListedKeyBlock(b, h_k, share, start, rows, keys, end * 0, some + none, end, end, listing, number)
+
+
+@gluon.jit
+def key_block_of_interval(
+    b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
+):
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
     # [BLOCK_K]
     kv_idx = start + gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     lo, hi, core_lo, core_hi = mask.rows_of(mask.data, b, kv_idx, keys - rows)

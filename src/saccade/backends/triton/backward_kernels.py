@@ -117,7 +117,6 @@ def keys_kernel(
     live = kv_idx < keys
     lo, hi, core_lo, core_hi = mask.rows_of(mask.data, b, kv_idx, off)
     first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, rows, BLOCK_Q)
-    listing = None
 
     # [block_k, d], [block_k, d_v]
     k_tile = load_tile(k, head(k, b, head_k), start_k, keys, BLOCK_K, D, BLOCK_D, True)
@@ -131,6 +130,8 @@ def keys_kernel(
         row = (b.to(tl.int64) * h_q + h) * s_q
         if mask.listed:  # heads may see other keys
             first, core, core_end, end, listing = listed_range(mask, b, h, start_k // BLOCK_K, BLOCK_Q)
+        else:
+            listing = None
         before = core - first
         for step in range(0, before + end - core_end, BLOCK_Q):
             start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_Q)
