@@ -22,7 +22,7 @@ LAYERS = [
     {"backends"},
     {"dispatch"},
     {"ops"},
-    {"api"},
+    {"api", "block_masks"},
     {"compat", "integrations", "parallel"},
     {"__init__"},
     {"testing"},

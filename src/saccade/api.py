@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from saccade import dispatch, ops, scores
+from saccade import dispatch, masks, ops, scores
 from saccade.dispatch import Unsupported
 from saccade.layouts import ORDERS, Dense
 from saccade.masks import Documents, Mask, as_mask
@@ -134,6 +134,8 @@ def attention(
         problem = Problem(*operands, sink, mask, score, layout, scale, deterministic)
         out, lse = ops.execute(problem, backend, return_lse)
     else:
+        if mask is not None and torch.compiler.is_compiling():
+            masks.pin(mask.identity)
         kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
         header = str(Header(layout.text, *kinds, backend, deterministic))
         records = [*layout.records, *mask.records] if mask else layout.records

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.expressions import Mask
-from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod
+from saccade.masks.expressions import Extent, Interval, Mask
+from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, everything, nothing
 
 
 def as_mask(mask: Any) -> Mask | None:
@@ -32,19 +34,74 @@ def as_mask(mask: Any) -> Mask | None:
     )
 
 
-class Read:
-    """The elements of a bool tensor, as a predicate."""
+@dataclass(frozen=True, eq=False)
+class TensorMask(Mask):
+    """Row i sees key j where `t[b, h, i, j]` is true; any shape that broadcasts to (b, h_q, s_q, s_k)."""
 
-    def __init__(self, t: Tensor) -> None:
-        self.t, self.own = t, tuple(n != 1 for n in t.shape)
+    kind: ClassVar[str] = "mask_mod"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    t: Tensor
 
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        at = (b, h, q_idx, kv_idx)[4 - len(self.own) :]
-        return self.t[tuple(i if mine else torch.zeros_like(i) for i, mine in zip(at, self.own, strict=True))]
+    @property
+    def own(self) -> tuple[bool, ...]:
+        """Which of the last dimensions are more than one element."""
+        return tuple([n != 1 for n in self.t.shape])
+
+    @property
+    def identity(self) -> str:
+        return f"mask_mod[{_identity(self.own)}]"
+
+    @property
+    def predicate(self) -> scores.Traced:
+        return scores.Traced(scores.program_of(_identity(self.own)), [self.t], [])
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.predicate.indices
+
+    def _records(self) -> list[Tensor]:
+        return [self.t]
+
+    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        call, given = (b, h, s_q, s_k), tuple(self.t.shape)
+        if any(n not in (1, m) for n, m in zip(given, call[4 - len(given) :], strict=True)):
+            return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {given}"
+        return None
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return read(b, h, q_idx, kv_idx, self.t, self.own)
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)
+
+    def __repr__(self) -> str:
+        return f"mask{list(self.t.shape)}"
+
+
+def read(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor, own: tuple[bool, ...]) -> Tensor:
+    """The elements of a tensor, broadcast where it has one."""
+    at = (b, h, q_idx, kv_idx)[4 - len(own) :]
+    return t[tuple(i if mine else torch.zeros_like(i) for i, mine in zip(at, own, strict=True))]
+
+
+@torch._dynamo.assume_constant_result
+def _identity(own: tuple[bool, ...]) -> str:
+    return _program(own).identity
+
+
+@cache
+def _program(own: tuple[bool, ...]) -> Any:
+    """The program of all tensors that have one element in the same dimensions; kept for ever, as there are few."""
+    t = torch.zeros((), dtype=torch.bool).expand([7 if mine else 1 for mine in own])
+    return scores.predicate(partial(read, t=t, own=own), "tensor").program
 
 
 def of_tensor(t: Tensor) -> Mask:
-    """Row i sees key j where `t[b, h, i, j]` is true; any shape that broadcasts to (b, h_q, s_q, s_k).
+    """A bool tensor as a mask.
 
     Raises:
         TypeError: not bool.
@@ -57,8 +114,7 @@ def of_tensor(t: Tensor) -> Mask:
         )
     if t.dim() > 4:
         raise ValueError(f"a mask tensor must broadcast to (b, h_q, s_q, s_k), got {tuple(t.shape)}")
-    read = Read(t if t.dim() else t[None])
-    return MaskMod(scores.predicate(read, "tensor"), read, tuple(t.shape))
+    return TensorMask(t if t.dim() else t[None])
 
 
 def is_block_mask(value: Any) -> bool:

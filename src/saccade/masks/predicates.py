@@ -31,8 +31,6 @@ class MaskMod(Mask):
     """The function as a graph, with what it captures."""
     fn: Function | None = None
     """The user's own, where it is known."""
-    shape: tuple[int, ...] | None = None
-    """Of a tensor that is the mask."""
 
     @property
     def identity(self) -> str:
@@ -58,11 +56,8 @@ class MaskMod(Mask):
         return MaskMod(scores.Traced.of_records(identity, records, ints, floats))
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        call = (b, h, s_q, s_k)
         if max(s_q, s_k) > scores.LONGEST:
             return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
-        if self.shape is not None and any(n not in (1, m) for n, m in zip(self.shape[::-1], call[::-1], strict=False)):
-            return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {self.shape}"
         return None
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

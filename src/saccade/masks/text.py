@@ -6,6 +6,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saccade import scores
@@ -93,3 +94,13 @@ def from_records(
 def programs(identity: str) -> list[Any]:
     """What has to be kept alive besides tensors, so that `from_records` finds it."""
     return [scores.program_of(word) for word in re.findall(r"\[([^\]]*)\]", identity)]
+
+
+@torch._dynamo.assume_constant_result
+def pin(identity: str) -> int:
+    """Keeps the programs of a mask for ever: compiled graphs that name them do not."""
+    _pinned.update((x.identity, x) for x in programs(identity))
+    return len(_pinned)
+
+
+_pinned: dict[str, Any] = {}

@@ -231,7 +231,7 @@ def record(mask: masks.Mask | None) -> DeviceMask:
             tensors = (x.contiguous() for x in (mask.ids, mask.first, mask.stop, mask.solid))
             data = (*tensors, runtime_int(stride), runtime_int(s))
             return DeviceMask(*_DOCUMENTS, data)
-        case masks.MaskMod(predicate=predicate):
+        case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
             return DeviceMask(*_predicate(predicate), scores.data(predicate))
         case masks.Not():
             return DeviceMask(*_NOT, (record(mask.part),))

@@ -19,6 +19,8 @@ from saccade.problem import Problem
 from saccade.spec import Spec
 
 GPU = "h200"
+LISTED_SPILL = 40
+"""Bytes that the place in a list costs: 36 in Triton 3.6."""
 _DIMS = (64, 64), (128, 128), (256, 256), (192, 128)
 
 
@@ -51,4 +53,4 @@ def compiled(row: str) -> tuple[Any, int]:
         **fixed,
         **launch.OPTIONS,
         grid=(1,),
-    ), made.spill
+    ), LISTED_SPILL if edges == "listed" else made.spill

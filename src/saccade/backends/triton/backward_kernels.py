@@ -123,6 +123,7 @@ def keys_kernel(
     v_tile = load_tile(v, head(v, b, head_k), start_k, keys, BLOCK_K, D_V, BLOCK_DV, True)
     dk_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    before = core - first
     for member in range(GROUP):
         h = head_k * GROUP + member
         q_head = head(q, b, h)
@@ -130,9 +131,9 @@ def keys_kernel(
         row = (b.to(tl.int64) * h_q + h) * s_q
         if mask.listed:  # heads may see other keys
             first, core, core_end, end, listing = listed_range(mask, b, h, start_k // BLOCK_K, BLOCK_Q)
+            before = core - first
         else:
             listing = None
-        before = core - first
         for step in range(0, before + end - core_end, BLOCK_Q):
             start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_Q)
             dk_sum, dv_sum = _rows_step(
