@@ -18,10 +18,7 @@ from torch import Tensor, fx
 from saccade.scores.trace import TILE, K, Q, aten, name_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
-_TAKES_NUMBERS = frozenset((
-    "add", "sub", "rsub", "mul", "div", "floor_divide", "fmod", "remainder", "bitwise_and", "bitwise_or", "bitwise_xor",
-    "__and__", "__or__", "__xor__",
-))  # fmt: skip
+_TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
 _PASSES = frozenset(["alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive"])
 
 

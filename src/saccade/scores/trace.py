@@ -89,7 +89,7 @@ class Raw:
             out = out if isinstance(out, tuple) else (out,)
             if not all(isinstance(x, Tensor) for x in out):
                 raise Refused(
-                    f"a score function returns the modified score, and a mask function a bool, tensors; got {out[0]!r}", None
+                    f"a score function returns the modified score, a tensor, and a mask function one of bools; got {out[0]!r}", None
                 )
             return out
 
