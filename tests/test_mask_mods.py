@@ -87,7 +87,7 @@ def test_records_and_back(name):
     mask = as_mask(MASKS[name])
     ints, records, floats = list(mask.ints), list(mask.records), list(mask.floats)
     again = masks.from_records(mask.identity, ints, records, floats)
-    assert not (ints or records or floats)
+    assert (ints, records, floats) == ([], [], [])
     assert again.identity == mask.identity
     assert masks.is_kind(mask.kind)
     for head in range(2):  # by the graph, and by the function
@@ -120,7 +120,11 @@ def test_states_are_kept_and_remade():
     q, k, v = operands()
     problem = Problem(q, k, v, None, mask, None, Dense(), 1.0)
     count = []
-    make = lambda x: count.append(1) or blocks.states(x)
+
+    def make(x):
+        count.append(1)
+        return blocks.states(x)
+
     first = blocks.states_of(problem, make)
     assert blocks.states_of(problem, make) is first
     before = attention(q, k, v, mask=mask)
@@ -182,10 +186,15 @@ def test_compiled():
 
 def test_spec():
     q, k, v = operands()
-    assert str(explain(q, k, v, mask=~MASKS["ids"] & causal()).spec) == "fp32 group2 d16 dense ~mask_mod&causal aligned cpu"
+    assert (
+        str(explain(q, k, v, mask=~MASKS["ids"] & causal()).spec)
+        == "fp32 group2 d16 dense ~mask_mod&causal aligned cpu"
+    )
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))], ids=["copy", "pickle"]
+)
 def test_copies(copied):
     mask = mask_mod(odd_even) & causal()
     assert torch.equal(copied(mask).visible(9, 9), mask.visible(9, 9))

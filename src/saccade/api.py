@@ -86,9 +86,9 @@ def attention(
             strides.
         k: (b, h_k, s_k, d), dtype and device of q.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
-        mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, `mask_mod(fn)` of
-            any predicate, combined with `&`, `|` and `~`; a bool tensor that broadcasts to (b, h_q, s_q, s_k), True
-            where a query sees a key; or torch's BlockMask. None: everyone to everyone.
+        mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any
+            predicate by `mask_mod(fn)`, combined with `&`, `|` and `~`; a bool tensor that broadcasts to
+            (b, h_q, s_q, s_k), True where a query sees a key; or torch's BlockMask. None: everyone to everyone.
         score_mod: how a scaled score changes: any function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch
             operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. It is
             traced once; captured tensors get gradients, and new values never recompile. See `ScoreMod`.
@@ -323,8 +323,10 @@ def _check_records(
     for tensor in records:
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
+    if not records and sink is None and (mask is None or not mask.listed):
+        return
     rows, s_k = layout.canonical(q).shape, layout.canonical(k).shape[2]
-    complaint = mask.complaint(*rows[:3], s_k) if mask is not None and mask.listed else None
+    complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
     if records and not complaint:
         complaint = _record_complaint(rows, s_k, mask, layout)
     if sink is not None and not complaint:

@@ -15,9 +15,9 @@ from saccade.problem import Problem
 def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.device | str | None = None) -> Mask:
     """The mask, with the states of its tiles: for each 64 rows and 64 keys empty, partial or full.
 
-    `attention` finds them by itself, and keeps them as long as the tensors that the mask captures are not written to. Make
-    them here for CUDA graphs, which otherwise find them again in every replay, or to have that time elsewhere. They take
-    one byte for each tile, of all batch rows and heads only if the mask depends on them, and nothing else.
+    `attention` finds them by itself, and keeps them as long as the tensors that the mask captures are not written to.
+    Make them here for CUDA graphs, which otherwise find them again in every replay, or to have that time elsewhere.
+    They take one byte for each tile, of all batch rows and heads only if the mask depends on them, and nothing else.
 
     Args:
         mask: what `attention` takes: a mask, a bool tensor, or torch's BlockMask.
@@ -28,8 +28,9 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         device: of q; that of the mask's tensors when None, or else torch's default.
 
     Returns:
-        A mask for calls of this shape. It does not see it when tensors that it captured are changed. A mask of intervals
-        alone needs no list of tiles, and is returned as it is; combined with another, it is a mask without states again.
+        A mask for calls of this shape. It does not see it when tensors that it captured are changed. A mask of
+        intervals alone needs no list of tiles, and is returned as it is; combined with another, it is a mask without
+        states again.
 
     Raises:
         TypeError: no mask.

@@ -25,7 +25,8 @@ MAXSIZE = 64
 def states_of(problem: Problem, make: Callable[[Problem], Tensor]) -> Tensor:
     """The states of the tiles of a listed mask: those that it brings along, those that are known, or new ones."""
     mask = problem.mask
-    assert mask is not None and mask.listed
+    assert mask is not None
+    assert mask.listed, mask
     if isinstance(mask, Blocked):
         return mask.states
     used = [x for x in (problem.layout.seqused_q, problem.layout.seqused_k) if x is not None]
@@ -80,8 +81,8 @@ def _seen(mask: Mask, extent: Extent, b: int, h: int, q_idx: Tensor, kv_idx: Ten
 def kept(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
     """What `make` makes, kept while the tensors that it is made of live and are not written to.
 
-    A CUDA graph makes it itself, in every replay, of what the tensors hold then: it outlives what is kept here. Results of
-    one stream are for that stream alone.
+    A CUDA graph makes it itself, in every replay, of what the tensors hold then: it outlives what is kept here. Results
+    of one stream are for that stream alone.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     versions = [_version(x) for x in tensors]

@@ -2,8 +2,8 @@
 
     from saccade.compat.flex import create_block_mask, flex_attention
 
-Signatures and meaning are those of PyTorch 2.15. BlockMask, AuxRequest, AuxOutput, and_masks, or_masks and noop_mask are
-torch's own.
+Signatures and meaning are those of PyTorch 2.15. BlockMask, AuxRequest, AuxOutput, and_masks, or_masks and noop_mask
+are torch's own.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def flex_attention(
     if query.shape[0] != key.shape[0]:
         if block_mask is None or key.shape[0] != 1:
             raise ValueError(
-                f"query has {query.shape[0]} batch rows and key {key.shape[0]}; one row of keys for all needs a block_mask"
+                f"query has {query.shape[0]} batch rows and key {key.shape[0]}; one row of keys for all needs a mask"
             )
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = None if block_mask is None or block_mask.BLOCK_SIZE[0] == _WHOLE else as_mask(block_mask)
@@ -151,7 +151,7 @@ def create_block_mask(
     """
     if device is None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
     lengths = Q_LEN, KV_LEN
     mask = _mask_mod(mask_mod)
     made: Any = with_states(mask, B or 1, H or 1, Q_LEN, KV_LEN, device)

@@ -22,6 +22,7 @@ from saccade.masks.text import KINDS, from_records, is_kind, pin, programs
 
 __all__ = [
     "EMPTY", "FULL", "KINDS", "PARTIAL", "TILE", "UNBOUNDED", "And", "Blocked", "Combined", "Documents", "Extent",
-    "Interval", "Mask", "MaskMod", "Not", "Or", "Prefix", "TensorMask", "Window", "as_mask", "causal", "documents", "from_records", "is_kind",
+    "Interval", "Mask", "MaskMod", "Not", "Or", "Prefix", "TensorMask", "Window", "as_mask", "causal",
+    "documents", "from_records", "is_kind",
     "mask_mod", "pin", "prefix", "programs", "remember", "window",
 ]  # fmt: skip

@@ -141,7 +141,9 @@ class Mask:
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         """What keeps it from being the mask of a call of this shape."""
-        return next((told for leaf in self.leaves() if leaf is not self if (told := leaf.complaint(b, h, s_q, s_k))), None)
+        return next(
+            (told for leaf in self.leaves() if leaf is not self if (told := leaf.complaint(b, h, s_q, s_k))), None
+        )
 
     def unblocked(self) -> Mask:
         """The mask without the list of tiles that may have been made for one shape."""
@@ -175,7 +177,9 @@ class Mask:
         device = self.records[0].device if self.records else torch.device("cpu")
         extent = Extent.of(s_q, s_k, None, None, device)
         batch, h = torch.arange(b, device=device)[:, None, None], torch.full((1, 1, 1), head, device=device)
-        return self.sees(extent, batch, h, extent.q_idx()[..., None], torch.arange(s_k, device=device)).expand(b, s_q, s_k)
+        return self.sees(extent, batch, h, extent.q_idx()[..., None], torch.arange(s_k, device=device)).expand(
+            b, s_q, s_k
+        )
 
     def draw(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0) -> str:
         """Rows are queries, columns keys: `■` visible, `·` hidden.

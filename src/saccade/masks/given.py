@@ -109,8 +109,8 @@ def of_tensor(t: Tensor) -> Mask:
     """
     if t.dtype != torch.bool:
         raise TypeError(
-            f"a mask tensor must be bool, True where a query sees a key, got {t.dtype} {tuple(t.shape)}; what is added to "
-            "the scores is score_mod=bias(t)"
+            f"a mask tensor must be bool, True where a query sees a key, got {t.dtype} {tuple(t.shape)}; what is added "
+            "to the scores is score_mod=bias(t)"
         )
     if t.dim() > 4:
         raise ValueError(f"a mask tensor must broadcast to (b, h_q, s_q, s_k), got {tuple(t.shape)}")

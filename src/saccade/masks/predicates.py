@@ -87,8 +87,9 @@ def mask_mod(fn: Function) -> Mask:
     intervals can say, such as `causal() & mask_mod(fn)`, is not even looked at.
 
     Args:
-        fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. Rows and keys
-            count from the first one: there is no alignment at the bottom right. Captured tensors are on q's device.
+        fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. Rows and
+            keys count from the first one: there is no alignment at the bottom right. Captured tensors are on
+            q's device.
 
     Raises:
         TypeError: fn is not callable.
@@ -172,7 +173,10 @@ class Not(Combined):
     """What the one part hides. A list of tiles says where that is nothing."""
 
     exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
-    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def listed(self) -> bool:
+        return True
 
     def __init__(self, part: Mask) -> None:
         object.__setattr__(self, "parts", (part,))

@@ -20,6 +20,7 @@ from saccade.scores.trace import Refused
 
 __all__ = [
     "KINDS", "LONGEST", "CacheInfo", "Refused", "Score", "ScoreMod", "Softcap", "Traced", "alibi", "bias", "bind",
-    "cache_clear", "cache_info", "compose", "from_records", "is_kind", "name_of", "predicate", "program_of", "relative_bias", "softcap",
+    "cache_clear", "cache_info", "compose", "from_records", "is_kind", "name_of", "predicate", "program_of",
+    "relative_bias", "softcap",
     "survey", "t5_bias", "t5_buckets", "temperature",
 ]  # fmt: skip

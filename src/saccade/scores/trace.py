@@ -89,7 +89,9 @@ class Raw:
             out = out if isinstance(out, tuple) else (out,)
             if not all(isinstance(x, Tensor) for x in out):
                 raise Refused(
-                    f"a score function returns the modified score, a tensor, and a mask function one of bools; got {out[0]!r}", None
+                    "a score function returns the modified score, a tensor, and a mask function one of bools; got "
+                    f"{out[0]!r}",
+                    None,
                 )
             return out
 
@@ -205,8 +207,8 @@ def _told(failed: Exception) -> str:
         return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
     if isinstance(failed, TypeError) and "positional argument" in text:
         return (
-            "a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors, a mask function with "
-            f"(b, h, q_idx, kv_idx); {text}"
+            "a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors, a mask function "
+            f"with (b, h, q_idx, kv_idx); {text}"
         )
     return f"{type(failed).__name__}: {text}"
 

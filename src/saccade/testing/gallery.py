@@ -78,7 +78,9 @@ def modalities(segments: Tensor, images: Tensor) -> Mask:
     return causal() | mask_mod(seen)
 
 
-def random_blocks(blocks: int, share: float, size: int = 128, seed: int = 0, device: torch.device | str = "cpu") -> Mask:
+def random_blocks(
+    blocks: int, share: float, size: int = 128, seed: int = 0, device: torch.device | str = "cpu"
+) -> Mask:
     """Blocks of `size` rows and keys, that `share` of which are visible, drawn by chance; those on the diagonal are."""
     drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(seed)) < share
     table = (drawn | torch.eye(blocks, dtype=torch.bool)).to(device)

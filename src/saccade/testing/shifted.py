@@ -1,4 +1,4 @@
-"""Score modifications and masks as some of a call's batch rows and heads see them, and the tensors that they capture."""
+"""Score modifications and masks as some batch rows and heads of a call see them, and the tensors that they capture."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
 keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
-functions of their parts, so a new leaf is three functions and a line in `record`. A predicate is no interval: its hull is
-everything, and lists of tiles take the place of both (`lists.py`).
+functions of their parts, so a new leaf is three functions and a line in `record`. A predicate is no interval: its hull
+is everything, and lists of tiles take the place of both (`lists.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeviceMask(NamedTuple):
     data: tuple
     listed: Any = tl.constexpr(False)
     """constexpr: `lists` say which tiles to visit"""
-    lists: tuple = ()
+    lists: Any = ()
     """see `saccade.backends.device.lists`"""
 
 
@@ -232,7 +232,8 @@ def record(mask: masks.Mask | None) -> DeviceMask:
             data = (*tensors, runtime_int(stride), runtime_int(s))
             return DeviceMask(*_DOCUMENTS, data)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
-            return DeviceMask(*_predicate(predicate), scores.data(predicate))
+            keys_of, rows_of, sees, exact = _predicate(predicate)
+            return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate))
         case masks.Not():
             return DeviceMask(*_NOT, (record(mask.part),))
         case masks.Blocked():

@@ -233,15 +233,15 @@ def consume(
                 edge = gl.where(half == 0, block.core, block.end)
                 for _ in tl.range(edge - q_block, disable_licm=True):
                     dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, h, block.rows_at(q_block) * BLOCK_Q, kv_idx,
-                        scale, BLOCK_Q, FOLD, True,
+                        c, dk, dv, start, n, steps, shared, block, mask, score, h,
+                        block.rows_at(q_block) * BLOCK_Q, kv_idx, scale, BLOCK_Q, FOLD, True,
                     )  # fmt: skip
                     q_block += 1
                     n += 1
                 for _ in tl.range(block.core_end - q_block, disable_licm=True):
                     dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, h, block.rows_at(q_block) * BLOCK_Q, kv_idx,
-                        scale, BLOCK_Q, FOLD, False,
+                        c, dk, dv, start, n, steps, shared, block, mask, score, h,
+                        block.rows_at(q_block) * BLOCK_Q, kv_idx, scale, BLOCK_Q, FOLD, False,
                     )  # fmt: skip
                     q_block += 1
                     n += 1

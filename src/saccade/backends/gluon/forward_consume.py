@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from saccade.backends.device.lists import list_of
+from saccade.backends.device.lists_kernel import list_of
 from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import used_length, visible

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.device.lists import list_of
+from saccade.backends.device.lists_kernel import list_of
 from saccade.backends.device.tiles import tile_range, used_length
 from saccade.backends.gluon.listing import list_of_item, listed_tile
 from saccade.backends.gluon.schedule import (

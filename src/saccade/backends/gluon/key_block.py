@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.lists import list_number, list_of
+from saccade.backends.device.lists_kernel import list_number, list_of
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.tiles import tile_range, used_length, visible
 from saccade.backends.gluon.shim import aggregate

@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.lists import list_number
+from saccade.backends.device.lists_kernel import list_number
 
 
 @gluon.jit
