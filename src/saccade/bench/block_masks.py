@@ -32,11 +32,11 @@ def documents(s: int, device: str) -> Callable[..., Any]:
 def measured(call: Callable[[], Any]) -> dict[str, float]:
     """Median milliseconds of a call, after one that is not counted, and the memory that it takes at its most."""
     call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()

@@ -118,3 +118,15 @@ def stand_in(problem: Problem) -> masks.DeviceMask:
     empty = torch.empty(16, dtype=torch.int32)
     made = Lists(empty, empty, *map(runtime_int, (1, 1, 1)))
     return masks.record(problem.mask)._replace(listed=LISTED, lists=made)
+
+
+KERNELS = "states", "list"
+
+
+def compiled(name: str, problem: Problem) -> Any:
+    """A kernel of this module as the compile gate sees it."""
+    states, index = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(16, dtype=torch.int32)
+    if name == "states":
+        tensors = states, None, None, masks.record(problem.mask)
+        return states_kernel.warmup(*tensors, 1, 512, 512, 8, 8, AT_ONCE=AT_ONCE, SPAN=SPAN, grid=(1,))
+    return list_kernel.warmup(states, index, index, 4, 4, 8, 8, 8, 1, OUTER=128, INNER=128, CHUNK=CHUNK, grid=(1,))
