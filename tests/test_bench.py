@@ -346,7 +346,7 @@ def test_visible_pairs_are_counted_exactly(case: Case, monkeypatch):
             count += s_q * s_k
         else:
             extent = Extent.of(s_q, s_k, None, None, CPU)
-            at = torch.tensor(b)[None, None], torch.arange(s_q)[:, None], torch.arange(s_k)
+            at = torch.tensor(b)[None, None], torch.zeros(1, 1).long(), torch.arange(s_q)[:, None], torch.arange(s_k)
             count += int(mask.sees(extent, *at).expand(s_q, s_k).sum())
     if case.mask == "causal" and case.s_q == case.s_k and case.used == "all":
         count -= case.b * case.s_q / 2  # published figures leave half of the diagonal out

@@ -195,7 +195,7 @@ def test_probability_is_zero_exactly_where_hidden(mask, used, place):
     visible = (i < at.rows)[..., None] & (i < at.keys)[:, None]
     if "mask" in made.keywords:
         b = torch.arange(3, device=place.device)[:, None, None]
-        visible = visible & made.keywords["mask"].sees(at, b, i[:, None], i)
+        visible = visible & made.keywords["mask"].sees(at, b, b * 0, i[:, None], i)
     for p in (out, dv.mT):
         assert torch.equal(p != 0, visible[:, None].expand(3, 2, s, s))
 

@@ -60,7 +60,7 @@ VALUE_ERRORS = {
 TYPE_ERRORS = {
     "array": (lambda: attention(Q.numpy(), K, V), "ndarray"),
     "missing": (lambda: attention(Q, K, None), "NoneType"),
-    "bool mask": (lambda: attention(Q, K, V, mask=torch.ones(6, 6).bool()), "Tensor"),
+    "float mask": (lambda: attention(Q, K, V, mask=torch.ones(6, 6)), "torch.float32 (6, 6)"),
     "score_mod": (lambda: attention(Q, K, V, score_mod=3.0), "3.0"),
     "mask name": (lambda: attention(Q, K, V, mask="causal"), "str"),
     "layout name": (lambda: attention(Q, K, V, layout="bshd"), "'bshd'"),

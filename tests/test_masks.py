@@ -87,7 +87,7 @@ def seen(mask: Mask, at: Extent) -> torch.Tensor:
     """(b, s_q, s_k), pairs that are in use alone."""
     b, q_idx, kv_idx = torch.arange(BATCH)[:, None, None], at.q_idx()[..., None], torch.arange(at.s_k)
     used = (q_idx < at.rows[..., None]) & (kv_idx < at.keys[..., None])
-    return (mask.sees(at, b, q_idx, kv_idx) & used).expand(BATCH, at.s_q, at.s_k)
+    return (mask.sees(at, b, b * 0, q_idx, kv_idx) & used).expand(BATCH, at.s_q, at.s_k)
 
 
 def inside(interval: masks.Interval, at: Extent) -> torch.Tensor:

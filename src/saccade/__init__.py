@@ -7,9 +7,10 @@ torch.Size([1, 8, 256, 64])
 """
 
 from saccade.api import Explanation, attention, explain, plan
+from saccade.block_masks import block_mask
 from saccade.dispatch import Plan, Unsupported
 from saccade.layouts import Dense
-from saccade.masks import Mask, causal, documents, prefix, window
+from saccade.masks import Mask, causal, documents, mask_mod, prefix, window
 from saccade.partial import Partial, merge
 from saccade.scores import (
     CacheInfo,
@@ -40,11 +41,13 @@ __all__ = [
     "alibi",
     "attention",
     "bias",
+    "block_mask",
     "cache_info",
     "causal",
     "compose",
     "documents",
     "explain",
+    "mask_mod",
     "merge",
     "plan",
     "prefix",

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from saccade import dispatch, ops, scores
+from saccade import dispatch, masks, ops, scores
 from saccade.dispatch import Unsupported
 from saccade.dropout import Dropout
 from saccade.layouts import ORDERS, Dense
-from saccade.masks import Documents, Mask
+from saccade.masks import Documents, Mask, as_mask
 from saccade.partial import Partial
 from saccade.problem import Header, Problem
 from saccade.spec import DTYPES, Spec
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _BHSD = Dense()
 ScoreFunction = Callable[..., Tensor]
@@ -29,7 +32,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | BlockMask | None = None,
     score_mod: ScoreFunction | None = None,
     layout: Dense = _BHSD,
     scale: float | None = None,
@@ -47,7 +50,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | BlockMask | None = None,
     score_mod: ScoreFunction | None = None,
     layout: Dense = _BHSD,
     scale: float | None = None,
@@ -64,7 +67,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | BlockMask | None = None,
     score_mod: ScoreFunction | None = None,
     layout: Dense = _BHSD,
     scale: float | None = None,
@@ -84,8 +87,9 @@ def attention(
             strides.
         k: (b, h_k, s_k, d), dtype and device of q.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
-        mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, combined with
-            `&` and `|`. None: everyone to everyone.
+        mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any
+            predicate by `mask_mod(fn)`, combined with `&`, `|` and `~`; a bool tensor that broadcasts to
+            (b, h_q, s_q, s_k), True where a query sees a key; or torch's BlockMask. None: everyone to everyone.
         score_mod: how a scaled score changes: any function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch
             operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. It is
             traced once; captured tensors get gradients, and new values never recompile. See `ScoreMod`.
@@ -121,6 +125,7 @@ def attention(
     >>> lse.shape, lse.dtype
     (torch.Size([2, 8, 128]), torch.float32)
     """
+    mask = as_mask(mask)
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if deterministic is None:
@@ -133,11 +138,13 @@ def attention(
         problem = Problem(*operands, sink, mask, score, layout, scale, deterministic, dropout)
         out, lse = ops.execute(problem, backend, return_lse)
     else:
-        kinds = "none" if mask is None else mask.kind, "none" if score is None else score.identity
+        if mask is not None and torch.compiler.is_compiling():
+            masks.pin(mask.identity)
+        kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
         header = str(Header(layout.text, *kinds, backend, deterministic, dropout is not None))
         records = [*layout.records, *mask.records] if mask else layout.records
         ints = [*(mask.ints if mask else []), *(score.ints if score else [])]
-        floats = [scale, *score.floats] if score else [scale]
+        floats = [scale, *(mask.floats if mask else []), *(score.floats if score else [])]
         if dropout is not None:
             records = [*records, dropout.state]
             floats.insert(1, dropout.p)
@@ -230,6 +237,7 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if unknown := keywords.keys() - defaults.keys():
         raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
     given = defaults | keywords
+    given["mask"] = as_mask(given["mask"])
     layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
     k, v = arguments
     operands = _checked(q, k, v, mask, score_mod, layout, sink, given["dropout_p"])
@@ -317,20 +325,18 @@ def _check_records(
     layout: Dense,
     sink: Tensor | None,
 ) -> None:
-    if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(
-            f"mask must be a saccade mask, such as causal() & window(1023, None), got {type(mask).__name__}; "
-            "bool tensors and mask functions are not offered yet"
-        )
     records = [*layout.records, *mask.records] if mask is not None else layout.records
     for tensor in records:
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
-    complaint = None
-    if records:
-        complaint = _record_complaint(layout.canonical(q).shape, layout.canonical(k).shape[2], mask, layout)
+    if not records and sink is None and (mask is None or not mask.listed):
+        return
+    rows, s_k = layout.canonical(q).shape, layout.canonical(k).shape[2]
+    complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
+    if records and not complaint:
+        complaint = _record_complaint(rows, s_k, mask, layout)
     if sink is not None and not complaint:
-        complaint = _sink_complaint(sink, layout.canonical(q).shape[1], q.device)
+        complaint = _sink_complaint(sink, rows[1], q.device)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils.flop_counter import register_flop_formula
 
-from saccade import dispatch, scores
+from saccade import dispatch
 from saccade.backends import Saved
 from saccade.layouts import Dense, empty_like_rows
 from saccade.problem import Header, Problem
@@ -175,7 +175,7 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats, *captures = inputs
-        ctx.captures, ctx.score = len(captures), scores.program_of(Header.parse(ctx.header).score)
+        ctx.captures, ctx.programs = len(captures), Header.parse(ctx.header).programs()
         ctx.save_for_backward(q, k, v, sink, *output, *captures, *records)
         ctx.set_materialize_grads(False)
 

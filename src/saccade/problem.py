@@ -50,7 +50,7 @@ class Problem:
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             (_address(q) | _address(k) | _address(v)) % ALIGNMENT,
-            *(layout.text, mask and mask.kind, score and score.identity, sink is None, self.deterministic),
+            *(layout.text, mask and mask.identity, score and score.identity, sink is None, self.deterministic),
             self.dropout is None,
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
@@ -93,11 +93,15 @@ class Header:
     layout: str = "bhsd"
     mask: str = "none"
     score: str = "none"
-    """The identity of the score, not its word in a Spec."""
+    """The identities of mask and score, not their words in a Spec."""
     backend: str = "auto"
     deterministic: bool = False
     dropout: bool = False
     """Its state is the last of the records, and p the second of the floats."""
+
+    def programs(self) -> list[Any]:
+        """What a backward has to keep alive besides tensors."""
+        return [scores.program_of(self.score), *masks.programs(self.mask)]
 
     def __str__(self) -> str:
         flags = (flag for flag in ("deterministic", "dropout") if getattr(self, flag))
@@ -126,7 +130,7 @@ class Header:
         records, ints = list(records), list(ints)
         dropout = Dropout(records.pop(), floats.pop(0)) if self.dropout else None
         layout = Dense.from_records(self.layout, records)
-        mask = masks.from_records(self.mask, ints, records)
+        mask = masks.from_records(self.mask, ints, records, floats)
         score = scores.from_records(self.score, captures, ints, floats)
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
         return Problem(q, k, v, sink, mask, score, layout, scale, self.deterministic, dropout)

@@ -44,7 +44,7 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
     in_use = _rows_in_use(problem)
     visible = in_use & _keys_in_use(problem)
     if problem.mask is not None:
-        visible = visible & problem.mask.sees(extent, b, q_idx, kv_idx)
+        visible = visible & problem.mask.sees(extent, b, h, q_idx, kv_idx)
     score = q @ k.mT * problem.scale
     if problem.score is not None:
         score = problem.score(score, b, h, q_idx, kv_idx)

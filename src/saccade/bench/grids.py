@@ -87,6 +87,13 @@ _SCORES = [
 ]
 
 
+_MASKS = [
+    Case("", h_q=16, h_k=16, s_q=s, s_k=s, d=128, mask=mask)
+    for mask in ("documents&causal", "neighborhood_plane", "random_blocks")
+    for s in (8192, 32768)
+]
+
+
 def _gqa(s: int, mask: str) -> Case:
     return named(Case("", b=1, h_q=64, h_k=8, s_q=s, s_k=s, d=128, mask=mask))
 
@@ -132,7 +139,16 @@ GRIDS = {
         ("saccade-gluon", "saccade-triton", "flex"),
         "score functions against compiled FlexAttention: d 64 and 128, s 8192, both modes, learned tables with theirs",
     ),
-    # The oracle's float64 matrices of one head fill an H200 in the backward at 32k.
+    # The oracle's float64 matrices of one head fill an H200 in the backward at 32k, which is therefore timed at 16k.
+    "masks": Grid(
+        tuple(
+            Cell(named(case.replace(b=1, s_q=s, s_k=s)), mode)
+            for case in _MASKS
+            for mode, s in (("forward", case.s_q), ("backward", min(case.s_q, 16384)))
+        ),
+        ("saccade-gluon", "saccade-triton", "flex"),
+        "documents, neighbourhoods and random blocks against compiled FlexAttention: d 128, s 8192 and 32768",
+    ),
     "gqa": Grid(
         tuple(
             cell for case in _GQA for cell in _cells([case], "forward", *(["backward"] if case.s_q <= 16384 else []))

@@ -61,7 +61,7 @@ def _counted(mask: Mask, extent: Extent, b: int) -> int:
     count = 0
     for start in range(0, extent.s_q, step):
         rows = torch.arange(start, min(start + step, extent.s_q), device=device)[:, None]
-        seen = mask.sees(extent, batch, rows, keys)
+        seen = mask.sees(extent, batch, batch * 0, rows, keys)
         seen = seen & (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
         count += int(seen.expand(b, rows.shape[0], extent.s_k).sum())
     return count

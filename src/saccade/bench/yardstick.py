@@ -20,7 +20,7 @@ from saccade.layouts import Dense
 from saccade.problem import Problem
 from saccade.testing import accuracy
 from saccade.testing.cases import Inputs
-from saccade.testing.shifted import shifted
+from saccade.testing.shifted import shifted, shifted_mask
 
 _GROUPS = 4
 """Key heads, with all of their query heads, that are looked at."""
@@ -133,7 +133,7 @@ def _part(cell: Cell, inputs: Inputs, batch: slice, heads: slice, key_heads: sli
         v=v[batch, key_heads],
         sink=None if sink is None else sink.detach()[heads],
         layout=Dense("bhsd", *(None if used is None else used[batch] for used in (layout.seqused_q, layout.seqused_k))),
-        mask=None if mask is None else accuracy._of_batch_rows(mask, batch),
+        mask=shifted_mask(mask, batch.start, heads.start),
         score=shifted(inputs.keywords.get("score_mod"), q, batch.start, heads.start),
         scale=q.shape[-1] ** -0.5,
     )

@@ -131,7 +131,7 @@ def _sdpa(inputs: Inputs) -> Callable[[], Tensor] | None:
         kv_idx = torch.arange(k.shape[2], device=q.device)
         visible = kv_idx < extent.keys[..., None]
         if mask is not None:
-            visible = visible & mask.sees(extent, b, extent.q_idx()[..., None], kv_idx)
+            visible = visible & mask.sees(extent, b, b * 0, extent.q_idx()[..., None], kv_idx)
         visible = visible.expand(q.shape[0], q.shape[2], k.shape[2])[:, None]
     return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)
 

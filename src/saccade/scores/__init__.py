@@ -1,7 +1,7 @@
 """How a scaled score changes before the softmax."""
 
-from saccade.scores.bind import bind, from_records, is_kind, program_of
-from saccade.scores.function import CacheInfo, Score, ScoreMod, Traced, cache_clear, cache_info
+from saccade.scores.bind import bind, from_records, is_kind, predicate, program_of
+from saccade.scores.function import CacheInfo, Score, ScoreMod, Traced, cache_clear, cache_info, name_of
 from saccade.scores.library import (
     KINDS,
     Softcap,
@@ -20,6 +20,7 @@ from saccade.scores.trace import Refused
 
 __all__ = [
     "KINDS", "LONGEST", "CacheInfo", "Refused", "Score", "ScoreMod", "Softcap", "Traced", "alibi", "bias", "bind",
-    "cache_clear", "cache_info", "compose", "from_records", "is_kind", "program_of", "relative_bias", "softcap",
+    "cache_clear", "cache_info", "compose", "from_records", "is_kind", "name_of", "predicate", "program_of",
+    "relative_bias", "softcap",
     "survey", "t5_bias", "t5_buckets", "temperature",
 ]  # fmt: skip

@@ -18,10 +18,7 @@ from torch import Tensor, fx
 from saccade.scores.trace import TILE, K, Q, aten, name_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
-_TAKES_NUMBERS = frozenset((
-    "add", "sub", "rsub", "mul", "div", "floor_divide", "fmod", "remainder", "bitwise_and", "bitwise_or", "bitwise_xor",
-    "__and__", "__or__", "__xor__",
-))  # fmt: skip
+_TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
 _PASSES = frozenset(["alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive"])
 
 
@@ -116,6 +113,8 @@ class Assembly:
         if number or name not in _TAKES_NUMBERS:
             schema = target._schema.arguments
             args = tuple(self._tensor(x, a) for x, a in zip(args, schema, strict=False))
+        elif not isinstance(args[0], fx.Node):  # the first one is never a number
+            args = (self._tensor(args[0], target._schema.arguments[0]), *args[1:])
         return self._node(target, args, kwargs, node)
 
     def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
@@ -170,6 +169,12 @@ def _folded(name: str, args: tuple[Any, ...]) -> Any:
     if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
         function = {"mul": operator.mul, "add": operator.add, "sub": operator.sub}.get(name)
         return function(a, b) if function else None
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, bool) and isinstance(y, fx.Node) and y.meta["val"].dtype == torch.bool:
+            if name in ("bitwise_and", "logical_and", "__and__"):
+                return y if x else False
+            if name in ("bitwise_or", "logical_or", "__or__"):
+                return True if x else y
     if name == "mul" and not isinstance(b, fx.Node) and b == 1 and a.meta["val"].is_floating_point():
         return a
     if name == "mul" and not isinstance(a, fx.Node) and a == 1 and b.meta["val"].is_floating_point():

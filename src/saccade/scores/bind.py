@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from saccade.scores import compiled
-from saccade.scores.function import Function, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
+from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
 from saccade.scores.library import KINDS, Ready, Softcap
+from saccade.scores.program import Program
+from saccade.scores.survey import Survey
 
 
 def is_kind(word: str) -> bool:
@@ -41,17 +43,31 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
         fn = _WithDerivative(score_mod)
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     program, found = _cache.program(fn, name, torch.float64 if q.dtype == torch.float64 else torch.float32)
-    leaves = [leaf.value for leaf in found.leaves]
-    tensors = [_on(x, q.device) for x in leaves if isinstance(x, Tensor)]
-    numbers = [x for x in leaves if not isinstance(x, Tensor)]
-    lifted = [x for i, x in enumerate(numbers) if i not in program.constants]
-    made = Traced(
-        program, _picked(program.before, [*tensors, *lifted]), _numbers(program.numbers, tensors, lifted), score_mod
-    )
+    made = Traced(program, *_values(program, found, q.device), score_mod)
     if not program.checked:
         check_derivative(made, q.device)
         program.checked = True
     return made
+
+
+def _values(program: Program, found: Survey, device: torch.device | None) -> tuple[list[Tensor], list[Any]]:
+    """The tensors and the numbers of a program, of what its function captures."""
+    leaves = [leaf.value for leaf in found.leaves]
+    tensors = [x if device is None else _on(x, device) for x in leaves if isinstance(x, Tensor)]
+    numbers = [x for x in leaves if not isinstance(x, Tensor)]
+    lifted = [x for i, x in enumerate(numbers) if i not in program.constants]
+    return _picked(program.before, [*tensors, *lifted]), _numbers(program.numbers, tensors, lifted)
+
+
+def predicate(fn: Function, name: str | None = None) -> Traced:
+    """A function (b, h, q_idx, kv_idx) -> bool as a program without a score.
+
+    Raises:
+        ValueError: a function that cannot be traced.
+    """
+    program, found = _cache.program(Predicate(fn), name or name_of(fn), torch.float32)
+    tensors, numbers = _values(program, found, None)
+    return Traced(program, [x.detach() for x in tensors], numbers)
 
 
 def _on(x: Tensor, device: torch.device) -> Tensor:
@@ -109,7 +125,7 @@ def from_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floa
     lists of numbers."""
     if identity == "none":
         return None
-    return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_records(identity, tensors, ints, floats)
+    return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_records(identity, list(tensors), ints, floats)
 
 
 def program_of(identity: str) -> Any:

@@ -79,6 +79,16 @@ class _WithDerivative:
         return modified, self.bprop(torch.ones_like(score), score, b, h, q_idx, kv_idx, *self.tensors)
 
 
+class Predicate:
+    """(score, …) -> bool: a function of the indices among those of the score."""
+
+    def __init__(self, fn: Function) -> None:
+        self.fn = fn
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.fn(b, h, q_idx, kv_idx)
+
+
 def name_of(fn: Any) -> str:
     """A word for a function: what a Spec calls its score."""
     while hasattr(fn, "func") or isinstance(fn, ScoreMod):
@@ -277,7 +287,7 @@ class Traced(Score):
         self.floats = [float(x) for x, integral in zip(numbers, program.integral, strict=True) if not integral]
 
     @staticmethod
-    def of_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Traced:
+    def of_records(identity: str, tensors: list[Tensor], ints: list[int], floats: list[float]) -> Traced:
         """The inverse of `identity`, `tensors`, `ints` and `floats`; takes from the front of the lists."""
         program = _cache.by_identity.get(identity)
         if program is None:
@@ -285,7 +295,7 @@ class Traced(Score):
                 f"the score {identity} was traced in another process, or long ago: call attention with its function"
             )
         numbers = [(ints if integral else floats).pop(0) for integral in program.integral]
-        return Traced(program, tensors, numbers)
+        return Traced(program, [tensors.pop(0) for _ in program.ranks], numbers)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """By the user's own function where there is one."""
@@ -321,6 +331,17 @@ class Traced(Score):
             if free := [i for i, n in enumerate(shape) if n == 1 and local.shape[i] != 1]:
                 local = local.sum(free, keepdim=True)
             target.index_put_([x.expand(shape) for x in places], local, accumulate=True)
+
+    @property
+    def indices(self) -> frozenset[str]:
+        """Which of b and h it depends on."""
+        inputs = self.program.value.graph.find_nodes(op="placeholder")
+        return frozenset(str(node.target) for node in inputs if node.target in ("b", "h") and node.users)
+
+    def holds(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The value of a predicate, which has no score."""
+        held = self._run(self.program.value, torch.zeros((), device=q_idx.device), b, h, q_idx, kv_idx)[0]
+        return torch.as_tensor(held, device=q_idx.device) != 0
 
     def _run(self, module: Any, score: Tensor, *at: Tensor) -> tuple[Any, ...]:
         wide = torch.float64

@@ -26,6 +26,18 @@ def value_source(program: Program, wide: Sequence[bool]) -> str:
     return f"{apply}\n\n{_returning(Emitter(program, wide), 'slope', program.slope, True)}"
 
 
+def sees_source(program: Program, wide: Sequence[bool]) -> str:
+    """`sees`, of a predicate: a bool that broadcasts to the tile."""
+    made = Emitter(program, wide)
+    (out,) = _output(program.value_decomposed)
+    if not isinstance(out, fx.Node):
+        text = "q_idx >= 0" if out else "q_idx < 0"
+    else:
+        value = made.value(out)
+        text = made.bool(value) if value.shape else f"(q_idx >= 0) & {made.bool(value)}"
+    return made.function("sees", "data, b, h, q_idx, kv_idx, off", f"return {text}")
+
+
 def reads_tiles(program: Program) -> bool:
     """Whether some captured tensor is read for every score."""
     return any(tuple(read.meta["val"].shape) == (Q, K) for read in program.reads)

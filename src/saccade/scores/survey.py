@@ -119,6 +119,9 @@ def _code(fn: Any) -> Any:
 
 _LIBRARIES = ("torch", "math", "operator", "builtins", "numpy")
 
+_JOINS = "torch.nn.attention.flex_attention"
+"""Of torch, but its and_masks and or_masks hold functions of the user's."""
+
 
 def _opaque(value: Any) -> bool:
     """Whether a value is a constant, whatever is inside it."""
@@ -127,6 +130,8 @@ def _opaque(value: Any) -> bool:
     if isinstance(value, (list, tuple, dict, torch.nn.Module, types.MethodType)):
         return False
     module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
+    if module == _JOINS:
+        return False
     return (module or "").partition(".")[0] in _LIBRARIES
 
 

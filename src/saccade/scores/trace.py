@@ -88,7 +88,11 @@ class Raw:
                 out = fn(captured)(score, b, h, q_idx, kv_idx)
             out = out if isinstance(out, tuple) else (out,)
             if not all(isinstance(x, Tensor) for x in out):
-                raise Refused(f"a score function returns the modified score, a tensor; got {out[0]!r}", None)
+                raise Refused(
+                    "a score function returns the modified score, a tensor, and a mask function one of bools; got "
+                    f"{out[0]!r}",
+                    None,
+                )
             return out
 
         int64 = torch.int64
@@ -98,6 +102,7 @@ class Raw:
         self.inputs = len(tensors), len(numbers)
         with torch.no_grad():
             self.module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tile, *fakes, *zeros)
+        _constants_from_nothing(self.module.graph)
         self.module.graph.eliminate_dead_code()
         self.lines = lines
         self.sort()
@@ -154,6 +159,20 @@ class Raw:
             raise Refused(f"{name} makes the shape {shape} of tiles", self.lines.of(node.target, nth))
 
 
+def _constants_from_nothing(graph: fx.Graph) -> None:
+    """`b.new_ones(())` depends on b by its device alone."""
+    for node in list(graph.nodes):
+        name = name_of(node) if node.op == "call_function" else ""
+        if name in ("new_ones", "new_zeros", "new_full") and node.meta["val"].dim() == 0:
+            dtype = node.meta["val"].dtype
+            value = node.args[2] if name == "new_full" else name == "new_ones"
+            with graph.inserting_before(node):
+                number = bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
+                made = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": dtype})
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+
+
 def traced(fn: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any], dtype: torch.dtype) -> Raw:
     """`fn(captured)` is the function with these fakes in the place of its leaves.
 
@@ -187,7 +206,10 @@ def _told(failed: Exception) -> str:
     if "broadcast" in text or "must match the size" in text:
         return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
     if isinstance(failed, TypeError) and "positional argument" in text:
-        return f"a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors; {text}"
+        return (
+            "a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors, a mask function "
+            f"with (b, h, q_idx, kv_idx); {text}"
+        )
     return f"{type(failed).__name__}: {text}"
 
 

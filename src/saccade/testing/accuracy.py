@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import masks, reference
+from saccade import reference
 from saccade.api import attention, plan
 from saccade.dropout import Dropout
 from saccade.layouts import Dense
-from saccade.masks import Mask
+from saccade.masks import as_mask
 from saccade.problem import Problem
-from saccade.testing.shifted import Shifted, captured, places, shifted, shifted_dropout
+from saccade.testing.shifted import Shifted, captured, places, shifted, shifted_dropout, shifted_mask
 
 SCORES_AT_ONCE = 1 << 22
 """The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
@@ -213,7 +213,7 @@ def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, keywords: dict[
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, keywords: dict[str, Any]
 ) -> Iterator[_Part]:
-    layout, mask, sink = keywords.get("layout", Dense()), keywords.get("mask"), keywords.get("sink")
+    layout, mask, sink = keywords.get("layout", Dense()), as_mask(keywords.get("mask")), keywords.get("sink")
     scale = keywords.get("scale", 1 / math.sqrt(q.shape[-1]))
     dropout = _seeded(Dropout.draw, q.device)(keywords.get("dropout_p", 0.0), q.device)
     q, k, v = (layout.canonical(x.detach()) for x in (q, k, v))
@@ -224,7 +224,7 @@ def _parts(
     for row in range(q.shape[0]):
         batch = slice(row, row + 1)
         used = (None if x is None else x[batch] for x in (layout.seqused_q, layout.seqused_k))
-        records = Dense("bhsd", *used), None if mask is None else _of_batch_rows(mask, batch)
+        dense = Dense("bhsd", *used)
         for start in range(0, h_k, step):
             key_heads = slice(start, min(start + step, h_k))
             heads = slice(key_heads.start * group, key_heads.stop * group)
@@ -233,20 +233,14 @@ def _parts(
                 k=k[batch, key_heads],
                 v=v[batch, key_heads],
                 sink=None if sink is None else sink.detach()[heads],
-                layout=records[0],
-                mask=records[1],
+                layout=dense,
+                mask=shifted_mask(mask, row, heads.start),
                 score=shifted(keywords.get("score_mod"), q, row, heads.start),
                 scale=float(scale),
                 dropout=shifted_dropout(dropout, row, heads.start),
             )
             gradients = (None if x is None else x[batch, heads] for x in (dout, dlse))
             yield _Part(batch, heads, key_heads, problem, *gradients)
-
-
-def _of_batch_rows(mask: Mask, rows: slice) -> Mask | None:
-    """The mask of some batch rows: every record has the batch first, or one row for all."""
-    records = [record[rows] if record.shape[0] > 1 else record for record in mask.records]
-    return masks.from_records(mask.kind, mask.ints, records)
 
 
 class _Part(NamedTuple):

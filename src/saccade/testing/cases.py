@@ -16,6 +16,7 @@ from saccade import masks, scores
 from saccade.layouts import Dense
 from saccade.masks import UNBOUNDED, Mask
 from saccade.spec import TORCH_DTYPES
+from saccade.testing import gallery
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class Case:
     """0 stands for d_v = d and is replaced by it."""
     mask: str = "none"
     """As masks print: `causal`, `window(1023,0)`, `prefix(5)`, `prefixes` (a drawn one for each batch row), `documents`
-    (drawn ids), `&`, `|` and parentheses."""
+    (drawn ids), `&`, `|` and parentheses. Or a name out of `saccade.testing.gallery`."""
     score: str = "none"
     """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`; joined by
     `+`, the first one first. Their tensors are drawn."""
@@ -136,6 +137,8 @@ class Case:
         return Inputs(q, k, v, dout, dlse, {name: value for name, value in keywords.items() if value is not None})
 
     def _mask(self, made: torch.Generator, device: torch.device | str) -> Mask | None:
+        if self.mask in gallery.NAMES:
+            return gallery.made(self.mask, self.s_q, device)
         bounds = [bound for call in re.findall(r"\(([\w,]+)\)", self.mask) for bound in call.split(",")]
         numbers = [bound for bound in bounds if bound == "None" or bound.isdigit()]
         kind = re.sub(r"\((?:\d|None)[\w,]*\)", "", self.mask)

@@ -1,4 +1,4 @@
-"""Score modifications and dropout as some batch rows and heads of a call see them, and captured tensors."""
+"""Score modifications, masks and dropout as some batch rows and heads of a call see them, and captured tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import scores
 from saccade.dropout import Dropout
+from saccade.masks import Extent, Mask
 
 
 def captured(score_mod: Any) -> dict[str, Tensor]:
@@ -64,6 +65,22 @@ class Shifted(scores.Score):
         found = torch.autograd.grad(outputs, list(leaves.values()), totals, allow_unused=True, retain_graph=True)
         pairs = zip(leaves.items(), found, strict=True)
         return {name: torch.zeros_like(x) if x_sum is None else x_sum.abs() for (name, x), x_sum in pairs}
+
+
+def shifted_mask(mask: Mask | None, b: int, h: int) -> Mask | None:
+    """The Mask of some batch rows and heads, from b and h on."""
+    return None if mask is None else ShiftedMask(mask, b, h)
+
+
+class ShiftedMask(Mask):
+    """A mask as some batch rows and heads see it, whose numbers start at zero; an oracle asks for no more."""
+
+    def __init__(self, mask: Mask, b: int, h: int) -> None:
+        self.mask, self.b, self.h = mask, b, h
+        self.kind = mask.kind  # pyright: ignore[reportAttributeAccessIssue]
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.mask.sees(extent, b + self.b, h + self.h, q_idx, kv_idx)
 
 
 def places(score: Tensor) -> tuple[Tensor, ...]:

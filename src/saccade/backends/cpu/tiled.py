@@ -10,16 +10,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade import hardware
+from saccade import blocks, hardware
 from saccade.backends import Gradients, Saved
 from saccade.backends.cpu import sink
+from saccade.backends.cpu.softmax import Softmax, exp
 from saccade.layouts import empty_like_rows
-from saccade.masks import Interval
+from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Interval
 from saccade.problem import Problem
 from saccade.scores import Score
 
@@ -58,12 +59,15 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     for heads in grid.heads():
         k, v = grid.keys(problem.k, heads), grid.keys(problem.v, heads)
         for tile in grid.tiles(heads):
-            stream = _Softmax(grid, want_lse or tile.empty_rows)
+            stream = Softmax(grid.softmax, want_lse or tile.empty_rows)
             q = grid.queries(problem.q, heads, tile)
-            for part in grid.parts(tile):
+            parts = list(grid.parts(heads, tile))
+            for part in parts:
                 score = grid.hide(grid.score(q, k, heads, part)[0], heads, part)
                 keep = grid.keep(heads, part)
                 stream.add(score, v[:, part.keys], keep, only=part.keys == tile.keys)
+            if not parts:
+                continue
             grid.put(out, stream.out() * grid.rescale if problem.dropout else stream.out(), heads, tile)
             if want_lse:
                 grid.put(found[..., None], stream.lse(), heads, tile)
@@ -97,7 +101,7 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
             q, dout = grid.queries(problem.q, heads, tile), grid.queries(saved.dout, heads, tile)
             row_lse, row_delta = (grid.queries(x[..., None], heads, tile, total) for x in (lse, delta / grid.rescale))
             dq_sum = torch.zeros_like(q, dtype=total)
-            for part in grid.parts(tile):
+            for part in grid.parts(heads, tile):
                 raw, modification = grid.score(q, k, heads, part, derivative=True)
                 whole = part.keys == tile.keys and grid.plain
                 p = grid.probability(grid.hide(raw, heads, part), row_lse, whole)
@@ -140,49 +144,6 @@ class _Modification(NamedTuple):
         return ds.mul_(self.slope.view_as(ds))
 
 
-def _exp(x: Tensor) -> Tensor:
-    """exp(x), in place. PyTorch's own is up to 30 times as slow where x is -inf or far below zero, as hidden scores are
-    (its vector library leaves the fast path there); exp2 is not."""
-    return x.exp_() if x.dtype == torch.bfloat16 else x.mul_(math.log2(math.e)).exp2_()
-
-
-class _Softmax:
-    """The online softmax over parts of the keys: `acc = sum exp(score - top) v`, `total = sum exp(score - top)`."""
-
-    def __init__(self, grid: _Grid, streaming: bool) -> None:
-        self.grid, self.streaming = grid, streaming
-        self.acc: Any = None
-        self.top: Any = None
-        self.total: Any = None
-
-    def add(self, score: Tensor, v: Tensor, keep: Tensor | None, only: bool) -> None:
-        """score (n, m, keys), overwritten, with v (n, keys, d_v); `keep` as the grid gives it; `only` says that no
-        other part follows."""
-        if only and not self.streaming:
-            p = self.grid.softmax(score)
-            self.acc = torch.bmm(p if keep is None else p.mul_(keep), v)
-            return
-        top = score.amax(-1, keepdim=True)
-        top = torch.where(top == -torch.inf, 0, top) if self.top is None else torch.maximum(top, self.top)
-        weight = _exp(score.sub_(top))
-        dtype = torch.float64 if score.dtype == torch.float64 else torch.float32
-        total = weight.sum(-1, keepdim=True, dtype=dtype)
-        if keep is not None:
-            weight.mul_(keep)
-        acc = torch.bmm(weight, v).to(dtype)
-        if self.top is not None:
-            rescale = (self.top - top).to(dtype).exp_()
-            acc += self.acc * rescale
-            total += self.total * rescale
-        self.acc, self.top, self.total = acc, top, total
-
-    def out(self) -> Tensor:
-        return self.acc if self.total is None else self.acc / torch.where(self.total == 0, 1, self.total)
-
-    def lse(self) -> Tensor:
-        return self.top.to(self.total.dtype) + self.total.log()
-
-
 @dataclass(frozen=True, eq=False)
 class _Grid:
     """How a Problem is cut into tiles, and how tensors are read and written by them.
@@ -208,8 +169,8 @@ class _Grid:
     def probability(self, score: Tensor, lse: Tensor, whole: bool) -> Tensor:
         """exp(score - lse); over whole rows in bf16 by the softmax, which keeps its inside in float32."""
         if score.dtype != torch.bfloat16:
-            return _exp(score.sub_(lse))
-        return self.softmax(score) if whole else _exp(score.float().sub_(lse)).to(score.dtype)
+            return exp(score.sub_(lse))
+        return self.softmax(score) if whole else exp(score.float().sub_(lse)).to(score.dtype)
 
     @cached_property
     def compute(self) -> torch.dtype:
@@ -248,9 +209,11 @@ class _Grid:
         b, h_k = self.problem.k.shape[:2]
         width = int(self.hull.length().max()) + self.rows if self.hull.lo.numel() else 1
         many = max(1, TILE_ELEMENTS // (self.rows * self.problem.group * width))
+        if self.states is not None and self.states.shape[1] > 1:  # heads that see other keys share no tile
+            many = 1
         if h_k == 0:
             return
-        batches = min(b, many // h_k) if self.hull.lo.shape[0] == 1 else 1
+        batches = min(b, many // h_k) if self.hull.lo.shape[0] == 1 and not self.batched else 1
         if batches > 1:
             for start in range(0, b, batches):
                 yield Heads(slice(start, min(start + batches, b)), slice(0, h_k))
@@ -293,14 +256,43 @@ class _Grid:
         step = max(TILE_ROWS, -(-self.problem.k.shape[2] // KEY_STOPS))
         return min(-(-stop // step) * step, int(used[b if used.shape[0] > 1 else 0, 0]))
 
-    def parts(self, tile: Tile) -> Iterator[Tile]:
-        """The tile in pieces of at most TILE_ELEMENTS scores."""
+    def parts(self, heads: Heads, tile: Tile) -> Iterator[Tile]:
+        """The tile in pieces of at most TILE_ELEMENTS scores, without keys that a list of tiles says nobody sees."""
         m = (tile.rows.stop - tile.rows.start) * self.problem.group
         step = max(TILE_ELEMENTS // m, 64)
-        for start in range(tile.keys.start, tile.keys.stop, step):
-            keys = slice(start, min(start + step, tile.keys.stop))
-            core = slice(*(min(max(edge, keys.start), keys.stop) for edge in (tile.core.start, tile.core.stop)))
-            yield tile._replace(keys=keys, core=core)
+        for run in [tile] if self.states is None else self._runs(self.states, heads, tile):
+            for start in range(run.keys.start, run.keys.stop, step):
+                keys = slice(start, min(start + step, run.keys.stop))
+                core = slice(*(min(max(edge, keys.start), keys.stop) for edge in (run.core.start, run.core.stop)))
+                yield tile._replace(keys=keys, core=core)
+
+    @cached_property
+    def states(self) -> Tensor | None:
+        """Of the tiles of a mask that has them: see `saccade.blocks`."""
+        mask = self.problem.mask
+        return blocks.states_of(self.problem, blocks.states) if mask is not None and mask.listed else None
+
+    @property
+    def batched(self) -> bool:
+        return self.states is not None and self.states.shape[0] > 1
+
+    def _runs(self, states: Tensor, heads: Heads, tile: Tile) -> Iterator[Tile]:
+        """The tile in runs of keys that are all seen, or some of them, by any of its rows and heads."""
+        group = self.problem.group
+        batch = heads.batch if states.shape[0] > 1 else slice(None)
+        head = slice(heads.heads.start * group, heads.heads.stop * group) if states.shape[1] > 1 else slice(None)
+        rows = slice(tile.rows.start // TILE, -(-tile.rows.stop // TILE))
+        keys = slice(tile.keys.start // TILE, -(-tile.keys.stop // TILE))
+        found = states[batch, head, rows, keys].flatten(0, 2)
+        state = torch.where((found == FULL).all(0), FULL, torch.where((found != EMPTY).any(0), PARTIAL, EMPTY))
+        values, counts = torch.unique_consecutive(state, return_counts=True)
+        start = keys.start * TILE
+        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+            stop = start + count * TILE
+            run = slice(max(start, tile.keys.start), min(stop, tile.keys.stop))
+            if value != EMPTY and run.start < run.stop:
+                yield tile._replace(keys=run, core=run if value == FULL else slice(run.start, run.start))
+            start = stop
 
     def keys(self, x: Tensor, heads: Heads) -> Tensor:
         """(n, s_k, d) in the compute dtype"""
@@ -355,16 +347,18 @@ class _Grid:
         at = slice(0, 1) if self.hull.lo.shape[0] == 1 else batch
         lo, hi = (edge[at, tile.rows, None] for edge in self.hull)
         q_idx = torch.arange(tile.rows.start, tile.rows.stop)[:, None]
-        b_idx = torch.arange(batch.start, batch.stop)[:, None, None]
+        b_idx = torch.arange(batch.start, batch.stop)[:, None, None, None]
+        group = self.problem.group
+        h_idx = torch.arange(heads.heads.start * group, heads.heads.stop * group)[:, None, None]
         edges = (tile.keys.start, tile.core.start), (tile.core.stop, tile.keys.stop)
         for start, stop in edges:
             if start >= stop:
                 continue
             kv_idx = torch.arange(start, stop)
-            seen = (kv_idx >= lo) & (kv_idx < hi)
+            seen = ((kv_idx >= lo) & (kv_idx < hi))[:, None]
             if self.problem.mask is not None and not self.problem.mask.exact:
-                seen = seen & self.problem.mask.sees(self.problem.extent, b_idx, q_idx, kv_idx)
+                seen = seen & self.problem.mask.sees(self.problem.extent, b_idx, h_idx, q_idx, kv_idx)
             columns = slice(start - tile.keys.start, stop - tile.keys.start)
             view = score.view(batch.stop - batch.start, -1, tile.rows.stop - tile.rows.start, score.shape[-1])
-            view[..., columns].masked_fill_(~seen[:, None], -torch.inf)
+            view[..., columns].masked_fill_(~seen, -torch.inf)
         return score

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.dropout import factor, keep, opened
+from saccade.backends.device.lists_kernel import listed_range, tile_start
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import head, load_tile, logits, tile_range, used_length, visible
 
@@ -50,7 +51,7 @@ def _step(
     kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
     x = logits(qk, score, scale, b, h, q_idx[:, None], kv_idx)
     if MASKED:
-        x = tl.where(visible(mask, b, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
+        x = tl.where(visible(mask, b, h, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
     p = tl.exp2(x - row_lse[:, None])
     if dropout is not None:
         dp = tl.where(keep(dropout, p, b, h, q_idx[:, None], kv_idx), dp, 0.0) * factor(dropout)
@@ -80,7 +81,11 @@ def captures_kernel(
     q_idx = start_q + tl.arange(0, BLOCK_Q)
     live = q_idx < rows
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
-    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+    if mask.listed:
+        first, core, core_end, end, listing = listed_range(mask, b, h, start_q // BLOCK_Q, BLOCK_K)
+    else:
+        first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+        listing = None
 
     # [block_q, d], [block_q, d_v]
     q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
@@ -97,12 +102,13 @@ def captures_kernel(
     v_head = head(v, b, h // GROUP)
     before = core - first
     for step in range(0, before + end - core_end, BLOCK_K):
-        start = tl.where(step < before, first + step, core_end + step - before)
+        start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_K)
         _step(
             q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
             mask, score, dropout, sums, ADD, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
-    for start in range(core, core_end, BLOCK_K):
+    for step in range(core, core_end, BLOCK_K):
+        start = tile_start(mask, listing, step, BLOCK_K)
         _step(
             q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
             mask, score, dropout, sums, ADD, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,

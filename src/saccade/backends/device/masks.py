@@ -2,7 +2,8 @@
 
 Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
 keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
-functions of their parts, so a new leaf is three functions and a line in `record`.
+functions of their parts, so a new leaf is three functions and a line in `record`. A predicate is no interval: its hull
+is everything, and lists of tiles take the place of both (`lists.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import masks
+from saccade.backends.device import scores
 from saccade.backends.device.records import plain_int, runtime_int
+from saccade.scores import Traced, source
 
 FAR = tl.constexpr(1 << 30)
 
@@ -25,10 +28,14 @@ class DeviceMask(NamedTuple):
     rows_of: Any
     """(data, b, kv_idx, off) -> lo, hi, core_lo, core_hi, each of kv_idx's shape"""
     sees: Any
-    """(data, b, q_idx, kv_idx, off) -> bool, broadcast"""
+    """(data, b, h, q_idx, kv_idx, off) -> bool, broadcast"""
     exact: Any
     """constexpr: the hull is the whole truth"""
     data: tuple
+    listed: Any = tl.constexpr(False)
+    """constexpr: `lists` say which tiles to visit"""
+    lists: Any = ()
+    """see `saccade.backends.device.lists`"""
 
 
 @triton.jit
@@ -37,8 +44,19 @@ def _all_of(data, b, idx, off):
 
 
 @triton.jit
-def _all_sees(data, b, q_idx, kv_idx, off):
+def _all_sees(data, b, h, q_idx, kv_idx, off):
     return (q_idx >= 0) & (kv_idx >= 0)
+
+
+@triton.jit
+def _open_of(data, b, idx, off):
+    # Anything may be visible, and nothing is known to be.
+    return idx * 0, idx * 0 + FAR, idx * 0, idx * 0
+
+
+@triton.jit
+def _not_sees(data, b, h, q_idx, kv_idx, off):
+    return data[0].sees(data[0].data, b, h, q_idx, kv_idx, off) == 0
 
 
 @triton.jit
@@ -56,7 +74,7 @@ def _window_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def _window_sees(data, b, q_idx, kv_idx, off):
+def _window_sees(data, b, h, q_idx, kv_idx, off):
     distance = kv_idx - q_idx - off
     return (distance >= -plain_int(data[0])) & (distance <= plain_int(data[1]))
 
@@ -84,7 +102,7 @@ def _prefix_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def _prefix_sees(data, b, q_idx, kv_idx, off):
+def _prefix_sees(data, b, h, q_idx, kv_idx, off):
     return (kv_idx < plain_int(data[0])) | (kv_idx <= q_idx + off)
 
 
@@ -99,7 +117,7 @@ def _prefixes_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def _prefixes_sees(data, b, q_idx, kv_idx, off):
+def _prefixes_sees(data, b, h, q_idx, kv_idx, off):
     return (kv_idx < tl.load(data[0] + b).to(tl.int32)) | (kv_idx <= q_idx + off)
 
 
@@ -113,7 +131,7 @@ def _documents_of(data, b, idx, off):
 
 
 @triton.jit
-def _documents_sees(data, b, q_idx, kv_idx, off):
+def _documents_sees(data, b, h, q_idx, kv_idx, off):
     return tl.load(data[0] + _token(data, b, q_idx)) == tl.load(data[0] + _token(data, b, kv_idx))
 
 
@@ -138,9 +156,9 @@ def _and_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def _and_sees(data, b, q_idx, kv_idx, off):
-    first = data[0].sees(data[0].data, b, q_idx, kv_idx, off)
-    return first & data[1].sees(data[1].data, b, q_idx, kv_idx, off)
+def _and_sees(data, b, h, q_idx, kv_idx, off):
+    first = data[0].sees(data[0].data, b, h, q_idx, kv_idx, off)
+    return first & data[1].sees(data[1].data, b, h, q_idx, kv_idx, off)
 
 
 @triton.jit
@@ -158,9 +176,9 @@ def _or_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def _or_sees(data, b, q_idx, kv_idx, off):
-    first = data[0].sees(data[0].data, b, q_idx, kv_idx, off)
-    return first | data[1].sees(data[1].data, b, q_idx, kv_idx, off)
+def _or_sees(data, b, h, q_idx, kv_idx, off):
+    first = data[0].sees(data[0].data, b, h, q_idx, kv_idx, off)
+    return first | data[1].sees(data[1].data, b, h, q_idx, kv_idx, off)
 
 
 @triton.jit
@@ -192,6 +210,7 @@ _PREFIXES = _functions(_prefixes_keys, _prefixes_rows, _prefixes_sees, True)
 _DOCUMENTS = _functions(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: _functions(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = _functions(_or_keys, _or_rows, _or_sees, False)
+_NOT = _functions(_open_of, _open_of, _not_sees, False)
 _ALL = DeviceMask(*_functions(_all_of, _all_of, _all_sees, True), ())
 
 
@@ -212,6 +231,13 @@ def record(mask: masks.Mask | None) -> DeviceMask:
             tensors = (x.contiguous() for x in (mask.ids, mask.first, mask.stop, mask.solid))
             data = (*tensors, runtime_int(stride), runtime_int(s))
             return DeviceMask(*_DOCUMENTS, data)
+        case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
+            keys_of, rows_of, sees, exact = _predicate(predicate)
+            return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate))
+        case masks.Not():
+            return DeviceMask(*_NOT, (record(mask.part),))
+        case masks.Blocked():
+            return record(mask.mask)
         case masks.And() | masks.Or():
             first, *rest = map(record, mask.parts)
             for other in rest:
@@ -219,3 +245,13 @@ def record(mask: masks.Mask | None) -> DeviceMask:
                 first = DeviceMask(*(_AND[exact] if isinstance(mask, masks.And) else _OR), (first, other))
             return first
     raise TypeError(f"no device form of {mask!r}")
+
+
+def _predicate(predicate: Traced) -> tuple[Any, ...]:
+    """The program's function, made once."""
+    key = "sees", scores.wide(predicate)
+    made = predicate.program.emitted.get(key)
+    if made is None:
+        sees = scores.jit(source.sees_source(predicate.program, key[1]))["sees"]
+        made = predicate.program.emitted[key] = _functions(_open_of, _open_of, sees, False)
+    return made

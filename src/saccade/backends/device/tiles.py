@@ -86,10 +86,10 @@ def tile_range(lo, hi, core_lo, core_hi, live, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def visible(mask, b, q_idx, kv_idx, rows, keys, off):
+def visible(mask, b, h, q_idx, kv_idx, rows, keys, off):
     """One tile of the mask: both rows and keys in use, and seeing one another. q_idx and kv_idx broadcast."""
     inside = (q_idx < rows) & (kv_idx < keys)
-    return inside & mask.sees(mask.data, b, q_idx, kv_idx, off)
+    return inside & mask.sees(mask.data, b, h, q_idx, kv_idx, off)
 
 
 @triton.jit

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
+from saccade.backends.device import lists
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import Plan, arguments, options, workspace
 from saccade.backends.gluon.relaunch import descriptor
 from saccade.layouts import Dense
-from saccade.masks import causal
 from saccade.problem import Problem
 
 ALLOWED = {
     "gluon backward 16bit d64/64 full": 8,
     "gluon backward 16bit d64/64 masked": 16,
     "gluon backward 16bit d64/64 queued": 28,
+    "gluon backward 16bit d128/128 listed": 8,
     "gluon backward 16bit d256/256 masked": 8,
+    "gluon backward 16bit d256/256 listed": 8,
     "gluon backward 16bit d256/256 queued": 8,
 }
 """Bytes that rows may spill: what Triton 3.6 leaves; at d = 256 outside of the loops."""
@@ -36,6 +38,7 @@ def keys() -> Iterator[str]:
         yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked", "queued"))
         yield from (f"gluon {name} 16bit {dims} queued" for name in ("prepare", "rank", "finish"))
     yield "gluon backward 16bit d192/128 masked"
+    yield from (f"gluon backward 16bit d{d}/{d} listed" for d in (128, 256))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED)
 
@@ -46,14 +49,15 @@ def compiled(row: str) -> tuple[Any, int]:
     score = [word for word in words if word != "dropout"]
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
-    mask = None if edges == "full" else causal()
+    mask = lists.mask_of(edges)
     deterministic = edges == "queued"
     problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0, deterministic=deterministic)
     problem.dropout = stand_in(q.device) if "dropout" in words else None
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients, processors=1)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
-    calls = arguments(problem, plan, saved, gradients, workspace(plan, q.device))
+    record = lists.stand_in(problem)
+    calls = arguments(problem, plan, saved, gradients, workspace(plan, q.device, record), record)
     made = zip(plan.kernels, calls, plan.fixed, strict=True)
     kernel, (operands, rest), fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")
     call = *map(descriptor, operands, plan.shapes), *rest

@@ -150,7 +150,7 @@ def step(
     if FOLD:
         s = onto(start, zero)
         if MASKED:
-            s = hidden(s, mask, block, row, kv_idx)
+            s = hidden(s, mask, block, h, row, kv_idx)
         s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
     else:
         shared.q_ring.wait(n)
@@ -165,7 +165,7 @@ def step(
         x = logits(s, score, scale, block.b, h, q_idx[None, :], kv_idx[:, None])
         x += gl.expand_dims(shared.starts.index(stage).load(columns), 0)
         if MASKED:
-            x = hidden(x, mask, block, row, kv_idx)
+            x = hidden(x, mask, block, h, row, kv_idx)
         p = gl.exp2(x)
     weights = p
     if dropout is not None:
@@ -245,15 +245,15 @@ def consume(
                 edge = gl.where(half == 0, block.core, block.end)
                 for _ in tl.range(edge - q_block, disable_licm=True):
                     dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx,
-                        scale, BLOCK_Q, FOLD, True,
+                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h,
+                        block.rows_at(q_block) * BLOCK_Q, kv_idx, scale, BLOCK_Q, FOLD, True,
                     )  # fmt: skip
                     q_block += 1
                     n += 1
                 for _ in tl.range(block.core_end - q_block, disable_licm=True):
                     dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx,
-                        scale, BLOCK_Q, FOLD, False,
+                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h,
+                        block.rows_at(q_block) * BLOCK_Q, kv_idx, scale, BLOCK_Q, FOLD, False,
                     )  # fmt: skip
                     q_block += 1
                     n += 1

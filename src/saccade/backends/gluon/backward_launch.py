@@ -16,7 +16,7 @@ from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
 from saccade.backends import Saved
-from saccade.backends.device import dropout, masks, scores
+from saccade.backends.device import dropout, lists, masks, scores
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows, runtime_int
@@ -53,12 +53,14 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
         found = problem.launches.get(key)
         plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index)), [])
-        space = workspace(plan, q.device)
+        cut = Cut.of(q.shape[3], v.shape[3])
+        mask = lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
+        space = workspace(plan, q.device, mask)
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
-        calls = arguments(problem, plan, saved, (dq, *shares), space)
+        calls = arguments(problem, plan, saved, (dq, *shares), space, mask)
         if found:
             for launch, call in zip(again, calls, strict=True):
                 launch(q.device.index, *call)
@@ -151,24 +153,27 @@ class Plan:
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * cut.pieces, PIECE.value)
         programs = b * h_k * key_blocks
         divided = shares_of(problem.group, programs, processors * (BALANCE if problem.mask else 1))
+        if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
+            divided = problem.group
         dq, dk, dv = gradients
         if divided > 1:
             dk, dv = share_by_share(dk, divided), share_by_share(dv, divided)
         operands = (q, block_q), (k, block_k), (v, block_k), (dout, block_q), (dk, 64), (dv, 64)
         ends = blocks * block_q // cut.prepared_rows
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
-        spills = problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None
+        listed = problem.mask is not None and problem.mask.listed
+        spills = listed or (problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None)
         plain_scores = problem.score is None and problem.dropout is None and problem.scale > LEAST_SCALE
         fold = block_q == 64 and plain_scores and not spills
         masked = problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
         section = SECTION if problem.group == 1 else divided
         if problem.deterministic and key_blocks > MANY:
             section = min(section, 2)
-        queued = (rank_kernel,) if problem.deterministic else ()
+        queued = (rank_kernel,) if problem.deterministic and not listed else ()
         return Plan(
             fold=fold,
             kernels=(*queued, prepare_kernel, cut.kernel, finish_kernel),
-            ranks=(b, key_blocks, blocks) if queued else None,
+            ranks=(b, key_blocks, blocks) if problem.deterministic else None,
             turns=2 * b * h_q * blocks,
             rows=rows,
             tiles=tiles,
@@ -220,14 +225,14 @@ def share_by_share(x: Tensor, divided: int) -> Tensor:
     return torch.empty(b, h_k * divided, s_k, d, dtype=x.dtype, device=x.device)
 
 
-def workspace(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Queue | None]:
+def workspace(plan: Plan, device: torch.device, mask: masks.DeviceMask) -> tuple[Tensor, Tensor, Tensor, Queue | None]:
     """delta, start, dq_sum and the queue for it."""
     delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
     start = torch.empty(plan.rows, dtype=torch.float32, device=device)
     dq_sum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
     if plan.ranks is None:
         return delta, start, dq_sum, None
-    ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
+    ranks = lists.ranks(mask.lists) if mask.listed.value else torch.empty(plan.ranks, dtype=torch.int32, device=device)
     passed = torch.zeros(plan.turns, dtype=torch.int32, device=device)
     return delta, start, dq_sum, Queue(ranks, passed, runtime_int(plan.ranks[1]))
 
@@ -239,7 +244,12 @@ def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
 
 
 def arguments(
-    problem: Problem, plan: Plan, saved: Saved, gradients: tuple[Tensor, ...], space: tuple[Any, ...]
+    problem: Problem,
+    plan: Plan,
+    saved: Saved,
+    gradients: tuple[Tensor, ...],
+    space: tuple[Any, ...],
+    mask: masks.DeviceMask,
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
     """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
     so that a kernel runs while the next one's are made."""
@@ -249,8 +259,7 @@ def arguments(
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
     *rank, prepare, main, finish = plan.numbers
-    mask = masks.record(problem.mask)
-    if queue is not None:
+    if rank:
         yield (), (queue.ranks, mask, used_q, used_k, *rank[0])
     yield (), (
         Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), delta, start, dq_sum,

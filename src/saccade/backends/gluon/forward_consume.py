@@ -19,6 +19,7 @@ from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import used_length, visible
 from saccade.backends.gluon.dropping import dropped
+from saccade.backends.gluon.listing import listed_tile, work_list
 from saccade.backends.gluon.schedule import (
     BATCH,
     CONSUMER,
@@ -119,7 +120,7 @@ def risen(row, tile, score, terms, SIGN: gl.constexpr, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def hidden(s, tile, LOWER: gl.constexpr, mask, b, q_idx, rows, keys):
+def hidden(s, tile, LOWER: gl.constexpr, mask, b, h, q_idx, rows, keys):
     """The scores [64, BLOCK_K] of a tile of keys after the mask, whose lower bound counts only if LOWER."""
     start = tile * s.shape[1]
     if mask.exact:
@@ -127,7 +128,7 @@ def hidden(s, tile, LOWER: gl.constexpr, mask, b, q_idx, rows, keys):
         return between(s, lo - start, gl.minimum(hi, keys) - start, LOWER)
     else:
         kv_idx = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
-        return gl.where(visible(mask, b, q_idx[:, None], kv_idx, rows, keys, keys - rows), s, float("-inf"))
+        return gl.where(visible(mask, b, h[:, None], q_idx[:, None], kv_idx, rows, keys, keys - rows), s, float("-inf"))
 
 
 @gluon.jit
@@ -161,7 +162,7 @@ def step(
     pipe.keys.release(n + 1)
     s = modified(s, tile, score, terms, inside, b, h, q_idx)
     if MASKED:
-        s = hidden(s, tile, True, mask, b, q_idx, rows, keys)
+        s = hidden(s, tile, True, mask, b, h, q_idx, rows, keys)
     # [64]
     new_max = gl.maximum(row_max, risen(gl.max(s, 1), tile, score, terms, 1, s.shape[1]))
     shift = new_max * factor
@@ -276,6 +277,7 @@ def consume(
         q_idx = row + place % ROWS
         h = h_k * group + in_group + place // ROWS
         q_at = (slot * CONSUMERS + c) * pipe.slots.CHUNKS
+        listing = work_list(mask, pipe, b, h_k * group + in_group, row)
 
         n = skip(c, pipe, n, hi - end)
         tile = end - 1
@@ -285,20 +287,21 @@ def consume(
         # [64, BLOCK_K]
         s = warpgroup_mma_wait(0, [s])
         pipe.keys.release(n)
+        number = listed_tile(mask, listing, hi, tile)
         terms = row_terms(score, scale, b, h, q_idx, keys - rows)
-        s = modified(s, tile, score, terms, inside, b, h, q_idx)
+        s = modified(s, number, score, terms, inside, b, h, q_idx)
         if tile >= core_end:
-            s = hidden(s, tile, False, mask, b, q_idx, rows, keys)
+            s = hidden(s, number, False, mask, b, h, q_idx, rows, keys)
         elif tile < core:
-            s = hidden(s, tile, True, mask, b, q_idx, rows, keys)
+            s = hidden(s, number, True, mask, b, h, q_idx, rows, keys)
         # [64]
-        row_max = gl.maximum(risen(gl.max(s, 1), tile, score, terms, 1, BLOCK_K), LOWEST)
+        row_max = gl.maximum(risen(gl.max(s, 1), number, score, terms, 1, BLOCK_K), LOWEST)
         # [64, BLOCK_K]
-        weights = gl.exp2(s * factor - (risen(row_max, tile, score, terms, -1, BLOCK_K) * factor)[:, None])
+        weights = gl.exp2(s * factor - (risen(row_max, number, score, terms, -1, BLOCK_K) * factor)[:, None])
         # [64, 8]
         row_sum = row_sums(weights)
         # [64, BLOCK_K / 2]
-        p = pack_pairs(thinned(weights, tile, dropout, b, h, q_idx), DTYPE)
+        p = pack_pairs(thinned(weights, number, dropout, b, h, q_idx), DTYPE)
         # [64, BLOCK_DV]
         acc = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
         # Twice through two loops: the tiles behind the core, the core, the tiles before it, and none. A branch inside
@@ -307,15 +310,17 @@ def consume(
             edge = gl.where(half == 0, gl.minimum(core_end, tile), first)
             for _ in range(tile - edge):
                 tile -= 1
+                number = listed_tile(mask, listing, hi, tile)
                 acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, True, mask, score, dropout, terms, inside, factor,
-                    b, h, q_idx, rows, keys,
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, True, mask, score, dropout, terms, inside,
+                    factor, b, h, q_idx, rows, keys,
                 )  # fmt: skip
                 n += 1
             for _ in range(tile - core):
                 tile -= 1
+                number = listed_tile(mask, listing, hi, tile)
                 acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, tile, False, mask, score, dropout, terms, inside,
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, False, mask, score, dropout, terms, inside,
                     factor, b, h, q_idx, rows, keys,
                 )  # fmt: skip
                 n += 1

@@ -8,7 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from saccade.backends.device.lists_kernel import list_of
 from saccade.backends.device.tiles import tile_range, used_length
+from saccade.backends.gluon.listing import list_of_item, listed_tile
 from saccade.backends.gluon.schedule import (
     BATCH,
     CONSUMER,
@@ -24,6 +26,21 @@ from saccade.backends.gluon.schedule import (
 )
 from saccade.backends.gluon.shim import count_up, tma_load
 from saccade.backends.gluon.tiles import zero_tail
+
+
+@gluon.jit
+def plan_list(pipe, at, some, tiles):
+    """The same as `plan_tiles` of a list: LO to HI are places in it, counted from its end, so that the partial tiles,
+    which come first, are behind the core."""
+    for c in gl.static_range(pipe.shape.CONSUMERS):
+        pipe.slots.put(at, CONSUMER + 4 * c + FIRST, 0)
+        pipe.slots.put(at, CONSUMER + 4 * c + CORE, 0)
+        pipe.slots.put(at, CONSUMER + 4 * c + CORE_END, tiles - some)
+        pipe.slots.put(at, CONSUMER + 4 * c + END, tiles)
+    hi = gl.maximum(tiles, 1)
+    pipe.slots.put(at, LO, 0)
+    pipe.slots.put(at, HI, hi)
+    return hi * 0, hi, hi * 0
 
 
 @gluon.jit
@@ -70,7 +87,11 @@ def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
     pipe.slots.put(at, KEY_HEAD, h_k)
     pipe.slots.put(at, IN_GROUP, in_group)
     pipe.slots.put(at, ROW, row)
-    lo, hi, skipped = plan_tiles(pipe, at, mask, b, row, rows, keys)
+    if mask.listed:
+        _, some, tiles = list_of(mask.lists, list_of_item(mask, pipe, b, h_k * work.packs + in_group, row))
+        lo, hi, skipped = plan_list(pipe, at, some, tiles)
+    else:
+        lo, hi, skipped = plan_tiles(pipe, at, mask, b, row, rows, keys)
     return b, h_k, in_group, row, keys, lo, hi, skipped
 
 
@@ -143,8 +164,12 @@ def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q,
         # leaves the slot after that one. Else it is drawn late, so that the longest item goes to who is done first.
         ahead = gl.maximum(begun, skipped) if EARLY else hi - lo - 1
         next_b, next_h, next_keys, next_lo, next_hi = b, h_k, keys, lo, hi
+        if mask.listed:
+            listing, _, _ = list_of(mask.lists, list_of_item(mask, pipe, b, h_k * work.packs + in_group, row))
+        else:
+            listing = None
         for j in range(hi - lo):
-            start = (hi - 1 - j) * pipe.shape.BLOCK_K
+            start = listed_tile(mask, listing, hi, hi - 1 - j) * pipe.shape.BLOCK_K
             load_keys(k_desc, pipe, n, b, h_k, start)
             tails = load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k is not None)
             n += 1

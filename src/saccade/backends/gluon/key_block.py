@@ -6,6 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.backends.device.lists_kernel import list_number, list_of
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.tiles import tile_range, used_length, visible
 from saccade.backends.gluon.shim import aggregate
@@ -57,6 +58,66 @@ class KeyBlock:
         blocks = self.end - self.first
         return self.share * group + n // blocks, self.first + n % blocks
 
+    @gluon.jit
+    def rows_at(self, place):
+        """Which block of rows is at a place of [first, end)."""
+        return place
+
+    @gluon.jit
+    def number(self, blocks, BLOCK_K: gl.constexpr):
+        """This block of keys among those of all batch rows."""
+        return self.b * blocks + self.start // BLOCK_K
+
+
+@aggregate
+class ListedKeyBlock:
+    """The same where a list has the blocks of rows: first, core, core_end and end are places in it. Its share is one
+    head where heads see other keys."""
+
+    b: gl.tensor
+    h_k: gl.tensor
+    share: gl.tensor
+    start: gl.tensor
+    rows: gl.tensor
+    keys: gl.tensor
+    first: gl.tensor
+    core: gl.tensor
+    core_end: gl.tensor
+    end: gl.tensor
+    listing: gl.tensor
+    list_number: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, b, h_k, share, start, rows, keys, first, core, core_end, end, listing, list_number):
+        self.b = b
+        self.h_k = h_k
+        self.share = share
+        self.start = start
+        self.rows = rows
+        self.keys = keys
+        self.first = first
+        self.core = core
+        self.core_end = core_end
+        self.end = end
+        self.listing = listing
+        self.list_number = list_number
+
+    @gluon.jit
+    def steps(self, group):
+        return group * self.end
+
+    @gluon.jit
+    def place(self, n, group):
+        return self.share * group + n // self.end, gl.load(self.listing + n % self.end)
+
+    @gluon.jit
+    def rows_at(self, place):
+        return gl.load(self.listing + place)
+
+    @gluon.jit
+    def number(self, blocks, BLOCK_K: gl.constexpr):
+        return self.list_number
+
 
 @gluon.jit
 def key_block(
@@ -82,6 +143,27 @@ def key_block(
 @gluon.jit
 def key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """The KeyBlock of these BLOCK_K keys."""
+    if mask.listed:
+        return listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K)
+    else:
+        return key_block_of_interval(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+
+
+@gluon.jit
+def listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K: gl.constexpr):
+    number = list_number(mask.lists, b, share, start // BLOCK_K)
+    listing, some, tiles = list_of(mask.lists, number)
+    none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
+    end = tiles + none
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    return ListedKeyBlock(b, h_k, share, start, rows, keys, end * 0, some + none, end, end, listing, number)
+
+
+@gluon.jit
+def key_block_of_interval(
+    b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
+):
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
     # [BLOCK_K]
@@ -109,7 +191,7 @@ def onto(numbers, zero):
 
 
 @gluon.jit
-def hidden(x, mask, block, row, kv_idx):
+def hidden(x, mask, block, h, row, kv_idx):
     """x [64, BLOCK_Q] where the keys see the rows from `row` on, and -inf elsewhere. Rows that are not in use need no
     mask: their start is -inf."""
     off = block.keys - block.rows
@@ -118,5 +200,5 @@ def hidden(x, mask, block, row, kv_idx):
         return between(x, lo - row, gl.where(kv_idx < block.keys, hi, 0) - row, True)
     else:  # only the branch that is taken has a type
         q_idx = row + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-        seen = visible(mask, block.b, q_idx[None, :], kv_idx[:, None], block.rows, block.keys, off)
+        seen = visible(mask, block.b, h, q_idx[None, :], kv_idx[:, None], block.rows, block.keys, off)
         return gl.where(seen, x, float("-inf"))

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
-from saccade.backends.device import dropout, masks, scores
+from saccade.backends.device import dropout, lists, masks, scores
 from saccade.backends.device.launch import on_device
 from saccade.backends.gluon import schedule
 from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
@@ -41,25 +41,32 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
     with on_device(q):
         layout, sink = problem.layout, None if problem.sink is None else problem.sink.contiguous()
         used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
-        mask, score = masks.record(problem.mask), score_record(problem)
-        tensors = row_lse, sink, counter(q.device), *used, mask, score, dropout.record(problem.dropout)
+        score = score_record(problem)
+        records = score, dropout.record(problem.dropout)
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value
         found = problem.launches.get(key) if tile is None else None
         if found is not None:
-            again, numbers = found
+            again, numbers, made = found
+            tensors = row_lse, sink, counter(q.device), *used, mask_record(problem, made), *records
             again(q.device.index, (q, k, v, out), (*tensors, *numbers, problem.scale))
             return out, row_lse
         made = tile or config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
         shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
         operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
+        tensors = row_lse, sink, counter(q.device), *used, mask_record(problem, made), *records
         compiled = forward_kernel[grid](*operands, *tensors, *numbers, problem.scale, **fixed, **OPTIONS)
         if tile is None:
-            problem.launches[key] = Relaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers
+            problem.launches[key] = Relaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers, made
     return out, row_lse
 
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def mask_record(problem: Problem, made: Config) -> masks.DeviceMask:
+    """The device form of the mask, with lists of the tiles of this Config."""
+    return lists.record(problem, 64 * made.consumers, made.block_k)
 
 
 def arguments(
@@ -69,8 +76,9 @@ def arguments(
     q, k, v = problem.q, problem.k, problem.v
     b, h_q, s_q, d = q.shape
     h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-    # With dropout 16 rows that belong together are those of one head.
-    rows = 64 if problem.dropout else rows_of_a_head(problem.group, s_q, made.consumers)
+    # A list is of one head; with dropout 16 rows that belong together are those of one.
+    alone = problem.dropout is not None or (problem.mask is not None and problem.mask.listed)
+    rows = 64 if alone else rows_of_a_head(problem.group, s_q, made.consumers)
     heads = 64 // rows
     columns = block_dv(d_v)
     shapes = [

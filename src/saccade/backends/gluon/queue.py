@@ -33,7 +33,7 @@ class Queue(NamedTuple):
 @gluon.jit
 def wait_for_turn(queue, piece, block, q_block, q_blocks, BLOCK_K: gl.constexpr, WARPS: gl.constexpr):
     """Waits until all programs before `block` have added to this piece, which is of `q_block`; WARPS of each count."""
-    number = block.b * plain_int(queue.blocks) + block.start // BLOCK_K
+    number = block.number(plain_int(queue.blocks), BLOCK_K)
     rank = gl.load(queue.ranks + number * q_blocks + q_block)
     wait_until(queue.passed + piece, rank * WARPS)
 

@@ -206,7 +206,7 @@ def value_step(
     if FOLD:
         s = onto(start, zero)
         if MASKED:
-            s = hidden(s, mask, block, row, kv_idx)
+            s = hidden(s, mask, block, h, row, kv_idx)
         s = issue_scores(shared.k_tiles, shared.q_ring.tiles, stage, s, D, True)
         s = warpgroup_mma_wait(0, [s])
         p = gl.exp2(s * (scale * LOG2E))
@@ -218,7 +218,7 @@ def value_step(
         x = logits(s, score, scale, block.b, h, q_idx[None, :], kv_idx[:, None])
         x += gl.expand_dims(shared.starts.index(stage).load(columns), 0)
         if MASKED:
-            x = hidden(x, mask, block, row, kv_idx)
+            x = hidden(x, mask, block, h, row, kv_idx)
         p = gl.exp2(x)
     shared.q_ring.release(n)
     weights = p
@@ -273,14 +273,14 @@ def consume_for_values(
                 for _ in tl.range(edge - q_block, disable_licm=True):
                     dv, start = value_step(
                         dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
-                        q_block * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, True,
+                        block.rows_at(q_block) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, True,
                     )  # fmt: skip
                     q_block += 1
                     n += 1
                 for _ in tl.range(block.core_end - q_block, disable_licm=True):
                     dv, start = value_step(
                         dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
-                        q_block * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
+                        block.rows_at(q_block) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
                     )  # fmt: skip
                     q_block += 1
                     n += 1

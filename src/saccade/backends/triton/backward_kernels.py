@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.dropout import factor, keep, opened
+from saccade.backends.device.lists_kernel import listed_range, tile_start
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
 
@@ -58,7 +59,7 @@ def _score_gradient(
     """p after dropout, but for its factor, and ds of one tile, by whichever orientation the operands broadcast in."""
     x = logits(qk, score, scale, b, h, q_idx, kv_idx)
     if MASKED:
-        x = tl.where(visible(mask, b, q_idx, kv_idx, rows, keys, off), x, float("-inf"))
+        x = tl.where(visible(mask, b, h, q_idx, kv_idx, rows, keys, off), x, float("-inf"))
     p = tl.exp2(x - row_lse)
     if dropout is None:
         ds = p * (dp - row_delta)
@@ -136,14 +137,20 @@ def keys_kernel(
         q_head = head(q, b, h)
         dout_head = head(dout, b, h)
         row = (b.to(tl.int64) * h_q + h) * s_q
+        if mask.listed:  # heads may see other keys
+            first, core, core_end, end, listing = listed_range(mask, b, h, start_k // BLOCK_K, BLOCK_Q)
+            before = core - first
+        else:
+            listing = None
         for step in range(0, before + end - core_end, BLOCK_Q):
-            start = tl.where(step < before, first + step, core_end + step - before)
+            start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_Q)
             dk_sum, dv_sum = _rows_step(
                 dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
                 kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
                 True,
             )  # fmt: skip
-        for start in range(core, core_end, BLOCK_Q):
+        for step in range(core, core_end, BLOCK_Q):
+            start = tile_start(mask, listing, step, BLOCK_Q)
             dk_sum, dv_sum = _rows_step(
                 dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
                 kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
@@ -200,7 +207,11 @@ def rows_kernel(
     q_idx = start_q + tl.arange(0, BLOCK_Q)
     live = q_idx < rows
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
-    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+    if mask.listed:
+        first, core, core_end, end, listing = listed_range(mask, b, h, start_q // BLOCK_Q, BLOCK_K)
+    else:
+        first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+        listing = None
 
     # [block_q, d], [block_q, d_v]
     q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
@@ -213,12 +224,13 @@ def rows_kernel(
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     before = core - first
     for step in range(0, before + end - core_end, BLOCK_K):
-        start = tl.where(step < before, first + step, core_end + step - before)
+        start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_K)
         dq_sum = _keys_step(
             dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
             scale, mask, score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
-    for start in range(core, core_end, BLOCK_K):
+    for step in range(core, core_end, BLOCK_K):
+        start = tile_start(mask, listing, step, BLOCK_K)
         dq_sum = _keys_step(
             dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
             scale, mask, score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.dropout import factor, keep, opened
+from saccade.backends.device.lists_kernel import listed_range, tile_start
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
 
@@ -26,7 +27,7 @@ def _step(
     kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
     x = logits(qk, score, scale, b, h, q_idx[:, None], kv_idx)
     if MASKED:
-        x = tl.where(visible(mask, b, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
+        x = tl.where(visible(mask, b, h, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
     # [block_q]
     new_max = tl.maximum(row_max, tl.max(x, 1))
     if MASKED or not score.identity:  # a row that has seen nothing yet: exp2(-inf - 0) = 0
@@ -67,7 +68,11 @@ def forward_kernel(
     live = q_idx < rows
 
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
-    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+    if mask.listed:
+        first, core, core_end, end, listing = listed_range(mask, b, h, start_q // BLOCK_Q, BLOCK_K)
+    else:
+        first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+        listing = None
 
     # [block_q, d]
     q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
@@ -84,12 +89,13 @@ def forward_kernel(
     # Tiles on the mask's edge, those before the core and those behind it, in one loop.
     before = core - first
     for step in range(0, before + end - core_end, BLOCK_K):
-        start = tl.where(step < before, first + step, core_end + step - before)
+        start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_K)
         acc, row_max, row_sum = _step(
             acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask,
             score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
-    for start in range(core, core_end, BLOCK_K):
+    for step in range(core, core_end, BLOCK_K):
+        start = tile_start(mask, listing, step, BLOCK_K)
         acc, row_max, row_sum = _step(
             acc, row_max, row_sum, q_tile, k, v, k_head, v_head, start, b, h, q_idx, rows, keys, off, scale, mask,
             score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from saccade import configs
+from saccade.backends.device import lists
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
 from saccade.backends.triton import launch
@@ -15,7 +16,6 @@ from saccade.backends.triton.backward_kernels import keys_kernel, rows_kernel
 from saccade.backends.triton.config import KERNELS, config, key
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.layouts import Dense
-from saccade.masks import causal
 from saccade.problem import Problem
 from saccade.spec import Spec
 
@@ -29,6 +29,8 @@ _DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
 def keys() -> Iterator[str]:
     """Every row of the table, then formulas where the table is silent."""
     yield from (row for row in configs.table(GPU) if row.startswith("triton "))
+    yield "triton keys 16bit d128/128 listed"
+    yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
     silent = Spec("fp32", 128), Spec("fp32", 256, mask="causal"), Spec("bf16", 32)
     for spec in silent:
         yield from (key(kernel, spec) for kernel in KERNELS if key(kernel, spec) not in configs.table(GPU))
@@ -41,8 +43,10 @@ def compiled(row: str) -> tuple[Any, int]:
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     dtype = _DTYPES[size]
     q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
-    problem = Problem(q, k, v, None, causal() if edges == "masked" else None, None, Dense(), 1.0)
+    problem = Problem(q, k, v, None, lists.mask_of(edges), None, Dense(), 1.0)
     problem.dropout = stand_in(q.device) if words else None
+    if kernel in lists.KERNELS:
+        return lists.compiled(kernel, problem), 0
     rows = torch.empty(1, 2, 512)
     operands = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(torch.empty_like(v))
     outputs = {
@@ -54,7 +58,7 @@ def compiled(row: str) -> tuple[Any, int]:
     made = _FUNCTIONS[kernel].warmup(
         *operands,
         *outputs[kernel],
-        *launch.call_arguments(problem),
+        *launch.call_arguments(problem, lists.stand_in(problem)),
         **launch.constants(problem, tile, "ieee"),
         num_warps=tile.warps,
         num_stages=tile.stages,

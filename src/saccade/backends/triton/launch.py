@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import configs
 from saccade.backends import Saved
-from saccade.backends.device import dropout, masks, scores
+from saccade.backends.device import dropout, lists, masks, scores
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
@@ -52,7 +52,7 @@ def backward(
     delta, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
         dout = _rows(saved.dout)
-        rows = dlse, saved.lse.contiguous(), delta, lse2, *call_arguments(problem)[:1], q.shape[1], q.shape[2]
+        rows = dlse, saved.lse.contiguous(), delta, lse2, used_lengths(problem)[0], q.shape[1], q.shape[2]
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
         operands = (*(_operand(problem, name) for name in ("q", "k", "v")), dout)
@@ -88,29 +88,35 @@ def _rows(x: Tensor) -> Rows:
 
 def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, tiles: Tiles | None) -> None:
     """Runs a kernel with one program for each block of query rows, or of keys."""
-    arguments = (*tensors, *call_arguments(problem))
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     # What Triton specialises for and the Problem's key does not hold: how out or dout lies.
     key = name, tensors[3].unit.value, tensors[3].wide.value, tensors[4] is None, precision
     found = problem.launches.get(key) if tiles is None else None
     if found is not None:
-        compiled, grid, fixed = found
+        compiled, grid, fixed, tile = found
+        mask = lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "keys")
+        arguments = (*tensors, *call_arguments(problem, mask))
         run(compiled, grid, problem.q.device.index, (*arguments, *fixed))
         return
     tile = tiles[name] if tiles and name in tiles else _config(name, problem)
     grid = _grid(problem.k, tile.block_k) if name == "keys" else _grid(problem.q, tile.block_q)
     fixed = constants(problem, tile, precision)
+    mask = lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "keys")
+    arguments = (*tensors, *call_arguments(problem, mask))
     compiled = kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=tile.stages)
     if tiles is None and compiled is not None:  # the interpreter compiles nothing
-        problem.launches[key] = compiled, grid, tuple(fixed.values())
+        problem.launches[key] = compiled, grid, tuple(fixed.values()), tile
 
 
-def call_arguments(problem: Problem) -> tuple[Any, ...]:
+def call_arguments(problem: Problem, mask: masks.DeviceMask) -> tuple[Any, ...]:
     """What every kernel takes between its tensors and its constants."""
-    layout, q = problem.layout, problem.q
-    records = masks.record(problem.mask), scores.record(problem.score), dropout.record(problem.dropout)
-    used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
-    return *used, *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
+    q, records = problem.q, (mask, scores.record(problem.score), dropout.record(problem.dropout))
+    return *used_lengths(problem), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
+
+
+def used_lengths(problem: Problem) -> tuple[Tensor | None, ...]:
+    layout = problem.layout
+    return tuple(None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
 
 
 def constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Call, Prepared, Provider, learned, prepared
-from saccade.masks import And, Documents, Mask, Or, Prefix, Window
+from saccade.masks import And, Documents, Mask, MaskMod, Or, Prefix, Window
 from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
 
@@ -48,7 +48,7 @@ class Flex(Provider):
         compiled = torch.compile(flex_attention, dynamic=False)
         block_mask = None
         if call.mask is not None:
-            rows = case.b if call.mask.records else None
+            rows = case.b if "b" in call.mask.indices else None
             seen = predicate(call.mask, case.s_k - case.s_q)
             shape: tuple[int | None, ...] = rows, None, case.s_q, case.s_k
             try:  # uncompiled it holds the whole mask
@@ -85,6 +85,8 @@ def predicate(mask: Mask, off: int) -> Predicate:
             return lambda b, h, q_idx, kv_idx: (kv_idx < length) | (kv_idx <= q_idx + off)
         case Documents(ids=ids):
             return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
+        case MaskMod(fn=fn) if fn is not None:
+            return fn
     raise NotImplementedError(f"this adapter has no {mask.kind} mask")
 
 

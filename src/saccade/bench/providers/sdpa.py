@@ -87,5 +87,5 @@ def visible(call: Call, b: int) -> Tensor:
     seen = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
     if call.mask is not None:
         batch = torch.arange(1 if same else b, device=call.q.device)[:, None, None]
-        seen = seen & call.mask.sees(extent, batch, rows, keys)
+        seen = seen & call.mask.sees(extent, batch, batch * 0, rows, keys)
     return seen[:, None]

@@ -7,10 +7,8 @@ and `core`, the interval inside of which everything is visible, so that inner ti
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -84,15 +82,21 @@ class Interval(NamedTuple):
 
 
 class Mask:
-    """A set of (query, key) pairs that may attend; `&` and `|` combine masks, `print` draws one."""
+    """A set of (query, key) pairs that may attend; `&`, `|` and `~` combine masks, `print` draws one."""
 
     kind: ClassVar[str]
 
     exact: bool = True
     """Whether `hull` is the whole truth, so that nothing has to be tested inside it."""
 
-    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Elementwise, broadcast: may query `q_idx` of batch row `b` attend to key `kv_idx`?"""
+    listed: bool = False
+    """Whether a list of tiles says which of them are empty, as intervals do not."""
+
+    indices: frozenset[str] = frozenset()
+    """Which of b and h it depends on, besides by the lengths in use."""
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Elementwise, broadcast: may query `q_idx` of batch row `b` and query head `h` attend to key `kv_idx`?"""
         raise NotImplementedError
 
     def hull(self, extent: Extent) -> Interval:
@@ -107,9 +111,19 @@ class Mask:
         yield self
 
     @property
+    def identity(self) -> str:
+        """The kind, with a name for every program in it: equal for masks that run the same kernels."""
+        return self.kind
+
+    @property
     def ints(self) -> list[int]:
         """The runtime scalars, leaf after leaf, in the order of `kind`."""
         return [value for leaf in self.leaves() for value in leaf._ints()]
+
+    @property
+    def floats(self) -> list[float]:
+        """The same of the scalars that are no integers."""
+        return [value for leaf in self.leaves() for value in leaf._floats()]
 
     @property
     def records(self) -> list[Tensor]:
@@ -119,14 +133,32 @@ class Mask:
     def _ints(self) -> list[int]:
         return []
 
+    def _floats(self) -> list[float]:
+        return []
+
     def _records(self) -> list[Tensor]:
         return []
 
+    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        """What keeps it from being the mask of a call of this shape."""
+        return next(
+            (told for leaf in self.leaves() if leaf is not self if (told := leaf.complaint(b, h, s_q, s_k))), None
+        )
+
+    def unblocked(self) -> Mask:
+        """The mask without the list of tiles that may have been made for one shape."""
+        return self
+
     def __and__(self, other: Mask) -> Mask:
-        return _intersection(self, other) if isinstance(other, Mask) else NotImplemented
+        return _intersection(self.unblocked(), other.unblocked()) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        return _union(self, other) if isinstance(other, Mask) else NotImplemented
+        return _union(self.unblocked(), other.unblocked()) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        from saccade.masks.predicates import inverse
+
+        return inverse(self.unblocked())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
@@ -134,17 +166,20 @@ class Mask:
         same = len(self.records) == len(other.records) and all(
             a is b for a, b in zip(self.records, other.records, strict=True)
         )
-        return self.kind == other.kind and self.ints == other.ints and same
+        return self.identity == other.identity and (self.ints, self.floats) == (other.ints, other.floats) and same
 
     def __hash__(self) -> int:
-        return hash((self.kind, *self.ints, *map(id, self.records)))
+        return hash((self.identity, *self.ints, *self.floats, *map(id, self.records)))
 
-    def visible(self, s_q: int, s_k: int, b: int = 1) -> Tensor:
-        """The whole mask, bool (b, s_q, s_k), True where a query may attend: for pictures and small checks."""
+    def visible(self, s_q: int, s_k: int, b: int = 1, head: int = 0) -> Tensor:
+        """The whole mask of one query head, bool (b, s_q, s_k), True where a query may attend: for pictures and small
+        checks."""
         device = self.records[0].device if self.records else torch.device("cpu")
         extent = Extent.of(s_q, s_k, None, None, device)
-        at = torch.arange(b, device=device)[:, None, None], extent.q_idx()[..., None], torch.arange(s_k, device=device)
-        return self.sees(extent, *at).expand(b, s_q, s_k)
+        batch, h = torch.arange(b, device=device)[:, None, None], torch.full((1, 1, 1), head, device=device)
+        return self.sees(extent, batch, h, extent.q_idx()[..., None], torch.arange(s_k, device=device)).expand(
+            b, s_q, s_k
+        )
 
     def draw(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0) -> str:
         """Rows are queries, columns keys: `■` visible, `·` hidden.
@@ -205,7 +240,7 @@ class Window(Mask):
     def _ints(self) -> list[int]:
         return [] if self.kind == "causal" else list(self.bounds)
 
-    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         left, right = self.bounds
         diagonal = q_idx + _offset(extent, b)
         return (kv_idx >= diagonal - left) & (kv_idx <= diagonal + right)
@@ -229,13 +264,17 @@ class Prefix(Mask):
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "prefixes" if isinstance(self.n, Tensor) else "prefix"
 
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset("b" if isinstance(self.n, Tensor) else "")
+
     def _ints(self) -> list[int]:
         return [] if isinstance(self.n, Tensor) else [self.n]
 
     def _records(self) -> list[Tensor]:
         return [self.n] if isinstance(self.n, Tensor) else []
 
-    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         n = self.n[b] if isinstance(self.n, Tensor) else self.n
         return (kv_idx < n) | (kv_idx <= q_idx + _offset(extent, b))
 
@@ -263,10 +302,14 @@ class Documents(Mask):
     stop: Tensor
     solid: Tensor
 
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset("b" if self.ids.shape[0] > 1 else "")
+
     def _records(self) -> list[Tensor]:
         return [self.ids, self.first, self.stop, self.solid]
 
-    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         b = b if self.ids.shape[0] > 1 else torch.zeros_like(b)  # one row of ids for the whole batch
         return self.ids[b, q_idx] == self.ids[b, kv_idx]
 
@@ -281,27 +324,44 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class And(Mask):
-    """Both."""
+class Combined(Mask):
+    """Several masks as one."""
 
     parts: tuple[Mask, ...]
+
+    @property
+    def listed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(part.listed for part in self.parts)
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset().union(*(part.indices for part in self.parts))
+
+    def leaves(self) -> Iterator[Mask]:
+        for part in self.parts:
+            yield from part.leaves()
+
+
+@dataclass(frozen=True, eq=False)
+class And(Combined):
+    """Both."""
 
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "&".join(part.kind if not isinstance(part, Or) else f"({part.kind})" for part in self.parts)
 
     @property
+    def identity(self) -> str:
+        return "&".join(part.identity if not isinstance(part, Or) else f"({part.identity})" for part in self.parts)
+
+    @property
     def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return all(part.exact for part in self.parts)
 
-    def leaves(self) -> Iterator[Mask]:
-        for part in self.parts:
-            yield from part.leaves()
-
-    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = self.parts[0].sees(extent, b, q_idx, kv_idx)
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = self.parts[0].sees(extent, b, h, q_idx, kv_idx)
         for part in self.parts[1:]:
-            seen = seen & part.sees(extent, b, q_idx, kv_idx)
+            seen = seen & part.sees(extent, b, h, q_idx, kv_idx)
         return seen
 
     def hull(self, extent: Extent) -> Interval:
@@ -321,24 +381,23 @@ class And(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Or(Mask):
+class Or(Combined):
     """Either. The hull of two intervals that need not touch, so `sees` decides inside it."""
 
     exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
-    parts: tuple[Mask, ...]
 
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "|".join(part.kind for part in self.parts)
 
-    def leaves(self) -> Iterator[Mask]:
-        for part in self.parts:
-            yield from part.leaves()
+    @property
+    def identity(self) -> str:
+        return "|".join(part.identity for part in self.parts)
 
-    def sees(self, extent: Extent, b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = self.parts[0].sees(extent, b, q_idx, kv_idx)
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = self.parts[0].sees(extent, b, h, q_idx, kv_idx)
         for part in self.parts[1:]:
-            seen = seen | part.sees(extent, b, q_idx, kv_idx)
+            seen = seen | part.sees(extent, b, h, q_idx, kv_idx)
         return seen
 
     def hull(self, extent: Extent) -> Interval:
@@ -477,14 +536,14 @@ def _bound(name: str, value: Any) -> Any:
     return None if value >= UNBOUNDED else value
 
 
-# One spelling: documents, then prefixes, then unions, then the window.
-_RANK = {Documents: 0, Prefix: 1, Or: 2, Window: 3}
+# One spelling: documents, then prefixes, then all others, then unions, then the window.
+_RANK = {Documents: 0, Prefix: 1, Or: 3, Window: 4}
 
 
 def _intersection(a: Mask, b: Mask) -> Mask:
     parts = [*(a.parts if isinstance(a, And) else [a]), *(b.parts if isinstance(b, And) else [b])]
     windows = [part for part in parts if isinstance(part, Window)]
-    others = sorted((part for part in parts if not isinstance(part, Window)), key=lambda part: _RANK[type(part)])
+    others = sorted((part for part in parts if not isinstance(part, Window)), key=lambda part: _RANK.get(type(part), 2))
     if windows:
         left = min(part.bounds[0] for part in windows)
         right = min(part.bounds[1] for part in windows)
@@ -505,69 +564,3 @@ def _union(a: Mask, b: Mask) -> Mask:
             others.append(merged)
     parts = prefixes + others
     return parts[0] if len(parts) == 1 else Or(tuple(parts))
-
-
-@lru_cache(maxsize=512)
-def _parsed(kind: str) -> Any:
-    """`documents&(prefix|window)` as nested tuples: ("&", "documents", ("|", "prefix", "window"))."""
-    tokens = re.findall(r"[a-z_]+|[&|()]", kind)
-    if "".join(tokens) != kind:
-        raise ValueError(f"not a mask: {kind!r}")
-
-    def level(operators: str) -> Any:
-        parts = [level(operators[1:]) if len(operators) > 1 else atom()]
-        while tokens and tokens[0] == operators[0]:
-            tokens.pop(0)
-            parts.append(level(operators[1:]) if len(operators) > 1 else atom())
-        return parts[0] if len(parts) == 1 else (operators[0], *parts)
-
-    def atom() -> Any:
-        token = tokens.pop(0) if tokens else ""
-        if token == "(":
-            inner = level("|&")
-            if not tokens or tokens.pop(0) != ")":
-                raise ValueError(f"not a mask: {kind!r}")
-            return inner
-        if token not in KINDS:
-            raise ValueError(f"unknown mask {token!r} in {kind!r}; the kinds are {', '.join(KINDS)}")
-        return token
-
-    tree = level("|&")
-    if tokens:
-        raise ValueError(f"not a mask: {kind!r}")
-    return tree
-
-
-KINDS = ("causal", "window", "prefix", "prefixes", "documents")
-
-
-def is_kind(text: str) -> bool:
-    """Whether `text` spells a mask, as `Mask.kind` does."""
-    try:
-        _parsed(text)
-    except ValueError:
-        return False
-    return True
-
-
-def from_records(kind: str, ints: list[int], records: list[Tensor]) -> Mask | None:
-    """The inverse of `kind`, `ints` and `records`; takes what it needs from the front of both lists."""
-
-    def build(tree: Any) -> Mask:
-        match tree:
-            case ("&", *parts):
-                return And(tuple(build(part) for part in parts))
-            case ("|", *parts):
-                return Or(tuple(build(part) for part in parts))
-            case "causal":
-                return Window(None, 0)
-            case "window":
-                return Window(_bound("left", ints.pop(0)), _bound("right", ints.pop(0)))
-            case "prefix":
-                return Prefix(ints.pop(0))
-            case "prefixes":
-                return Prefix(records.pop(0))
-            case _:
-                return Documents(records.pop(0), records.pop(0), records.pop(0), records.pop(0))
-
-    return None if kind == "none" else build(_parsed(kind))

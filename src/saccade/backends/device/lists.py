@@ -1,0 +1,132 @@
+"""Lists of the tiles that a kernel visits: for each block of query rows its tiles of keys, or the other way round.
+
+A list has the tiles that are partial, then those that are full. Where there are none, its first entry is tile 0, which
+a kernel that always has one tile may visit with the mask.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from saccade import blocks
+from saccade.backends.device import masks
+from saccade.backends.device.lists_kernel import list_kernel, states_kernel
+from saccade.backends.device.records import runtime_int
+from saccade.masks import Mask, causal, mask_mod
+from saccade.problem import Problem
+
+
+class Lists(NamedTuple):
+    """Lists by batch row, query head and block; strides are `runtime_int`s, in lists."""
+
+    index: Any
+    """int32 (b or 1, h_q or 1, blocks, tiles)"""
+    count: Any
+    """int32 (b or 1, h_q or 1, blocks, 2): partial tiles, and all that are not empty"""
+    stride_b: Any
+    stride_h: Any
+    tiles: Any
+
+
+def states(problem: Problem) -> Tensor:
+    """The states of the mask's tiles: see `saccade.blocks`."""
+    b, h, n_q, n_k = blocks.shape(problem)
+    q, k, layout = problem.q, problem.k, problem.layout
+    found = torch.empty(b, h, n_q, n_k, dtype=torch.uint8, device=q.device)
+    if not found.numel():
+        return found
+    used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
+    grid = (b * h * n_q * -(-n_k // SPAN),)
+    states_kernel[grid](
+        found, *used, masks.record(problem.mask), h, q.shape[2], k.shape[2], n_q, n_k, AT_ONCE=AT_ONCE, SPAN=SPAN
+    )
+    return found
+
+
+SPAN, AT_ONCE, CHUNK = 32, 2, 256
+
+
+def lists(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> Lists:
+    """For each block of rows its tiles of keys, or `by_keys` for each block of keys its tiles of rows."""
+    held = blocks.states_of(problem, states)
+    q, k = problem.q, problem.k
+    outers, inners = -(-q.shape[2] // block_q), -(-k.shape[2] // block_k)
+    if by_keys:
+        outers, inners = inners, outers
+    b, h = held.shape[:2]
+    index, count = blocks.kept(
+        ("lists", block_q, block_k, by_keys, q.shape[2], k.shape[2]),
+        [held],
+        lambda: _made(held, outers, inners, *((block_k, block_q) if by_keys else (block_q, block_k)), by_keys),
+    )
+    strides = h * outers if b > 1 else 0, outers if h > 1 else 0, inners
+    return Lists(index, count, *map(runtime_int, strides))
+
+
+def _made(held: Tensor, outers: int, inners: int, outer: int, inner: int, by_keys: bool) -> tuple[Tensor, Tensor]:
+    b, h, n_q, n_k = held.shape
+    index = torch.empty(b, h, outers, inners, dtype=torch.int32, device=held.device)
+    count = torch.zeros(b, h, outers, 2, dtype=torch.int32, device=held.device)
+    n_outer, n_inner, stride_outer, stride_inner = (n_k, n_q, 1, n_k) if by_keys else (n_q, n_k, n_k, 1)
+    numbers = outers, inners, n_outer, n_inner, stride_outer, stride_inner
+    if index.numel():
+        list_kernel[(b * h * outers,)](held, index, count, *numbers, OUTER=outer, INNER=inner, CHUNK=CHUNK)
+    return index, count
+
+
+def record(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
+    """The device form of the Problem's mask for kernels of these tiles."""
+    made = masks.record(problem.mask)
+    if problem.mask is None or not problem.mask.listed:
+        return made
+    return made._replace(listed=LISTED, lists=lists(problem, block_q, block_k, by_keys))
+
+
+LISTED = tl.constexpr(True)
+
+
+def ranks(held: Lists) -> Tensor:
+    """int32 (b or 1, h_q or 1, blocks of keys, blocks of rows): how many later blocks of keys visit a block of rows. Of
+    lists by keys; who has no tile visits tile 0."""
+    *outer, inners = held.index.shape
+    listed = torch.arange(inners, device=held.index.device) < held.count[..., 1:].clamp(min=1)
+    visits = torch.zeros(*outer, inners + 1, dtype=torch.int32, device=held.index.device)
+    visits.scatter_(3, torch.where(listed, held.index, inners).long(), 1)
+    visits = visits[..., :inners]
+    return visits.flip(2).cumsum(2, dtype=torch.int32).flip(2) - visits
+
+
+def mask_of(edges: str) -> Mask | None:
+    """The mask of a gate's row: `full`, `listed`, or whatever else tests intervals."""
+    if edges == "full":
+        return None
+    return (
+        causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0) if edges == "listed" else causal()
+    )
+
+
+def stand_in(problem: Problem) -> masks.DeviceMask:
+    """The device form of a gate's mask, with stand-ins for its lists."""
+    if problem.mask is None or not problem.mask.listed:
+        return masks.record(problem.mask)
+    empty = torch.empty(16, dtype=torch.int32)
+    made = Lists(empty, empty, *map(runtime_int, (1, 1, 1)))
+    return masks.record(problem.mask)._replace(listed=LISTED, lists=made)
+
+
+KERNELS = "states", "list"
+
+
+def compiled(name: str, problem: Problem) -> Any:
+    """A kernel of this module as the compile gate sees it."""
+    states, index = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(16, dtype=torch.int32)
+    if name == "states":
+        tensors = states, None, None, masks.record(problem.mask)
+        return states_kernel.warmup(*tensors, 1, 512, 512, 8, 8, AT_ONCE=AT_ONCE, SPAN=SPAN, grid=(1,))
+    return list_kernel.warmup(states, index, index, 4, 4, 8, 8, 8, 1, OUTER=128, INNER=128, CHUNK=CHUNK, grid=(1,))

@@ -1,0 +1,137 @@
+"""Lists of tiles on the device: how a mask's states are found, how lists are made of them, and how those are read."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.records import plain_int
+from saccade.backends.device.tiles import tile_range, used_length, visible
+from saccade.masks import FULL, PARTIAL
+from saccade.masks import TILE as MASK_TILE
+
+TILE = tl.constexpr(MASK_TILE)
+_PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
+
+
+@triton.jit
+def list_number(lists, b, h, block):
+    """Which of all lists is that of one block."""
+    return b.to(tl.int64) * plain_int(lists.stride_b) + h * plain_int(lists.stride_h) + block
+
+
+@triton.jit
+def list_of(lists, number):
+    """Where a list begins, how many of its tiles are partial, and how many there are."""
+    counts = lists.count + 2 * number
+    return lists.index + number * plain_int(lists.tiles), tl.load(counts), tl.load(counts + 1)
+
+
+@triton.jit
+def listed_range(mask, b, h, block, BLOCK: tl.constexpr):
+    """The list of one block as `tile_range` tells of tiles: first, core, core_end, end, in places of the list times
+    BLOCK, and where the list begins."""
+    place, some, tiles = list_of(mask.lists, list_number(mask.lists, b, h, block))
+    return some * 0, some * 0 + some * BLOCK, tiles * BLOCK, tiles * BLOCK, place
+
+
+@triton.jit
+def tile_start(mask, place, start, BLOCK: tl.constexpr):
+    """Where the tile begins that is visited at `start`: there, or where the list says."""
+    if mask.listed:
+        return tl.load(place + start // BLOCK) * BLOCK
+    else:
+        return start
+
+
+@triton.jit(do_not_specialize=["heads", "s_q", "s_k", "n_q", "n_k"])
+def states_kernel(states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr):
+    """The states of SPAN tiles of keys, AT_ONCE of them at a time, for one tile of query rows of one head."""
+    spans = tl.cdiv(n_k, SPAN)
+    span = tl.program_id(0) % spans
+    block = tl.program_id(0) // spans % n_q
+    bh = tl.program_id(0) // spans // n_q
+    b = bh // heads
+    h = bh % heads
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    off = keys - rows
+    # [TILE]
+    q_idx = block * TILE + tl.arange(0, TILE)
+    lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, q_idx < rows, keys, TILE)
+    if block * TILE + TILE > rows:  # rows that are not in use: the last tile is never full
+        core = end
+        core_end = end
+    row = states + (bh.to(tl.int64) * n_q + block) * n_k
+    for step in range(0, SPAN, AT_ONCE):
+        tile = span * SPAN + step
+        # [AT_ONCE]
+        tiles = tile + tl.arange(0, AT_ONCE)
+        start = tile * TILE
+        stop = start + AT_ONCE * TILE
+        state = tl.where((tiles * TILE >= core) & (tiles * TILE < core_end), _FULL, 0)
+        if (start < end) & (stop > first) & ((start < core) | (stop > core_end)):
+            # [TILE, AT_ONCE TILE]
+            kv_idx = start + tl.arange(0, AT_ONCE * TILE)
+            seen = visible(mask, b, h, q_idx[:, None], kv_idx[None, :], rows, keys, off)
+            # [AT_ONCE]
+            count = tl.sum(tl.reshape(tl.sum(seen.to(tl.int32), 0), [AT_ONCE, TILE]), 1)
+            state = tl.where(count == TILE * TILE, _FULL, tl.where(count > 0, _PARTIAL, 0))
+        tl.store(row + tiles, state.to(tl.uint8), mask=tiles < n_k)
+
+
+@triton.jit
+def _state_of(
+    states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, OUTER: tl.constexpr, INNER: tl.constexpr
+):
+    """The states of a kernel's tiles: those of the tiles of the mask that each of them meets, taken together."""
+    whole = tiles < inners  # the last tile of the mask may reach further than the last one of the kernel
+    some = tiles < 0
+    for i in tl.static_range(max(OUTER // TILE, 1)):
+        for j in tl.static_range(max(INNER // TILE, 1)):
+            y = (outer * OUTER // TILE + i).to(tl.int64)
+            x = (tiles * INNER // TILE + j).to(tl.int64)
+            inside = x < tl.where(y < n_outer, n_inner, 0)
+            state = tl.load(states + y * stride_outer + x * stride_inner, mask=inside, other=0)
+            whole = whole & (state == _FULL)
+            some = some | (state != 0)
+    return some & (tiles < inners), whole
+
+
+@triton.jit(do_not_specialize=["outers", "inners", "n_outer", "n_inner", "stride_outer", "stride_inner"])
+def list_kernel(
+    states, index, count, outers, inners, n_outer, n_inner, stride_outer, stride_inner,
+    OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One list: of the tiles of INNER, for one block of OUTER."""
+    bh = (tl.program_id(0) // outers).to(tl.int64)
+    outer = tl.program_id(0) % outers
+    states += bh * n_outer * n_inner
+    row = bh * outers + outer
+    partial = 0
+    for start in range(0, inners, CHUNK):
+        # [CHUNK]
+        tiles = start + tl.arange(0, CHUNK)
+        some, whole = _state_of(
+            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, OUTER, INNER
+        )
+        partial += tl.sum((some & (whole == 0)).to(tl.int32))
+    some_at = 0
+    full_at = partial
+    for start in range(0, inners, CHUNK):
+        tiles = start + tl.arange(0, CHUNK)
+        some, whole = _state_of(
+            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, OUTER, INNER
+        )
+        mixed = (some & (whole == 0)).to(tl.int32)
+        full = (some & whole).to(tl.int32)
+        place = tl.where(full != 0, full_at + tl.cumsum(full, 0), some_at + tl.cumsum(mixed, 0)) - 1
+        tl.store(index + row * inners + place, tiles, mask=(full | mixed) != 0)
+        some_at += tl.sum(mixed)
+        full_at += tl.sum(full)
+    tl.store(index + row * inners, 0, mask=full_at == 0)
+    tl.store(count + 2 * row, partial)
+    tl.store(count + 2 * row + 1, full_at)

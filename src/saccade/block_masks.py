@@ -1,0 +1,58 @@
+"""Block masks: what is empty, partial and full of a mask, found before the calls that use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from saccade import blocks, hardware
+from saccade.layouts import Dense
+from saccade.masks import Blocked, Mask, as_mask
+from saccade.problem import Problem
+
+
+def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.device | str | None = None) -> Mask:
+    """The mask, with the states of its tiles: for each 64 rows and 64 keys empty, partial or full.
+
+    `attention` finds them by itself, and keeps them as long as the tensors that the mask captures are not written to.
+    Make them here for CUDA graphs, which otherwise find them again in every replay, or to have that time elsewhere.
+    They take one byte for each tile, of all batch rows and heads only if the mask depends on them, and nothing else.
+
+    Args:
+        mask: what `attention` takes: a mask, a bool tensor, or torch's BlockMask.
+        b: batch rows.
+        h: query heads.
+        s_q: rows, all of them in use.
+        s_k: keys.
+        device: of q; that of the mask's tensors when None, or else torch's default.
+
+    Returns:
+        A mask for calls of this shape. It does not see it when tensors that it captured are changed. A mask of
+        intervals alone needs no list of tiles, and is returned as it is; combined with another, it is a mask without
+        states again.
+
+    Raises:
+        TypeError: no mask.
+        ValueError: a mask for another shape.
+
+    >>> mask = block_mask(mask_mod(lambda b, h, q_idx, kv_idx: q_idx // 256 == kv_idx // 256), 1, 8, 1024, 1024)
+    >>> mask.sparsity()
+    0.75
+    """
+    made = as_mask(mask)
+    if made is None:
+        raise TypeError("block_mask needs a mask, got None")
+    made = made.unblocked()
+    if complaint := made.complaint(b, h, s_q, s_k):
+        raise ValueError(complaint)
+    if not made.listed:
+        return made
+    place = made.records[0].device if made.records and device is None else torch.empty(0, device=device).device
+    q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
+    problem = Problem(q, k, k, None, made, None, Dense(), 1.0)
+    if place.type == "cuda" and hardware.triton_obstacle() is None:
+        from saccade.backends.device import lists
+
+        return Blocked(made, lists.states(problem))
+    return Blocked(made, blocks.states(problem))

@@ -1,0 +1,190 @@
+"""`torch.nn.attention.flex_attention`, with its backward on CPUs and without `torch.compile`.
+
+    from saccade.compat.flex import create_block_mask, flex_attention
+
+Signatures and meaning are those of PyTorch 2.15. BlockMask, AuxRequest, AuxOutput, and_masks, or_masks and noop_mask
+are torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, and_masks, noop_mask, or_masks
+
+from saccade import scores
+from saccade.api import ScoreFunction, attention
+from saccade.block_masks import block_mask as with_states
+from saccade.masks import FULL, PARTIAL, TILE, Blocked, Extent, Mask, as_mask, mask_mod, remember
+
+__all__ = [
+    "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks",
+]  # fmt: skip
+
+PAIRS_AT_ONCE = 1 << 24
+_WHOLE = 1 << 30
+"""The block size of torch's block mask for no mask."""
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """`softmax(mask(score_mod(scale q k^T))) v`, as `torch.nn.attention.flex_attention.flex_attention` computes it.
+
+    Args:
+        query: (b, h_q, s_q, d).
+        key: (b or 1, h_k, s_k, d); one batch row for all needs a block mask, as it does in torch.
+        value: (b or 1, h_k, s_k, d_v).
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`. Tensors that it captures get gradients.
+        block_mask: of `create_block_mask`, of `BlockMask.from_kv_blocks`, or of torch's own function.
+        scale: factor on q k^T; 1/sqrt(d) when None.
+        enable_gqa: h_q may be a multiple of h_k.
+        return_lse: deprecated in torch; return (out, lse).
+        kernel_options: of torch's kernels; read by nobody here.
+        return_aux: `AuxRequest(lse, max_scores)`: return (out, AuxOutput).
+
+    Returns:
+        out (b, h_q, s_q, d_v), and what is asked for: lse, natural log, differentiable, and max_scores, the largest
+        modified score that a row sees, not differentiable, both (b, h_q, s_q) float32. A row that sees no key has
+        `out = 0` and -inf in both.
+
+    Raises:
+        ValueError: shapes that do not fit one another, or a block mask that is for another shape.
+
+    >>> q, k, v = (torch.randn(1, 2, 128, 16) for _ in range(3))
+    >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
+    >>> out, aux = flex_attention(q, k, v, block_mask=causal, return_aux=AuxRequest(lse=True))
+    >>> out.shape, aux.lse.shape
+    (torch.Size([1, 2, 128, 16]), torch.Size([1, 2, 128]))
+    """
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise NotImplementedError("query, key and value must be 4-dimensional")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}: heads that share keys need enable_gqa=True"
+        )
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse is deprecated: pass return_aux=AuxRequest(lse=True) alone")
+    if query.shape[0] != key.shape[0]:
+        if block_mask is None or key.shape[0] != 1:
+            raise ValueError(
+                f"query has {query.shape[0]} batch rows and key {key.shape[0]}; one row of keys for all needs a mask"
+            )
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    mask = None if block_mask is None or block_mask.BLOCK_SIZE[0] == _WHOLE else as_mask(block_mask)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    want_lse = return_lse or (return_aux is not None and return_aux.lse)
+    found = attention(query, key, value, mask=mask, score_mod=score_mod, scale=scale, return_lse=True)
+    if return_aux is not None:
+        top = max_scores(query, key, score_mod, mask, scale) if return_aux.max_scores else None
+        return found.out, AuxOutput(found.lse if want_lse else None, top)
+    return tuple(found) if want_lse else found.out
+
+
+@torch.no_grad()
+def max_scores(query: Tensor, key: Tensor, score_mod: ScoreFunction | None, mask: Mask | None, scale: float) -> Tensor:
+    """The largest modified score that each row sees, (b, h_q, s_q) float32; some rows at a time, by plain PyTorch."""
+    (b, h, s_q, _), s_k, device = query.shape, key.shape[2], query.device
+    score = scores.bind(score_mod, query)
+    extent = Extent.of(s_q, s_k, None, None, device)
+    batch, head = torch.arange(b, device=device)[:, None, None, None], torch.arange(h, device=device)[:, None, None]
+    keys = key.float().repeat_interleave(h // key.shape[1], 1).mT
+    found = torch.full((b, h, s_q), -torch.inf, device=device)
+    step = max(1, PAIRS_AT_ONCE // max(1, b * h * s_k))
+    for start in range(0, s_q, step):
+        at = batch, head, torch.arange(start, min(start + step, s_q), device=device)[:, None]
+        at = (*at, torch.arange(s_k, device=device))
+        x = query[:, :, start : start + step].float() @ keys * scale
+        if score is not None:
+            x = score(x, *at)
+        if mask is not None:
+            x = torch.where(mask.sees(extent, *at), x, -torch.inf)
+        if s_k:
+            found[:, :, start : start + step] = x.amax(-1)
+    return found
+
+
+def create_block_mask(
+    mask_mod: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """Torch's BlockMask of a function (b, h, q_idx, kv_idx) -> bool, without ever holding the mask itself.
+
+    Args:
+        mask_mod: the function.
+        B: batch rows, None or 1 for all alike.
+        H: query heads, None or 1 for all alike.
+        Q_LEN: rows.
+        KV_LEN: keys.
+        device: of the block mask; torch's default, or its accelerator, when None.
+        BLOCK_SIZE: rows and keys of a block. Multiples of 64 are found by one kernel; any other go to torch's own.
+        _compile: not needed.
+        separate_full_blocks: list blocks that are visible as a whole apart from those to be tested.
+        compute_dq_write_order: for torch's own kernels, and made by torch.
+        dq_kv_order: the same.
+
+    >>> create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256, device="cpu").sparsity()
+    25.0
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
+    lengths = Q_LEN, KV_LEN
+    mask = _mask_mod(mask_mod)
+    made: Any = with_states(mask, B or 1, H or 1, Q_LEN, KV_LEN, device)
+    if compute_dq_write_order or any(size % TILE for size in sizes):
+        more = {"compute_dq_write_order": True, "dq_kv_order": dq_kv_order} if compute_dq_write_order else {}
+        whole = torch_flex.create_block_mask(
+            mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, False, separate_full_blocks, **more
+        )  # fmt: skip
+        remember(whole, made)
+        return whole
+    partial, full = _blocks(made, sizes, (B or 1, H or 1))
+    if not separate_full_blocks:
+        partial, full = partial | full, None
+    listed = *_listed(partial), *(_listed(full) if full is not None else (None, None))
+    result = BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=lengths)
+    remember(result, made)
+    return result
+
+
+_mask_mod = mask_mod
+
+
+def _blocks(made: Blocked, sizes: tuple[int, ...], form: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Which blocks are partial, and which are full, bool (b, h, rows, keys)."""
+    rows, keys = (size // TILE for size in sizes)
+    states = made.states.expand(*form, -1, -1)
+    missing = (0, -states.shape[3] % keys, 0, -states.shape[2] % rows)
+    tiles = torch.nn.functional.pad(states, missing).unflatten(3, (-1, keys)).unflatten(2, (-1, rows))
+    full = (tiles == FULL).all(3).all(-1)
+    return (tiles >= PARTIAL).any(3).any(-1) & ~full, full
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row has, and which: those first, in their order."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()

@@ -1,0 +1,88 @@
+"""`torch.nn.functional.scaled_dot_product_attention`, with gradients of masks, and nothing but one fused way to run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.api import attention
+from saccade.masks import causal, window
+from saccade.scores import bias
+
+__all__ = ["scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`softmax(scale q k^T + attn_mask) v`, as torch computes it.
+
+    Args:
+        query: (..., h_q, s_q, d); any number of dimensions from two on.
+        key: (..., h_k, s_k, d).
+        value: (..., h_k, s_k, d_v).
+        attn_mask: bool, True where a query sees a key, or floats that are added to the scores, which get a gradient if
+            they require one; any shape that broadcasts to (..., h_q, s_q, s_k).
+        dropout_p: the share of probabilities that become zero, in [0, 1].
+        is_causal: row i sees keys `j <= i`, aligned at the top left.
+        scale: 1/sqrt(d) when None.
+        enable_gqa: h_q may be a multiple of h_k.
+
+    Returns:
+        out (..., h_q, s_q, d_v). A row that sees no key is 0.
+
+    Raises:
+        ValueError: both a mask and is_causal, or shapes that do not fit one another.
+        Unsupported: no backend runs the call.
+
+    >>> q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 16, 8])
+    """
+    if attn_mask is not None and is_causal:
+        raise ValueError("scaled_dot_product_attention takes attn_mask or is_causal=True, not both")
+    least = min(query.dim(), key.dim(), value.dim())
+    if least < 2:
+        raise ValueError(f"query, key and value need two dimensions or more, got {least}")
+    outer = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    q, k, v = (_four(x, outer) for x in (query, key, value))
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        if 1 not in (q.shape[1], k.shape[1]):
+            raise ValueError(
+                f"query has {q.shape[1]} heads and key {k.shape[1]}: heads that share keys need enable_gqa=True"
+            )
+        heads = max(q.shape[1], k.shape[1])
+        q, k, v = (x.expand(-1, heads, -1, -1) for x in (q, k, v))
+    mask, score_mod = None, None
+    if is_causal:
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]  # no row sees what is behind
+        behind = q.shape[2] - k.shape[2]
+        mask = causal() if not behind else window(None, behind)
+    elif attn_mask is not None:
+        given = _mask(attn_mask, outer)
+        mask, score_mod = (given, None) if given.dtype == torch.bool else (None, bias(given))
+    p = 0.0 if dropout_p == 1 else dropout_p  # attention drops less than everything
+    out = attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale, dropout_p=p)
+    out = torch.dropout(out, 1.0, True) if dropout_p == 1 else out
+    shape = (*outer, *out.shape[1:]) if max(x.dim() for x in (query, key, value)) > 2 else out.shape[2:]
+    return out.reshape(shape)
+
+
+def _four(x: Tensor, outer: tuple[int, ...]) -> Tensor:
+    """(b, h, s, d), all outer dimensions as one."""
+    x = x[None] if x.dim() == 2 else x
+    return x.expand(*outer, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+
+
+def _mask(mask: Tensor, outer: tuple[int, ...]) -> Tensor:
+    """A mask of four dimensions or fewer."""
+    if mask.dim() <= 3 or mask.shape[:-3].numel() == 1:
+        return mask.reshape(mask.shape[-3:])
+    return mask if len(outer) == 1 else mask.expand(*outer, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])

@@ -1,0 +1,184 @@
+"""Masks that are given as something else: bool tensors, and the block masks of FlexAttention."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade import scores
+from saccade.masks.expressions import Extent, Interval, Mask
+from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, everything, nothing
+
+
+def as_mask(mask: Any) -> Mask | None:
+    """What `attention` takes as its mask: a Mask, a bool tensor, or a BlockMask of torch.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        return of_tensor(mask)
+    if is_block_mask(mask):
+        return of_block_mask(mask)
+    hint = "; a function (b, h, q_idx, kv_idx) -> bool is one by mask_mod(fn)" if callable(mask) else ""
+    raise TypeError(
+        "mask must be a saccade mask, such as causal() & window(1023, None), a bool tensor or torch's BlockMask, got "
+        f"{type(mask).__name__}{hint}"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMask(Mask):
+    """Row i sees key j where `t[b, h, i, j]` is true; any shape that broadcasts to (b, h_q, s_q, s_k)."""
+
+    kind: ClassVar[str] = "mask_mod"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    t: Tensor
+
+    @property
+    def own(self) -> tuple[bool, ...]:
+        """Which of the last dimensions are more than one element."""
+        return tuple([n != 1 for n in self.t.shape])
+
+    @property
+    def identity(self) -> str:
+        return f"mask_mod[{_identity(self.own)}]"
+
+    @property
+    def predicate(self) -> scores.Traced:
+        return scores.Traced(scores.program_of(_identity(self.own)), [self.t], [])
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.predicate.indices
+
+    def _records(self) -> list[Tensor]:
+        return [self.t]
+
+    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        call, given = (b, h, s_q, s_k), tuple(self.t.shape)
+        if any(n not in (1, m) for n, m in zip(given, call[4 - len(given) :], strict=True)):
+            return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {given}"
+        return None
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return read(b, h, q_idx, kv_idx, self.t, self.own)
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)
+
+    def __repr__(self) -> str:
+        return f"mask{list(self.t.shape)}"
+
+
+def read(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor, own: tuple[bool, ...]) -> Tensor:
+    """The elements of a tensor, broadcast where it has one."""
+    at = (b, h, q_idx, kv_idx)[4 - len(own) :]
+    return t[tuple(i if mine else torch.zeros_like(i) for i, mine in zip(at, own, strict=True))]
+
+
+@torch._dynamo.assume_constant_result
+def _identity(own: tuple[bool, ...]) -> str:
+    return _program(own).identity
+
+
+@cache
+def _program(own: tuple[bool, ...]) -> Any:
+    """The program of all tensors that have one element in the same dimensions; kept for ever, as there are few."""
+    t = torch.zeros((), dtype=torch.bool).expand([7 if mine else 1 for mine in own])
+    return scores.predicate(partial(read, t=t, own=own), "tensor").program
+
+
+def of_tensor(t: Tensor) -> Mask:
+    """A bool tensor as a mask.
+
+    Raises:
+        TypeError: not bool.
+        ValueError: more than four dimensions.
+    """
+    if t.dtype != torch.bool:
+        raise TypeError(
+            f"a mask tensor must be bool, True where a query sees a key, got {t.dtype} {tuple(t.shape)}; what is added "
+            "to the scores is score_mod=bias(t)"
+        )
+    if t.dim() > 4:
+        raise ValueError(f"a mask tensor must broadcast to (b, h_q, s_q, s_k), got {tuple(t.shape)}")
+    return TensorMask(t if t.dim() else t[None])
+
+
+def is_block_mask(value: Any) -> bool:
+    """Whether it is torch's BlockMask, which is not imported to find out."""
+    return any(cls.__name__ == "BlockMask" and cls.__module__.startswith("torch.") for cls in type(value).__mro__)
+
+
+class Blocks:
+    """A mask that tiles of one size decide: all of it, nothing, or what a function says."""
+
+    def __init__(self, states: Tensor, mod: Any, rows: int, keys: int) -> None:
+        self.states, self.mod, self.rows, self.keys = states, mod, rows, keys
+        self.batched, self.headed = states.shape[0] != 1, states.shape[1] != 1
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        batch, head = b if self.batched else torch.zeros_like(b), h if self.headed else torch.zeros_like(h)
+        state = self.states[batch, head, q_idx // self.rows, kv_idx // self.keys]
+        return (state == 2) | ((state == 1) & self.mod(b, h, q_idx, kv_idx))
+
+
+class OfShape(MaskMod):
+    """A mask for calls of one shape."""
+
+    form: tuple[int, int, int, int] = (1, 1, 0, 0)
+
+    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        form = self.form
+        if form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != (s_q, s_k):
+            return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {(b, h, s_q, s_k)}"
+        return super().complaint(b, h, s_q, s_k)
+
+
+_known: weakref.WeakKeyDictionary[Any, Mask] = weakref.WeakKeyDictionary()
+
+
+def remember(block_mask: Any, mask: Mask) -> None:
+    """That a BlockMask is this Mask."""
+    _known[block_mask] = mask
+
+
+def of_block_mask(block_mask: Any) -> Mask:
+    """Torch's BlockMask: blocks that are listed as full are visible, in those that are listed besides its function
+    decides, and all others are hidden."""
+    known = _known.get(block_mask)
+    if known is None:
+        rows, keys = block_mask.BLOCK_SIZE
+        s_q, s_k = block_mask.seq_lengths
+        shape = *block_mask.kv_num_blocks.shape[:2], -(-s_q // rows), -(-s_k // keys)
+        states = torch.full(shape, EMPTY, dtype=torch.uint8, device=block_mask.kv_num_blocks.device)
+        mark(states, block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
+        if block_mask.full_kv_num_blocks is not None:
+            mark(states, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
+        fn = Blocks(states, block_mask.mask_mod, rows, keys)
+        known = OfShape(scores.predicate(fn, scores.name_of(block_mask.mask_mod)), fn)
+        object.__setattr__(known, "form", (*shape[:2], s_q, s_k))
+        remember(block_mask, known)
+    return known
+
+
+def mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> None:
+    """Writes a value where lists of blocks, (b, h, rows) long and (b, h, rows, keys), have entries."""
+    index = index[..., : states.shape[3]].long()
+    listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
+    place = torch.where(listed, index, states.shape[3])  # behind the end
+    wider = torch.nn.functional.pad(states, (0, 1))
+    wider.scatter_(3, place[:, :, : states.shape[2]], value)
+    states.copy_(wider[..., :-1])

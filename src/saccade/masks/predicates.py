@@ -1,0 +1,226 @@
+"""Masks that are no intervals: any predicate of the indices, what another mask hides, and lists of tiles for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade import scores
+from saccade.masks.expressions import And, Combined, Extent, Interval, Mask, Or
+
+TILE = 64
+"""Rows and keys of a tile whose state is kept: empty, partial or full."""
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+Function = Callable[..., Tensor]
+"""(b, h, q_idx, kv_idx) -> bool"""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskMod(Mask):
+    """Any predicate. It is no interval: the list of tiles that is made of it says where nothing is visible."""
+
+    kind: ClassVar[str] = "mask_mod"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    predicate: scores.Traced
+    """The function as a graph, with what it captures."""
+    fn: Function | None = None
+    """The user's own, where it is known."""
+
+    @property
+    def identity(self) -> str:
+        return f"mask_mod[{self.predicate.identity}]"
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.predicate.indices
+
+    def _ints(self) -> list[int]:
+        return self.predicate.ints
+
+    def _floats(self) -> list[float]:
+        return self.predicate.floats
+
+    def _records(self) -> list[Tensor]:
+        return list(self.predicate.tensors)
+
+    @staticmethod
+    def of_records(word: str, ints: list[int], floats: list[float], records: list[Tensor]) -> MaskMod:
+        """The inverse of `identity`, `ints`, `floats` and `records`; takes from the front of the lists."""
+        identity = word.removeprefix("mask_mod[").removesuffix("]")
+        return MaskMod(scores.Traced.of_records(identity, records, ints, floats))
+
+    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        if max(s_q, s_k) > scores.LONGEST:
+            return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
+        return None
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if self.fn is not None:
+            return self.fn(b, h, q_idx, kv_idx) != 0
+        return self.predicate.holds(b, h, q_idx, kv_idx)
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)
+
+    def __repr__(self) -> str:
+        return f"mask_mod({self.predicate.kind})"
+
+    def __reduce__(self) -> Any:
+        return mask_mod, (self.fn,)
+
+
+def mask_mod(fn: Function) -> Mask:
+    """Row i sees key j where `fn(b, h, q_idx, kv_idx)` is true: any predicate of pointwise torch operations.
+
+    It is traced here, once, with the tensors and numbers that it captures: their values are those of each call where
+    they are tensors, and those of this moment where they are numbers. Tiles of which nothing is visible are found on
+    q's device before the first call of a shape, and never visited; where everything is, nothing is tested. What
+    intervals can say, such as `causal() & mask_mod(fn)`, is not even looked at.
+
+    Args:
+        fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. Rows and
+            keys count from the first one: there is no alignment at the bottom right. Captured tensors are on
+            q's device.
+
+    Raises:
+        TypeError: fn is not callable.
+        ValueError: a function that cannot be traced, with what to write instead; see `ScoreMod`.
+
+    >>> print(mask_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 2 == 0).draw(4))
+    mask_mod(lambda)
+    ■ · ■ ·
+    · ■ · ■
+    ■ · ■ ·
+    · ■ · ■
+    """
+    if not callable(fn):
+        raise TypeError(f"mask_mod needs a function of (b, h, q_idx, kv_idx), got {fn!r}")
+    if torch.compiler.is_compiling():
+        raise TypeError("mask_mod traces its function: make the mask outside of the compiled region")
+    return MaskMod(scores.predicate(fn), fn)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocked(Mask):
+    """A mask with the states of its tiles, made beforehand for calls of one shape. Combined, it is a mask again."""
+
+    MARK: ClassVar[str] = "@"
+    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    mask: Mask
+    states: Tensor
+    """uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys): EMPTY, PARTIAL or FULL"""
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mask.kind
+
+    @property
+    def identity(self) -> str:
+        return self.MARK + self.mask.identity
+
+    @property
+    def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return False
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mask.indices
+
+    @property
+    def records(self) -> list[Tensor]:
+        return [*self.mask.records, self.states]
+
+    def leaves(self) -> Any:
+        return self.mask.leaves()
+
+    def unblocked(self) -> Mask:
+        return self.mask
+
+    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        given, tiles = tuple(self.states.shape), (-(-s_q // TILE), -(-s_k // TILE))
+        if given[0] not in (1, b) or given[1] not in (1, h) or given[2:] != tiles:
+            return f"a block mask of {given} tiles is for another shape than (b, h_q, s_q, s_k) = {(b, h, s_q, s_k)}"
+        return self.mask.complaint(b, h, s_q, s_k)
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.mask.sees(extent, b, h, q_idx, kv_idx)
+
+    def hull(self, extent: Extent) -> Interval:
+        return self.mask.hull(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return self.mask.core(extent)
+
+    def sparsity(self) -> float:
+        """The share of tiles that are empty."""
+        return float((self.states == EMPTY).float().mean())
+
+    def __repr__(self) -> str:
+        return repr(self.mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Combined):
+    """What the one part hides. A list of tiles says where that is nothing."""
+
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def listed(self) -> bool:
+        return True
+
+    def __init__(self, part: Mask) -> None:
+        object.__setattr__(self, "parts", (part,))
+
+    @property
+    def part(self) -> Mask:
+        return self.parts[0]
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._around(self.part.kind)
+
+    @property
+    def identity(self) -> str:
+        return self._around(self.part.identity)
+
+    def _around(self, text: str) -> str:
+        return f"~({text})" if isinstance(self.part, (And, Or)) else f"~{text}"
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ~self.part.sees(extent, b, h, q_idx, kv_idx)
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)
+
+    def __repr__(self) -> str:
+        return self._around(repr(self.part))
+
+
+def everything(extent: Extent) -> Interval:
+    """All keys, for every row."""
+    lo = torch.zeros_like(extent.q_idx() + extent.keys)
+    return Interval(lo, lo + extent.keys)
+
+
+def nothing(extent: Extent) -> Interval:
+    """No key, for any row."""
+    lo = torch.zeros_like(extent.q_idx() + extent.keys)
+    return Interval(lo, lo)
+
+
+def inverse(mask: Mask) -> Mask:
+    """What the mask hides."""
+    return mask.part if isinstance(mask, Not) else Not(mask)

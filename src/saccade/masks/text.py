@@ -1,0 +1,106 @@
+"""A mask as text and lists of numbers and tensors, in which it passes through a registered operator, and back."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade import scores
+from saccade.masks.expressions import And, Documents, Mask, Or, Prefix, Window, _bound
+from saccade.masks.predicates import Blocked, MaskMod, Not
+
+
+@lru_cache(maxsize=512)
+def _parsed(kind: str) -> Any:
+    """`documents&(prefix|window)` as nested tuples: ("&", "documents", ("|", "prefix", "window"))."""
+    tokens = re.findall(r"[a-z_]+(?:\[[^\]]*\])?|[&|~()]", kind)
+    if "".join(tokens) != kind:
+        raise ValueError(f"not a mask: {kind!r}")
+
+    def level(operators: str) -> Any:
+        parts = [level(operators[1:]) if len(operators) > 1 else atom()]
+        while tokens and tokens[0] == operators[0]:
+            tokens.pop(0)
+            parts.append(level(operators[1:]) if len(operators) > 1 else atom())
+        return parts[0] if len(parts) == 1 else (operators[0], *parts)
+
+    def atom() -> Any:
+        token = tokens.pop(0) if tokens else ""
+        if token == "(":
+            inner = level("|&")
+            if not tokens or tokens.pop(0) != ")":
+                raise ValueError(f"not a mask: {kind!r}")
+            return inner
+        if token == "~":
+            return "~", atom()
+        if token.partition("[")[0] not in KINDS:
+            raise ValueError(f"unknown mask {token!r} in {kind!r}; the kinds are {', '.join(KINDS)}")
+        return token
+
+    tree = level("|&")
+    if tokens:
+        raise ValueError(f"not a mask: {kind!r}")
+    return tree
+
+
+KINDS = ("causal", "window", "prefix", "prefixes", "documents", "mask_mod")
+
+
+def is_kind(text: str) -> bool:
+    """Whether `text` spells a mask, as `Mask.kind` does."""
+    try:
+        _parsed(text)
+    except ValueError:
+        return False
+    return True
+
+
+def from_records(
+    identity: str, ints: list[int], records: list[Tensor], floats: list[float] | None = None
+) -> Mask | None:
+    """The inverse of `identity`, `ints`, `records` and `floats`; takes what it needs from the front of the lists."""
+
+    def build(tree: Any) -> Mask:
+        match tree:
+            case ("&", *parts):
+                return And(tuple(build(part) for part in parts))
+            case ("|", *parts):
+                return Or(tuple(build(part) for part in parts))
+            case ("~", part):
+                return Not(build(part))
+            case "causal":
+                return Window(None, 0)
+            case "window":
+                return Window(_bound("left", ints.pop(0)), _bound("right", ints.pop(0)))
+            case "prefix":
+                return Prefix(ints.pop(0))
+            case "prefixes":
+                return Prefix(records.pop(0))
+            case "documents":
+                return Documents(records.pop(0), records.pop(0), records.pop(0), records.pop(0))
+            case _:
+                return MaskMod.of_records(tree, ints, [] if floats is None else floats, records)
+
+    if identity == "none":
+        return None
+    mask = build(_parsed(identity.removeprefix(Blocked.MARK)))
+    return Blocked(mask, records.pop(0)) if identity.startswith(Blocked.MARK) else mask
+
+
+def programs(identity: str) -> list[Any]:
+    """What has to be kept alive besides tensors, so that `from_records` finds it."""
+    return [scores.program_of(word) for word in re.findall(r"\[([^\]]*)\]", identity)]
+
+
+@torch._dynamo.assume_constant_result
+def pin(identity: str) -> int:
+    """Keeps the programs of a mask for ever: compiled graphs that name them do not."""
+    _pinned.update((x.identity, x) for x in programs(identity))
+    return len(_pinned)
+
+
+_pinned: dict[str, Any] = {}

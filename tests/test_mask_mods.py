@@ -1,0 +1,221 @@
+"""Masks of any predicate: what they mean, which tiles they have, and the whole call against the oracle."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import re
+
+import pytest
+import torch
+
+from saccade import Dense, attention, block_mask, blocks, causal, documents, explain, mask_mod, masks, softcap, window
+from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask
+from saccade.problem import Problem
+from saccade.testing import gallery
+from saccade.testing.accuracy import check
+
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+S = 200
+IDS = torch.tensor([0] * 100 + [1] * 57 + [2] * 43)
+STEPS = torch.tensor([3, 1, 2, 5])
+
+
+def same_document(b, h, q_idx, kv_idx):
+    return IDS[q_idx] == IDS[kv_idx]
+
+
+def by_head(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) // STEPS[h] % 2 == b
+
+
+def odd_even(b, h, q_idx, kv_idx):
+    return (q_idx + kv_idx) % 2 == 0
+
+
+MASKS = {
+    "ids": mask_mod(same_document),
+    "ids&causal": mask_mod(same_document) & causal(),
+    "~": ~mask_mod(same_document),
+    "heads": mask_mod(by_head),
+    "heads|window": mask_mod(by_head) | window(3, 0),
+    "~(&)&window": ~(mask_mod(by_head) & mask_mod(same_document)) & window(50, 9),
+    "~interval": ~window(9, 9),
+    "documents": documents(IDS[None]) & mask_mod(odd_even),
+    "nothing": mask_mod(lambda b, h, q_idx, kv_idx: q_idx < 0),
+    "everything": mask_mod(lambda b, h, q_idx, kv_idx: b.new_ones((), dtype=torch.bool)),
+    "tensor": torch.rand(2, 1, S, S) > 0.5,
+    "row": torch.rand(S) > 0.5,
+    "joined": mask_mod(flex.or_masks(flex.and_masks(same_document, by_head), lambda b, h, q, k: q == k)),
+    "block_mask": flex.create_block_mask(
+        lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 != 0) & (q >= k), 2, 4, S, S, device="cpu"
+    ),
+}
+
+
+def operands(dtype=torch.float32, s_q=S, s_k=S):
+    return [torch.randn(2, h, s, 16).to(dtype) for h, s in ((4, s_q), (2, s_k), (2, s_k))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MASKS)
+def test_against_the_oracle(name, dtype):
+    check(*operands(dtype), mask=MASKS[name], dlse=torch.randn(2, 4, S)).assert_ok()
+
+
+@pytest.mark.parametrize("name", gallery.NAMES)
+def test_gallery(name):
+    check(*operands(s_q=160, s_k=160), mask=gallery.made(name, 160)).assert_ok()
+
+
+def test_everything_at_once():
+    layout = Dense("bhsd", torch.tensor([130, S]), torch.tensor([S, 33]))
+    check(
+        *operands(),
+        mask=mask_mod(by_head) & window(60, 0),
+        score_mod=softcap(3.0),
+        sink=torch.randn(4),
+        layout=layout,
+        dlse=torch.randn(2, 4, S),
+    ).assert_ok()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_records_and_back(name):
+    mask = as_mask(MASKS[name])
+    ints, records, floats = list(mask.ints), list(mask.records), list(mask.floats)
+    again = masks.from_records(mask.identity, ints, records, floats)
+    assert (ints, records, floats) == ([], [], [])
+    assert again.identity == mask.identity
+    assert masks.is_kind(mask.kind)
+    for head in range(2):  # by the graph, and by the function
+        assert torch.equal(again.visible(S, S, 2, head), mask.visible(S, S, 2, head))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_states(name):
+    """Of tiles, as they are counted pair by pair."""
+    mask = as_mask(MASKS[name])
+    q, k, v = operands()
+    states = blocks.states(Problem(q, k, v, None, mask, None, Dense(), 1.0))
+    assert (states.shape[0] > 1) == ("b" in mask.indices)
+    assert (states.shape[1] > 1) == ("h" in mask.indices)
+    for head in range(4):
+        seen = mask.visible(S, S, 2, head)
+        for i in range(states.shape[2]):
+            for j in range(states.shape[3]):
+                tile = seen[:, i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+                for b in range(2):
+                    whole = bool(tile[b].all()) and tile[b].numel() == TILE * TILE
+                    wanted = FULL if whole else PARTIAL if bool(tile[b].any()) else EMPTY
+                    at = b % states.shape[0], head % states.shape[1], i, j
+                    assert states[at] == wanted or (states.shape[0] == 1 and at[0] != b)
+
+
+def test_states_are_kept_and_remade():
+    ids = IDS.clone()
+    mask = mask_mod(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx])
+    q, k, v = operands()
+    problem = Problem(q, k, v, None, mask, None, Dense(), 1.0)
+    count = []
+
+    def make(x):
+        count.append(1)
+        return blocks.states(x)
+
+    first = blocks.states_of(problem, make)
+    assert blocks.states_of(problem, make) is first
+    before = attention(q, k, v, mask=mask)
+    ids.copy_(ids.flip(0))
+    assert len(count) == 1
+    blocks.states_of(problem, make)
+    assert len(count) == 2
+    after = attention(q, k, v, mask=mask)
+    torch.testing.assert_close(after, attention(q, k, v, mask=mask, backend="reference"))
+    assert not torch.equal(before, after)
+
+
+def test_states_go_with_their_tensors():
+    for _ in range(3):
+        seen = torch.rand(S, S) > 0.5
+        attention(*operands(), mask=seen)
+    del seen
+    gc.collect()
+    attention(*operands(), mask=torch.rand(S, S) > 0.5)
+    alive = [refs for _, refs in blocks._kept.values() if refs]
+    assert sum(x.expired() for refs in alive for x in refs) <= 1
+
+
+def test_block_mask():
+    mask = mask_mod(same_document) & causal()
+    made = block_mask(mask, 2, 4, S, S)
+    assert made.kind == mask.kind
+    assert made.sparsity() > 0
+    check(*operands(), mask=made).assert_ok()
+    assert (made & window(3, 3)) == (mask & window(3, 3))
+    assert (~made).kind == "~(mask_mod&causal)"
+    assert block_mask(causal(), 1, 1, 8, 8) == causal()
+    q, k, v = operands(s_q=S - 64)
+    with pytest.raises(ValueError, match=re.escape("is for another shape than (b, h_q, s_q, s_k) = (2, 4, 136, 200)")):
+        attention(q, k, v, mask=made)
+
+
+def test_lists_of_blocks_decide():
+    """A BlockMask without a function: its lists are all there is."""
+    count = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    index = torch.tensor([[[[1, 0], [1, 0]]]], dtype=torch.int32)
+    given = flex.BlockMask.from_kv_blocks(count, index, seq_lengths=(S, S))
+    assert torch.equal(as_mask(given).visible(S, S)[0].nonzero()[0], torch.tensor([0, 128]))
+    check(*operands(), mask=given).assert_ok()
+    with pytest.raises(ValueError, match=re.escape("for (b, h_q, s_q, s_k) = (1, 1, 200, 200), and the call has")):
+        attention(*operands(s_q=128), mask=given)
+
+
+def test_compiled():
+    q, k, v = operands()
+    for name in ("ids&causal", "~", "heads"):
+        mask = MASKS[name]
+        made = torch.compile(lambda q, k, v, mask=mask: attention(q, k, v, mask=mask), fullgraph=True, backend="eager")
+        assert torch.equal(made(q, k, v), attention(q, k, v, mask=mask))
+    made = torch.compile(lambda q, k, v, seen: attention(q, k, v, mask=seen), fullgraph=True, backend="eager")
+    seen = MASKS["tensor"]
+    assert torch.equal(made(q, k, v, seen), attention(q, k, v, mask=seen))
+
+
+def test_spec():
+    q, k, v = operands()
+    assert (
+        str(explain(q, k, v, mask=~MASKS["ids"] & causal()).spec)
+        == "fp32 group2 d16 dense ~mask_mod&causal aligned cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))], ids=["copy", "pickle"]
+)
+def test_copies(copied):
+    mask = mask_mod(odd_even) & causal()
+    assert torch.equal(copied(mask).visible(9, 9), mask.visible(9, 9))
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "words"),
+    [
+        (lambda: mask_mod(3), TypeError, "needs a function of (b, h, q_idx, kv_idx), got 3"),
+        (lambda: mask_mod(lambda b, h, q_idx, kv_idx: q_idx.sum() > 3), ValueError, "sum"),
+        (lambda: mask_mod(lambda q_idx, kv_idx: q_idx >= kv_idx), ValueError, "(b, h, q_idx, kv_idx)"),
+        (lambda: mask_mod(lambda b, h, q_idx, kv_idx: True), ValueError, "a mask function one of bools; got True"),
+        (lambda: attention(*operands(), mask=torch.zeros(S, S)), TypeError, "score_mod=bias(t)"),
+        (lambda: attention(*operands(), mask=odd_even), TypeError, "mask_mod(fn)"),
+        (lambda: attention(*operands(), mask="causal"), TypeError, "got str"),
+        (lambda: attention(*operands(), mask=torch.ones(3, S, dtype=torch.bool)), ValueError, "got (3, 200)"),
+        (lambda: attention(*operands(), mask=torch.ones(1, 1, 1, 1, 1).bool()), ValueError, "(1, 1, 1, 1, 1)"),
+        (lambda: block_mask(None, 1, 1, 8, 8), TypeError, "got None"),
+        (lambda: block_mask(torch.ones(8, 9).bool(), 1, 1, 8, 8), ValueError, "got (8, 9)"),
+    ],
+)
+def test_errors(made, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        made()
