@@ -35,7 +35,7 @@ from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed
 from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
-from saccade.backends.gluon.key_block import hidden, key_block, onto
+from saccade.backends.gluon.key_block import following, hidden, key_block, onto
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on, wait_for_turn
 from saccade.backends.gluon.shim import aggregate, tma_reduce_add, tma_store, wait_until_written
@@ -236,37 +236,31 @@ def consume(
     if FOLD:
         start = shared.starts.index(shared.q_ring.wait(0)).load(start.type.layout)
     if MASKED:
-        n = gl.to_tensor(0)
-        for member in range(group):
-            h = block.share * group + member
-            q_block = block.first
-            # Twice through two loops: the blocks before the core, the core, the blocks behind it, and none.
-            for half in range(2):
-                edge = gl.where(half == 0, block.core, block.end)
-                for _ in tl.range(edge - q_block, disable_licm=True):
-                    dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h,
-                        block.rows_at(q_block) * BLOCK_Q, kv_idx, scale, BLOCK_Q, FOLD, True,
-                    )  # fmt: skip
-                    q_block += 1
-                    n += 1
-                for _ in tl.range(block.core_end - q_block, disable_licm=True):
-                    dk, dv, start = step(
-                        c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h,
-                        block.rows_at(q_block) * BLOCK_Q, kv_idx, scale, BLOCK_Q, FOLD, False,
-                    )  # fmt: skip
-                    q_block += 1
-                    n += 1
+        masked = block.edges(group)
+        blocks = block.edges(1)
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(0, masked, disable_licm=True):
+            dk, dv, start = step(
+                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, block.edge(i) * BLOCK_Q, kv_idx,
+                scale, BLOCK_Q, FOLD, True,
+            )  # fmt: skip
+            h, i = following(h, i, blocks)
+        blocks = block.steps(1) - blocks
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(masked, steps, disable_licm=True):
+            dk, dv, start = step(
+                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, block.inner(i) * BLOCK_Q, kv_idx,
+                scale, BLOCK_Q, FOLD, False,
+            )  # fmt: skip
+            h, i = following(h, i, blocks)
     else:
         for n in tl.range(steps, disable_licm=True):
-            h = block.share * group
-            row = block.first
-            if not score.identity or dropout is not None:
-                h, q_block = block.place(n, group)
-                row = q_block * BLOCK_Q
+            h, q_block = block.place(n, group)
             dk, dv, start = step(
-                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, row, kv_idx, scale, BLOCK_Q, FOLD,
-                False,
+                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx, scale,
+                BLOCK_Q, FOLD, False,
             )  # fmt: skip
     shared.shares.take(c, steps - 1)
     dq = issue_dq(c, shared, steps - 1, BLOCK_Q, BLOCK_D)

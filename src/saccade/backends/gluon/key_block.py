@@ -46,22 +46,29 @@ class KeyBlock:
 
     @gluon.jit
     def steps(self, group):
-        """All heads of the share, one after the other."""
+        """All heads of the share: first their blocks outside of the core, then the core's, head after head."""
         return group * (self.end - self.first)
 
     @gluon.jit
-    def place(self, n, group):
-        """Head and block of rows of step n.
-
-        In one loop over steps: a variable of an outer loop that only bounds an inner one is lost by Gluon 3.6.
-        """
-        blocks = self.end - self.first
-        return self.share * group + n // blocks, self.first + n % blocks
+    def edges(self, group):
+        """The steps that need the mask."""
+        return group * (self.end - self.first - (self.core_end - self.core))
 
     @gluon.jit
-    def rows_at(self, place):
-        """Which block of rows is at a place of [first, end)."""
-        return place
+    def edge(self, i):
+        """A head's i-th block of rows before the core or behind it."""
+        return edge_of(self, i)
+
+    @gluon.jit
+    def inner(self, i):
+        """A head's i-th block of rows of the core."""
+        return self.core + i
+
+    @gluon.jit
+    def place(self, n, group):
+        """Head and block of rows of step n."""
+        h, i = place_of(self, n, group)
+        return h, i
 
     @gluon.jit
     def number(self, blocks, BLOCK_K: gl.constexpr):
@@ -107,16 +114,53 @@ class ListedKeyBlock:
         return group * self.end
 
     @gluon.jit
-    def place(self, n, group):
-        return self.share * group + n // self.end, gl.load(self.listing + n % self.end)
+    def edges(self, group):
+        return group * self.core
 
     @gluon.jit
-    def rows_at(self, place):
-        return gl.load(self.listing + place)
+    def edge(self, i):
+        return gl.load(self.listing + i)
+
+    @gluon.jit
+    def inner(self, i):
+        return gl.load(self.listing + self.core + i)
+
+    @gluon.jit
+    def place(self, n, group):
+        h, i = place_of(self, n, group)
+        return h, gl.load(self.listing + i)
 
     @gluon.jit
     def number(self, blocks, BLOCK_K: gl.constexpr):
         return self.list_number
+
+
+# Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of their
+# rows cost 15 % at d = 64 (docs/findings/gluon_backward.md).
+
+
+@gluon.jit
+def edge_of(block, i):
+    place = block.first + i
+    return gl.where(place < block.core, place, place - block.core + block.core_end)
+
+
+@gluon.jit
+def following(h, i, blocks):
+    """The next head and block where each head has so many of them; cheaper than a division in every step."""
+    last = i + 1 == blocks
+    return gl.where(last, h + 1, h), gl.where(last, 0, i + 1)
+
+
+@gluon.jit
+def place_of(block, n, group):
+    early = n < block.edges(group)
+    inside = block.core_end - block.core
+    outside = block.end - block.first - inside
+    blocks = gl.where(early, outside, inside)
+    n -= gl.where(early, 0, group * outside)
+    place = gl.where(early, block.first, block.core) + n % blocks
+    return block.share * group + n // blocks, place + gl.where(early & (place >= block.core), inside, 0)
 
 
 @gluon.jit

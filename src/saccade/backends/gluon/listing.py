@@ -23,7 +23,7 @@ def work_list(mask, pipe, b, h, row):
         listing, _, _ = list_of(mask.lists, list_of_item(mask, pipe, b, h, row))
         return listing
     else:
-        return None
+        return 0
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed, unpacked
 from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
-from saccade.backends.gluon.key_block import hidden, key_block, onto
+from saccade.backends.gluon.key_block import following, hidden, key_block, onto
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Ring, Trade, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on_fenced, wait_for_turn
 from saccade.backends.gluon.shim import aggregate, tma_store, view
@@ -263,37 +263,31 @@ def consume_for_values(
     if FOLD:
         start = shared.starts.index(shared.q_ring.wait(0)).load(start.type.layout)
     if MASKED:
-        n = gl.to_tensor(0)
-        for member in range(group):
-            h = block.share * group + member
-            q_block = block.first
-            # Twice through two loops: the blocks before the core, the core, the blocks behind it, and none.
-            for half in range(2):
-                edge = gl.where(half == 0, block.core, block.end)
-                for _ in tl.range(edge - q_block, disable_licm=True):
-                    dv, start = value_step(
-                        dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
-                        block.rows_at(q_block) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, True,
-                    )  # fmt: skip
-                    q_block += 1
-                    n += 1
-                for _ in tl.range(block.core_end - q_block, disable_licm=True):
-                    dv, start = value_step(
-                        dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
-                        block.rows_at(q_block) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
-                    )  # fmt: skip
-                    q_block += 1
-                    n += 1
+        masked = block.edges(group)
+        blocks = block.edges(1)
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(0, masked, disable_licm=True):
+            dv, start = value_step(
+                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                block.edge(i) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, True,
+            )  # fmt: skip
+            h, i = following(h, i, blocks)
+        blocks = block.steps(1) - blocks
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(masked, steps, disable_licm=True):
+            dv, start = value_step(
+                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                block.inner(i) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
+            )  # fmt: skip
+            h, i = following(h, i, blocks)
     else:
         for n in tl.range(steps, disable_licm=True):
-            h = block.share * group
-            row = block.first
-            if not score.identity or dropout is not None:
-                h, q_block = block.place(n, group)
-                row = q_block * BLOCK
+            h, q_block = block.place(n, group)
             dv, start = value_step(
-                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q, row, q_blocks,
-                kv_idx, scale, D, D_V, FOLD, False,
+                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                q_block * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
             )  # fmt: skip
     shared.trade.take_ds()
     dq = issue_dq(0, shared, steps - 1, D)
