@@ -72,7 +72,7 @@ def config(spec: Spec, gpu: str, score: str = "") -> Config:
     """The Config for a Spec: from the table of that GPU, else by formula."""
     row = configs.table(gpu).get(key(spec, score))
     if row is None and spec.dropout:
-        return dropping(config(replace(spec, dropout=False), gpu, score), spec)
+        return dropping(config(replace(spec, dropout=False), gpu, score), spec, score)
     if row is None and score:
         return scored(spec, gpu, score)
     return Config(**row) if row else formula(spec.d, spec.d_v)
@@ -94,12 +94,14 @@ def scored(spec: Spec, gpu: str, score: str) -> Config:
     return config(spec, gpu)
 
 
-def dropping(made: Config, spec: Spec) -> Config:
-    """Philox needs registers too: of three consumers, or of the producer, which has some left."""
+def dropping(made: Config, spec: Spec, score: str) -> Config:
+    """Philox needs registers too: those of three consumers, or of the producer, which has some left; beside a score's
+    those of half a tile."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
     if wide <= 64:
         return Config(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
-    return replace(made, registers=240, loader_registers=24, spill=SCORE_SPILL)
+    block_k = 64 if score and wide <= 128 else made.block_k
+    return replace(made, block_k=block_k, registers=240, loader_registers=24, spill=SCORE_SPILL)
 
 
 SCORE_SPILL = 160
