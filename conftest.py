@@ -34,8 +34,19 @@ def pytest_runtestloop(session):
     while item is not None:
         following = next(claimed, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if _device_is_lost():  # every other test would fail here, and nobody else would run it
+            pytest.exit(f"the device is lost after {item.nodeid}", returncode=1)
         item = following
     return True
+
+
+def _device_is_lost():
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _claimed(items, folder):

@@ -18,7 +18,7 @@ failed=0
 for log in "$logs"/*.log; do
   last=$(tail -n 1 "$log")
   case $last in
-    *failed* | *error* | *Error* | *Interrupt* | "") failed=1; grep -hE "^(FAILED|ERROR|E  )|Error|Interrupt" "$log" | head -n 20 ;;
+      *failed* | *error* | *Error* | *Interrupt* | *lost* | "") failed=1; grep -hE "^(FAILED|ERROR|E  )|Interrupt|is lost" "$log" | cut -c1-200 | head -n 30 ;;
   esac
   echo "$(basename "$log" .log): $last"
 done
