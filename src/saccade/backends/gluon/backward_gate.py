@@ -22,7 +22,7 @@ ALLOWED = {
     "gluon backward 16bit d64/64 queued": 40,
     "gluon backward 16bit d64/64 masked relative_bias": 408,
     "gluon backward 16bit d128/128 listed": 12,
-    "gluon backward 16bit     "gluon backward 16bit d256/256 listed": 12,
+    "gluon backward 16bit d256/256 listed": 12,
     "gluon backward 16bit d256/256 queued": 8,
     "gluon backward 16bit d256/256 masked dropout": 208,
 }
