@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from importlib import import_module, resources
@@ -119,3 +120,28 @@ def test_gate_of_hopper_covers_the_head_dims_that_are_fast():
     for dims in ("64/64", "128/128", "256/256", "192/128"):
         for edges in ("full", "masked"):
             assert f"gluon forward 16bit d{dims} {edges}" in list(gate.keys())
+
+
+@pytest.mark.parametrize(("room", "least", "tried"), [(3, 1, [3]), (2, 1, [3, 2]), (0, 1, [3, 2, 1]), (2, 3, [3])])
+def test_kernels_without_room_have_fewer_stages(room, least, tried):
+    """As with tables beside the operands; a candidate of the tuning's, whose least are its own, fits or is none."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    from saccade.backends.triton.config import Config
+    from saccade.backends.triton.launch import started
+
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *arguments, num_warps, num_stages):
+            seen.append(num_stages)
+            if num_stages > room:
+                raise errors.OutOfResources(num_stages, room, "shared memory")
+            return "compiled"
+
+    fits = max(tried) <= room or room in tried
+    with contextlib.nullcontext() if fits else pytest.raises(errors.OutOfResources):
+        assert started(Kernel(), (1,), (), {}, Config(64, 64, 4, 3), least) == "compiled"
+    assert seen == tried

@@ -6,8 +6,9 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import torch
 
-from saccade import Spec, Unsupported, attention, explain, plan
+from saccade import Dense, Spec, Unsupported, attention, explain, plan
 from saccade.backends import Support
 from saccade.dispatch import NAMES, plan_of
 from saccade.dispatch import plan as plan_spec
@@ -163,3 +164,21 @@ def test_gradients_go_to_the_backward_that_is_planned(everywhere):
         attention(made.q, made.k, made.v, backend=backend, **made.keywords).sum().backward()
     assert asked == ["cpu", "cpu"]
     assert made.q.grad is not None
+
+
+@pytest.mark.parametrize("mask", ["mask_mod", "causal&mask_mod", "~causal"])
+def test_masks_without_intervals(mask):
+    """Where a backend has no lists of tiles, the next one runs them."""
+    assert declared().reasons(replace(HOPPER, mask=mask))
+    assert not import_module("saccade.backends.triton").SUPPORT.reasons(replace(HOPPER, mask=mask))
+
+
+def test_where_an_operand_lies_is_known_of_each():
+    """Operands that are not aligned are copied, and what is kept for a key says which of them."""
+    aligned = torch.zeros(1, 2, 16, 8)
+    moved = torch.zeros(2 * 16 * 8 + 1)[1:].view(1, 2, 16, 8)
+    keys = {
+        Problem(*tensors, None, None, None, Dense(), 1.0).key
+        for tensors in ((moved, aligned, aligned), (aligned, moved, aligned), (aligned, aligned, moved))
+    }
+    assert len(keys) == 3

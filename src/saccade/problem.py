@@ -49,7 +49,7 @@ class Problem:
             records = [*records, sink]
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
-            (_address(q) | _address(k) | _address(v)) % ALIGNMENT,
+            *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
             *(layout.text, mask and mask.identity, score and score.identity, sink is None, self.deterministic),
             self.dropout is None,
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),

@@ -52,6 +52,8 @@ class Support:
             found.append(f"has no score {spec.score}")
         leaves = set(re.findall(r"[a-z_]+", spec.mask)) - {"none"}
         found += [f"has no mask {leaf}" for leaf in sorted(leaves - set(self.masks))]
+        if "~" in spec.mask and "mask_mod" not in self.masks:  # what is not in an interval
+            found.append("has no mask ~")
         found += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
         # Such as rows that are not aligned because the head dim is odd: said only where nothing else is.
         return found or [_NEEDS[flag] for flag in self.needs if not getattr(spec, flag)]

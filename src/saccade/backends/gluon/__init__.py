@@ -15,7 +15,8 @@ SUPPORT = Support(
     devices=("sm90",),
     dtypes=("fp16", "bf16"),
     layouts=("dense", "padded"),
-    masks=MASKS,
+    # The kernels have lists of tiles too, and gave NaN where an H200 first ran them; why is not known yet.
+    masks=tuple(mask for mask in MASKS if mask != "mask_mod"),
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=256,

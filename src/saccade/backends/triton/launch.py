@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from saccade import configs
 from saccade.backends import Saved
@@ -103,9 +104,23 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
     fixed = constants(problem, tile, precision)
     mask = lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "keys")
     arguments = (*tensors, *call_arguments(problem, mask))
-    compiled = kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=tile.stages)
+    # A candidate of the tuning's fits, or is none.
+    compiled = started(kernel, grid, arguments, fixed, tile, least=tile.stages if tiles else 1)
     if tiles is None and compiled is not None:  # the interpreter compiles nothing
         problem.launches[key] = compiled, grid, tuple(fixed.values()), tile
+
+
+def started(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], fixed: dict[str, Any], tile: Config, least: int
+) -> Any:
+    """The compiled kernel, running; with fewer stages than the tile's, but at least so many, where tables that a score
+    reads have no room in shared memory beside the operands."""
+    for stages in range(tile.stages, least, -1):
+        try:
+            return kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=stages)
+        except OutOfResources:
+            continue
+    return kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=least)
 
 
 def call_arguments(problem: Problem, mask: masks.DeviceMask) -> tuple[Any, ...]:
