@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "saccade"
 LAYERS = [
     {"hardware", "layouts", "scores", "dropout", "configs"},
     {"masks"},
-    {"spec", "partial"},
+    {"spec", "partial", "packed"},
     {"problem"},
     {"blocks"},
     {"reference"},

@@ -30,6 +30,8 @@ CASES = [
     "dropout",
     "dropout-everything",
     "no-keys",
+    "packed",
+    "packed-used",
 ]
 
 

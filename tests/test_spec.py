@@ -55,7 +55,8 @@ def test_of_a_call(case):
     assert Spec.parse(str(spec)) == spec
     assert (spec.dtype, spec.d, spec.d_v, spec.device) == (case.dtype, case.d, case.d_v, "cpu")
     assert spec.group == (case.h_q // case.h_k if case.h_k else 1)
-    assert spec.layout == ("dense" if case.used == "all" else "padded")
+    dense = "dense" if case.used == "all" else "padded"
+    assert spec.layout == ("packed" if case.order == "thd" else dense)
     assert spec.sink == case.sink
     assert (spec.score == "none") == (case.score == "none")
 

@@ -9,7 +9,7 @@ torch.Size([1, 8, 256, 64])
 from saccade.api import Explanation, attention, explain, plan
 from saccade.block_masks import block_mask
 from saccade.dispatch import Plan, Unsupported
-from saccade.layouts import Dense
+from saccade.layouts import Dense, Packed
 from saccade.masks import Mask, causal, documents, mask_mod, prefix, window
 from saccade.partial import Partial, merge
 from saccade.scores import (
@@ -33,6 +33,7 @@ __all__ = [
     "Dense",
     "Explanation",
     "Mask",
+    "Packed",
     "Partial",
     "Plan",
     "ScoreMod",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from saccade import dispatch, masks, ops, scores
+from saccade import dispatch, masks, ops, packed, scores
 from saccade.dispatch import Unsupported
 from saccade.dropout import Dropout
-from saccade.layouts import ORDERS, Dense
+from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.masks import Documents, Mask, as_mask
 from saccade.partial import Partial
 from saccade.problem import Header, Problem
@@ -34,7 +34,7 @@ def attention(
     *,
     mask: Mask | Tensor | BlockMask | None = None,
     score_mod: ScoreFunction | None = None,
-    layout: Dense = _BHSD,
+    layout: Layout = _BHSD,
     scale: float | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -52,7 +52,7 @@ def attention(
     *,
     mask: Mask | Tensor | BlockMask | None = None,
     score_mod: ScoreFunction | None = None,
-    layout: Dense = _BHSD,
+    layout: Layout = _BHSD,
     scale: float | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -69,7 +69,7 @@ def attention(
     *,
     mask: Mask | Tensor | BlockMask | None = None,
     score_mod: ScoreFunction | None = None,
-    layout: Dense = _BHSD,
+    layout: Layout = _BHSD,
     scale: float | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -83,8 +83,8 @@ def attention(
     multiple of `h_k` (GQA, MQA): query head i reads key head `i // (h_q // h_k)`.
 
     Args:
-        q: (b, h_q, s_q, d) in the order that `layout` says; float16, bfloat16, float32, or float64 on the CPU. Any
-            strides.
+        q: (b, h_q, s_q, d) in the order that `layout` says, or packed (t_q, h_q, d); float16, bfloat16, float32, or
+            float64 on the CPU. Any strides.
         k: (b, h_k, s_k, d), dtype and device of q.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
         mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any
@@ -93,7 +93,9 @@ def attention(
         score_mod: how a scaled score changes: any function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch
             operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. It is
             traced once; captured tensors get gradients, and new values never recompile. See `ScoreMod`.
-        layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches.
+        layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches; `Packed(…)` for sequences of
+            different lengths, end to end. Nested (jagged) tensors are packed sequences that need no layout but their
+            order; out is nested as well.
         scale: factor on q k^T; 1/sqrt(d) when None.
         sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
             modified. It gets a gradient. The LSE includes it.
@@ -107,8 +109,8 @@ def attention(
 
     Returns:
         out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. With `return_lse`, a Partial whose lse is
-        (b, h_q, s_q) whatever the layout: natural log, float32 (float64 for float64 inputs), differentiable. A row
-        that sees no key has `out = 0`, `lse = -inf` (or its sink) and zero gradients.
+        (b, h_q, s_q) whatever the order, or packed (h_q, t_q): natural log, float32 (float64 for float64 inputs),
+        differentiable. A row that sees no key has `out = 0`, `lse = -inf` (or its sink) and zero gradients.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit one another; the message quotes them.
@@ -125,6 +127,10 @@ def attention(
     >>> lse.shape, lse.dtype
     (torch.Size([2, 8, 128]), torch.float32)
     """
+    jagged = isinstance(q, Tensor) and q.is_nested
+    order = layout.order if jagged else ""
+    if jagged:
+        q, k, v, layout = packed.values(q, k, v, layout)
     mask = as_mask(mask)
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -149,6 +155,9 @@ def attention(
             records = [*records, dropout.state]
             floats.insert(1, dropout.p)
         out, lse = ops.forward(q, k, v, sink, captures, records, header, ints, floats, return_lse)
+    if jagged:
+        assert isinstance(layout, Packed)
+        out = packed.nested(out, layout, order)
     return Partial(out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -240,6 +249,8 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     given["mask"] = as_mask(given["mask"])
     layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
     k, v = arguments
+    if isinstance(q, Tensor) and q.is_nested:
+        q, k, v, layout = packed.values(q, k, v, layout)
     operands = _checked(q, k, v, mask, score_mod, layout, sink, given["dropout_p"])
     deterministic = given["deterministic"]
     if deterministic is None:
@@ -250,11 +261,18 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic, dropout).spec()
 
 
-def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Dense) -> scores.Score | None:
+def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout) -> scores.Score | None:
     score = scores.bind(score_mod, q)
-    s = ORDERS[layout.order][2]
-    if score is not None and max(q.shape[s], k.shape[s]) > scores.LONGEST:
-        raise ValueError(f"score functions take lengths up to {scores.LONGEST}, got {q.shape[s]} and {k.shape[s]}")
+    if score is None:
+        return None
+    if isinstance(layout, Packed):  # a bound that nobody may read has the tensor's rows in its place
+        bounds = (layout.max_seqlen_q, q.shape[0]), (layout.max_seqlen_k, k.shape[0])
+        s_q, s_k = (t if isinstance(bound, Tensor) else min(bound, t) for bound, t in bounds)
+    else:
+        s = ORDERS[layout.order][2]
+        s_q, s_k = q.shape[s], k.shape[s]
+    if max(s_q, s_k) > scores.LONGEST:
+        raise ValueError(f"score functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}")
     return score
 
 
@@ -264,17 +282,18 @@ def _checked(
     v: Tensor,
     mask: Mask | None,
     score_mod: ScoreFunction | None,
-    layout: Dense,
+    layout: Layout,
     sink: Tensor | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as a backend takes them, or an error that quotes their shapes. In the hot path of small calls."""
-    if not isinstance(layout, Dense):
-        raise TypeError(f"layout must be a Dense record, such as Dense('bshd'), got {layout!r}")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a Dense or a Packed record, such as Dense('bshd'), got {layout!r}")
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise TypeError(f"q, k and v must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must have four dimensions: {_shapes(q, k, v, layout)}")
+    flat = isinstance(layout, Packed)
+    if not q.dim() == k.dim() == v.dim() == (3 if flat else 4):
+        raise ValueError(f"q, k and v must have {'three' if flat else 'four'} dimensions: {_shapes(q, k, v, layout)}")
     q, k, v = _autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -282,7 +301,7 @@ def _checked(
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if q.dtype not in DTYPES:
         raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
-    b_dim, h_dim, s_dim, _ = ORDERS[layout.order]
+    b_dim, h_dim, s_dim = (None, 1, 0) if flat else ORDERS[layout.order][:3]
     complaint = _complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
@@ -294,22 +313,22 @@ def _checked(
     return _rows(q), _rows(k), _rows(v)
 
 
-def _complaint(q: torch.Size, k: torch.Size, v: torch.Size, b: int, h: int, s: int) -> str | None:
-    """What is wrong with the shapes, whose batch, head and row dimensions are b, h and s."""
-    if not q[b] == k[b] == v[b]:
+def _complaint(q: torch.Size, k: torch.Size, v: torch.Size, b: int | None, h: int, s: int) -> str | None:
+    """What is wrong with the shapes, whose batch, head and row dimensions are b (None: packed), h and s."""
+    if b is not None and not q[b] == k[b] == v[b]:
         return "q, k and v must have one batch size"
-    if q[3] != k[3]:
+    if q[-1] != k[-1]:
         return "q and k must have one head dim"
     if k[h] != v[h] or k[s] != v[s]:
         return "k and v must have the same heads and length"
-    if q[3] == 0 or v[3] == 0:
+    if q[-1] == 0 or v[-1] == 0:
         return "head dims must be at least 1"
     if (q[h] % k[h] if k[h] else q[h]) or (k[h] and not q[h]):
         return f"the query heads must be a multiple of the key heads, got {q[h]} and {k[h]}"
     return None
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Dense) -> str:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
 
 
@@ -322,7 +341,7 @@ def _check_records(
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
-    layout: Dense,
+    layout: Layout,
     sink: Tensor | None,
 ) -> None:
     records = [*layout.records, *mask.records] if mask is not None else layout.records
@@ -332,9 +351,12 @@ def _check_records(
     if not records and sink is None and (mask is None or not mask.listed):
         return
     rows, s_k = layout.canonical(q).shape, layout.canonical(k).shape[2]
-    complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
-    if records and not complaint:
-        complaint = _record_complaint(rows, s_k, mask, layout)
+    if isinstance(layout, Packed):
+        complaint = packed.complaint(mask, layout)
+    else:
+        complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
+        if records and not complaint:
+            complaint = _record_complaint(rows, s_k, mask, layout)
     if sink is not None and not complaint:
         complaint = _sink_complaint(sink, rows[1], q.device)
     if complaint:

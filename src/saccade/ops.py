@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from saccade import dispatch
 from saccade.backends import Saved
-from saccade.layouts import Dense, empty_like_rows
+from saccade.layouts import Packed, empty_like_rows, form
 from saccade.problem import Header, Problem
 
 _library = torch.library.Library("saccade", "DEF")
@@ -63,10 +64,13 @@ def runs_directly(*tensors: Tensor | None) -> bool:
 
 
 def execute(problem: Problem, backend: str, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Plan and run: what the operator does. out is in the layout's order."""
+    """Plan and run: what the operator does. out and lse are in the layout's order."""
+    layout = problem.layout
+    if isinstance(layout, Packed) and (layout.validate or problem.q.device.type == "cpu"):
+        layout.check(problem.q.shape[2], problem.k.shape[2])
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         out, found = dispatch.plan_of(problem, backend).module.forward(problem, lse)
-    return problem.layout.ordered(out), found
+    return layout.ordered(out), None if found is None else layout.ordered_lse(found)
 
 
 def _forward(
@@ -107,6 +111,7 @@ def _backward(
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     plan = dispatch.plan_of(problem, parsed.backend, gradient=True)
     layout = problem.layout
+    dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
     with torch._C._DisableAutocast():
         dq, dk, dv, dsink, dcaptures = plan.module.backward(problem, saved)
@@ -127,11 +132,11 @@ def _fake_forward(
     floats: Any,
     lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    layout = Dense(Header.parse(header).layout.split(",")[0])
+    layout = form(Header.parse(header).layout)
     rows = layout.canonical(q)
     out = layout.ordered(empty_like_rows(rows, v.shape[-1]))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(rows.shape[:-1] if lse else (0,), dtype=dtype)
+    return out, layout.ordered_lse(q.new_empty(rows.shape[:-1], dtype=dtype)) if lse else q.new_empty(0, dtype=dtype)
 
 
 def _fake_backward(
@@ -150,7 +155,7 @@ def _fake_backward(
     floats: Any,
     wanted: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    layout = Dense(Header.parse(header).layout.split(",")[0])
+    layout = form(Header.parse(header).layout)
 
     def gradient(x: Tensor) -> Tensor:
         return layout.ordered(empty_like_rows(layout.canonical(x), x.shape[-1]))
@@ -251,25 +256,31 @@ torch.library.register_fake("saccade::forward", _fake_forward, lib=_library)
 torch.library.register_fake("saccade::backward", _fake_backward, lib=_library)
 
 
-def _products(q_shape: Any, k_shape: Any, v_shape: Any, header: str) -> tuple[int, int]:
+def _products(q: Tensor, k: Tensor, v: Tensor, records: Any, header: str) -> tuple[int, int]:
     """Multiply-adds of q k^T and of p v, hidden pairs counted too, as torch counts them for its own attention."""
-    dims = {name: Header.parse(header).layout.split(",")[0].index(name) for name in "bhs"}
-    b, h, s = (q_shape[dims[name]] for name in "bhs")
-    pairs = b * h * s * k_shape[dims["s"]]
-    return pairs * q_shape[-1], pairs * v_shape[-1]
+    layout = form(Header.parse(header).layout)
+    if isinstance(layout, Packed):
+        pairs = q.shape[1] * _pairs(records[0], records[1], q.shape[0], k.shape[0])
+    else:
+        b, h, s, _ = layout.canonical(q).shape
+        pairs = b * h * s * layout.canonical(k).shape[2]
+    return pairs * q.shape[-1], pairs * v.shape[-1]
 
 
-@register_flop_formula(torch.ops.saccade.forward)
-def _forward_flops(
-    q_shape, k_shape, v_shape, sink_shape, captures, records, header, *args, out_shape=None, **kwargs
-) -> int:
-    scores, values = _products(q_shape, k_shape, v_shape, header)
+def _pairs(cu_q: Tensor, cu_k: Tensor, t_q: int, t_k: int) -> int:
+    """Of rows and keys of the same sequence; without values to read, those of sequences of one length."""
+    if is_fake(cu_q) or cu_q.device.type == "meta":
+        return t_q * t_k // max(len(cu_q) - 1, 1)
+    return int((cu_q.diff().long() * cu_k.diff()).sum())
+
+
+@register_flop_formula(torch.ops.saccade.forward, get_raw=True)
+def _forward_flops(q, k, v, sink, captures, records, header, *args, **kwargs) -> int:
+    scores, values = _products(q, k, v, records, header)
     return 2 * (scores + values)
 
 
-@register_flop_formula(torch.ops.saccade.backward)
-def _backward_flops(
-    dout, dlse, out, lse, q_shape, k_shape, v_shape, sink, captures, records, header, *args, **kwargs
-) -> int:
-    scores, values = _products(q_shape, k_shape, v_shape, header)
+@register_flop_formula(torch.ops.saccade.backward, get_raw=True)
+def _backward_flops(dout, dlse, out, lse, q, k, v, sink, captures, records, header, *args, **kwargs) -> int:
+    scores, values = _products(q, k, v, records, header)
     return 2 * (3 * scores + 2 * values)

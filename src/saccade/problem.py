@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade import hardware, masks, scores
+from saccade import hardware, layouts, masks, scores
 from saccade.dropout import Dropout
-from saccade.layouts import Dense
+from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Extent, Mask
 from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
@@ -23,7 +24,7 @@ class Problem:
     """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`, all of it."""
 
     q: Tensor
-    """(b, h_q, s_q, d), a view of the user's tensor"""
+    """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
     k: Tensor
     """(b, h_k, s_k, d)"""
     v: Tensor
@@ -32,10 +33,12 @@ class Problem:
     """(h_q)"""
     mask: Mask | None
     score: Score | None
-    layout: Dense
+    layout: Layout
     scale: float
     deterministic: bool = False
     dropout: Dropout | None = None
+    first_b: int = 0
+    """What scores and dropout call the first batch row."""
 
     launches: dict[Any, Any] = field(default_factory=dict)
     """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors."""
@@ -61,8 +64,23 @@ class Problem:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
 
+    def sequences(self) -> Iterator[Sequence]:
+        """Each of the packed sequences, as a Problem of one batch row; reads the offsets."""
+        layout = self.layout
+        assert isinstance(layout, Packed)
+        ends = (pairwise(x.tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
+        for i, ((first_q, stop_q), (first_k, stop_k)) in enumerate(zip(*ends, strict=True)):
+            rows, keys = slice(first_q, stop_q), slice(first_k, stop_k)
+            used = (None if x is None else x[i : i + 1] for x in (layout.seqused_q, layout.seqused_k))
+            mask = None if self.mask is None else masks.of_batch_row(self.mask, i)
+            operands = {"q": self.q[:, :, rows], "k": self.k[:, :, keys], "v": self.v[:, :, keys]}
+            dense = Dense("bhsd", *used)
+            problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, launches={})
+            yield Sequence(rows, keys, problem)
+
     @cached_property
     def extent(self) -> Extent:
+        assert isinstance(self.layout, Dense)
         used = self.layout.seqused_q, self.layout.seqused_k
         return Extent.of(self.q.shape[2], self.k.shape[2], *used, self.q.device)
 
@@ -72,7 +90,7 @@ class Problem:
             d=self.q.shape[3],
             d_v=self.v.shape[3],
             group=self.group,
-            layout="padded" if self.layout.records else "dense",
+            layout=self.layout.kind,
             mask=self.mask.kind if self.mask else "none",
             score=self.score.kind if self.score else "none",
             sink=self.sink is not None,
@@ -84,6 +102,14 @@ class Problem:
 
     def lse_dtype(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+class Sequence(NamedTuple):
+    """One of a packed Problem's, and which of its rows and keys it has."""
+
+    rows: slice
+    keys: slice
+    problem: Problem
 
 
 @dataclass(frozen=True)
@@ -129,7 +155,7 @@ class Header:
         scale, *floats = floats
         records, ints = list(records), list(ints)
         dropout = Dropout(records.pop(), floats.pop(0)) if self.dropout else None
-        layout = Dense.from_records(self.layout, records)
+        layout = layouts.from_records(self.layout, records, q.shape[0], k.shape[0])
         mask = masks.from_records(self.mask, ints, records, floats)
         score = scores.from_records(self.score, captures, ints, floats)
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.layouts import Packed
 from saccade.problem import Problem
 
 
@@ -17,11 +18,26 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor]:
     Returns:
         out (b, h_q, s_q, d_v) in q's dtype, and lse (b, h_q, s_q), natural log, float32 or float64.
     """
+    if isinstance(problem.layout, Packed):
+        return _packed(problem)
     q, k, v = operands(problem)
     p, lse = probability(problem, q, k)
     if problem.dropout is not None:
         return torch.where(_rows_in_use(problem), (p * kept(problem)) @ v * problem.dropout.rescale, 0), lse
     return torch.where(_rows_in_use(problem), p @ v, 0), lse
+
+
+def _packed(problem: Problem) -> tuple[Tensor, Tensor]:
+    """One sequence after the other; zeros and -inf beyond the last."""
+    b, h_q, t_q, _ = problem.q.shape
+    found = [attention(sequence.problem) for sequence in problem.sequences()]
+    rest = t_q - sum(lse.shape[2] for _, lse in found)
+    # Of q, so that gradients exist, and are zero, where there is no sequence at all.
+    never = torch.zeros((), dtype=torch.bool, device=problem.q.device)
+    zeros = torch.where(never, problem.q[:, :, t_q - rest :, :1], 0).expand(b, h_q, rest, problem.v.shape[3])
+    nothing = torch.where(never, problem.q[:, :, t_q - rest :, 0], -torch.inf).to(problem.lse_dtype())
+    outs, lses = zip(*found, (zeros, nothing), strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,6 +55,7 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
     """softmax(mask(score_mod(scale q k^T))), (b, h_q, s_q, s_k), without the sink's column, and lse (b, h_q, s_q)."""
     extent, device = problem.extent, q.device
     b = torch.arange(q.shape[0], device=device)[:, None, None, None]
+    b_of_score = b + problem.first_b
     h = torch.arange(q.shape[1], device=device)[:, None, None]
     q_idx, kv_idx = torch.arange(extent.s_q, device=device)[:, None], torch.arange(extent.s_k, device=device)
     in_use = _rows_in_use(problem)
@@ -47,7 +64,7 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
         visible = visible & problem.mask.sees(extent, b, h, q_idx, kv_idx)
     score = q @ k.mT * problem.scale
     if problem.score is not None:
-        score = problem.score(score, b, h, q_idx, kv_idx)
+        score = problem.score(score, b_of_score, h, q_idx, kv_idx)
     score = torch.where(visible, score, -torch.inf)
     if problem.sink is not None:  # one more column, whose value is zero
         column = problem.sink.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)
@@ -68,7 +85,7 @@ def kept(problem: Problem) -> Tensor:
     dropout, q = problem.dropout, problem.q
     assert dropout is not None
     b, h = (torch.arange(n, device=q.device) for n in q.shape[:2])
-    return dropout.keep(b, h, slice(0, q.shape[2]), slice(0, problem.k.shape[2]))
+    return dropout.keep(b + problem.first_b, h, slice(0, q.shape[2]), slice(0, problem.k.shape[2]))
 
 
 def _rows_in_use(problem: Problem) -> Tensor:

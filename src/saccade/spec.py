@@ -40,7 +40,7 @@ class Spec:
     group: int = 1
     """Query heads per key head."""
     layout: str = "dense"
-    """`dense`, or `padded`: dense with used lengths per batch row."""
+    """`dense`; `padded`: dense with used lengths per batch row; `packed`."""
     mask: str = "none"
     score: str = "none"
     sink: bool = False
@@ -104,5 +104,5 @@ class Spec:
         return Spec(**found)
 
 
-LAYOUTS = ("dense", "padded")
+LAYOUTS = ("dense", "padded", "packed")
 FLAGS = tuple(field.name for field in fields(Spec) if field.type == "bool")

@@ -34,6 +34,8 @@ class Support:
     """Of head dims."""
     needs: tuple[str, ...] = ()
     """Flags that have to be set."""
+    apart: tuple[tuple[str, str], ...] = (("packed", "mask_mod"), ("packed", "~"))
+    """Words of a Spec that do not go together yet."""
 
     def reasons(self, spec: Spec) -> list[str]:
         """Why not; empty when it runs."""
@@ -55,6 +57,8 @@ class Support:
         if "~" in spec.mask and "mask_mod" not in self.masks:  # what is not in an interval
             found.append("has no mask ~")
         found += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
+        words = {spec.layout, *leaves, *re.findall("~", spec.mask), *(flag for flag in FLAGS if getattr(spec, flag))}
+        found += [f"has no {two} with {one}" for one, two in self.apart if {one, two} <= words]
         # Such as rows that are not aligned because the head dim is odd: said only where nothing else is.
         return found or [_NEEDS[flag] for flag in self.needs if not getattr(spec, flag)]
 

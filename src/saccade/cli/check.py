@@ -20,6 +20,7 @@ from torch import Tensor
 
 from saccade import Unsupported, attention
 from saccade.cli.options import Backend
+from saccade.layouts import Packed
 from saccade.masks import Extent
 from saccade.testing import accuracy
 from saccade.testing.cases import MODELS, NAMED, Case, Inputs
@@ -121,6 +122,8 @@ def _sdpa(inputs: Inputs) -> Callable[[], Tensor] | None:
     if keywords.get("score_mod") is not None or keywords.get("sink") is not None:
         return None
     layout, mask = keywords["layout"], keywords.get("mask")
+    if isinstance(layout, Packed):
+        return None
     q, k, v = (layout.canonical(x) for x in (inputs.q, inputs.k, inputs.v))
     k, v = (x.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1) for x in (k, v))
     causal = mask is not None and mask.kind == "causal" and q.shape[2] == k.shape[2] and not layout.records

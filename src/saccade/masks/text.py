@@ -91,6 +91,12 @@ def from_records(
     return Blocked(mask, records.pop(0)) if identity.startswith(Blocked.MARK) else mask
 
 
+def of_batch_row(mask: Mask, b: int) -> Mask | None:
+    """The mask of one batch row, where every record has the batch first, or one row for all."""
+    records = [record[b : b + 1] if record.shape[0] > 1 else record for record in mask.records]
+    return from_records(mask.identity, mask.ints, records, mask.floats)
+
+
 def programs(identity: str) -> list[Any]:
     """What has to be kept alive besides tensors, so that `from_records` finds it."""
     return [scores.program_of(word) for word in re.findall(r"\[([^\]]*)\]", identity)]

@@ -31,6 +31,7 @@ from saccade.dropout import Dropout
 from saccade.layouts import Dense
 from saccade.masks import as_mask
 from saccade.problem import Problem
+from saccade.testing import packed
 from saccade.testing.shifted import Shifted, captured, places, shifted, shifted_dropout, shifted_mask
 
 SCORES_AT_ONCE = 1 << 22
@@ -131,12 +132,15 @@ def check(
         ways = exact, eager, part.terms(exact)
         for name, tally in tallies.items():
             if name in totals:  # sums over all batch rows, and of captured tensors over all heads
-                at = (slice(None), part.heads) if name == "dsink" else ...
+                at = (slice(None), part.rows_at[1]) if name == "dsink" else ...
                 totals[name][at] += torch.stack([way[name].double() ** (1 + (i == 2)) for i, way in enumerate(ways)])
                 continue
-            x = found[name] if name == "lse" else layout.canonical(found[name])
-            x = x[part.batch, part.key_heads if name in ("dk", "dv") else part.heads]
+            x = layout.canonical_lse(found[name]) if name == "lse" else layout.canonical(found[name])
+            x = x[part.keys_at if name in ("dk", "dv") else part.rows_at]
             tally.add(x, *(way["out" if name == "alone" else name] for way in ways))
+    for name, x, value in packed.beyond(found, layout):
+        wanted = torch.full_like(x, value)
+        tallies[name].add(x, wanted, wanted, torch.zeros_like(x))
     for name in tallies.keys() & totals.keys():
         exact, eager, squares = totals[name]
         tallies[name].eps = max(eps, torch.finfo(sums[name].dtype).eps)
@@ -200,7 +204,10 @@ def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, keywords: dict[
     """Shapes, dtypes and devices are those of the contract."""
     layout, sink = keywords.get("layout", Dense()), keywords.get("sink")
     out = ((*q.shape[:-1], v.shape[-1]), q.dtype)
-    lse = (tuple(layout.canonical(q).shape[:-1]), torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = (
+        tuple(layout.ordered_lse(layout.canonical(q)[..., 0]).shape),
+        torch.float64 if q.dtype == torch.float64 else torch.float32,
+    )
     forms = {"out": out, "alone": out, "lse": lse}
     given = {"dq": q, "dk": k, "dv": v, "dsink": sink, **captured(keywords.get("score_mod"))}
     forms |= {name: (tuple(x.shape), x.dtype) for name, x in given.items() if x is not None}
@@ -217,38 +224,39 @@ def _parts(
     scale = keywords.get("scale", 1 / math.sqrt(q.shape[-1]))
     dropout = _seeded(Dropout.draw, q.device)(keywords.get("dropout_p", 0.0), q.device)
     q, k, v = (layout.canonical(x.detach()) for x in (q, k, v))
-    dout = None if dout is None else layout.canonical(dout)
+    dout, dlse = None if dout is None else layout.canonical(dout), None if dlse is None else layout.canonical_lse(dlse)
     h_k = k.shape[1]
     group = q.shape[1] // max(h_k, 1)
-    step = max(1, SCORES_AT_ONCE // max(1, group * q.shape[2] * k.shape[2]))
-    for row in range(q.shape[0]):
-        batch = slice(row, row + 1)
-        used = (None if x is None else x[batch] for x in (layout.seqused_q, layout.seqused_k))
+    for b, batch, rows, keys in packed.places(layout, q, k):
+        step = max(1, SCORES_AT_ONCE // max(1, group * (rows.stop - rows.start) * (keys.stop - keys.start)))
+        used = (None if x is None else x[b : b + 1] for x in (layout.seqused_q, layout.seqused_k))
         dense = Dense("bhsd", *used)
         for start in range(0, h_k, step):
             key_heads = slice(start, min(start + step, h_k))
             heads = slice(key_heads.start * group, key_heads.stop * group)
+            rows_at, keys_at = (batch, heads, rows), (batch, key_heads, keys)
             problem = Problem(
-                q=q[batch, heads],
-                k=k[batch, key_heads],
-                v=v[batch, key_heads],
+                q=q[rows_at],
+                k=k[keys_at],
+                v=v[keys_at],
                 sink=None if sink is None else sink.detach()[heads],
                 layout=dense,
-                mask=shifted_mask(mask, row, heads.start),
-                score=shifted(keywords.get("score_mod"), q, row, heads.start),
+                mask=shifted_mask(mask, b, heads.start),
+                score=shifted(keywords.get("score_mod"), q, b, heads.start),
                 scale=float(scale),
-                dropout=shifted_dropout(dropout, row, heads.start),
+                dropout=shifted_dropout(dropout, b, heads.start),
             )
-            gradients = (None if x is None else x[batch, heads] for x in (dout, dlse))
-            yield _Part(batch, heads, key_heads, problem, *gradients)
+            gradients = (None if x is None else x[rows_at] for x in (dout, dlse))
+            yield _Part(rows_at, keys_at, problem, *gradients)
 
 
 class _Part(NamedTuple):
     """One batch row and some heads of a call, tensors (1, h, s, …), and where they are in it."""
 
-    batch: slice
-    heads: slice
-    key_heads: slice
+    rows_at: tuple[slice, slice, slice]
+    """batch, heads and rows of what q's rows have"""
+    keys_at: tuple[slice, slice, slice]
+    """batch, key heads and keys"""
     problem: Problem
     dout: Tensor | None
     dlse: Tensor | None
@@ -277,7 +285,7 @@ class _Part(NamedTuple):
         is itself rounded.
         """
         eps, lse_eps = (torch.finfo(dtype).eps for dtype in (self.problem.q.dtype, self.problem.lse_dtype()))
-        problem, dout, dlse = self._wide()[3:]
+        problem, dout, dlse = self._wide()[2:]
         q, k, v = reference.operands(problem)
         p, _ = reference.probability(problem, q, k)
         more_q, more_k, more_d, more_v = (

@@ -16,7 +16,7 @@ from saccade import masks, scores
 from saccade.layouts import Dense
 from saccade.masks import UNBOUNDED, Mask
 from saccade.spec import TORCH_DTYPES
-from saccade.testing import gallery
+from saccade.testing import gallery, packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Inputs:
     dout: Tensor
     """Of out's shape, in q's order and dtype."""
     dlse: Tensor
-    """(b, h_q, s_q), float32 or float64."""
+    """(b, h_q, s_q), or (h_q, t_q) packed, float32 or float64."""
     keywords: dict[str, Any]
     """mask, score_mod, sink, layout and dropout_p, as far as the Case has them."""
 
@@ -57,8 +57,13 @@ class Case:
     `+`, the first one first. Their tensors are drawn."""
     sink: bool = False
     order: str = "bhsd"
+    """`thd`: packed sequences, of drawn lengths up to s_q and s_k, the same ones if `s_q = s_k`, or `lengths`."""
+    lengths: tuple[int, ...] = ()
+    """Packed: those of q, and of k where s_q = s_k; () draws them."""
     used: str = "all"
     """Which lengths are drawn, at most s: `all` of it is used, `q`, `k`, or `qk` are ragged."""
+    tail: int = 0
+    """Packed: rows behind the last sequence."""
     dropout_p: float = 0.0
     ids: str = "packed"
     """Document ids: `packed` in runs, or `scattered`."""
@@ -96,6 +101,8 @@ class Case:
 
         Rows beyond the used lengths are NaN: nothing may read them.
         """
+        if self.order == "thd":
+            return self._packed(torch.Generator().manual_seed(seed), device, requires_grad)
         made = torch.Generator().manual_seed(seed)
         dtype, layout = TORCH_DTYPES[self.dtype], Dense(self.order)
 
@@ -131,6 +138,31 @@ class Case:
             "layout": Dense(self.order, *(None if used is None else used.to(device) for used in (used_q, used_k))),
         }
         q, k, v, dout = (layout.ordered(x).to(device, dtype).contiguous() for x in (q, k, v, dout))
+        for x in (q, k, v):
+            x.requires_grad_(requires_grad)
+        dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+        return Inputs(q, k, v, dout, dlse, {name: value for name, value in keywords.items() if value is not None})
+
+    def _packed(self, made: torch.Generator, device: torch.device | str, requires_grad: bool) -> Inputs:
+        dtype, sides = TORCH_DTYPES[self.dtype], packed.sides(self, made)
+        q, k, v, dout = (
+            torch.randn(side.unused.numel(), h, d, generator=made).masked_fill_(side.unused[:, None, None], math.nan)
+            for side, h, d in zip(
+                (sides[0], sides[1], sides[1], sides[0]),
+                (self.h_q, self.h_k, self.h_k, self.h_q),
+                (self.d, self.d, self.d_v, self.d_v),
+                strict=True,
+            )
+        )
+        dlse, sink = torch.randn(self.h_q, q.shape[0], generator=made), torch.randn(self.h_q, generator=made)
+        keywords: dict[str, Any] = {
+            "mask": self._mask(made, device),
+            "score_mod": self._score(made, device, requires_grad),
+            "sink": sink.to(device).requires_grad_(requires_grad) if self.sink else None,
+            "layout": packed.layout(*sides, device),
+            "dropout_p": self.dropout_p or None,
+        }
+        q, k, v, dout = (x.to(device, dtype) for x in (q, k, v, dout))
         for x in (q, k, v):
             x.requires_grad_(requires_grad)
         dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
@@ -271,6 +303,25 @@ SMALL = [
     Case("no-heads", h_q=0, h_k=0, s_q=8, s_k=8),
     Case("longest-rows", b=1, h_q=3, h_k=1, s_q=70, s_k=20000, d=8, mask="prefix(99)|window(9000,0)", sink=True),
     Case("long-rows", b=1, h_q=1, h_k=1, s_q=700, s_k=2100, d=16, mask="causal"),
+    # sequences of different lengths, end to end
+    Case("packed", b=5, s_q=90, s_k=90, mask="causal", order="thd"),
+    Case("packed-plain", b=4, h_q=4, s_q=150, s_k=150, d=128, order="thd", tail=7),
+    Case("packed-cross", b=5, h_q=4, s_q=70, s_k=140, mask="causal", order="thd", tail=40),
+    Case("packed-fewer-keys", b=5, s_q=140, s_k=50, mask="window(40,3)", order="thd", sink=True),
+    Case("packed-used", b=6, h_q=6, s_q=100, s_k=130, d=40, d_v=24, mask="window(30,0)", score="softcap(9)", sink=True,
+         used="qk", order="thd", tail=3),
+    Case("packed-prefixes", b=4, s_q=100, s_k=100, mask="prefixes", order="thd"),
+    Case("packed-union", b=4, s_q=140, s_k=140, mask="prefix(11)|window(5,3)", order="thd"),
+    Case("packed-alibi", b=4, h_q=4, s_q=70, s_k=90, mask="causal", score="alibi", order="thd"),
+    Case("packed-bias-sink", b=4, h_q=4, s_q=40, s_k=70, mask="window(30,9)", score="bias", sink=True, used="k",
+         order="thd"),
+    Case("packed-dropout", b=4, h_q=4, s_q=70, s_k=130, mask="causal", score="alibi", sink=True, dropout_p=0.3,
+         order="thd"),
+    Case("packed-d192-128", b=3, s_q=100, s_k=100, d=192, d_v=128, mask="causal", order="thd"),
+    Case("packed-d256", b=4, s_q=90, s_k=150, d=256, mask="window(40,0)", order="thd"),
+    Case("packed-one-token", b=4, s_q=1, s_k=60, h_q=8, mask="causal", order="thd"),
+    Case("packed-empty", b=3, lengths=(0, 0, 0), order="thd", tail=5),
+    Case("packed-nothing", b=0, order="thd"),
 ]
 # fmt: on
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from saccade.backends import ANY_SCORE, Gradients, Saved, Support
-from saccade.backends.cpu import native, tiled
+from saccade.backends.cpu import native, packed, tiled
+from saccade.layouts import Packed
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -13,7 +14,7 @@ from saccade.spec import Spec
 SUPPORT = Support(
     devices=("cpu",),
     dtypes=("fp16", "bf16", "fp32", "fp64"),
-    layouts=("dense", "padded"),
+    layouts=("dense", "padded", "packed"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "aligned"),
@@ -31,13 +32,25 @@ def workspace(spec: Spec) -> str:
 
 
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    if isinstance(problem.layout, Packed):
+        return packed.forward(problem, lse, _forward)
     _check_lengths(problem)
+    return _forward(problem, lse)
+
+
+def backward(problem: Problem, saved: Saved) -> Gradients:
+    if isinstance(problem.layout, Packed):
+        return packed.backward(problem, saved, _backward)
+    return _backward(problem, saved)
+
+
+def _forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     if native.runs_forward(problem):
         return native.forward(problem)
     return tiled.forward(problem, lse)
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def _backward(problem: Problem, saved: Saved) -> Gradients:
     if native.runs_backward(problem, saved):
         return *native.backward(problem, saved), ()
     return tiled.backward(problem, saved)

@@ -317,7 +317,7 @@ class _Grid:
         score = torch.baddbmm(made, q, k.mT, beta=0, alpha=self.problem.scale, out=made)
         if self.problem.score is None:
             return score, None
-        b_idx = torch.arange(heads.batch.start, heads.batch.stop)[:, None, None, None]
+        b_idx = torch.arange(heads.batch.start, heads.batch.stop)[:, None, None, None] + self.problem.first_b
         h_idx = torch.arange(heads.heads.start * self.problem.group, heads.heads.stop * self.problem.group)
         q_idx, kv_idx = torch.arange(tile.rows.start, tile.rows.stop), torch.arange(tile.keys.start, tile.keys.stop)
         at = b_idx, h_idx[:, None, None], q_idx[:, None], kv_idx
@@ -331,7 +331,7 @@ class _Grid:
         dropout, group = self.problem.dropout, self.problem.group
         if dropout is None:
             return None
-        b = torch.arange(heads.batch.start, heads.batch.stop)
+        b = torch.arange(heads.batch.start, heads.batch.stop) + self.problem.first_b
         h = torch.arange(heads.heads.start * group, heads.heads.stop * group)
         kept = dropout.keep(b, h, tile.rows, tile.keys).unflatten(1, (-1, group)).flatten(0, 1).flatten(1, 2)
         return self.scratch("keep", kept.shape).copy_(kept)

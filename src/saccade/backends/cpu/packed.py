@@ -1,0 +1,56 @@
+"""Packed sequences: one after the other, each by whichever way is the fastest for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saccade.backends import Gradients, Saved
+from saccade.backends.cpu import sink
+from saccade.layouts import empty_like_rows
+from saccade.problem import Problem
+
+Forward = Callable[[Problem, bool], tuple[Tensor, Tensor | None]]
+Backward = Callable[[Problem, Saved], Gradients]
+
+
+def forward(problem: Problem, lse: bool, dense: Forward) -> tuple[Tensor, Tensor | None]:
+    """out (1, h_q, t_q, d_v) and, if asked for, lse (1, h_q, t_q); `dense` is what runs a sequence."""
+    out = empty_like_rows(problem.q, problem.v.shape[3])
+    found = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype()) if lse else None
+    end = 0
+    for rows, _, sequence in problem.sequences():
+        end = rows.stop
+        part, part_lse = dense(sequence, lse)
+        out[:, :, rows] = part
+        if found is not None:
+            assert part_lse is not None
+            found[:, :, rows] = part_lse
+    out[:, :, end:] = 0
+    if found is not None:
+        found[:, :, end:] = -torch.inf
+    return out, found
+
+
+def backward(problem: Problem, saved: Saved, dense: Backward) -> Gradients:
+    """dq, dk and dv, and the sums over all sequences of dsink and of captured tensors' gradients."""
+    dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
+    captures = problem.score.tensors if problem.score else ()
+    total = problem.lse_dtype()
+    sums = [torch.zeros(x.shape, dtype=total) if want else None for x, want in zip(captures, saved.wanted, strict=True)]
+    end_q = end_k = 0
+    for rows, keys, sequence in problem.sequences():
+        end_q, end_k = rows.stop, keys.stop
+        dlse = None if saved.dlse is None else saved.dlse[:, :, rows]
+        part = Saved(saved.dout[:, :, rows], dlse, saved.out[:, :, rows], saved.lse[:, :, rows], saved.wanted)
+        dq[:, :, rows], dk[:, :, keys], dv[:, :, keys], _, found = dense(sequence, part)
+        for held, more in zip(sums, found, strict=False):
+            if held is not None and more is not None:
+                held += more
+    dq[:, :, end_q:] = 0
+    for x in (dk, dv):
+        x[:, :, end_k:] = 0
+    dsink = sink.gradient(problem, saved, sink.delta(saved)) if problem.sink is not None else None
+    return dq, dk, dv, dsink, [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]

@@ -1,0 +1,109 @@
+"""Packed sequences in named problems, and where the oracle finds them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.layouts import Layout, Packed
+
+if TYPE_CHECKING:
+    from saccade.testing.cases import Case
+
+
+class Side(NamedTuple):
+    """The lengths of a drawn problem's queries, or of its keys."""
+
+    offsets: Tensor
+    """(b + 1)"""
+    used: Tensor | None
+    """(b)"""
+    unused: Tensor
+    """(t): rows behind the used ones, and behind the last sequence"""
+    longest: int
+
+
+def sides(case: Case, made: torch.Generator) -> tuple[Side, Side]:
+    """Of queries and keys: the longest sequence that the Case has, any others, and empty ones."""
+
+    def drawn(s: int) -> Tensor:
+        found = torch.randint(0, s + 1, (case.b,), generator=made)
+        found[:1] = s
+        found[2::3] = 0
+        return found
+
+    lengths_q = torch.tensor(case.lengths) if case.lengths else drawn(case.s_q)
+    lengths_k = lengths_q if case.s_q == case.s_k else drawn(case.s_k)
+    return _side(lengths_q, "q" in case.used, case.tail, made), _side(lengths_k, "k" in case.used, case.tail, made)
+
+
+def _side(lengths: Tensor, ragged: bool, tail: int, made: torch.Generator) -> Side:
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    used = (torch.rand(len(lengths), generator=made) * (lengths + 1)).long() if ragged else None
+    held = lengths if used is None else used
+    place = torch.arange(int(offsets[-1]) + tail)
+    b = torch.bucketize(place, offsets[1:], right=True)
+    inside = torch.cat([held, torch.zeros(1, dtype=torch.int64)])  # behind the last sequence nothing is in use
+    unused = place - offsets[b] >= inside[b]
+    return Side(offsets.int(), None if used is None else used.int(), unused, int(lengths.max()) if len(lengths) else 0)
+
+
+def layout(q: Side, k: Side, device: torch.device | str) -> Packed:
+    used_q, used_k = (None if side.used is None else side.used.to(device) for side in (q, k))
+    return Packed(q.offsets.to(device), k.offsets.to(device), q.longest, k.longest, used_q, used_k)
+
+
+def draw(seed: int, dtype: str) -> Case:
+    """A random Case of packed sequences, the same one for the same seed."""
+    from saccade.testing.cases import Case
+
+    dice = random.Random(seed)
+    group, h_k = dice.choice([1, 2, 3, 4]), dice.choice([1, 2])
+    s_q = dice.choice([1, dice.randint(2, 70), dice.randint(71, 300)])
+    s_k = dice.choice([s_q, s_q, dice.randint(1, 300)])
+    d = dice.choice([8, 40, 64, 64, 72, 128, 192, 256])
+    left, right = dice.choice([("None", 0), ("None", dice.randint(0, 99)), (dice.randint(0, 99), dice.choice([0, 40]))])
+    edges = f"window({left},{right})" if (left, right) != ("None", 0) else "causal"
+    return Case(
+        f"packed{seed}",
+        dtype=dtype,
+        b=dice.choice([1, 2, 5, 9, 40]),
+        h_q=group * h_k,
+        h_k=h_k,
+        s_q=s_q,
+        s_k=s_k,
+        d=d,
+        d_v=dice.choice([d, d, 8, 128]),
+        mask=dice.choice(["none", edges, edges, f"prefix(9)|{edges}", "prefixes"]),
+        score=dice.choice(["none", "none", "softcap(5)", "alibi"]),
+        sink=dice.random() < 0.3,
+        order="thd",
+        used=dice.choice(["all", "all", "k", "q", "qk"]),
+        tail=dice.choice([0, 0, 1, 100]),
+    )
+
+
+def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice, slice]]:
+    """Number, batch row, rows and keys of each sequence of any layout; q and k are (b, h, s, d)."""
+    if isinstance(layout, Packed):
+        ends = (pairwise(x.tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
+        for b, (rows, keys) in enumerate(zip(*ends, strict=True)):
+            yield b, slice(0, 1), slice(*rows), slice(*keys)
+    else:
+        for b in range(q.shape[0]):
+            yield b, slice(b, b + 1), slice(0, q.shape[2]), slice(0, k.shape[2])
+
+
+def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:
+    """What results have behind the last sequence, and what they must have there, to the bit."""
+    if isinstance(layout, Packed):
+        t_q, t_k = (int(x[-1]) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
+        for name, start in (("out", t_q), ("alone", t_q), ("dq", t_q), ("dk", t_k), ("dv", t_k)):
+            if name in found:
+                yield name, found[name][start:], 0.0
+        yield "lse", found["lse"][:, t_q:], -torch.inf

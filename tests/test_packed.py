@@ -1,0 +1,232 @@
+"""Packed sequences: offsets that are right and wrong, rows of others, nested tensors, compilers and graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+from saccade import Dense, Packed, Unsupported, attention, causal, documents, explain, mask_mod, prefix, window
+from saccade.layouts import form, from_records
+from saccade.testing import check
+from saccade.testing.cases import NAMED, Case
+from saccade.testing.packed import draw
+
+OFFSETS = torch.tensor([0, 3, 3, 10])
+
+
+def packed(q=OFFSETS, k=OFFSETS, **keywords):
+    return Packed(q, k, 7, 7, **keywords)
+
+
+def normal(t, h, d, **keywords):
+    return torch.randn(t, h, d, **keywords)
+
+
+# What it takes
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: packed(q=OFFSETS.float()), "cu_seqlens_q must be an int32 or int64 tensor"),
+        (lambda: packed(k=OFFSETS[None]), "(b + 1,)"),
+        (lambda: packed(q=OFFSETS[:0], k=OFFSETS[:0]), "got none"),
+        (lambda: packed(k=OFFSETS[:3]), "(4,), (3,)"),
+        (lambda: packed(seqused_q=torch.tensor([1, 2])), "seqused_q must have shape (3,)"),
+        (lambda: Packed(OFFSETS, OFFSETS, -1, 7), "max_seqlen_q must be an integer from 0 on"),
+        (lambda: Packed(OFFSETS, OFFSETS, 7, 7.0), "max_seqlen_k"),
+        (lambda: Packed(OFFSETS, OFFSETS, 7, OFFSETS), "a tensor of one"),
+    ],
+)
+def test_broken_records(made, words):
+    with pytest.raises(ValueError, match="^.*" + words.replace("(", r"\(").replace(")", r"\)").replace("+", r"\+")):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (packed(q=OFFSETS + 1), "cu_seqlens_q must begin at 0, never decrease, and end at most at the 10 rows"),
+        (packed(k=torch.tensor([0, 5, 3, 10])), "cu_seqlens_k must begin at 0"),
+        (packed(k=torch.tensor([0, 5, 7, 11])), "got \\[0, 5, 7, 11\\]"),
+        (packed(seqused_k=torch.tensor([3, 1, 7])), "seqused_k must be between 0 and the sequences' lengths"),
+        (packed(seqused_q=torch.tensor([3, -1, 7])), "seqused_q must be"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_malformed_offsets(layout, words, backend):
+    x = normal(10, 2, 8)
+    with pytest.raises(ValueError, match=words):
+        attention(x, x, x, layout=layout, backend=backend)
+
+
+def test_wrong_calls():
+    x = normal(10, 2, 8)
+    with pytest.raises(ValueError, match="three dimensions"):
+        attention(x[None], x[None], x[None], layout=packed())
+    with pytest.raises(ValueError, match="four dimensions"):
+        attention(x, x, x)
+    with pytest.raises(ValueError, match="k and v must have the same heads and length"):
+        attention(x, x, x[:9], layout=packed())
+    with pytest.raises(ValueError, match="instead of documents"):
+        attention(x, x, x, mask=documents(torch.zeros(1, 10).int()), layout=packed())
+    with pytest.raises(Unsupported, match="has no mask_mod with packed"):
+        attention(x, x, x, mask=mask_mod(lambda b, h, q_idx, kv_idx: q_idx > kv_idx), layout=packed())
+    with pytest.raises(ValueError, match="one for each sequence"):
+        attention(x, x, x, mask=prefix(torch.tensor([1, 2])), layout=packed())
+
+
+@pytest.mark.parametrize(
+    "used", [{}, {"seqused_q": OFFSETS[:3]}, {"seqused_k": OFFSETS[:3], "validate": True}], ids=["", "q", "k"]
+)
+def test_text_and_records_are_the_whole_layout(used):
+    layout = packed(**used)
+    records = layout.records
+    again = from_records(layout.text, records, 10, 12)
+    assert records == []
+    assert isinstance(again, Packed)
+    assert (again.text, again.max_seqlen_q, again.max_seqlen_k) == (layout.text, 10, 12)
+    assert all(x is y for x, y in zip(again.records, layout.records, strict=True))
+    assert repr(layout) == "Packed(3 sequences)"
+
+
+def test_views():
+    x = normal(10, 2, 8)
+    view = form("packed,validate").canonical(x)
+    assert view.shape == (1, 2, 10, 8)
+    assert torch.equal(form("packed").ordered(view), x)
+    assert str(explain(x, x, x, layout=packed()).spec) == "fp32 d8 packed aligned cpu"
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("case", ["packed-cross", "packed-used", "packed-alibi"])
+def test_each_sequence_is_a_call_of_its_own(case, place):
+    made = NAMED[case].replace(dtype=place.dtype, tail=0).inputs(place.device)
+    q, k, v, layout = made.q, made.k, made.v, made.keywords["layout"]
+    out, lse = attention(q, k, v, return_lse=True, backend=place.backend, **made.keywords)
+    keywords = {name: x for name, x in made.keywords.items() if name != "layout"}
+    for b in range(layout.sequences):
+        rows, keys = (slice(*x[b : b + 2].tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
+        used = (None if x is None else x[b : b + 1] for x in (layout.seqused_q, layout.seqused_k))
+        parts = (x[None, at] for x, at in ((q, rows), (k, keys), (v, keys)))
+        one, one_lse = attention(
+            *parts, layout=Dense("bshd", *used), return_lse=True, backend=place.backend, **keywords
+        )
+        assert out[rows].shape == one[0].shape
+        torch.testing.assert_close(out[rows], one[0])
+        torch.testing.assert_close(lse[:, rows], one_lse[0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches(seed, place):
+    case = draw(seed, place.dtype)
+    made = case.inputs(place.device)
+    report = check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **made.keywords)
+    assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+def test_a_broken_sequence_stays_alone(place, poison):
+    """NaN and Inf in one sequence reach no other, forward or backward."""
+    offsets = torch.tensor([0, 40, 170, 171, 300], device=place.device)
+    made = Case("", dtype=place.dtype, h_q=4, d=64, order="thd", b=4, lengths=(40, 130, 1, 129), tail=9).inputs(
+        place.device
+    )
+    layout = Packed(offsets, offsets, 130, 130)
+
+    def results(broken):
+        leaves = [x.clone() for x in (made.q, made.k, made.v)]
+        dout = made.dout.clone()
+        if broken:
+            for x, bad in zip((*leaves, dout), (torch.nan, torch.inf, torch.nan, torch.inf), strict=True):
+                x[40:170] = bad
+        leaves = [x.requires_grad_() for x in leaves]
+        out = attention(*leaves, mask=causal(), layout=layout, backend=place.backend, deterministic=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    for whole, broken in zip(results(False), results(True), strict=True):
+        assert torch.equal(whole[:40], broken[:40])
+        assert torch.equal(whole[170:300], broken[170:300])
+        assert (broken[300:] == 0).all()
+
+
+def test_offsets_of_either_width_and_bounds_of_either_kind(place):
+    made = NAMED["packed"].replace(dtype=place.dtype).inputs(place.device)
+    layout = made.keywords["layout"]
+    cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
+    bound = torch.tensor(90, device=place.device)
+    first, *others = (
+        attention(made.q, made.k, made.v, mask=causal(), layout=other, backend=place.backend)
+        for other in (layout, Packed(cu_q.long(), cu_k.long(), 90, 90), Packed(cu_q, cu_k, bound, bound, validate=True))
+    )
+    for other in others:
+        assert torch.equal(first, other)
+
+
+def test_validate(place):
+    x = torch.randn(10, 2, 8, device=place.device).to(
+        getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}.get(place.dtype, "float32"))
+    )
+    layout = Packed(*[torch.tensor([0, 5, 3, 11], device=place.device)] * 2, 7, 7, validate=True)
+    with pytest.raises(ValueError, match="cu_seqlens_q must begin at 0"):
+        attention(x, x, x, layout=layout)
+
+
+# PyTorch
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+def test_nested_tensors(order):
+    q, k, v = (normal(10, h, 8, requires_grad=True) for h in (4, 2, 2))
+    want = attention(q, k, v, mask=causal(), layout=packed())
+    wanted = torch.autograd.grad(want.square().sum(), (q, k, v))
+    jagged = [torch.nested.nested_tensor_from_jagged(x, OFFSETS) for x in (q, k, v)]
+    jagged = [x if order == "bshd" else x.transpose(1, 2) for x in jagged]
+    out = attention(*jagged, mask=causal(), layout=Dense(order))
+    assert out.is_nested
+    assert out.dim() == 4
+    values = out.values() if order == "bshd" else out.values().transpose(0, 1)
+    assert torch.equal(values, want)
+    for x, y in zip(torch.autograd.grad(values.square().sum(), (q, k, v)), wanted, strict=True):
+        assert torch.equal(x, y)
+    assert explain(*jagged, layout=Dense(order)).spec.layout == "packed"
+
+
+def test_nested_tensors_that_do_not_fit():
+    q = torch.nested.nested_tensor_from_jagged(normal(10, 4, 8), OFFSETS)
+    with pytest.raises(ValueError, match="jagged in dimension 1"):
+        attention(q, q, q)
+    with pytest.raises(ValueError, match="k is not"):
+        attention(q, normal(10, 4, 8)[None], q, layout=Dense("bshd"))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiles_once_for_all_lengths(gradients):
+    torch._dynamo.reset()
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+
+    def call(q, k, v, offsets, bound):
+        return attention(q * 1, k, v, mask=window(5, 0), layout=Packed(offsets, offsets, bound, bound))
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for t, b in ((20, 5), (31, 6), (50, 9)):
+        offsets = torch.cat([torch.zeros(1), torch.rand(b - 1).sort().values * t, torch.tensor([t])]).int()
+        q, k, v = (normal(t, h, 8, requires_grad=gradients) for h in (4, 2, 2))
+        bound = torch.tensor(t)
+        got, want = compiled(q, k, v, offsets, bound), call(q, k, v, offsets, bound)
+        assert torch.equal(got, want)
+        if gradients:
+            for x, y in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (got, want)), strict=True):
+                assert torch.equal(x, y)
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+
+
+def test_flops_are_those_of_the_sequences():
+    q, k, v = normal(10, 4, 8), normal(10, 2, 8), normal(10, 2, 6)
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, layout=packed())
+    assert counter.get_total_flops() == 2 * 4 * (3 * 3 + 7 * 7) * (8 + 6)
