@@ -34,6 +34,22 @@ def test_named_case(case: Case) -> None:
     check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords).assert_ok()
 
 
+PACKED = Case("", dtype="fp32", b=3, h_q=2, h_k=1, s_q=40, s_k=40, d=16, order="thd", lengths=(40, 0, 7), tail=3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PACKED.replace(mask="window(9,0)", sink=True, used="k"),
+        PACKED.replace(mask="prefixes", score="alibi", s_k=90, b=2, lengths=(20, 70)),
+    ],
+    ids=["used", "cross"],
+)
+def test_packed(case: Case) -> None:
+    given = case.inputs(requires_grad=True)
+    check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords).assert_ok()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_case(seed: int) -> None:
     case = draw(1000 + seed, dtype="fp32").smaller(80)

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import dropout, lists, scores
+from saccade.backends.device import dropout, lists, scores, sequences
 from saccade.backends.device.captures_kernel import as_integers, captures_kernel, in_any_order, largest
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows
+from saccade.layouts import Packed
 from saccade.problem import Problem, aligned
 from saccade.scores import Traced
 
@@ -73,12 +74,15 @@ def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[b
         return lambda add, sums: None
     operands = [Rows.of(x if aligned(x) else padded(x)) for x in (q, k, v, saved.dout, saved.out)]
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    used = [None if x is None else x.contiguous() for x in (problem.layout.seqused_q, problem.layout.seqused_k)]
     lse, lengths = saved.lse.contiguous(), (q.shape[1], q.shape[2], k.shape[2])
     block_q, options = tile(problem)
     mask = lists.record(problem, block_q, options["BLOCK_K"])
     records = mask, scores.record(score), dropout.record(problem.dropout)
-    grid = (q.shape[0] * q.shape[1] * -(-q.shape[2] // block_q),)
+    used, blocks = sequences.spans(problem), q.shape[0] * -(-q.shape[2] // block_q)
+    if isinstance(problem.layout, Packed):
+        used = sequences.spans(problem, sequences.table(problem, 0, block_q))
+        blocks = sequences.slots(problem, 0, block_q)
+    grid = (q.shape[1] * blocks,)
     scatter = scores.scatter(score, wanted)
 
     def launch(add: Any, sums: Sequence[Any]) -> None:

@@ -10,7 +10,8 @@ import triton.language as tl
 from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.lists_kernel import listed_range, tile_start
 from saccade.backends.device.records import LOG2E
-from saccade.backends.device.tiles import head, load_tile, logits, tile_range, used_length, visible
+from saccade.backends.device.sequences import extent, numbered, tile_of
+from saccade.backends.device.tiles import head, load_tile, logits, tile_range, visible
 
 
 @triton.jit
@@ -67,13 +68,10 @@ def captures_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one block of query rows of one head."""
-    blocks = tl.cdiv(s_q, BLOCK_Q)
-    start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
-    bh = tl.program_id(0) // blocks
-    b = bh // h_q
-    h = bh % h_q
-    rows = used_length(used_q, b, s_q)
-    keys = used_length(used_k, b, s_k)
+    b, h, bh, start_q = tile_of(used_q, h_q, s_q, BLOCK_Q, True)
+    batch, first_q, _, rows = extent(used_q, b, s_q)
+    _, first_k, _, keys = extent(used_k, b, s_k)
+    b = numbered(used_q, b)
     off = keys - rows
     if dropout is not None:
         dropout = opened(dropout)
@@ -88,18 +86,18 @@ def captures_kernel(
         listing = None
 
     # [block_q, d], [block_q, d_v]
-    q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
-    dout_tile = load_tile(dout, head(dout, b, h), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
-    out_tile = load_tile(out, head(out, b, h), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
+    q_tile = load_tile(q, head(q, batch, h, first_q), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
+    dout_tile = load_tile(dout, head(dout, batch, h, first_q), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
+    out_tile = load_tile(out, head(out, batch, h, first_q), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
     # [block_q]
-    place = bh.to(tl.int64) * s_q + q_idx
+    place = bh.to(tl.int64) * s_q + first_q + q_idx
     row_lse = tl.load(lse + place, mask=live, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)  # exp2(x - inf) = 0
     row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if dlse is not None:
         row_delta -= tl.load(dlse + place, mask=live, other=0.0)
-    k_head = head(k, b, h // GROUP)
-    v_head = head(v, b, h // GROUP)
+    k_head = head(k, batch, h // GROUP, first_k)
+    v_head = head(v, batch, h // GROUP, first_k)
     before = core - first
     for step in range(0, before + end - core_end, BLOCK_K):
         start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_K)

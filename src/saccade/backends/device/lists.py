@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import blocks
-from saccade.backends.device import masks
+from saccade.backends.device import masks, sequences
 from saccade.backends.device.lists_kernel import list_kernel, states_kernel
 from saccade.backends.device.records import runtime_int
 from saccade.masks import Mask, causal, mask_mod
@@ -37,11 +37,11 @@ class Lists(NamedTuple):
 def states(problem: Problem) -> Tensor:
     """The states of the mask's tiles: see `saccade.blocks`."""
     b, h, n_q, n_k = blocks.shape(problem)
-    q, k, layout = problem.q, problem.k, problem.layout
+    q, k = problem.q, problem.k
     found = torch.empty(b, h, n_q, n_k, dtype=torch.uint8, device=q.device)
     if not found.numel():
         return found
-    used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
+    used = sequences.spans(problem)
     grid = (b * h * n_q * -(-n_k // SPAN),)
     states_kernel[grid](
         found, *used, masks.record(problem.mask), h, q.shape[2], k.shape[2], n_q, n_k, AT_ONCE=AT_ONCE, SPAN=SPAN

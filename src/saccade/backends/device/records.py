@@ -46,6 +46,20 @@ def runtime_int(value: int) -> int:
     return 2 * value + 3
 
 
+class Head(NamedTuple):
+    """A tensor of packed rows (1, h, t, d) and how wide it is, for stores that end in the middle of a tile."""
+
+    ptr: Any
+    stride_h: Any
+    """in elements, as all that follows: `runtime_int`s"""
+    stride_s: Any
+    columns: Any
+
+    @staticmethod
+    def of(x: Tensor) -> Head:
+        return Head(x, *map(runtime_int, (x.stride(1), x.stride(2), x.shape[3])))
+
+
 @triton.jit
 def plain_int(value):
     return (value - 3) >> 1

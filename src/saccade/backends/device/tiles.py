@@ -7,23 +7,23 @@ import triton.language as tl
 
 from saccade.backends.device.masks import FAR
 from saccade.backends.device.records import LOG2E, plain_int
+from saccade.backends.device.sequences import extent
 
 
 @triton.jit
 def used_length(used, b, s):
     """How many of `s` rows batch row `b` uses."""
-    if used is None:
-        return s
-    else:
-        return tl.minimum(tl.maximum(tl.load(used + b).to(tl.int32), 0), s)
+    _, _, _, rows = extent(used, b, s)
+    return rows
 
 
 @triton.jit
-def head(x, b, h):
-    """Pointer to row 0 of head h of batch row b; 64-bit, as tensors may hold more than 2^31 elements."""
+def head(x, b, h, first=0):
+    """Pointer to row `first` of head h of batch row b; 64-bit, as tensors may hold more than 2^31 elements."""
     stride_b = plain_int(x.stride_b).to(tl.int64)
     stride_h = plain_int(x.stride_h).to(tl.int64)
-    return x.ptr + (b * stride_b + h * stride_h) * x.unit
+    stride_s = plain_int(x.stride_s).to(tl.int64)
+    return x.ptr + (b * stride_b + h * stride_h + stride_s * first) * x.unit
 
 
 @triton.jit

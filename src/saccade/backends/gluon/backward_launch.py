@@ -16,7 +16,7 @@ from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
 from saccade.backends import Saved
-from saccade.backends.device import dropout, lists, masks, scores
+from saccade.backends.device import dropout, lists, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows, runtime_int
@@ -253,9 +253,8 @@ def arguments(
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
     """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
     so that a kernel runs while the next one's are made."""
-    scale, layout, (dq, dk, dv), (delta, start, dq_sum, queue) = problem.scale, problem.layout, gradients, space
-    used_q = None if layout.seqused_q is None else layout.seqused_q.contiguous()
-    used_k = None if layout.seqused_k is None else layout.seqused_k.contiguous()
+    scale, (dq, dk, dv), (delta, start, dq_sum, queue) = problem.scale, gradients, space
+    used_q, used_k = sequences.spans(problem)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
     *rank, prepare, main, finish = plan.numbers

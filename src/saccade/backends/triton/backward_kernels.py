@@ -13,6 +13,7 @@ import triton.language as tl
 from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.lists_kernel import listed_range, tile_start
 from saccade.backends.device.records import LOG2E
+from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
 
 
@@ -109,14 +110,11 @@ def keys_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk = scale ds^T q and dv = p^T dout for one block of keys of one key head, over all query heads of its group."""
-    blocks = tl.cdiv(s_k, BLOCK_K)
     # The first keys of a causal mask have the most rows.
-    start_k = tl.program_id(0) % blocks * BLOCK_K
-    h_k = h_q // GROUP
-    b = tl.program_id(0) // blocks // h_k
-    head_k = tl.program_id(0) // blocks % h_k
-    rows = used_length(used_q, b, s_q)
-    keys = used_length(used_k, b, s_k)
+    b, head_k, _, start_k = tile_of(used_k, h_q // GROUP, s_k, BLOCK_K, False)
+    batch, first_q, _, rows = extent(used_q, b, s_q)
+    _, first_k, there, keys = extent(used_k, b, s_k)
+    b = numbered(used_k, b)
     off = keys - rows
     if dropout is not None:
         dropout = opened(dropout)
@@ -127,16 +125,16 @@ def keys_kernel(
     first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, rows, BLOCK_Q)
 
     # [block_k, d], [block_k, d_v]
-    k_tile = load_tile(k, head(k, b, head_k), start_k, keys, BLOCK_K, D, BLOCK_D, True)
-    v_tile = load_tile(v, head(v, b, head_k), start_k, keys, BLOCK_K, D_V, BLOCK_DV, True)
+    k_tile = load_tile(k, head(k, batch, head_k, first_k), start_k, keys, BLOCK_K, D, BLOCK_D, True)
+    v_tile = load_tile(v, head(v, batch, head_k, first_k), start_k, keys, BLOCK_K, D_V, BLOCK_DV, True)
     dk_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
     before = core - first
     for member in range(GROUP):
         h = head_k * GROUP + member
-        q_head = head(q, b, h)
-        dout_head = head(dout, b, h)
-        row = (b.to(tl.int64) * h_q + h) * s_q
+        q_head = head(q, batch, h, first_q)
+        dout_head = head(dout, batch, h, first_q)
+        row = (batch.to(tl.int64) * h_q + h) * s_q + first_q
         if mask.listed:  # heads may see other keys
             first, core, core_end, end, listing = listed_range(mask, b, h, start_k // BLOCK_K, BLOCK_Q)
             before = core - first
@@ -161,8 +159,8 @@ def keys_kernel(
     # Keys that are not in use get zeros.
     dk_sum = tl.where(live[:, None], dk_sum * scale, 0.0)
     dv_sum = tl.where(live[:, None], dv_sum, 0.0)
-    store_tile(dk, head(dk, b, head_k), start_k, s_k, dk_sum, BLOCK_K, D, BLOCK_D)
-    store_tile(dv, head(dv, b, head_k), start_k, s_k, dv_sum, BLOCK_K, D_V, BLOCK_DV)
+    store_tile(dk, head(dk, batch, head_k, first_k), start_k, there, dk_sum, BLOCK_K, D, BLOCK_D)
+    store_tile(dv, head(dv, batch, head_k, first_k), start_k, there, dv_sum, BLOCK_K, D_V, BLOCK_DV)
 
 
 @triton.jit
@@ -193,13 +191,10 @@ def rows_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k for one block of query rows of one head."""
-    blocks = tl.cdiv(s_q, BLOCK_Q)
-    start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
-    bh = tl.program_id(0) // blocks
-    b = bh // h_q
-    h = bh % h_q
-    rows = used_length(used_q, b, s_q)
-    keys = used_length(used_k, b, s_k)
+    b, h, bh, start_q = tile_of(used_q, h_q, s_q, BLOCK_Q, True)
+    batch, first_q, there, rows = extent(used_q, b, s_q)
+    _, first_k, _, keys = extent(used_k, b, s_k)
+    b = numbered(used_q, b)
     off = keys - rows
     if dropout is not None:
         dropout = opened(dropout)
@@ -214,13 +209,13 @@ def rows_kernel(
         listing = None
 
     # [block_q, d], [block_q, d_v]
-    q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
-    dout_tile = load_tile(dout, head(dout, b, h), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
-    place = bh.to(tl.int64) * s_q + q_idx
+    q_tile = load_tile(q, head(q, batch, h, first_q), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
+    dout_tile = load_tile(dout, head(dout, batch, h, first_q), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
+    place = bh.to(tl.int64) * s_q + first_q + q_idx
     row_lse = tl.load(lse2 + place, mask=live, other=float("inf"))
     row_delta = tl.load(delta + place, mask=live, other=0.0)
-    k_head = head(k, b, h // GROUP)
-    v_head = head(v, b, h // GROUP)
+    k_head = head(k, batch, h // GROUP, first_k)
+    v_head = head(v, batch, h // GROUP, first_k)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     before = core - first
     for step in range(0, before + end - core_end, BLOCK_K):
@@ -236,4 +231,4 @@ def rows_kernel(
             scale, mask, score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip
     dq_sum = tl.where(live[:, None], dq_sum * scale, 0.0)
-    store_tile(dq, head(dq, b, h), start_q, s_q, dq_sum, BLOCK_Q, D, BLOCK_D)
+    store_tile(dq, head(dq, batch, h, first_q), start_q, there, dq_sum, BLOCK_Q, D, BLOCK_D)

@@ -10,7 +10,8 @@ import triton.language as tl
 from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.lists_kernel import listed_range, tile_start
 from saccade.backends.device.records import LOG2E
-from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
+from saccade.backends.device.sequences import extent, numbered, tile_of
+from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, visible
 
 
 @triton.jit
@@ -53,13 +54,11 @@ def forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T) v and lse, (b, h_q, s_q) contiguous or None, for one block of rows of one head a program."""
-    blocks = tl.cdiv(s_q, BLOCK_Q)
     # The last rows of a causal mask have the most keys: they start first.
-    start_q = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
-    b = tl.program_id(0) // blocks // h_q
-    h = tl.program_id(0) // blocks % h_q
-    rows = used_length(used_q, b, s_q)
-    keys = used_length(used_k, b, s_k)
+    b, h, bh, start_q = tile_of(used_q, h_q, s_q, BLOCK_Q, True)
+    batch, first_q, there, rows = extent(used_q, b, s_q)
+    _, first_k, _, keys = extent(used_k, b, s_k)
+    b = numbered(used_q, b)
     off = keys - rows
     if dropout is not None:
         dropout = opened(dropout)
@@ -75,9 +74,9 @@ def forward_kernel(
         listing = None
 
     # [block_q, d]
-    q_tile = load_tile(q, head(q, b, h), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
-    k_head = head(k, b, h // GROUP)
-    v_head = head(v, b, h // GROUP)
+    q_tile = load_tile(q, head(q, batch, h, first_q), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
+    k_head = head(k, batch, h // GROUP, first_k)
+    v_head = head(v, batch, h // GROUP, first_k)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     if sink is None:
         row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -105,7 +104,8 @@ def forward_kernel(
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     if dropout is not None:
         acc *= factor(dropout)
-    store_tile(out, head(out, b, h), start_q, s_q, acc, BLOCK_Q, D_V, BLOCK_DV)
+    store_tile(out, head(out, batch, h, first_q), start_q, there, acc, BLOCK_Q, D_V, BLOCK_DV)
     if lse is not None:
         row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))
-        tl.store(lse + (tl.program_id(0) // blocks).to(tl.int64) * s_q + q_idx, row_lse, mask=q_idx < s_q)
+        place = bh.to(tl.int64) * s_q + first_q + q_idx
+        tl.store(lse + place, row_lse, mask=q_idx < there)

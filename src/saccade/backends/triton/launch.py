@@ -13,14 +13,14 @@ from triton.runtime.errors import OutOfResources
 
 from saccade import configs
 from saccade.backends import Saved
-from saccade.backends.device import dropout, lists, masks, scores
+from saccade.backends.device import dropout, lists, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
 from saccade.backends.triton.backward_kernels import delta_kernel, keys_kernel, rows_kernel
 from saccade.backends.triton.config import Config, block_d, config
 from saccade.backends.triton.forward_kernel import forward_kernel
-from saccade.layouts import empty_like_rows
+from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import Problem, aligned
 
 Tiles = Mapping[str, Config]
@@ -32,6 +32,8 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> t
     q = problem.q
     out = empty_like_rows(q, problem.v.shape[3])
     row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
+    if isinstance(problem.layout, Packed) and not problem.layout.sequences:
+        return out.zero_(), None if row_lse is None else row_lse.fill_(-torch.inf)
     if out.numel():
         with on_device(q):
             operands = (_operand(problem, name) for name in ("q", "k", "v"))
@@ -47,13 +49,16 @@ def backward(
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
-    if not q.numel() or not k.numel():
+    nothing = isinstance(problem.layout, Packed) and not problem.layout.sequences
+    if nothing or not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
         dout = _rows(saved.dout)
-        rows = dlse, saved.lse.contiguous(), delta, lse2, used_lengths(problem)[0], q.shape[1], q.shape[2]
+        # Packed rows stand alone here.
+        used = None if isinstance(problem.layout, Packed) else sequences.spans(problem)[0]
+        rows = dlse, saved.lse.contiguous(), delta, lse2, used, q.shape[1], q.shape[2]
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
         operands = (*(_operand(problem, name) for name in ("q", "k", "v")), dout)
@@ -95,16 +100,16 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
     found = problem.launches.get(key) if tiles is None else None
     if found is not None:
         compiled, grid, fixed, tile = found
-        mask = lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "keys")
-        arguments = (*tensors, *call_arguments(problem, mask))
-        run(compiled, grid, problem.q.device.index, (*arguments, *fixed))
+        run(compiled, grid, problem.q.device.index, (*tensors, *_arguments(name, problem, tile), *fixed))
         return
     tile = tiles[name] if tiles and name in tiles else _config(name, problem)
-    grid = _grid(problem.k, tile.block_k) if name == "keys" else _grid(problem.q, tile.block_q)
+    x, block = (problem.k, tile.block_k) if name == "keys" else (problem.q, tile.block_q)
+    grid = _grid(x, block)
+    if isinstance(problem.layout, Packed):
+        grid = x.shape[1] * sequences.slots(problem, name == "keys", block), 1, 1
     fixed = constants(problem, tile, precision)
-    mask = lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "keys")
-    arguments = (*tensors, *call_arguments(problem, mask))
     # A candidate of the tuning's fits, or is none.
+    arguments = (*tensors, *_arguments(name, problem, tile))
     compiled = started(kernel, grid, arguments, fixed, tile, least=tile.stages if tiles else 1)
     if tiles is None and compiled is not None:  # the interpreter compiles nothing
         problem.launches[key] = compiled, grid, tuple(fixed.values()), tile
@@ -123,15 +128,17 @@ def started(
     return kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=least)
 
 
-def call_arguments(problem: Problem, mask: masks.DeviceMask) -> tuple[Any, ...]:
+def _arguments(name: str, problem: Problem, tile: Config) -> tuple[Any, ...]:
+    mask, by_keys = lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "keys"), name == "keys"
+    if not isinstance(problem.layout, Packed):
+        return call_arguments(problem, mask)
+    return call_arguments(problem, mask, sequences.table(problem, by_keys, tile.block_k if by_keys else tile.block_q))
+
+
+def call_arguments(problem: Problem, mask: masks.DeviceMask, table: Tensor | None = None) -> tuple[Any, ...]:
     """What every kernel takes between its tensors and its constants."""
     q, records = problem.q, (mask, scores.record(problem.score), dropout.record(problem.dropout))
-    return *used_lengths(problem), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
-
-
-def used_lengths(problem: Problem) -> tuple[Tensor | None, ...]:
-    layout = problem.layout
-    return tuple(None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
+    return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 
 
 def constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:

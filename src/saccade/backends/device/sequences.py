@@ -1,0 +1,226 @@
+"""Where the rows of each sequence are, in every layout, and the order in which the tiles of packed ones are worked on.
+
+Packed sequences have lengths that the host does not know. A grid has as many programs as there may be tiles, and a
+small kernel writes a table of those that there are, the longest sequence's first, so that nobody ends late. Nothing
+waits for the host, and a CUDA graph may be replayed with other offsets.
+
+Rows behind the last sequence are one more sequence, of which no row is in use: they get zeros like all such rows.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.backends.device.launch import run
+from saccade.backends.device.records import plain_int, runtime_int
+from saccade.layouts import Packed
+from saccade.problem import Problem
+
+
+class Span(NamedTuple):
+    """Which rows of an operand are whose. Kernels take None where every batch row has all of its own."""
+
+    used: Any
+    """int (b): how many rows are in use"""
+    starts: Any
+    """int (b + 1): packed: where each sequence begins"""
+    tiles: Any
+    """int32 (1 + tiles, 2): packed: how many tiles there are, then each one's sequence and that one's first tile; of
+    the operand whose tiles the programs are"""
+    count: Any
+    """packed: how many sequences; a runtime_int"""
+    ragged: Any
+    """constexpr: `used` says something; else it is some other tensor, as records hold no None on Triton 3.6"""
+    packed: Any
+    """constexpr: `starts`, `tiles` and `count` do"""
+
+
+@triton.jit
+def extent(span, b, s):
+    """Batch row, first row, how many rows there are, and how many of them are in use, of sequence b.
+
+    s: rows of the operand. Offsets and lengths are clamped: whatever they hold, rows are inside of it.
+    """
+    if span is None:
+        return b, 0, s, s
+    elif not span.packed:
+        return b, 0, s, tl.minimum(tl.maximum(tl.load(span.used + b).to(tl.int32), 0), s)
+    else:
+        count = plain_int(span.count)
+        first = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(b, count)), 0), s).to(tl.int32)
+        stop = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(b + 1, count)), 0), s).to(tl.int32)
+        there = tl.maximum(tl.where(b < count, stop, s) - first, 0)
+        rows = tl.where(b < count, there, 0)
+        if span.ragged:
+            used = tl.load(span.used + tl.minimum(b, count - 1))
+            rows = tl.minimum(tl.maximum(used, 0), rows).to(tl.int32)
+        return b * 0, first, there, rows
+
+
+@triton.jit
+def numbered(span, b):
+    """What masks and scores call sequence b: that of the rows behind the last one sees nothing, but it has a number."""
+    if span is None or not span.packed:
+        return b
+    else:
+        return tl.minimum(b, plain_int(span.count) - 1)
+
+
+@triton.constexpr_function
+def is_packed(span):
+    """constexpr: span.packed, whose name Triton 3.6 does not know here"""
+    return span is not None and bool(getattr([*span][-1], "value", [*span][-1]))
+
+
+@triton.jit
+def placed(span, at, row):
+    """Batch row and row of an operand, where `at` is the batch row, or, packed, the sequence's first row."""
+    if is_packed(span):
+        return at * 0, at + row
+    else:
+        return at, row
+
+
+@triton.jit
+def blocks_before(span, b, first, BLOCK: tl.constexpr):
+    """A number for the first block of rows of sequence b in memory that has whole blocks for each; packed."""
+    return first // BLOCK + b
+
+
+@triton.jit
+def tile_of(span, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """This program's sequence, head, head in tensors (b, h, …), and first row; the last rows come first if LAST_FIRST.
+
+    A program without a tile gets rows that are not there.
+    """
+    if span is None or not span.packed:
+        return _dense_tile(heads, s, BLOCK, LAST_FIRST)
+    else:
+        number = tl.program_id(0) // heads
+        total = tl.load(span.tiles)
+        entry = span.tiles + 2 + 2 * tl.minimum(number, total - 1)
+        b = tl.load(entry)
+        block = number - tl.load(entry + 1)
+        if LAST_FIRST:
+            _, _, there, _ = extent(span, b, s)
+            block = tl.cdiv(there, BLOCK) - 1 - block
+        h = tl.program_id(0) % heads
+        return b, h, h, tl.where(number < total, block * BLOCK, s)
+
+
+@triton.jit
+def _dense_tile(heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    blocks = tl.cdiv(s, BLOCK)
+    block = tl.program_id(0) % blocks
+    start = (blocks - 1 - block) * BLOCK if LAST_FIRST else block * BLOCK
+    bh = tl.program_id(0) // blocks
+    return bh // heads, bh % heads, bh, start
+
+
+@triton.jit
+def _work(own, other, b, s, other_s, BLOCK: tl.constexpr):
+    """Tiles of sequences b, and what each of them costs."""
+    count = plain_int(own.count)
+    _, _, there, _ = extent(own, b, s)
+    _, _, _, cost = extent(other, b, other_s)
+    return tl.where(b <= count, tl.cdiv(there, BLOCK), 0), tl.where(b < count, cost, -1)
+
+
+@triton.jit(do_not_specialize=["s", "other_s", "slots"])
+def order_kernel(tiles, own, other, s, other_s, slots, BLOCK: tl.constexpr, N: tl.constexpr):
+    """Writes the table of `own` for N sequences, whose places the lengths of all others tell."""
+    count = plain_int(own.count)
+    # [N]
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    blocks, cost = _work(own, other, i, s, other_s, BLOCK)
+    first = tl.zeros([N], tl.int32)
+    total: Any = 0
+    for start in range(0, count + 1, N):
+        # [N]
+        j = start + tl.arange(0, N)
+        more, other_cost = _work(own, other, j, s, other_s, BLOCK)
+        # [N, N]
+        even = (other_cost[None, :] == cost[:, None]) & (j[None, :] < i[:, None])
+        earlier = (other_cost[None, :] > cost[:, None]) | even
+        first += tl.sum(tl.where(earlier, more[None, :], 0), 1)
+        total += tl.sum(more, 0)
+    for start in range(0, tl.max(blocks, 0), N):
+        # [N, N]
+        block = start + tl.arange(0, N)[None, :]
+        place = first[:, None] + block
+        there = (block < blocks[:, None]) & (place < slots)
+        tl.store(tiles + 2 + 2 * place, i[:, None] + block * 0, mask=there)
+        tl.store(tiles + 3 + 2 * place, first[:, None] + block * 0, mask=there)
+    if tl.program_id(0) == 0:
+        tl.store(tiles, tl.maximum(tl.minimum(total, slots), 1))
+        if total == 0:  # broken offsets: one tile, of which no row is there
+            tl.store(tiles + 2, count)
+            tl.store(tiles + 3, 0)
+
+
+N = 32
+"""Sequences of one program of order_kernel."""
+RAGGED = {flag: tl.constexpr(flag) for flag in (False, True)}
+
+
+def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[Span | None, Span | None]:
+    """Of the queries and of the keys."""
+    layout = problem.layout
+    if isinstance(layout, Packed):
+        sides = (layout.cu_seqlens_q, layout.seqused_q), (layout.cu_seqlens_k, layout.seqused_k)
+        count = runtime_int(layout.sequences)
+        return tuple(_packed(starts.contiguous(), used, tiles, count) for starts, used in sides)  # pyright: ignore[reportReturnType]
+    return _padded(layout.seqused_q), _padded(layout.seqused_k)
+
+
+def _padded(used: Tensor | None) -> Span | None:
+    if used is None:
+        return None
+    used = used.contiguous()
+    return Span(used, used, used, runtime_int(0), RAGGED[True], RAGGED[False])
+
+
+def _packed(starts: Tensor, used: Tensor | None, tiles: Tensor | None, count: int) -> Span:
+    ragged = RAGGED[used is not None]
+    used = starts if used is None else used.contiguous()
+    return Span(used, starts, starts if tiles is None else tiles, count, ragged, RAGGED[True])
+
+
+def slots(problem: Problem, side: int, block: int) -> int:
+    """How many tiles of `block` rows there may be, of queries (0) or keys (1)."""
+    layout = problem.layout
+    assert isinstance(layout, Packed)
+    return (problem.q, problem.k)[side].shape[2] // block + layout.sequences + 1
+
+
+def table(problem: Problem, side: int, block: int) -> Tensor:
+    """The tiles of queries (0) or keys (1), in the order in which they are worked on."""
+    own, other = spans(problem) if side == 0 else reversed(spans(problem))
+    s, other_s = (x.shape[2] for x in ((problem.q, problem.k) if side == 0 else (problem.k, problem.q)))
+    many = slots(problem, side, block)
+    tiles = torch.empty(1 + many, 2, dtype=torch.int32, device=problem.q.device)
+    arguments = tiles, own, other, s, other_s, many
+    key = "tiles", side, block
+    found = problem.launches.get(key)
+    if found is not None:
+        compiled, grid = found
+        run(compiled, grid, problem.q.device.index, (*arguments, block, N))
+        return tiles
+    assert own is not None
+    grid = -(-(problem.layout.cu_seqlens_q.shape[0]) // N), 1, 1  # pyright: ignore[reportAttributeAccessIssue]
+    compiled = order_kernel[grid](*arguments, block, N, num_warps=4)
+    if compiled is not None:  # the interpreter compiles nothing
+        problem.launches[key] = compiled, grid
+    return tiles
+
+
+def stand_in() -> Packed:
+    """What the compile gate compiles packed kernels with."""
+    return Packed(*torch.zeros(2, 3, dtype=torch.int32), 512, 512)
