@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from saccade import hardware
@@ -14,7 +16,7 @@ obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm90",),
     dtypes=("fp16", "bf16"),
-    layouts=("dense", "padded"),
+    layouts=("dense", "padded", "packed"),
     # The kernels have lists of tiles too, and gave NaN where an H200 first ran them; why is not known yet.
     masks=tuple(mask for mask in MASKS if mask != "mask_mod"),
     scores=(ANY_SCORE,),
@@ -22,8 +24,9 @@ SUPPORT = Support(
     max_d=256,
     multiple_of=8,
     needs=("aligned",),
+    apart=(("packed", "mask_mod"), ("packed", "~"), ("packed", "dropout")),
 )
-GRADIENT = SUPPORT
+GRADIENT = replace(SUPPORT, layouts=("dense", "padded"))
 
 
 def workspace(spec: Spec) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -17,8 +16,10 @@ from saccade.backends.device.dropout import factor as dropout_factor
 from saccade.backends.device.dropout import opened
 from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.records import LOG2E
+from saccade.backends.device.sequences import is_packed, numbered
 from saccade.backends.device.tiles import used_length, visible
 from saccade.backends.gluon.dropping import dropped
+from saccade.backends.gluon.forward_store import store_out
 from saccade.backends.gluon.listing import listed_tile, work_list
 from saccade.backends.gluon.schedule import (
     BATCH,
@@ -27,13 +28,17 @@ from saccade.backends.gluon.schedule import (
     CORE_END,
     END,
     FIRST,
+    FIRST_ROW,
     HI,
     IN_GROUP,
     KEY_HEAD,
+    KEYS,
     LO,
     ROW,
+    THERE,
+    USED,
 )
-from saccade.backends.gluon.shim import fast_log2, pack_pairs, tma_store, unpack_pairs, view
+from saccade.backends.gluon.shim import fast_log2, pack_pairs, unpack_pairs
 from saccade.backends.gluon.tiles import between
 
 # A row's maximum starts here: finite, so that no difference of two is NaN.
@@ -228,8 +233,26 @@ def finish(acc, row_max, row_sum, live, h, sink, dropout, DEAD: gl.constexpr):
 
 
 @gluon.jit
+def lengths(pipe, at, b, used_q, used_k, s_q, s_k):
+    """Rows and keys in use, and what masks call the batch row."""
+    if is_packed(used_q):
+        return pipe.slots.get(at, USED), pipe.slots.get(at, KEYS), numbered(used_q, b)
+    else:
+        return used_length(used_q, b, s_q), used_length(used_k, b, s_k), b
+
+
+@gluon.jit
+def destination(pipe, at, b, used_q, s_q):
+    """Batch row, first row, and how many rows there are: read when they are needed, as registers are few until then."""
+    if is_packed(used_q):
+        return b * 0, pipe.slots.get(at, FIRST_ROW), pipe.slots.get(at, THERE)
+    else:
+        return b, 0, s_q
+
+
+@gluon.jit
 def consume(
-    c: gl.constexpr, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale
+    c: gl.constexpr, out_desc, out, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale
 ):  # fmt: skip
     """Consumer c: the online softmax of its 64 query rows over every tile of keys that they see."""
     DTYPE: gl.constexpr = pipe.slots.tiles.dtype
@@ -238,12 +261,7 @@ def consume(
     ROWS: gl.constexpr = pipe.shape.ROWS
     EARLY: gl.constexpr = pipe.slots.SLOTS > 1
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], DTYPE)
-    leaving_layout: gl.constexpr = out_desc.layout
-    # A slot as tiles of out.
     CONSUMERS: gl.constexpr = pipe.shape.CONSUMERS
-    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // BLOCK_DV
-    ALL_OUTS: gl.constexpr = pipe.slots.SLOTS * CONSUMERS * OUTS
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
     # Scores keep the units of the products, or of the modification's core, up to the exponential, where a factor costs
     # nothing.
@@ -269,8 +287,7 @@ def consume(
         end = pipe.slots.get(at, CONSUMER + 4 * c + END)
         if end <= first:  # nothing to see: the last tile that is there, hidden
             first, core, core_end, end = hi - 1, hi, hi, hi
-        rows = used_length(used_q, b, s_q)
-        keys = used_length(used_k, b, s_k)
+        rows, keys, b = lengths(pipe, at, b, used_q, used_k, s_q, s_k)
         # [64]
         place = gl.arange(0, 64, rows_layout)
         row = pipe.slots.get(at, ROW) + c * ROWS
@@ -330,18 +347,15 @@ def consume(
         n = skip(c, pipe, n + 1, first - lo)
         done += 1
 
-        there = (q_idx < s_q) & (h < h_k * group + group)
+        batch, first_row, all_rows = destination(pipe, at, b, used_q, s_q)
+        there = (q_idx < all_rows) & (h < h_k * group + group)
         result, row_lse = finish(
             acc, row_max * factor, row_sum, there & (q_idx < rows), h, sink, dropout, used_q is not None
         )
-        # q's slot is where out leaves from: every warp overwrites rows that it alone has read.
-        out_at = (slot * CONSUMERS + c) * OUTS
-        view(pipe.slots.tiles, [ALL_OUTS, 64, BLOCK_DV], out_layout).index(out_at).store(result.to(DTYPE))
-        fence_async_shared()
-        leaving = view(pipe.slots.tiles, [ALL_OUTS, 1, 1, 64 // ROWS, ROWS, BLOCK_DV], leaving_layout).index(out_at)
-        tma_store(out_desc, [b, h_k, in_group, row, 0], leaving)
+        corner = [batch, h_k, in_group, row + first_row, 0]
+        store_out(out_desc, out, pipe, slot * CONSUMERS + c, result, corner, all_rows - row, group)
         if lse is not None:
-            gl.store(lse + (b.to(gl.int64) * h_q + h) * s_q + q_idx, row_lse, mask=there)
+            gl.store(lse + (batch.to(gl.int64) * h_q + h) * s_q + first_row + q_idx, row_lse, mask=there)
         if not EARLY:
             leave(pipe, done)
         slot = pipe.slots.wait(done)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.backends.device.sequences import is_packed
 from saccade.backends.gluon.forward_consume import consume
 from saccade.backends.gluon.forward_load import load
 from saccade.backends.gluon.pipeline import (
@@ -29,20 +30,20 @@ from saccade.backends.gluon.pipeline import (
     new_barriers,
     new_ring,
 )
-from saccade.backends.gluon.schedule import NUMBERS, Work
+from saccade.backends.gluon.schedule import NUMBERS, PACKED_NUMBERS, Work
 
 NUMBERS_OF_A_CALL = ["items", "blocks", "heads", "section", "h_k", "packs", "group", "h_q", "s_q", "s_k"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS_OF_A_CALL)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, sink, counter, used_q, used_k, mask, score, dropout, items, blocks, heads,
-    section, h_k, packs, group, h_q, s_q, s_k, scale,
+    q_desc, k_desc, v_desc, out_desc, out, lse, sink, counter, used_q, used_k, mask, score, dropout, items,
+    blocks, heads, section, h_k, packs, group, h_q, s_q, s_k, scale,
     D_CHUNK: gl.constexpr, D_CHUNKS: gl.constexpr, D_LAST: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out = softmax(q k^T) v, and lse (b, h_q, s_q) contiguous or None.
+    """out = softmax(q k^T) v, and lse (b, h_q, s_q) contiguous or None. out, the tensor itself: packed, else None.
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
     v_desc: (b, h_k, s_k, d). counter: two zeros, which are zeros again in the end.
@@ -57,9 +58,10 @@ def forward_kernel(
     q_tiles = gl.allocate_shared_memory(DTYPE, q_shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, BLOCK_K, D_CHUNK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
-    records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    HELD: gl.constexpr = PACKED_NUMBERS if is_packed(used_q) else NUMBERS
+    records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pipe = Pipeline(
-        Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, NUMBERS, CHUNKS),
+        Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, HELD, CHUNKS),
         new_ring(k_tiles, KEYS_EMPTY, STAGES, READERS),
         new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS),
         Turns(TURNS, CONSUMERS),
@@ -68,23 +70,23 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                0, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+                0, out_desc, out, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
             )),
             (consume, (
-                1, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+                1, out_desc, out, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
             )),
             (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k)),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-                0, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+                0, out_desc, out, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
             )),
             (consume, (
-                1, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+                1, out_desc, out, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
             )),
             (consume, (
-                2, out_desc, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
+                2, out_desc, out, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale,
             )),
             (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.device.lists_kernel import list_of
-from saccade.backends.device.tiles import tile_range, used_length
+from saccade.backends.device.sequences import extent, is_packed, numbered, placed
+from saccade.backends.device.tiles import tile_range
 from saccade.backends.gluon.listing import list_of_item, listed_tile
 from saccade.backends.gluon.schedule import (
     BATCH,
@@ -18,11 +19,16 @@ from saccade.backends.gluon.schedule import (
     CORE_END,
     END,
     FIRST,
+    FIRST_ROW,
     HI,
     IN_GROUP,
     KEY_HEAD,
+    KEYS,
     LO,
     ROW,
+    THERE,
+    USED,
+    packed_place,
 )
 from saccade.backends.gluon.shim import count_up, tma_load
 from saccade.backends.gluon.tiles import zero_tail
@@ -77,11 +83,16 @@ def plan_tiles(pipe, at, mask, b, row, rows, keys):
 
 @gluon.jit
 def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
-    """Writes the numbers of a work item. Returns those by which it is loaded."""
+    """Writes the numbers of a work item. Returns those by which it is loaded: batch row (packed: first key), …"""
     ROWS: gl.constexpr = pipe.shape.ROWS
-    b, h_k, in_group, row = work.place(item, ROWS * pipe.shape.CONSUMERS, 64 // ROWS)
-    rows = used_length(used_q, b, s_q)
-    keys = used_length(used_k, b, s_k)
+    if is_packed(used_q):
+        b, h_k, in_group, row = packed_place(
+            work, item, used_q, s_q, used_k, s_k, ROWS * pipe.shape.CONSUMERS, 64 // ROWS
+        )
+    else:
+        b, h_k, in_group, row = work.place(item, ROWS * pipe.shape.CONSUMERS, 64 // ROWS)
+    _, first_row, there, rows = extent(used_q, b, s_q)
+    _, first_key, _, keys = extent(used_k, b, s_k)
     at = pipe.slots.record_of(drawn)
     pipe.slots.put(at, BATCH, b)
     pipe.slots.put(at, KEY_HEAD, h_k)
@@ -91,16 +102,24 @@ def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
         _, some, tiles = list_of(mask.lists, list_of_item(mask, pipe, b, h_k * work.packs + in_group, row))
         lo, hi, skipped = plan_list(pipe, at, some, tiles)
     else:
-        lo, hi, skipped = plan_tiles(pipe, at, mask, b, row, rows, keys)
-    return b, h_k, in_group, row, keys, lo, hi, skipped
+        lo, hi, skipped = plan_tiles(pipe, at, mask, numbered(used_q, b), row, rows, keys)
+    if is_packed(used_q):
+        pipe.slots.put(at, FIRST_ROW, first_row)
+        pipe.slots.put(at, THERE, there)
+        pipe.slots.put(at, USED, rows)
+        pipe.slots.put(at, KEYS, keys)
+        b = first_key
+    return b, h_k, in_group, row + first_row, keys, lo, hi, skipped
 
 
 @gluon.jit
-def load_queries(q_desc, pipe, drawn, b, h_k, in_group, row):
+def load_queries(q_desc, pipe, drawn, b, h_k, in_group, row, used_q):
     """Fills a slot with the query rows of all consumers."""
     CONSUMERS: gl.constexpr = pipe.shape.CONSUMERS
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
     CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
+    if is_packed(used_q):  # rows count from the first of all
+        b = b * 0
     slot = pipe.slots.claim(drawn)
     full = pipe.slots.full.index(slot)
     mbarrier.expect(full, CONSUMERS * CHUNKS * CHUNK * 64 * 2)
@@ -111,8 +130,9 @@ def load_queries(q_desc, pipe, drawn, b, h_k, in_group, row):
 
 
 @gluon.jit
-def load_keys(k_desc, pipe, n, b, h_k, start):
+def load_keys(k_desc, pipe, n, b, h_k, start, used_k):
     """Fills the stage of tile n with keys from `start` on."""
+    b, start = placed(used_k, b, start)
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
     CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
     stage = pipe.keys.claim(n)
@@ -122,22 +142,23 @@ def load_keys(k_desc, pipe, n, b, h_k, start):
 
 
 @gluon.jit
-def load_values(v_desc, pipe, n, b, h_k, start, keys, tails, USED: gl.constexpr):
-    """Fills the stage of tile n with values from `start` on, zeros behind `keys` if USED. Returns the tails so far."""
+def load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k):
+    """Fills the stage of tile n with values from `start` on, zeros behind `keys`. Returns the tails so far."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     stage = pipe.values.claim(n)
     tile = pipe.values.tiles.index(stage)
-    if USED and start + BLOCK_K > keys:
+    b, row = placed(used_k, b, start)
+    if used_k is not None and start + BLOCK_K > keys:
         landing = pipe.values.landing()
         mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
-        tma_load(v_desc, [b, h_k, start, 0], landing, tile)
+        tma_load(v_desc, [b, h_k, row, 0], landing, tile)
         mbarrier.wait(landing, tails & 1)
         zero_tail(tile.reshape([BLOCK_K, BLOCK_DV]), keys - start, BLOCK_K, BLOCK_DV)
         pipe.values.fill(stage)
         tails += 1
     else:
-        tma_load(v_desc, [b, h_k, start, 0], pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2), tile)
+        tma_load(v_desc, [b, h_k, row, 0], pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2), tile)
     return tails
 
 
@@ -152,11 +173,14 @@ def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q,
     n = gl.to_tensor(0)
     tails = gl.to_tensor(0)
     drawn = gl.to_tensor(0)
-    b, h_k, in_group, row, keys, lo, hi, skipped = open_item(
-        gl.program_id(0), 0, pipe, work, used_q, used_k, mask, s_q, s_k
-    )
+    items = work.items
+    item = gl.program_id(0)
+    if is_packed(used_q):  # as many as there are; who finds none repeats the last one
+        items = gl.load(used_q.tiles) * work.heads
+        item = gl.minimum(item, items - 1)
+    b, h_k, in_group, row, keys, lo, hi, skipped = open_item(item, 0, pipe, work, used_q, used_k, mask, s_q, s_k)
     if EARLY:
-        load_queries(q_desc, pipe, 0, b, h_k, in_group, row)
+        load_queries(q_desc, pipe, 0, b, h_k, in_group, row, used_q)
     more = gl.to_tensor(True)
     while more:
         begun = gl.minimum(pipe.keys.STAGES, hi - lo) - 1
@@ -170,21 +194,21 @@ def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q,
             listing = None
         for j in range(hi - lo):
             start = listed_tile(mask, listing, hi, hi - 1 - j) * pipe.shape.BLOCK_K
-            load_keys(k_desc, pipe, n, b, h_k, start)
-            tails = load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k is not None)
+            load_keys(k_desc, pipe, n, b, h_k, start, used_k)
+            tails = load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k)
             n += 1
             if not EARLY and j == begun:
-                load_queries(q_desc, pipe, drawn, b, h_k, in_group, row)
+                load_queries(q_desc, pipe, drawn, b, h_k, in_group, row, used_q)
             if j == ahead:
                 drawn += 1
                 item = count_up(counter, "relaxed") + gl.num_programs(0)
-                more = item < work.items
+                more = item < items
                 if more:
                     next_b, next_h, in_group, row, next_keys, next_lo, next_hi, skipped = open_item(
                         item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k
                     )
                     if EARLY:
-                        load_queries(q_desc, pipe, drawn, next_b, next_h, in_group, row)
+                        load_queries(q_desc, pipe, drawn, next_b, next_h, in_group, row, used_q)
         b, h_k, keys, lo, hi = next_b, next_h, next_keys, next_lo, next_hi
     pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
     mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)

@@ -9,8 +9,9 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
-from saccade.backends.device import dropout, lists
+from saccade.backends.device import dropout, lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
+from saccade.backends.device.records import Head
 from saccade.backends.device.scores import SCORED, score_of, weight
 from saccade.backends.gluon import backward_gate, launch
 from saccade.backends.gluon.config import config, key
@@ -20,6 +21,8 @@ from saccade.problem import Problem
 from saccade.spec import Spec
 
 GPU = "h200"
+PACKED_SPILL = 180
+"""Bytes that packed sequences may spill besides: 8 on Triton 3.6, and up to 316 on 3.9, of the loader's numbers."""
 LISTED_SPILL = 40
 """Bytes that the place in a list costs: 36 in Triton 3.6."""
 _DIMS = (64, 64), (128, 128), (256, 256), (192, 128)
@@ -30,6 +33,7 @@ def keys() -> Iterator[str]:
     yield from (row for row in configs.table(GPU) if row.startswith("gluon "))
     silent = (key(Spec("bf16", d, d_v, mask=mask)) for d, d_v in _DIMS for mask in ("none", "causal"))
     yield from (row for row in silent if row not in configs.table(GPU))
+    yield from (f"gluon forward 16bit d{d}/{d} packed" for d in (64, 128, 256))
     yield "gluon forward 16bit d128/128 listed"
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED)
@@ -44,7 +48,16 @@ def compiled(row: str) -> tuple[Any, int]:
         return backward_gate.compiled(row)
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v))
-    problem = Problem(q, k, v, None, lists.mask_of(edges), score_of(score, q), Dense(), 1.0)
+    problem = Problem(
+        q,
+        k,
+        v,
+        None,
+        lists.mask_of(edges),
+        score_of(score, q),
+        sequences.stand_in() if edges == "packed" else Dense(),
+        1.0,
+    )
     problem.dropout = stand_in(q.device) if "dropout" in words else None
     out, lse, counter = torch.empty_like(v), torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     made = config(problem.spec(), GPU, weight(problem.score))
@@ -53,8 +66,17 @@ def compiled(row: str) -> tuple[Any, int]:
     records = lists.stand_in(problem), launch.score_record(problem), dropout.record(problem.dropout)
     return forward_kernel.warmup(
         *descriptors,
-        *(lse, None, counter, None, None, *records, *numbers, problem.scale),
+        *(
+            Head.of(out) if edges == "packed" else None,
+            lse,
+            None,
+            counter,
+            *sequences.spans(problem),
+            *records,
+            *numbers,
+            problem.scale,
+        ),
         **fixed,
         **launch.OPTIONS,
         grid=(1,),
-    ), LISTED_SPILL if edges == "listed" else made.spill
+    ), LISTED_SPILL if edges == "listed" else made.spill + (PACKED_SPILL if edges == "packed" else 0)

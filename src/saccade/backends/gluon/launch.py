@@ -13,13 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
-from saccade.backends.device import dropout, lists, masks, scores
+from saccade.backends.device import dropout, lists, masks, scores, sequences
 from saccade.backends.device.launch import on_device
+from saccade.backends.device.records import Head
 from saccade.backends.gluon import schedule
 from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
 from saccade.backends.gluon.forward_kernel import forward_kernel
 from saccade.backends.gluon.relaunch import Relaunch
-from saccade.layouts import empty_like_rows
+from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import Problem
 
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -36,26 +37,32 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
     row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
     if not out.numel():
         return out, row_lse
-    if not k.shape[2]:
+    layout = problem.layout
+    packed = isinstance(layout, Packed)
+    if not k.shape[2] or (packed and not layout.sequences):
         return out.zero_(), _lse_without_keys(problem, row_lse)
     with on_device(q):
-        layout, sink = problem.layout, None if problem.sink is None else problem.sink.contiguous()
-        used = (None if x is None else x.contiguous() for x in (layout.seqused_q, layout.seqused_k))
+        sink = None if problem.sink is None else problem.sink.contiguous()
         score = score_record(problem)
-        records = score, dropout.record(problem.dropout)
+
+        def tensors(made: Config) -> tuple[Any, ...]:
+            rows = rows_of_a_consumer(problem, made.consumers) * made.consumers
+            table = sequences.table(problem, 0, rows) if packed else None
+            lead = Head.of(out) if packed else None, row_lse, sink, counter(q.device)
+            records = mask_record(problem, made), score, dropout.record(problem.dropout)
+            return *lead, *sequences.spans(problem, table), *records
+
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value
         found = problem.launches.get(key) if tile is None else None
         if found is not None:
             again, numbers, made = found
-            tensors = row_lse, sink, counter(q.device), *used, mask_record(problem, made), *records
-            again(q.device.index, (q, k, v, out), (*tensors, *numbers, problem.scale))
+            again(q.device.index, (q, k, v, out), (*tensors(made), *numbers, problem.scale))
             return out, row_lse
         made = tile or config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
         shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
         operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
-        tensors = row_lse, sink, counter(q.device), *used, mask_record(problem, made), *records
-        compiled = forward_kernel[grid](*operands, *tensors, *numbers, problem.scale, **fixed, **OPTIONS)
+        compiled = forward_kernel[grid](*operands, *tensors(made), *numbers, problem.scale, **fixed, **OPTIONS)
         if tile is None:
             problem.launches[key] = Relaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers, made
     return out, row_lse
@@ -76,9 +83,8 @@ def arguments(
     q, k, v = problem.q, problem.k, problem.v
     b, h_q, s_q, d = q.shape
     h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-    # A list is of one head; with dropout 16 rows that belong together are those of one.
-    alone = problem.dropout is not None or (problem.mask is not None and problem.mask.listed)
-    rows = 64 if alone else rows_of_a_head(problem.group, s_q, made.consumers)
+    packed = problem.layout if isinstance(problem.layout, Packed) else None
+    rows = rows_of_a_consumer(problem, made.consumers)
     heads = 64 // rows
     columns = block_dv(d_v)
     shapes = [
@@ -92,6 +98,9 @@ def arguments(
     section = schedule.section(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
     if problem.mask is None:
         section = packs
+    if packed:
+        blocks = sequences.slots(problem, 0, rows * made.consumers)
+        section = schedule.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
     numbers = *schedule.work(blocks, b, h_k, packs, section), problem.group, h_q, s_q, s_k
     fixed = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d), "BLOCK_K": made.block_k,
@@ -99,6 +108,17 @@ def arguments(
         "TURNS": bool(made.turns), "REGISTERS": made.registers, "LOADER_REGISTERS": made.loader_registers,
     }  # fmt: skip
     return shapes, numbers, fixed, (min(blocks * b * h_k * packs, processors), 1, 1)
+
+
+def rows_of_a_consumer(problem: Problem, consumers: int) -> int:
+    """How many of a consumer's 64 rows are one head's."""
+    # A list is of one head; with dropout 16 rows that belong together are those of one.
+    if problem.dropout is not None or (problem.mask is not None and problem.mask.listed):
+        return 64
+    s_q = problem.q.shape[2]
+    if isinstance(problem.layout, Packed):  # of its lengths only the mean is known here
+        s_q = -(-s_q // problem.layout.sequences)
+    return rows_of_a_head(problem.group, s_q, consumers)
 
 
 def rows_of_a_head(group: int, s_q: int, consumers: int) -> int:
@@ -152,7 +172,10 @@ def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:
     if problem.sink is None:
         return lse.fill_(-torch.inf)
     lse.copy_(problem.sink[:, None].expand_as(lse))
-    used = problem.layout.seqused_q
+    layout = problem.layout
+    if isinstance(layout, Packed):
+        return lse.masked_fill_(~layout.rows_in_use(lse.shape[2]), -torch.inf)
+    used = layout.seqused_q
     if used is not None:
         rows = torch.arange(lse.shape[2], device=lse.device)
         lse.masked_fill_(rows >= used[:, None, None], -torch.inf)

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.records import runtime_int
+from saccade.backends.device.sequences import extent
 from saccade.backends.gluon.shim import aggregate
 
 # The numbers of a work item: batch row (-1: no more work), key head, first head of its group, first row, the tiles of
@@ -17,6 +18,10 @@ from saccade.backends.gluon.shim import aggregate
 BATCH, KEY_HEAD, IN_GROUP, ROW, LO, HI, CONSUMER = (gl.constexpr(i) for i in range(7))
 FIRST, CORE, CORE_END, END = (gl.constexpr(i) for i in range(4))
 NUMBERS = gl.constexpr(18)
+# And of packed sequences, whose lengths are not where the batch row says: the first row, how many rows there are, how
+# many of them are in use, and how many keys.
+FIRST_ROW, THERE, USED, KEYS = (gl.constexpr(18 + i) for i in range(4))
+PACKED_NUMBERS = gl.constexpr(22)
 
 L2_BYTES = 32 << 20
 """K and V of the heads that are worked on at one time: half of what the L2 cache of an H200 holds."""
@@ -60,6 +65,25 @@ class Work:
         head = number * self.section + rest % size
         row = (self.blocks - 1 - rest // size) * ROWS
         return head // (self.h_k * self.packs), head // self.packs % self.h_k, head % self.packs * PACK, row
+
+
+@gluon.jit
+def packed_place(work, item, span_q, s_q, span_k, s_k, ROWS: gl.constexpr, PACK: gl.constexpr):
+    """The same as Work.place, of packed sequences: one after the other in the order of their table, each with sections
+    of its own. work.section is here how many keys fit the L2 cache together."""
+    entry = span_q.tiles + 2 + 2 * (item // work.heads)
+    b = gl.load(entry)
+    rest = item - gl.load(entry + 1) * work.heads
+    _, _, there, _ = extent(span_q, b, s_q)
+    _, _, _, keys = extent(span_k, b, s_k)
+    blocks = gl.maximum((there + ROWS - 1) // ROWS, 1)
+    section = gl.minimum(gl.maximum(work.section // gl.maximum(keys, 1), 1) * work.packs, work.heads)
+    number = rest // (blocks * section)
+    rest -= number * (blocks * section)
+    size = gl.minimum(section, work.heads - number * section)
+    head = number * section + rest % size
+    row = (blocks - 1 - rest // size) * ROWS
+    return b, head // work.packs, head % work.packs * PACK, row
 
 
 def section(heads: int, packs: int, kv_bytes: int) -> int:

@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from saccade.backends.device.records import plain_int
+
 
 @gluon.jit
 def zero_tail(tile, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
@@ -22,6 +24,23 @@ def zero_tail(tile, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
                 part = tile.slice(start, 8, 0).slice(column, WIDTH, 1)
                 part.store(gl.where(kept[:, None], part.load(layout), 0.0))
     fence_async_shared()
+
+
+@gluon.jit
+def store_rows(tile, x, h, row, there, heads, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
+    """Writes `tile` [64, COLUMNS], ROWS rows of each of 64 / ROWS heads, to x from head h and `row` on: `there` rows of
+    heads below `heads`."""
+    WIDTH: gl.constexpr = min(64, COLUMNS)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    # [64]
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    at = (h + i // ROWS).to(gl.int64) * plain_int(x.stride_h) + (row + i % ROWS).to(gl.int64) * plain_int(x.stride_s)
+    kept = (i % ROWS < there) & (h + i // ROWS < heads)
+    for start in gl.static_range(0, COLUMNS, WIDTH):
+        # [64, WIDTH]
+        column = start + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        mask = kept[:, None] & (column < plain_int(x.columns))[None, :]
+        gl.store(x.ptr + at[:, None] + column[None, :], tile.slice(start, WIDTH, 1).load(layout), mask=mask)
 
 
 @gluon.jit
