@@ -1,0 +1,156 @@
+"""`torch.nn.attention.varlen` by saccade: the same names, arguments and results, on CPUs too.
+
+    from saccade.compat.torch_varlen import varlen_attn
+
+Signatures are those of PyTorch 2.15, and `is_causal` of 2.10 and 2.11 is taken. More than there: float32 and float64,
+any head dim, gradients of the LSE, and `seqused_k` with gradients. `block_table` needs paged caches, which saccade does
+not have yet. Source: https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import masks
+from saccade.api import attention
+from saccade.dispatch import Unsupported
+from saccade.layouts import Packed
+
+__all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
+
+
+class AuxRequest(NamedTuple):
+    """What to return besides the output.
+
+    Attributes:
+        lse: the log of the sum of exponentials, (h_q, t_q), float32, natural log; differentiable here.
+    """
+
+    lse: bool = False
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
+    is_causal: bool = False,
+    *,
+    return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of different lengths, end to end.
+
+    Formula: `softmax(scale q k^T) v` within each sequence; query i of sequence b is row `cu_seq_q[b] + i`.
+
+    Args:
+        query: (t_q, h_q, d).
+        key: (t_k, h_k, d).
+        value: (t_k, h_k, d_v).
+        cu_seq_q: (b + 1,) offsets of the queries' sequences.
+        cu_seq_k: the same of the keys'.
+        max_q: upper bound of the queries' lengths.
+        max_k: the same of the keys'.
+        is_causal: the spelling of PyTorch 2.10 and 2.11 for `window_size=(-1, 0)`.
+        return_aux: with `AuxRequest(lse=True)`, return (out, lse).
+        scale: factor on q k^T, above 0; 1/sqrt(d) when None.
+        window_size: (left, right), aligned at the bottom right of each sequence; -1 is unbounded; (-1, 0) is causal.
+        enable_gqa: whether h_q may be a multiple of h_k.
+        seqused_k: (b,) how many keys of each sequence are in use.
+        block_table: not offered.
+        num_splits: None or any number: keys are not split, so that results never depend on the batch.
+
+    Returns:
+        out (t_q, h_q, d_v), and with `return_aux` the LSE (h_q, t_q).
+
+    Raises:
+        ValueError: shapes that do not fit, heads that differ without enable_gqa, a scale that is not above 0.
+        Unsupported: block_table.
+
+    >>> offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> q, k, v = (torch.randn(10, 2, 16) for _ in range(3))
+    >>> varlen_attn(q, k, v, offsets, offsets, 7, 7, window_size=(-1, 0)).shape
+    torch.Size([10, 2, 16])
+    """
+    if block_table is not None:
+        raise Unsupported("varlen_attn: block_table needs paged caches, which no backend has yet")
+    if cu_seq_k is None:
+        raise ValueError("varlen_attn: cu_seq_k may be None with a block_table alone")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"varlen_attn: scale must be above 0, got {scale}")
+    if query.dim() == key.dim() == 3 and query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"varlen_attn: {query.shape[1]} query heads and {key.shape[1]} key heads need enable_gqa=True, or be equal"
+        )
+    layout = Packed(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k=seqused_k)
+    mask = _mask(window_size, is_causal)
+    if return_aux is not None and return_aux.lse:
+        out, lse = attention(query, key, value, mask=mask, layout=layout, scale=scale, return_lse=True)
+        return out, lse
+    return attention(query, key, value, mask=mask, layout=layout, scale=scale)
+
+
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
+    is_causal: bool = False,
+    *,
+    return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`varlen_attn` into a given tensor, without gradients: `out` (t_q, h_q, d_v) is overwritten and returned.
+
+    Raises:
+        RuntimeError: an operand requires a gradient.
+
+    >>> offsets, x = torch.tensor([0, 3, 10]), torch.randn(10, 2, 16)
+    >>> out = torch.empty_like(x)
+    >>> varlen_attn_out(out, x, x, x, offsets, offsets, 7, 7) is out
+    True
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        raise RuntimeError("varlen_attn_out has no gradient: call varlen_attn, or inside of torch.no_grad()")
+    found = varlen_attn(
+        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal),
+        return_aux=return_aux,
+        scale=scale,
+        window_size=window_size,
+        enable_gqa=enable_gqa,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        num_splits=num_splits,
+    )
+    if isinstance(found, tuple):
+        return out.copy_(found[0]), found[1]
+    return out.copy_(found)
+
+
+def _mask(window_size: tuple[int, int], is_causal: bool) -> masks.Mask | None:
+    left, right = (None if bound < 0 else bound for bound in window_size)
+    if is_causal:
+        if (left, right) not in ((None, None), (None, 0)):
+            raise ValueError(f"varlen_attn: give is_causal or window_size={window_size}, not both")
+        right = 0
+    return None if left is None and right is None else masks.window(left, right)

@@ -1,0 +1,97 @@
+"""`torch.nn.attention.varlen` by saccade: its signatures, and results like the oracle's."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from saccade import Unsupported
+from saccade.compat import torch_varlen
+from saccade.compat.torch_varlen import AuxRequest, varlen_attn, varlen_attn_out
+from saccade.testing import check
+from saccade.testing.cases import Case
+
+
+@pytest.fixture
+def made(device):
+    dtype = "fp16" if device == "cuda" else "fp32"
+    return Case("", dtype=dtype, b=4, h_q=4, h_k=2, s_q=60, s_k=60, d=16, order="thd").inputs(device)
+
+
+def arguments(made):
+    layout = made.keywords["layout"]
+    return layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k
+
+
+def face(q, k, v, *, layout, mask=None, return_lse=False, backend=None, window_size=(-1, -1), is_causal=False):
+    offsets = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k
+    aux = AuxRequest(lse=True) if return_lse else None
+    return varlen_attn(
+        q,
+        k,
+        v,
+        *offsets,
+        is_causal,
+        return_aux=aux,
+        window_size=window_size,
+        enable_gqa=True,
+        seqused_k=layout.seqused_k,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "given"),
+    [
+        (None, {}),
+        ("causal", {"window_size": (-1, 0)}),
+        ("causal", {"is_causal": True}),
+        ("window(9,0)", {"window_size": (9, 0)}),
+        ("window(5,3)", {"window_size": (5, 3)}),
+        ("window(None,7)", {"window_size": (-1, 7)}),
+    ],
+)
+def test_against_the_oracle(mask, given, device):
+    case = Case("", b=4, h_q=4, s_q=60, s_k=60, d=16, order="thd", mask=mask or "none", used="k")
+    made = case.replace(dtype="fp16" if device == "cuda" else "fp32").inputs(device)
+
+    def function(*tensors, **keywords):
+        return face(*tensors, **keywords, **given)
+
+    check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, function=function, **made.keywords).assert_ok()
+
+
+def test_out(made):
+    out = torch.empty_like(made.q)
+    found = varlen_attn_out(
+        out, made.q, made.k, made.v, *arguments(made), enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    assert found[0] is out
+    wanted = varlen_attn(made.q, made.k, made.v, *arguments(made), enable_gqa=True)
+    assert torch.equal(out, wanted)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        varlen_attn_out(out, made.q.requires_grad_(), made.k, made.v, *arguments(made), enable_gqa=True)
+
+
+def test_wrong_calls(made):
+    cu_q, cu_k, max_q, max_k = arguments(made)
+    tensors = made.q, made.k, made.v
+    with pytest.raises(ValueError, match="enable_gqa"):
+        varlen_attn(*tensors, cu_q, cu_k, max_q, max_k)
+    with pytest.raises(ValueError, match="scale must be above 0"):
+        varlen_attn(*tensors, cu_q, cu_k, max_q, max_k, scale=-1.0, enable_gqa=True)
+    with pytest.raises(ValueError, match="block_table"):
+        varlen_attn(*tensors, cu_q, None, max_q, max_k, enable_gqa=True)
+    with pytest.raises(ValueError, match="not both"):
+        varlen_attn(*tensors, cu_q, cu_k, max_q, max_k, True, window_size=(3, 0), enable_gqa=True)
+    with pytest.raises(Unsupported, match="paged"):
+        varlen_attn(*tensors, cu_q, cu_k, max_q, max_k, enable_gqa=True, block_table=cu_q[None])
+
+
+@pytest.mark.parametrize("name", torch_varlen.__all__)
+def test_takes_what_torch_takes(name):
+    theirs = inspect.signature(getattr(pytest.importorskip("torch.nn.attention.varlen"), name, None) or (lambda: None))
+    ours = inspect.signature(getattr(torch_varlen, name))
+    for parameter in theirs.parameters:
+        assert parameter in ours.parameters
