@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from saccade import hardware
@@ -16,7 +14,8 @@ obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm90",),
     dtypes=("fp16", "bf16"),
-    layouts=("dense", "padded", "packed"),
+    # The forward has packed sequences, and no H200 ran it with them yet.
+    layouts=("dense", "padded"),
     # The kernels have lists of tiles too, and gave NaN where an H200 first ran them; why is not known yet.
     masks=tuple(mask for mask in MASKS if mask != "mask_mod"),
     scores=(ANY_SCORE,),
@@ -26,7 +25,7 @@ SUPPORT = Support(
     needs=("aligned",),
     apart=(("packed", "mask_mod"), ("packed", "~"), ("packed", "dropout")),
 )
-GRADIENT = replace(SUPPORT, layouts=("dense", "padded"))
+GRADIENT = SUPPORT
 
 
 def workspace(spec: Spec) -> str:
