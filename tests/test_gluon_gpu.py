@@ -123,6 +123,13 @@ def test_documents(scattered: bool) -> None:
     right(*operands(2, (4, 2), (700, 700), 64), mask=documents(ids) & causal())
 
 
+@pytest.mark.parametrize("d", [64, 80, 128, 192, 256])
+def test_rows_that_see_nothing_in_several_tiles(d: int) -> None:
+    """Two equal maxima of nothing: their difference has to be 0, whatever the factor rounds to."""
+    ids = torch.arange(900, device=DEVICE)[None] // 300
+    right(*operands(1, (2, 2), (900, 900), d), mask=documents(ids))
+
+
 # Scores
 
 

@@ -16,8 +16,7 @@ SUPPORT = Support(
     dtypes=("fp16", "bf16"),
     # The forward has packed sequences, and no H200 ran it with them yet.
     layouts=("dense", "padded"),
-    # The kernels have lists of tiles too, and gave NaN where an H200 first ran them; why is not known yet.
-    masks=tuple(mask for mask in MASKS if mask != "mask_mod"),
+    masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=256,

@@ -171,7 +171,8 @@ def step(
     # [64]
     new_max = gl.maximum(row_max, risen(gl.max(s, 1), tile, score, terms, 1, s.shape[1]))
     shift = new_max * factor
-    alpha = gl.exp2(row_max * factor - shift)
+    # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
+    alpha = gl.exp2((row_max - new_max) * factor)
     if score.linear:
         shift = risen(new_max, tile, score, terms, -1, s.shape[1]) * factor
     # [64, BLOCK_K]
