@@ -19,8 +19,8 @@ demo: .venv/demo.stamp  ## train a small byte-level model, saccade beside SDPA, 
 	$(BIN)/python examples/train_bytes.py $(DEMO_ARGS)
 
 test: .venv/dev.stamp .venv/triton  ## the tests that need no GPU
-	$(BIN)/python -m pytest -q $(TEST_ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n logical $(TEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n logical tests/interpreter $(TEST_ARGS)
 
 gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton
 	$(BIN)/python -W ignore -m saccade.testing.gate

@@ -40,7 +40,7 @@ def operands(h_k=2, b_k=2):
 FORMS = [(by_head, 2, 4, 128), (plain, None, None, 64), (plain, 2, None, (128, 64)), (plain, 1, 4, 32)]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join([form[0].__name__, *map(str, form[1:])]))
 @pytest.mark.parametrize("maker", [flex.create_block_mask, torch_flex.create_block_mask], ids=["ours", "torch"])
 def test_against_torch(form, maker):
     fn, b, h, size = form
