@@ -108,7 +108,7 @@ def test_a_user_s_row_comes_first(tmp_path, monkeypatch):
 def test_the_gate_has_a_row_for_each_tile(backend):
     pytest.importorskip("triton", reason="the extra [triton]")
     gate = import_module(f"saccade.backends.{backend}.gate")
-    keys = list(gate.keys())
+    keys = [*gate.configs(), *gate.features()]
     assert len(set(keys)) == len(keys)
     assert {key for key in configs.table(gate.GPU) if key.startswith(f"{backend} ")} <= set(keys)
 
@@ -119,7 +119,7 @@ def test_gate_of_hopper_covers_the_head_dims_that_are_fast():
 
     for dims in ("64/64", "128/128", "256/256", "192/128"):
         for edges in ("full", "masked"):
-            assert f"gluon forward 16bit d{dims} {edges}" in list(gate.keys())
+            assert f"gluon forward 16bit d{dims} {edges}" in list(gate.configs())
 
 
 @pytest.mark.parametrize(("room", "least", "tried"), [(3, 1, [3]), (2, 1, [3, 2]), (0, 1, [3, 2, 1]), (2, 3, [3])])

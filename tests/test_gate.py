@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from saccade.testing.gate import reused_barriers
+import pytest
+
+from saccade.testing.gate import keys, reused_barriers
 
 MADE = """
 	add.s32 	%r2081, %r3680, 197160;
@@ -22,3 +24,11 @@ def test_scratch_memory_where_a_barrier_is_made_is_found():
 def test_other_reads_of_shared_memory_are_not():
     assert reused_barriers(MADE + "ld.shared.b32 %r286, [global_smem+196880];") == []
     assert reused_barriers("ld.shared.b32 %r286, [global_smem+196608];") == []
+
+
+def test_rows_are_chosen_by_words():
+    pytest.importorskip("triton", reason="the extra [triton]")
+    assert sorted(keys()) == sorted([*keys(["configs"]), *keys(["features"])])
+    assert set(keys(["triton"])) == {row for row in keys() if row.startswith("triton ")}
+    with pytest.raises(SystemExit, match="no cuda, but gluon, triton, configs, features"):
+        list(keys(["cuda"]))

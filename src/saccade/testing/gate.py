@@ -1,6 +1,6 @@
 """The compile gate: every shipped tile config compiles for Hopper on a machine without a GPU, and fits.
 
-    python -m saccade.testing.gate [backend]
+    python -m saccade.testing.gate [gluon | triton] [configs | features]
 
 Triton compiles without a GPU, and ptxas, which comes with it, reports registers, spills and warnings. A kernel is
 fit to ship when ptxas warns of nothing, when it spills no more than its config row says, with the reason, and when its
@@ -79,12 +79,18 @@ class _Hopper:
 
 
 BACKENDS = "gluon", "triton"
+PARTS = "configs", "features"
 
 
-def keys(backends: Sequence[str] = BACKENDS) -> Iterator[str]:
-    """The rows of every shipped table, and what the formulas give for the dtypes and sizes no table has."""
-    for backend in backends:
-        yield from _gate(backend).keys()
+def keys(words: Sequence[str] = ()) -> Iterator[str]:
+    """The rows that the words choose, of all backends and both parts where none does: `configs`, the rows of every
+    shipped table and what the formulas give for the dtypes and sizes no table has, and `features`, what a call may have
+    besides."""
+    if unknown := set(words) - {*BACKENDS, *PARTS}:
+        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {', '.join(BACKENDS + PARTS)}")
+    for backend in [word for word in BACKENDS if word in words] or BACKENDS:
+        for part in [word for word in PARTS if word in words] or PARTS:
+            yield from getattr(_gate(backend), part)()
 
 
 def _gate(backend: str) -> Any:
@@ -137,7 +143,7 @@ def main() -> None:
     print(f"triton {triton.__version__}, sm_{CAPABILITY}a")
     failed = total = 0
     with multiprocessing.get_context("spawn").Pool(multiprocessing.cpu_count()) as pool:
-        for found in pool.imap(fit, keys(sys.argv[1:] or BACKENDS)):
+        for found in pool.imap(fit, keys(sys.argv[1:])):
             print(found, flush=True)
             total += 1
             failed += not found.ok

@@ -34,13 +34,17 @@ SCORE_SPILL = 192
 """The same of rows with a score function, whose values need registers that the products leave few of."""
 
 
-def keys() -> Iterator[str]:
+def configs() -> Iterator[str]:
     """Every kernel for each width of its tiles; the main one without and with a mask, and adding to dq in order."""
     for dims in ("d64/64", "d128/128", "d256/256"):
         yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked", "queued"))
     # One width of those that need few registers: CI has little time.
     yield from (f"gluon {name} 16bit d128/128 queued" for name in ("prepare", "rank", "finish"))
     yield "gluon backward 16bit d192/128 masked"
+
+
+def features() -> Iterator[str]:
+    """What a call may have besides."""
     yield "gluon backward 16bit d128/128 listed"
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])

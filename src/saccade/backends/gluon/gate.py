@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade import configs
 from saccade.backends.device import dropout, lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.records import Head
@@ -16,6 +15,7 @@ from saccade.backends.device.scores import SCORED, score_of, weight
 from saccade.backends.gluon import backward_gate, launch
 from saccade.backends.gluon.config import config, key
 from saccade.backends.gluon.forward_kernel import forward_kernel
+from saccade.configs import table
 from saccade.layouts import Dense
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -28,15 +28,20 @@ LISTED_SPILL = 40
 _DIMS = (64, 64), (128, 128), (256, 256), (192, 128)
 
 
-def keys() -> Iterator[str]:
+def configs() -> Iterator[str]:
     """Every row of the table, then formulas where the table is silent."""
-    yield from (row for row in configs.table(GPU) if row.startswith("gluon "))
+    yield from (row for row in table(GPU) if row.startswith("gluon "))
     silent = (key(Spec("bf16", d, d_v, mask=mask)) for d, d_v in _DIMS for mask in ("none", "causal"))
-    yield from (row for row in silent if row not in configs.table(GPU))
+    yield from (row for row in silent if row not in table(GPU))
+    yield from backward_gate.configs()
+
+
+def features() -> Iterator[str]:
+    """What a call may have besides."""
     yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("packed", "listed"))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
-    yield from backward_gate.keys()
+    yield from backward_gate.features()
 
 
 def compiled(row: str) -> tuple[Any, int]:

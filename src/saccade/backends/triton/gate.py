@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from saccade import configs
 from saccade.backends.device import lists
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
@@ -15,6 +14,7 @@ from saccade.backends.triton import launch
 from saccade.backends.triton.backward_kernels import keys_kernel, rows_kernel
 from saccade.backends.triton.config import KERNELS, config, key
 from saccade.backends.triton.forward_kernel import forward_kernel
+from saccade.configs import table
 from saccade.layouts import Dense
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -26,14 +26,18 @@ DROPOUT_SPILL = 96
 _DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
 
 
-def keys() -> Iterator[str]:
+def configs() -> Iterator[str]:
     """Every row of the table, then formulas where the table is silent."""
-    yield from (row for row in configs.table(GPU) if row.startswith("triton "))
+    yield from (row for row in table(GPU) if row.startswith("triton "))
+    silent = Spec("fp32", 256, mask="causal"), Spec("bf16", 32)
+    for spec in silent:
+        yield from (key(kernel, spec) for kernel in KERNELS if key(kernel, spec) not in table(GPU))
+
+
+def features() -> Iterator[str]:
+    """What a call may have besides."""
     yield "triton keys 16bit d128/128 listed"
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
-    silent = Spec("fp32", 128), Spec("fp32", 256, mask="causal"), Spec("bf16", 32)
-    for spec in silent:
-        yield from (key(kernel, spec) for kernel in KERNELS if key(kernel, spec) not in configs.table(GPU))
     yield f"{key('keys', Spec('bf16', 128, mask='causal'))} dropout"
 
 
