@@ -117,6 +117,7 @@ def test_importing_is_light(fresh_process):
         for name in loaded
         if name.startswith(("saccade.backends.triton", "saccade.backends.gluon", "matplotlib", "typer", "rich"))
     }
+    assert not {"torch._dynamo", "torch._inductor", "sympy"} & {*loaded}, "torch's compiler takes longer than torch"
 
 
 def test_everything_public_is_exported():

@@ -13,6 +13,7 @@ from torch import Tensor
 from saccade import scores
 from saccade.masks.expressions import Extent, Interval, Mask
 from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, everything, nothing
+from saccade.scores.constant import compile_constant
 
 
 def as_mask(mask: Any) -> Mask | None:
@@ -88,7 +89,7 @@ def read(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor, own: tu
     return t[tuple(i if mine else torch.zeros_like(i) for i, mine in zip(at, own, strict=True))]
 
 
-@torch._dynamo.assume_constant_result
+@compile_constant
 def _identity(own: tuple[bool, ...]) -> str:
     return _program(own).identity
 

@@ -6,12 +6,12 @@ import re
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from saccade import scores
 from saccade.masks.expressions import And, Documents, Mask, Or, Prefix, Window, _bound
 from saccade.masks.predicates import Blocked, MaskMod, Not
+from saccade.scores.constant import compile_constant
 
 
 @lru_cache(maxsize=512)
@@ -102,7 +102,7 @@ def programs(identity: str) -> list[Any]:
     return [scores.program_of(word) for word in re.findall(r"\[([^\]]*)\]", identity)]
 
 
-@torch._dynamo.assume_constant_result
+@compile_constant
 def pin(identity: str) -> int:
     """Keeps the programs of a mask for ever: compiled graphs that name them do not."""
     _pinned.update((x.identity, x) for x in programs(identity))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores import compiled
 from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.program import Program
@@ -37,6 +36,9 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
     if not callable(score_mod):
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
     if torch.compiler.is_compiling():
+        # Here, as it imports torch's compiler, which takes as long as torch itself.
+        from saccade.scores import compiled
+
         return compiled.bind(score_mod, q)
     fn: Any = score_mod
     if isinstance(score_mod, ScoreMod) and score_mod.bprop is not None:

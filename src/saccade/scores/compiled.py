@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.scores.constant import compile_constant
 from saccade.scores.function import Function, Score, ScoreMod, name_of, pinned_program
 from saccade.scores.program import Program
 from saccade.scores.survey import Step, follow
@@ -55,7 +56,7 @@ def bind(score_mod: Any, q: Tensor) -> Score:
     return Bound(identity, tensors, numbers, score_mod)
 
 
-@torch._dynamo.assume_constant_result
+@compile_constant
 def _plan_of_mod(fn: Function, bprop: Any, kind: str | None, forms: tuple[Any, ...], double: bool) -> Any:
     # Any sizes do, as long as a program does not depend on them.
     stand_ins = (
@@ -66,12 +67,12 @@ def _plan_of_mod(fn: Function, bprop: Any, kind: str | None, forms: tuple[Any, .
     return _plan(mod, kind or f"score({name_of(fn)})", double, sizes=False)
 
 
-@torch._dynamo.assume_constant_result
+@compile_constant
 def _plan_of_method(fn: Any, owner: Any, double: bool) -> Any:
     return _plan(types.MethodType(fn, owner), f"score({name_of(fn)})", double)
 
 
-@torch._dynamo.assume_constant_result
+@compile_constant
 def _plan_of_function(fn: Any, double: bool) -> Any:
     return _plan(fn, f"score({name_of(fn)})", double)
 
@@ -98,7 +99,7 @@ def _before(identity: str, *given: Tensor) -> tuple[Tensor, ...]:
     return tuple(module(*given))
 
 
-@torch._dynamo.assume_constant_result
+@compile_constant
 def _numbers(identity: str, *numbers: Any) -> list[Any]:
     wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64) for x in numbers]
     module: Any = _program(identity).numbers[1]
