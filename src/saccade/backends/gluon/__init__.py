@@ -14,7 +14,7 @@ obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm90",),
     dtypes=("fp16", "bf16"),
-    # The forward has packed sequences, and no H200 ran it with them yet.
+    # The kernels have packed sequences, and no H200 ran them yet.
     layouts=("dense", "padded"),
     masks=MASKS,
     scores=(ANY_SCORE,),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import lists
+from saccade.backends.device import lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import Plan, arguments, options, workspace
@@ -22,6 +22,7 @@ ALLOWED = {
     "gluon backward 16bit d64/64 queued": 40,
     "gluon backward 16bit d64/64 full dropout": 288,  # 108 in 3.6, but 428 in 3.9
     "gluon backward 16bit d64/64 masked relative_bias": 452,
+    "gluon backward 16bit d128/128 packed": 12,
     "gluon backward 16bit d128/128 listed": 12,
     "gluon backward 16bit d256/256 listed": 12,
     "gluon backward 16bit d256/256 queued": 8,
@@ -45,7 +46,7 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield "gluon backward 16bit d128/128 listed"
+    yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
 
@@ -53,18 +54,20 @@ def features() -> Iterator[str]:
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     _, name, _, dims, edges, *words = row.split()
-    score = [word for word in words if word != "dropout"]
+    score = [word for word in words if word not in ("dropout", "packed")]
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
     mask = lists.mask_of(edges)
     deterministic = edges == "queued"
-    problem = Problem(q, k, v, None, mask, score_of(score, q), Dense(), 1.0, deterministic=deterministic)
+    layout = sequences.stand_in() if "packed" in (edges, *words) else Dense()
+    problem = Problem(q, k, v, None, mask, score_of(score, q), layout, 1.0, deterministic=deterministic)
     problem.dropout = stand_in(q.device) if "dropout" in words else None
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients, processors=1)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
     record = lists.stand_in(problem)
-    calls = arguments(problem, plan, saved, gradients, workspace(plan, q.device, record), record)
+    space, spans = workspace(plan, q.device, record), sequences.spans(problem)
+    calls = arguments(problem, plan, saved, gradients, space, record, spans)
     made = zip(plan.kernels, calls, plan.fixed, strict=True)
     kernel, (operands, rest), fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")
     call = *map(descriptor, operands, plan.shapes), *rest

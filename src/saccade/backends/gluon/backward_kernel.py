@@ -33,12 +33,14 @@ from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
+from saccade.backends.gluon.backward_store import store_keys
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed
 from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
-from saccade.backends.gluon.key_block import following, hidden, key_block, onto
+from saccade.backends.gluon.key_block import following, hidden, onto
+from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on, wait_for_turn
-from saccade.backends.gluon.shim import aggregate, tma_reduce_add, tma_store, wait_until_written
+from saccade.backends.gluon.shim import aggregate, tma_reduce_add, wait_until_written
 
 BLOCK_K = gl.constexpr(128)
 """Keys of one program, 64 for each consumer."""
@@ -77,7 +79,7 @@ class Shared:
 def dq_tile(c: gl.constexpr, n, block, group, h_q, q_blocks):
     """Which tile of dq_sum consumer c's half of dq of step n is."""
     h, q_block = block.place(n, group)
-    return ((block.b * h_q + h) * q_blocks + q_block) * 2 + c
+    return block.rows_number(h, h_q, q_blocks, q_block) * 2 + c
 
 
 @gluon.jit
@@ -211,9 +213,9 @@ def step(
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, dk_desc, dv_desc, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
-    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
-    QUEUED: gl.constexpr,
+    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q,
+    q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr,
+    MASKED: gl.constexpr, QUEUED: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: dk and dv of its 64 keys, and its half of every dq."""
     DTYPE: gl.constexpr = shared.k_tiles.dtype
@@ -268,7 +270,8 @@ def consume(
         dv *= factor(dropout)
     own_rows(c, shared.v_tiles).store(dv.to(DTYPE))
     fence_async_shared()
-    tma_store(dv_desc, [block.b, block.share, block.start + c * 64, 0], shared.v_tiles.index(0).slice(c * 64, 64, 2))
+    leaving = shared.v_tiles.index(0).slice(c * 64, 64, 2)
+    store_keys(dv_desc, dv_rows, leaving, own_rows(c, shared.v_tiles), block, block.start + c * 64, 0)
     dq = warpgroup_mma_wait(0, [dq])
     if QUEUED:
         shared.outbox.claim(c, steps - 1)
@@ -280,22 +283,23 @@ def consume(
     shared.shares.take(c, steps)
     own_rows(c, shared.k_tiles).store((dk * scale).to(DTYPE))
     fence_async_shared()
-    tma_store(dk_desc, [block.b, block.share, block.start + c * 64, 0], shared.k_tiles.index(0).slice(c * 64, 64, 2))
+    leaving = shared.k_tiles.index(0).slice(c * 64, 64, 2)
+    store_keys(dk_desc, dk_rows, leaving, own_rows(c, shared.k_tiles), block, block.start + c * 64, 0)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dq_sum, used_q, used_k,
-    mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dk_rows, dv_rows, dq_sum,
+    used_q, used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_sum += ds^T k.
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. start and
-    delta: what `prepare_kernel` made. dq_sum: tiles as `packed` makes them, two for each block of rows. queue: None
-    where they may be added to in any order.
+    delta: what `prepare_kernel` made. dk_rows and dv_rows: dk and dv once more: packed, else None. dq_sum: tiles as
+    `packed` makes them, two for each block of rows. queue: None where they may be added to in any order.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_Q], DTYPE)
@@ -315,15 +319,15 @@ def backward_kernel(
         Exchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
         Outbox(dq_tiles, new_barriers(2, 1)),
     )
-    block = key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K, queue is not None)
+    block = key_block(order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, queue is not None)
     gl.warp_specialize([
         (consume, (
-            0, dk_desc, dv_desc, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, BLOCK_Q,
-            BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
+            0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
+            scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
         )),
         (consume, (
-            1, dk_desc, dv_desc, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, BLOCK_Q,
-            BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
+            1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
+            scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
         )),
         (load, (
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,

@@ -19,7 +19,7 @@ from saccade.backends import Saved
 from saccade.backends.device import dropout, lists, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
-from saccade.backends.device.records import Rows, runtime_int
+from saccade.backends.device.records import Head, Rows, runtime_int
 from saccade.backends.gluon import GRADIENT, schedule
 from saccade.backends.gluon.backward_kernel import backward_kernel
 from saccade.backends.gluon.dq_sum import PIECE, finish_kernel, prepare_kernel
@@ -27,7 +27,7 @@ from saccade.backends.gluon.launch import LEAST_SCALE, OPTIONS, multiprocessors,
 from saccade.backends.gluon.queue import Queue, rank_kernel
 from saccade.backends.gluon.relaunch import Relaunch, descriptor
 from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
-from saccade.layouts import empty_like_rows
+from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import Problem, aligned
 
 BALANCE = 7
@@ -45,7 +45,9 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
     gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
     dq, dk, dv = gradients
-    if not q.numel() or not k.numel():
+    layout = problem.layout
+    packed = isinstance(layout, Packed)
+    if not q.numel() or not k.numel() or (packed and not layout.sequences):
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
@@ -60,7 +62,8 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         shares = dk, dv
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
-        calls = arguments(problem, plan, saved, (dq, *shares), space, mask)
+        spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
+        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans)
         if found:
             for launch, call in zip(again, calls, strict=True):
                 launch(q.device.index, *call)
@@ -75,7 +78,11 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
                 torch.sum(share.unflatten(1, (-1, plan.divided)), 2, out=whole)
     if problem.sink is None:
         return dq, dk, dv, None
-    delta = -space[0].view(*q.shape[:2], -1)[:, :, : q.shape[2]]  # the kernels add it
+    if packed:  # the kernels' has whole blocks of rows for each sequence
+        delta = (saved.dout.float() * saved.out).sum(-1)
+        delta = delta if saved.dlse is None else delta - saved.dlse
+    else:
+        delta = -space[0].view(*q.shape[:2], -1)[:, :, : q.shape[2]]  # the kernels add it
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
@@ -149,7 +156,11 @@ class Plan:
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
         cut = Cut.of(d, d_v)
         block_q, block_k = cut.block_q, cut.block_k
-        blocks, key_blocks = -(-s_q // block_q), -(-s_k // block_k)
+        packed = isinstance(problem.layout, Packed)
+        if packed:  # and one of each that is no sequence's
+            blocks, key_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
+        else:
+            blocks, key_blocks = -(-s_q // block_q), -(-s_k // block_k)
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * cut.pieces, PIECE.value)
         programs = b * h_k * key_blocks
         divided = shares_of(problem.group, programs, processors * (BALANCE if problem.mask else 1))
@@ -165,7 +176,7 @@ class Plan:
         spills = listed or (problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None)
         plain_scores = problem.score is None and problem.dropout is None and problem.scale > LEAST_SCALE
         fold = block_q == 64 and plain_scores and not spills
-        masked = problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
+        masked = packed or problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
         section = SECTION if problem.group == 1 else divided
         if problem.deterministic and key_blocks > MANY:
             section = min(section, 2)
@@ -194,7 +205,7 @@ class Plan:
             fixed=(
                 *({"BLOCK_Q": block_q, "BLOCK_K": block_k} for _ in queued),
                 {
-                    "D_V": d_v, "ROWS": cut.prepared_rows, "BLOCK_D": cut.columns,
+                    "D_V": d_v, "ROWS": cut.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": cut.columns,
                     "BLOCK_DV": next_power_of_2(cut.v_columns),
                 },
                 {"FOLD": fold, "MASKED": masked, **cut.constants},
@@ -250,11 +261,12 @@ def arguments(
     gradients: tuple[Tensor, ...],
     space: tuple[Any, ...],
     mask: masks.DeviceMask,
+    spans: tuple[Any, Any],
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
     """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
     so that a kernel runs while the next one's are made."""
     scale, (dq, dk, dv), (delta, start, dq_sum, queue) = problem.scale, gradients, space
-    used_q, used_k = sequences.spans(problem)
+    used_q, used_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
     *rank, prepare, main, finish = plan.numbers
@@ -266,7 +278,8 @@ def arguments(
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
     records = mask, scores.record(problem.score), dropout.record(problem.dropout), plan.order, queue
-    yield tensors[: len(plan.shapes)], (dq_sum, used_q, used_k, *records, *main, scale)
+    rows = (Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else (None, None)
+    yield tensors[: len(plan.shapes)], (*rows, dq_sum, used_q, used_k, *records, *main, scale)
     yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
 
 

@@ -40,14 +40,15 @@ def load_rows(
     BYTES: gl.constexpr = BLOCK_Q * (2 * COLUMNS * CHUNKS + 4)
     stage = ring.claim(n)
     first = stage * (ring.tiles.shape[0] // ring.STAGES)
+    b, at = block.rows_at(row)
     if used_q is None or row + BLOCK_Q <= block.rows:
         full = ring.announce(stage, BYTES)
-        copy(desc, block.b, h, row, full, ring.tiles, first, COLUMNS, CHUNKS)
+        copy(desc, b, h, at, full, ring.tiles, first, COLUMNS, CHUNKS)
         tma_load(numbers_desc, [place], full, numbers.index(stage))
     else:
         landing = ring.landing()
         mbarrier.expect(landing, BYTES)
-        copy(desc, block.b, h, row, landing, ring.tiles, first, COLUMNS, CHUNKS)
+        copy(desc, b, h, at, landing, ring.tiles, first, COLUMNS, CHUNKS)
         tma_load(numbers_desc, [place], landing, numbers.index(stage))
         mbarrier.wait(landing, tails & 1)
         clear(ring.tiles, first, block.rows - row, BLOCK_Q, COLUMNS, CHUNKS)
@@ -64,15 +65,16 @@ def load_keys(
     """Fills k and v. Returns how many copies landed at the barrier that q's ring has for the producer."""
     BYTES: gl.constexpr = BLOCK_K * COLUMNS * (CHUNKS + V_CHUNKS) * 2
     tails = gl.to_tensor(0)
+    b, at = block.keys_at(block.start)
     if used_k is None or block.start + BLOCK_K <= block.keys:
         mbarrier.expect(shared.keys_full, BYTES)
-        copy(k_desc, block.b, block.h_k, block.start, shared.keys_full, shared.k_tiles, 0, COLUMNS, CHUNKS)
-        copy(v_desc, block.b, block.h_k, block.start, shared.keys_full, shared.v_tiles, 0, COLUMNS, V_CHUNKS)
+        copy(k_desc, b, block.h_k, at, shared.keys_full, shared.k_tiles, 0, COLUMNS, CHUNKS)
+        copy(v_desc, b, block.h_k, at, shared.keys_full, shared.v_tiles, 0, COLUMNS, V_CHUNKS)
     else:
         landing = shared.q_ring.landing()
         mbarrier.expect(landing, BYTES)
-        copy(k_desc, block.b, block.h_k, block.start, landing, shared.k_tiles, 0, COLUMNS, CHUNKS)
-        copy(v_desc, block.b, block.h_k, block.start, landing, shared.v_tiles, 0, COLUMNS, V_CHUNKS)
+        copy(k_desc, b, block.h_k, at, landing, shared.k_tiles, 0, COLUMNS, CHUNKS)
+        copy(v_desc, b, block.h_k, at, landing, shared.v_tiles, 0, COLUMNS, V_CHUNKS)
         mbarrier.wait(landing, 0)
         tails += 1
         clear(shared.k_tiles, 0, block.keys - block.start, BLOCK_K, COLUMNS, CHUNKS)
@@ -92,7 +94,7 @@ def load(
     for n in range(block.steps(group)):
         h, q_block = block.place(n, group)
         row = q_block * BLOCK_Q
-        place = ((block.b * h_q + h) * q_blocks + q_block) * BLOCK_Q
+        place = block.rows_number(h, h_q, q_blocks, q_block) * BLOCK_Q
         q_tails = load_rows(
             q_desc, start_desc, shared.q_ring, shared.starts, q_tails, n, block, h, row, place, used_q,
             BLOCK_Q, COLUMNS, CHUNKS,

@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.records import plain_int
-from saccade.backends.device.tiles import head, load_tile, used_length
+from saccade.backends.device.sequences import block_of_rows
+from saccade.backends.device.tiles import head, load_tile
 
 PIECE = gl.constexpr(64 * 64)
 """Numbers of a piece."""
@@ -20,29 +21,30 @@ PIECE = gl.constexpr(64 * 64)
 @triton.jit(do_not_specialize=["h_q", "s_q", "blocks"], do_not_specialize_on_alignment=["dlse", "lse"])
 def prepare_kernel(
     dout, out, dlse, lse, delta, start, dq_sum, used_q, h_q, s_q, blocks, unit,
-    D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """delta = dlse - rowsum(dout out) and start = lse unit, both ready to be added; clears dq_sum.
 
     delta and start have whole blocks of rows for each head: beyond the rows in use, and where a row has no keys, start
     is -inf, so that p = 0, and delta is 0.
     """
+    # Blocks of BLOCK_Q rows, and parts of them; `blocks` counts the parts.
+    PARTS: tl.constexpr = BLOCK_Q // ROWS
     bh = tl.program_id(0) // blocks
-    b = bh // h_q
-    h = bh % h_q
-    first = tl.program_id(0) % blocks * ROWS
-    rows = used_length(used_q, b, s_q)
+    number = tl.program_id(0) % blocks
+    b, h, sequence, first, _, rows = block_of_rows(used_q, bh, number // PARTS, h_q, s_q, BLOCK_Q)
+    first += number % PARTS * ROWS
     # [ROWS, d_v]
-    dout_tile = load_tile(dout, head(dout, b, h), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
-    out_tile = load_tile(out, head(out, b, h), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
+    dout_tile = load_tile(dout, head(dout, b, h, sequence), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
+    out_tile = load_tile(out, head(out, b, h, sequence), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
     # [ROWS]
     q_idx = first + tl.arange(0, ROWS)
-    place = bh.to(tl.int64) * s_q + q_idx
+    place = bh.to(tl.int64) * s_q + sequence + q_idx
     row = -tl.sum(dout_tile * out_tile, 1)
     if dlse is not None:
         row += tl.load(dlse + place, mask=q_idx < rows, other=0.0)
     row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
-    padded = bh.to(tl.int64) * (blocks * ROWS) + q_idx
+    padded = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(delta + padded, row)
     tl.store(start + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
     tile = dq_sum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
@@ -79,24 +81,24 @@ def finish_kernel(
     piece = gl.program_id(0) % PIECES
     block = gl.program_id(0) // PIECES % blocks
     bh = gl.program_id(0) // PIECES // blocks
-    b = bh // h_q
+    b, h, sequence, row, there, rows = block_of_rows(used_q, bh, block, h_q, s_q, BLOCK_Q)
     if BLOCK_Q == 128:
-        row, column = block * 128 + piece * 64, piece * 0
+        row, column = row + piece * 64, piece * 0
     else:
-        row, column = block * 64, piece * COLUMNS
+        column = piece * COLUMNS
     # [64 COLUMNS]
     tile = gl.program_id(0).to(gl.int64) * PIECE
     x = gl.load(dq_sum + tile + gl.arange(0, 64 * COLUMNS, order)) * scale
     # [64, COLUMNS]
     y = gl.convert_layout(unpacked(x, COLUMNS).to(dq.ptr.dtype.element_ty), layout)
     q_idx = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    y = gl.where((q_idx < used_length(used_q, b, s_q))[:, None], y, 0.0)
+    y = gl.where((q_idx < rows)[:, None], y, 0.0)
     d = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     stride = plain_int(dq.stride_s)
     if dq.wide:
         stride = stride.to(gl.int64)
     place = (q_idx * (stride * dq.unit))[:, None] + d[None, :]
-    gl.store(head(dq, b, bh % h_q) + place, y, mask=(q_idx < s_q)[:, None] & (d < D)[None, :])
+    gl.store(head(dq, b, h, sequence) + place, y, mask=(q_idx < there)[:, None] & (d < D)[None, :])
 
 
 @gluon.jit

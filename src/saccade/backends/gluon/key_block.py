@@ -6,9 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.lists_kernel import list_number, list_of
-from saccade.backends.device.records import plain_int
-from saccade.backends.device.tiles import tile_range, used_length, visible
+from saccade.backends.device.tiles import visible
 from saccade.backends.gluon.shim import aggregate
 from saccade.backends.gluon.tiles import between
 
@@ -75,6 +73,21 @@ class KeyBlock:
         """This block of keys among those of all batch rows."""
         return self.b * blocks + self.start // BLOCK_K
 
+    @gluon.jit
+    def rows_number(self, h, h_q, q_blocks, i):
+        """A head's block of rows among those of all heads and batch rows."""
+        return (self.b * h_q + h) * q_blocks + i
+
+    @gluon.jit
+    def rows_at(self, row):
+        """Batch row and row of q and dout."""
+        return self.b, row
+
+    @gluon.jit
+    def keys_at(self, key):
+        """Batch row and row of k and v."""
+        return self.b, key
+
 
 @aggregate
 class ListedKeyBlock:
@@ -134,6 +147,97 @@ class ListedKeyBlock:
     def number(self, blocks, BLOCK_K: gl.constexpr):
         return self.list_number
 
+    @gluon.jit
+    def rows_number(self, h, h_q, q_blocks, i):
+        return (self.b * h_q + h) * q_blocks + i
+
+    @gluon.jit
+    def rows_at(self, row):
+        return self.b, row
+
+    @gluon.jit
+    def keys_at(self, key):
+        return self.b, key
+
+
+@aggregate
+class PackedKeyBlock:
+    """The same of a packed sequence: b is what masks call it, and rows, keys and blocks count from its first ones."""
+
+    b: gl.tensor
+    h_k: gl.tensor
+    share: gl.tensor
+    start: gl.tensor
+    rows: gl.tensor
+    keys: gl.tensor
+    first: gl.tensor
+    core: gl.tensor
+    core_end: gl.tensor
+    end: gl.tensor
+    first_row: gl.tensor
+    first_key: gl.tensor
+    first_block: gl.tensor
+    own_number: gl.tensor
+    there: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block,
+        own_number, there,
+    ):  # fmt: skip
+        self.b = b
+        self.h_k = h_k
+        self.share = share
+        self.start = start
+        self.rows = rows
+        self.keys = keys
+        self.first = first
+        self.core = core
+        self.core_end = core_end
+        self.end = end
+        self.first_row = first_row
+        self.first_key = first_key
+        self.first_block = first_block
+        self.own_number = own_number
+        self.there = there
+
+    @gluon.jit
+    def steps(self, group):
+        return group * (self.end - self.first)
+
+    @gluon.jit
+    def edges(self, group):
+        return group * (self.end - self.first - (self.core_end - self.core))
+
+    @gluon.jit
+    def edge(self, i):
+        return edge_of(self, i)
+
+    @gluon.jit
+    def inner(self, i):
+        return self.core + i
+
+    @gluon.jit
+    def place(self, n, group):
+        h, i = place_of(self, n, group)
+        return h, i
+
+    @gluon.jit
+    def number(self, blocks, BLOCK_K: gl.constexpr):
+        return self.own_number
+
+    @gluon.jit
+    def rows_number(self, h, h_q, q_blocks, i):
+        return h * q_blocks + self.first_block + i
+
+    @gluon.jit
+    def rows_at(self, row):
+        return self.b * 0, self.first_row + row
+
+    @gluon.jit
+    def keys_at(self, key):
+        return self.b * 0, self.first_key + key
+
 
 # Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of their
 # rows cost 15 % at d = 64 (docs/findings/gluon_backward.md).
@@ -161,70 +265,6 @@ def place_of(block, n, group):
     n -= gl.where(early, 0, group * outside)
     place = gl.where(early, block.first, block.core) + n % blocks
     return block.share * group + n // blocks, place + gl.where(early & (place >= block.core), inside, 0)
-
-
-@gluon.jit
-def key_block(
-    order, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LAST_FIRST: gl.constexpr
-):
-    """This program's KeyBlock. In a section of heads the first keys come first, as a causal mask gives them most rows,
-    or the last ones."""
-    blocks = plain_int(order.blocks)
-    size = plain_int(order.section)
-    number = gl.program_id(0) // (blocks * size)
-    rest = gl.program_id(0) - number * (blocks * size)
-    size = gl.minimum(size, plain_int(order.heads) - number * size)
-    bh = number * plain_int(order.section) + rest % size
-    b = bh // plain_int(order.shares)
-    share = bh % plain_int(order.shares)
-    i = rest // size
-    if LAST_FIRST:
-        i = blocks - 1 - i
-    h_k = share // plain_int(order.divided)
-    return key_block_at(b, h_k, share, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
-
-
-@gluon.jit
-def key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """The KeyBlock of these BLOCK_K keys."""
-    if mask.listed:
-        return listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K)
-    else:
-        return key_block_of_interval(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
-
-
-@gluon.jit
-def listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K: gl.constexpr):
-    number = list_number(mask.lists, b, share, start // BLOCK_K)
-    listing, some, tiles = list_of(mask.lists, number)
-    none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
-    end = tiles + none
-    rows = used_length(used_q, b, s_q)
-    keys = used_length(used_k, b, s_k)
-    return ListedKeyBlock(b, h_k, share, start, rows, keys, end * 0, some + none, end, end, listing, number)
-
-
-@gluon.jit
-def key_block_of_interval(
-    b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
-):
-    rows = used_length(used_q, b, s_q)
-    keys = used_length(used_k, b, s_k)
-    # [BLOCK_K]
-    kv_idx = start + gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    lo, hi, core_lo, core_hi = mask.rows_of(mask.data, b, kv_idx, keys - rows)
-    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, kv_idx < keys, rows, BLOCK_Q)
-    if start + BLOCK_K > keys:  # some keys are not in use, and nothing but the mask hides them
-        core = end
-        core_end = end
-    if end <= first:  # nobody sees these keys: one block, all hidden, so that no loop has to think of none
-        first = first * 0
-        core = first + BLOCK_Q
-        core_end = core
-        end = core
-    return KeyBlock(
-        b, h_k, share, start, rows, keys, first // BLOCK_Q, core // BLOCK_Q, core_end // BLOCK_Q, end // BLOCK_Q
-    )
 
 
 @gluon.jit

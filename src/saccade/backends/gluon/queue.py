@@ -15,7 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.records import plain_int
-from saccade.backends.gluon.key_block import key_block_at
+from saccade.backends.device.sequences import extent, is_packed, tile_of
+from saccade.backends.gluon.key_work import key_block_at, packed_key_block
 from saccade.backends.gluon.shim import add_one, fence_memory, wait_until
 
 
@@ -57,14 +58,32 @@ def pass_on_fenced(queue, piece):
 def rank_kernel(ranks, mask, used_q, used_k, blocks, q_blocks, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """Counts, for one block of keys and every block of rows that it may add to, the later blocks of keys that do."""
     ROWS: gl.constexpr = 256
-    b = gl.program_id(0) // blocks
-    i = gl.program_id(0) % blocks
-    own = key_block_at(b, b * 0, b * 0, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+    if is_packed(used_k):
+        b, _, _, start = tile_of(used_k, 1, s_k, BLOCK_K, False)
+        _, _, there, _ = extent(used_k, b, s_k)
+        i = start // BLOCK_K
+        later_end = (there + BLOCK_K - 1) // BLOCK_K
+    else:
+        b = gl.program_id(0) // blocks
+        i = gl.program_id(0) % blocks
+        later_end = blocks
+    own = ranked_block(b, i, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K)
     for start in range(own.first // ROWS * ROWS, own.end, ROWS):
         # [ROWS]
         q_block = start + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
         rank = q_block * 0
-        for later in range(i + 1, blocks):
-            block = key_block_at(b, b * 0, b * 0, later * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+        for later in range(i + 1, later_end):
+            block = ranked_block(b, later, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K)
             rank += ((q_block >= block.first) & (q_block < block.end)).to(gl.int32)
-        gl.store(ranks + gl.program_id(0) * q_blocks + q_block, rank, mask=q_block < q_blocks)
+        gl.store(ranks + own.number(blocks, BLOCK_K) * q_blocks + q_block, rank, mask=q_block < q_blocks)
+
+
+@gluon.jit
+def ranked_block(b, i, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The i-th block of keys of batch row or sequence b, whatever the head."""
+    if is_packed(used_k):
+        return packed_key_block(
+            b, b * 0, b * 0, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K
+        )
+    else:
+        return key_block_at(b, b * 0, b * 0, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)

@@ -27,9 +27,11 @@ def zero_tail(tile, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(tile, x, h, row, there, heads, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """Writes `tile` [64, COLUMNS], ROWS rows of each of 64 / ROWS heads, to x from head h and `row` on: `there` rows of
-    heads below `heads`."""
+def store_rows(
+    tile, x, h, row, there, heads, COLUMNS: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr = 0
+):  # fmt: skip
+    """Writes `tile` [64, COLUMNS], ROWS rows of each of 64 / ROWS heads, to x from head h, `row` and column FIRST on:
+    `there` rows of heads below `heads`."""
     WIDTH: gl.constexpr = min(64, COLUMNS)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
     # [64]
@@ -38,7 +40,7 @@ def store_rows(tile, x, h, row, there, heads, COLUMNS: gl.constexpr, ROWS: gl.co
     kept = (i % ROWS < there) & (h + i // ROWS < heads)
     for start in gl.static_range(0, COLUMNS, WIDTH):
         # [64, WIDTH]
-        column = start + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        column = FIRST + start + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
         mask = kept[:, None] & (column < plain_int(x.columns))[None, :]
         gl.store(x.ptr + at[:, None] + column[None, :], tile.slice(start, WIDTH, 1).load(layout), mask=mask)
 

@@ -36,12 +36,14 @@ from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits
 from saccade.backends.gluon.backward_load import load
+from saccade.backends.gluon.backward_store import store_keys
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed, unpacked
 from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
-from saccade.backends.gluon.key_block import following, hidden, key_block, onto
+from saccade.backends.gluon.key_block import following, hidden, onto
+from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Ring, Trade, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on_fenced, wait_for_turn
-from saccade.backends.gluon.shim import aggregate, tma_store, view
+from saccade.backends.gluon.shim import aggregate, view
 
 BLOCK = gl.constexpr(64)
 """Rows and keys of a tile, and columns of a chunk."""
@@ -170,7 +172,7 @@ def issue_dq(c: gl.constexpr, shared, n, D: gl.constexpr):
 def add_columns(c: gl.constexpr, dq, dq_sum, queue, n, block, group, h_q, q_blocks, D: gl.constexpr):
     """Adds consumer c's columns of dq of step n. Step -1 has zeros, and adds them to the first block of rows."""
     h, q_block = block.place(gl.maximum(n, 0), group)
-    tile = (block.b * h_q + h) * q_blocks + q_block
+    tile = block.rows_number(h, h_q, q_blocks, q_block)
     if queue is not None:
         wait_for_turn(queue, 2 * tile + c, block, q_block, q_blocks, BLOCK, 4)
     add_dq(dq, dq_sum + tile.to(gl.int64) * (BLOCK * D) + c * dq_columns(0, D) * BLOCK)
@@ -179,15 +181,16 @@ def add_columns(c: gl.constexpr, dq, dq_sum, queue, n, block, group, h_q, q_bloc
 
 
 @gluon.jit
-def leave(desc, acc, factor, b, h, row, tiles, stage, D: gl.constexpr):
-    """Stores factor acc [64, D] in global memory by way of a stage of `tiles`."""
+def leave(desc, x, acc, factor, block, tiles, stage, D: gl.constexpr):
+    """Stores factor acc [64, D] in global memory by way of a stage of `tiles`; x as `store_keys` takes it."""
     WIDE: gl.constexpr = first_part(D)
     part(tiles, stage, D, 0, WIDE).store((acc[0] * factor).to(tiles.dtype))
     if WIDE < D:
         part(tiles, stage, D, WIDE, D - WIDE).store((acc[1] * factor).to(tiles.dtype))
     fence_async_shared()
     for i in gl.static_range(D // BLOCK):
-        tma_store(desc, [b, h, row, i * BLOCK], tiles.index(stage * slots(D) + i))
+        tile = tiles.index(stage * slots(D) + i)
+        store_keys(desc, x, tile, tile.reshape([BLOCK, BLOCK]), block, block.start, i * BLOCK)
     tma.store_wait(0)
 
 
@@ -246,7 +249,7 @@ def value_step(
 
 @gluon.jit
 def consume_for_values(
-    dv_desc, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
+    dv_desc, dv_rows, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
     D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The first consumer: p, dv, and the first columns of every dq."""
@@ -296,11 +299,10 @@ def consume_for_values(
     # The last dout has been read by both: the second consumer gave the last ds after it.
     leave(
         dv_desc,
+        dv_rows,
         dv,
         1.0 if dropout is None else factor(dropout),
-        block.b,
-        block.share,
-        block.start,
+        block,
         shared.dout_ring.tiles,
         (steps - 1) % 2,
         D_V,
@@ -340,7 +342,8 @@ def key_step(
 
 @gluon.jit
 def consume_for_keys(
-    dk_desc, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale, D: gl.constexpr, D_V: gl.constexpr
+    dk_desc, dk_rows, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale,
+    D: gl.constexpr, D_V: gl.constexpr,
 ):  # fmt: skip
     """The second consumer: ds, dk, and the other columns of every dq."""
     # [64, D]
@@ -352,20 +355,21 @@ def consume_for_keys(
     for n in tl.range(steps, disable_licm=True):
         dk = key_step(dk, n, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, D, D_V)
     # The last q has been read by both: the first consumer gave the last p after it.
-    leave(dk_desc, dk, scale, block.b, block.share, block.start, shared.q_ring.tiles, (steps - 1) % 2, D)
+    leave(dk_desc, dk_rows, dk, scale, block, shared.q_ring.tiles, (steps - 1) % 2, D)
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, dq_sum, used_q, used_k,
-    mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, dk_rows, dv_rows, dq_sum, used_q,
+    used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
     D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_sum += ds^T k.
 
     q, dout: (b, h_q, s_q, d); k, v, dk, dv: (b, h_k, s_k, d), all in chunks of 64 rows and columns. start and delta:
-    what `prepare_kernel` made. D and D_V: head dims as whole chunks, 128, 192 or 256.
+    what `prepare_kernel` made. dk_rows and dv_rows: dk and dv once more: packed, else None. D and D_V: head dims as
+    whole chunks, 128, 192 or 256.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(DTYPE, [2 * slots(D), 1, 1, BLOCK, BLOCK], q_desc.layout)
@@ -386,12 +390,14 @@ def wide_backward_kernel(
             ),
         ),
     )
-    block = key_block(order, mask, used_q, used_k, s_q, s_k, BLOCK, BLOCK, queue is not None)
+    block = key_block(order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK, BLOCK, queue is not None)
     gl.warp_specialize([
-        (consume_for_keys, (dk_desc, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale, D, D_V)),
+        (consume_for_keys, (
+            dk_desc, dk_rows, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale, D, D_V,
+        )),
         (consume_for_values, (
-            dv_desc, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, D, D_V, FOLD,
-            MASKED,
+            dv_desc, dv_rows, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, D, D_V,
+            FOLD, MASKED,
         )),
         (load, (
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,

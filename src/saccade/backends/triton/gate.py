@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from saccade.backends.device import lists
+from saccade.backends.device import lists, sequences
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
 from saccade.backends.triton import launch
@@ -36,7 +36,8 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield "triton keys 16bit d128/128 listed"
+    yield from (f"triton keys 16bit d128/128 {edges}" for edges in ("packed", "listed"))
+    yield "triton order 16bit d128/128 packed"
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
     yield f"{key('keys', Spec('bf16', 128, mask='causal'))} dropout"
 
@@ -47,8 +48,11 @@ def compiled(row: str) -> tuple[Any, int]:
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     dtype = _DTYPES[size]
     q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
-    problem = Problem(q, k, v, None, lists.mask_of(edges), None, Dense(), 1.0)
+    layout = sequences.stand_in() if edges == "packed" else Dense()
+    problem = Problem(q, k, v, None, lists.mask_of(edges), None, layout, 1.0)
     problem.dropout = stand_in(q.device) if words else None
+    if kernel == "order":
+        return sequences.compiled(problem), 0
     if kernel in lists.KERNELS:
         return lists.compiled(kernel, problem), 0
     rows = torch.empty(1, 2, 512)

@@ -1,0 +1,122 @@
+"""The block of keys that a program of the backward has, in every layout and of every mask."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.backends.device.lists_kernel import list_number, list_of
+from saccade.backends.device.records import plain_int
+from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, tile_of
+from saccade.backends.device.tiles import tile_range, used_length
+from saccade.backends.gluon.key_block import KeyBlock, ListedKeyBlock, PackedKeyBlock
+
+
+@gluon.jit
+def key_block(
+    order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    LAST_FIRST: gl.constexpr,
+):  # fmt: skip
+    """This program's KeyBlock. In a section of heads the first keys come first, as a causal mask gives them most rows,
+    or the last ones."""
+    if is_packed(used_k):
+        seq, share, _, start = tile_of(used_k, plain_int(order.shares), s_k, BLOCK_K, LAST_FIRST)
+        h_k = share // plain_int(order.divided)
+        blocks = plain_int(order.blocks)
+        return packed_key_block(
+            seq, h_k, share, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K
+        )
+    else:
+        b, h_k, share, start = key_place(order, BLOCK_K, LAST_FIRST)
+        return key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+
+
+@gluon.jit
+def key_place(order, BLOCK_K: gl.constexpr, LAST_FIRST: gl.constexpr):
+    """Batch row, key head, share and first key of this program."""
+    blocks = plain_int(order.blocks)
+    size = plain_int(order.section)
+    number = gl.program_id(0) // (blocks * size)
+    rest = gl.program_id(0) - number * (blocks * size)
+    size = gl.minimum(size, plain_int(order.heads) - number * size)
+    bh = number * plain_int(order.section) + rest % size
+    b = bh // plain_int(order.shares)
+    share = bh % plain_int(order.shares)
+    i = rest // size
+    if LAST_FIRST:
+        i = blocks - 1 - i
+    return b, share // plain_int(order.divided), share, i * BLOCK_K
+
+
+@gluon.jit
+def key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The KeyBlock of these BLOCK_K keys."""
+    if mask.listed:
+        return listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K)
+    else:
+        return key_block_of_interval(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+
+
+@gluon.jit
+def listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K: gl.constexpr):
+    number = list_number(mask.lists, b, share, start // BLOCK_K)
+    listing, some, tiles = list_of(mask.lists, number)
+    none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
+    end = tiles + none
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    return ListedKeyBlock(b, h_k, share, start, rows, keys, end * 0, some + none, end, end, listing, number)
+
+
+@gluon.jit
+def key_block_of_interval(
+    b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
+):
+    rows = used_length(used_q, b, s_q)
+    keys = used_length(used_k, b, s_k)
+    first, core, core_end, end = row_blocks(mask, b, start, rows, keys, BLOCK_Q, BLOCK_K)
+    return KeyBlock(b, h_k, share, start, rows, keys, first, core, core_end, end)
+
+
+@gluon.jit
+def row_blocks(mask, b, start, rows, keys, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Which blocks of rows see some of these keys, [first, end), and which of them all, [core, core_end)."""
+    # [BLOCK_K]
+    kv_idx = start + gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    lo, hi, core_lo, core_hi = mask.rows_of(mask.data, b, kv_idx, keys - rows)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, kv_idx < keys, rows, BLOCK_Q)
+    if start + BLOCK_K > keys:  # some keys are not in use, and nothing but the mask hides them
+        core = end
+        core_end = end
+    if end <= first:  # nobody sees these keys: one block, all hidden, so that no loop has to think of none
+        first = first * 0
+        core = first + BLOCK_Q
+        core_end = core
+        end = core
+    return first // BLOCK_Q, core // BLOCK_Q, core_end // BLOCK_Q, end // BLOCK_Q
+
+
+@gluon.jit
+def packed_key_block(
+    seq, h_k, share, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """The PackedKeyBlock of the keys from `start` on of sequence `seq`. Behind the last key, where programs without a
+    tile have theirs, it is of no rows and no keys, and has the last blocks of all, which are no sequence's."""
+    _, first_row, _, rows = extent(used_q, seq, s_q)
+    _, first_key, there, keys = extent(used_k, seq, s_k)
+    first_block = blocks_before(used_q, seq, first_row, BLOCK_Q)
+    number = blocks_before(used_k, seq, first_key, BLOCK_K) + start // BLOCK_K
+    if start >= s_k:
+        rows = rows * 0
+        keys = rows
+        there = rows
+        first_block = q_blocks - 1
+        number = blocks - 1
+    b = numbered(used_k, seq)
+    first, core, core_end, end = row_blocks(mask, b, start, rows, keys, BLOCK_Q, BLOCK_K)
+    return PackedKeyBlock(
+        b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block, number, there
+    )
