@@ -47,6 +47,8 @@ class ScoreMod:
 
     kind: str | None = None
     """Its word in a Spec, where that is not `score(name)`."""
+    keeps_derivative: bool = False
+    """Whether its survey tells of its own derivative too."""
 
     def __init__(self, fn: Function, *tensors: Tensor, bprop: Function | None = None) -> None:
         if not callable(fn) or not (bprop is None or callable(bprop)):
@@ -63,6 +65,10 @@ class ScoreMod:
         """What it captures, as `saccade.scores.survey` finds it."""
         return survey(self, zero_dim)
 
+    def sample(self) -> tuple[int, int]:
+        """On how many query rows and keys, from the first on, a derivative of the user's own is checked."""
+        return 16, 16
+
     def __repr__(self) -> str:
         return f"ScoreMod({name_of(self.fn)}, {len(self.tensors)} tensors)"
 
@@ -72,6 +78,10 @@ class _WithDerivative:
 
     def __init__(self, mod: ScoreMod) -> None:
         self.fn, self.tensors, self.bprop = mod.fn, mod.tensors, mod.bprop
+        self.whole = mod.survey if mod.keeps_derivative else None
+
+    def survey(self, zero_dim: bool) -> Survey:
+        return self.whole(zero_dim) if self.whole else survey(self, zero_dim)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
         modified = self.fn(score, b, h, q_idx, kv_idx, *self.tensors)
@@ -128,7 +138,7 @@ class _Cache:
         self.hits = self.misses = 0
 
     def program(self, fn: Function, name: str, dtype: torch.dtype, zero_dim: bool = True) -> tuple[Program, Survey]:
-        found = fn.survey(zero_dim) if isinstance(fn, ScoreMod) else survey(fn, zero_dim)
+        found = fn.survey(zero_dim) if isinstance(fn, (ScoreMod, _WithDerivative)) else survey(fn, zero_dim)
         key = found.key, dtype
         with self.lock:
             family = self.families.get(key)

@@ -203,7 +203,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 def _evaluated(raw: Raw, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Any]) -> list[Any]:
     module, order = _submodule(raw, nodes)
-    return list(module(*(inputs[x] for x in order)))
+    return list(module(*map(inputs.get, order)))  # it takes all, and reads those that the nodes come from
 
 
 def _submodule(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:

@@ -27,6 +27,10 @@ class Leaf(NamedTuple):
     value: Any
 
 
+class Constant:
+    """Of this class is what no survey looks into: it compares by what it is."""
+
+
 class Survey(NamedTuple):
     key: tuple[Any, ...]
     leaves: tuple[Leaf, ...]
@@ -51,6 +55,13 @@ def survey(fn: Callable[..., Any], zero_dim: bool = True) -> Survey:
             if len(_known_names) > _KNOWN:
                 _known_names.clear()
             _known_names[code] = names
+
+
+def survey_of(value: Any, path: tuple[Step, ...], zero_dim: bool = True) -> Survey:
+    """The same of a value that holds no code, which is found at a path."""
+    walk = _Walk(frozenset(), zero_dim)
+    walk.visit(value, path)
+    return Survey(tuple(walk.key), tuple(walk.leaves))
 
 
 _known_names: dict[Any, frozenset[str]] = {None: frozenset()}
@@ -125,17 +136,22 @@ _JOINS = "torch.nn.attention.flex_attention"
 
 def _opaque(value: Any) -> bool:
     """Whether a value is a constant, whatever is inside it."""
-    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, type)):
+    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, type, Constant)):
         return True
     if isinstance(value, (list, tuple, dict, torch.nn.Module, types.MethodType)):
         return False
+    return of_library(value)
+
+
+def of_library(value: Any) -> bool:
+    """Whether a function or an object is not a user's own."""
     module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
     if module == _JOINS:
         return False
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
-class _Same:
+class Same:
     """Stands in a key for an object that is itself and nothing else; it keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
@@ -145,7 +161,7 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, Same) and other.value is self.value
 
 
 def _by_identity(value: Any) -> Any:
@@ -154,7 +170,7 @@ def _by_identity(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return Same(value)
     return type(value), value
 
 
@@ -169,13 +185,14 @@ def _kind(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    nested = (_names_of(const) for const in code.co_consts if isinstance(const, types.CodeType))
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes that code, and functions made in it, may read."""
+    nested = (names_of(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*nested)
 
 
 def _names(value: Any) -> frozenset[str]:
-    return _names_of(value.__code__) if isinstance(value, types.FunctionType) else frozenset()
+    return names_of(value.__code__) if isinstance(value, types.FunctionType) else frozenset()
 
 
 def _children(value: Any, names: frozenset[str]) -> Iterator[tuple[Step, Any]]:
@@ -190,7 +207,7 @@ def _children(value: Any, names: frozenset[str]) -> Iterator[tuple[Step, Any]]:
             yield from ((("default", i), x) for i, x in enumerate(value.__defaults__ or ()))
             yield from ((("kwdefault", name), x) for name, x in (value.__kwdefaults__ or {}).items())
             found = value.__globals__
-            for name in sorted(_names_of(value.__code__)):
+            for name in sorted(names_of(value.__code__)):
                 if name in found and not isinstance(found[name], types.ModuleType) and not hasattr(builtins, name):
                     yield ("global", name), found[name]
         case types.MethodType():

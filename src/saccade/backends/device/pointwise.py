@@ -120,6 +120,7 @@ def floor_remainder(i, j):
 
 @triton.jit
 def power(x, y):
+    y = tl.where(x == x, y, y)  # a number becomes a tensor, as the interpreter wants it
     size = tl.exp2(y * tl.log2(tl.abs(x)))
     whole = tl.floor(y) == y
     odd = whole & (tl.floor(y * 0.5) != y * 0.5)

@@ -1,0 +1,205 @@
+"""Callbacks in cuDNN's manner as score modifications: each that is new is recorded, and is a function like others."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.scores.callback_key import Callback, callback_key
+from saccade.scores.function import CacheInfo, ScoreMod, name_of
+from saccade.scores.graph import Graph, Recording, data_type
+from saccade.scores.survey import Survey, survey_of
+
+Tensors = dict[str, Tensor]
+Recorded = tuple[Recording, Recording | None]
+"""Of score_mod, and of score_mod_bprop after it."""
+
+
+class CallbackMod(ScoreMod):
+    """A ScoreMod of recorded callbacks; `score_callback` makes it."""
+
+    keeps_derivative = True
+
+    def survey(self, zero_dim: bool) -> Survey:
+        """Of the tensors alone: recordings hold nothing else."""
+        found = survey_of(self.tensors, (("attr", "tensors"),), zero_dim)
+        return Survey((self.fn, self.bprop, *found.key), found.leaves)
+
+    def sample(self) -> tuple[int, int]:
+        """No further than its tensors reach."""
+        rows, keys = super().sample()
+        for x in self.tensors:
+            rows = min([rows, *(n for n in x.shape[-2:-1] if n != 1)])
+            keys = min([keys, *(n for n in x.shape[-1:] if n != 1)])
+        return rows, keys
+
+
+def score_callback(
+    score_mod: Callback,
+    score_mod_bprop: Callback | None = None,
+    score_mod_tensors: Tensors | None = None,
+    score_mod_bprop_tensors: Tensors | None = None,
+) -> ScoreMod:
+    """`score -> score_mod(graph, score, tensors)`: a callback that builds a cuDNN graph, as a `ScoreMod` for
+    `attention`, on every backend and without cuDNN.
+
+    Args:
+        score_mod: `score_mod(graph, score, tensors) -> score`, by the graph's operations, which have cuDNN's names:
+            `graph.mul(a=score, b=tensors["factor"])`. The score is scaled, and (b, h_q, s_q, s_k).
+        score_mod_bprop: `score_mod_bprop(graph, dP, tensors) -> dP`, the gradient of the modified score made that of
+            the score. score_mod is recorded anew before it, in the same graph, so that it may use what that kept. It is
+            checked with numbers when it is new. None: the derivative is derived.
+        score_mod_tensors: what score_mod finds in `tensors`: tensors that broadcast to (b, h_q, s_q, s_k), on q's
+            device. Those of one element on the CPU are runtime numbers. What requires a gradient gets one.
+        score_mod_bprop_tensors: the same for score_mod_bprop.
+
+    The callback is called when it is new: a function is known by its code and by the values that it captures, and a
+    bound method or an object by its `score_mod_graph_cache_key`, a value or a function. Without one it is called each
+    time. Equal graphs are traced and compiled once, however they came about, and so are all values of the tensors.
+
+    Raises:
+        TypeError: arguments of other types, or a callback that returns no value of the graph.
+        ValueError: tensors of more than four dimensions, tensors for a score_mod_bprop that is not there, or one that
+            is not linear in dP.
+
+    Source: the callbacks of cuDNN's `graph.sdpa(score_mod=…)`, https://docs.nvidia.com/cudnn/operations/Attention
+
+    >>> def softcap(graph, score, tensors):
+    ...     return graph.mul(a=graph.tanh(input=graph.div(a=score, b=tensors["cap"])), b=tensors["cap"])
+    >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    >>> capped = score_callback(softcap, score_mod_tensors={"cap": torch.full((1, 1, 1, 1), 0.8)})
+    >>> attention(q, k, v, mask=causal(), score_mod=capped).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    if not callable(score_mod) or not (score_mod_bprop is None or callable(score_mod_bprop)):
+        raise TypeError(f"score_callback needs functions, got {score_mod!r} and {score_mod_bprop!r}")
+    if score_mod_bprop is None and score_mod_bprop_tensors is not None:
+        raise ValueError("score_mod_bprop_tensors requires score_mod_bprop")
+    given = [_checked(tensors) for tensors in (score_mod_tensors, score_mod_bprop_tensors)]
+    tensors = [x.reshape(()) if x.numel() == 1 else x for named in given for x in named.values()]
+    forward, backward = _cache.recorded(score_mod, score_mod_bprop, *given)
+    if backward is not None:
+        _cache.check_linear(backward, tensors)
+    return CallbackMod(forward, *tensors, bprop=backward)
+
+
+def _checked(tensors: Tensors | None) -> Tensors:
+    if tensors is None:
+        return {}
+    if not isinstance(tensors, dict):
+        raise TypeError(f"the tensors of a callback must be a dict, got {type(tensors).__name__}")
+    for name, x in tensors.items():
+        if not isinstance(name, str) or not isinstance(x, Tensor):
+            raise TypeError(f"the tensors of a callback must map names to tensors, got {name!r}: {type(x).__name__}")
+        if x.dim() > 4:
+            raise ValueError(
+                f"tensors of a callback broadcast to (b, h_q, s_q, s_k); {name} has shape {tuple(x.shape)}"
+            )
+    return tensors
+
+
+MAXSIZE = 256
+
+
+class _Cache:
+    """Recordings by the keys of their callbacks: bounded, least recently used first to go, safe for threads."""
+
+    def __init__(self) -> None:
+        # Of all threads, one records at a time: a callback may keep values for the next one.
+        self.lock = threading.RLock()
+        self.recordings: OrderedDict[Any, Recorded] = OrderedDict()
+        self.linear: OrderedDict[Recording, None] = OrderedDict()
+        self.hits = self.misses = 0
+
+    def recorded(self, score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> Recorded:
+        keys = callback_key(score_mod), callback_key(bprop)
+        forms = (tuple((name, x.dtype) for name, x in tensors.items()) for tensors in (given, given_bprop))
+        key = None if None in keys else (*keys, *forms)
+        with self.lock:
+            found = self.recordings.get(key) if key is not None else None
+            if found is not None:
+                self.hits += 1
+                self.recordings.move_to_end(key)
+                return found
+            self.misses += 1
+            found = _record(score_mod, bprop, given, given_bprop)
+            if key is not None:
+                self.recordings[key] = found
+                if len(self.recordings) > MAXSIZE:
+                    self.recordings.popitem(last=False)
+            return found
+
+    def check_linear(self, recording: Recording, tensors: list[Tensor]) -> None:
+        """
+        Raises:
+            ValueError: a derivative that is no factor of dP.
+        """
+        with self.lock:
+            if recording in self.linear:
+                return
+        device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+        dP = torch.tensor([[0.0], [1.0], [-2.5], [1e3]], dtype=torch.float64, device=device)
+        score = torch.linspace(-4, 4, 16, dtype=torch.float64, device=device).expand(4, 16)
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        with torch.no_grad():
+            found = recording(dP.expand(4, 16), score, zero, zero, zero, zero, *tensors).expand(4, 16)
+            wanted = dP * found[1]
+            wrong = (found - wanted).abs() > _RELATIVE * wanted.abs()
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"score_mod_bprop {recording.name} must be linear in dP: of dP = {dP[row, 0]:g} it makes "
+                f"{found[row, column]:g}, and of dP = 1 {found[1, column]:g}"
+            )
+        with self.lock:
+            self.linear[recording] = None
+            if len(self.linear) > MAXSIZE:
+                self.linear.popitem(last=False)
+
+
+_RELATIVE = 1e-6
+"""Far above rounding."""
+_cache = _Cache()
+
+
+def _record(score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> Recorded:
+    graph = Graph()
+    forward = Recording.of(name_of(score_mod), _called(graph, score_mod, given), False)
+    if bprop is None:
+        return forward, None
+    graph = Graph()
+    _called(graph, score_mod, given)  # for what it keeps
+    gradient = graph._input("gradient")
+    output = bprop(graph, gradient, _inputs(graph, given_bprop, len(given)))
+    return forward, Recording.of(name_of(bprop), output, True)
+
+
+def _called(graph: Graph, score_mod: Callback, given: Tensors) -> Any:
+    return score_mod(graph, graph._input("score"), _inputs(graph, given, 0))
+
+
+def _inputs(graph: Graph, given: Tensors, first: int) -> dict[str, Any]:
+    """The tensors as values of the graph, numbered from `first` on."""
+    types = {x.value: x for x in data_type}
+    return {
+        name: graph._input("tensor", first + i, made=types.get(x.dtype, data_type.NOT_SET))
+        for i, (name, x) in enumerate(given.items())
+    }
+
+
+def callback_info() -> CacheInfo:
+    """How many callbacks were found in the cache, and how many were recorded."""
+    with _cache.lock:
+        return CacheInfo(_cache.hits, _cache.misses, MAXSIZE, len(_cache.recordings))
+
+
+def callback_clear() -> None:
+    """Forgets all recorded callbacks; those in use stay."""
+    with _cache.lock:
+        _cache.recordings.clear()
+        _cache.linear.clear()
+        _cache.hits = _cache.misses = 0

@@ -1,0 +1,190 @@
+"""Callbacks in cuDNN's manner as users write them, shared by tests: its own documentation's, and every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.compat.cudnn import data_type, score_callback
+from saccade.scores import ScoreMod
+
+FLOAT, INT32, BOOLEAN = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN
+
+
+class Case(NamedTuple):
+    """The four arguments of a call, by TransformerEngine's names."""
+
+    score_mod: Callable[..., Any]
+    score_mod_bprop: Callable[..., Any] | None = None
+    score_mod_tensors: dict[str, Tensor] | None = None
+    score_mod_bprop_tensors: dict[str, Tensor] | None = None
+
+    def score(self) -> ScoreMod:
+        return score_callback(*self)
+
+
+def _keep(graph: Any, like: Any) -> Any:
+    """Whether a key is no later than its query."""
+    row = graph.gen_index(input=like, axis=2)
+    row.set_data_type(INT32)
+    column = graph.gen_index(input=like, axis=3)
+    column.set_data_type(INT32)
+    keep = graph.cmp_ge(input=row, comparison=column, compute_data_type=BOOLEAN)
+    keep.set_data_type(BOOLEAN)
+    return keep
+
+
+def causal(graph: Any, score: Any, tensors: Any) -> Any:
+    return graph.binary_select(input0=score, input1=tensors["neg_inf"], mask=_keep(graph, score))
+
+
+def causal_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
+    return graph.binary_select(input0=dP, input1=tensors["zero"], mask=_keep(graph, dP))
+
+
+class Softcap:
+    """Keeps what it computed in the forward for the backward."""
+
+    def __init__(self) -> None:
+        self.inner: Any = None
+
+    def score_mod_graph_cache_key(self) -> Any:
+        return {"layers": 1, "kind": ["softcap"]}
+
+    def forward(self, graph: Any, score: Any, tensors: Any) -> Any:
+        self.inner = graph.div(a=score, b=tensors["cap"], compute_data_type=FLOAT)
+        self.inner.set_data_type(FLOAT)
+        out = graph.tanh(input=self.inner)
+        out.set_data_type(FLOAT)
+        return graph.mul(a=out, b=tensors["cap"], compute_data_type=FLOAT)
+
+    def backward(self, graph: Any, dP: Any, tensors: Any) -> Any:
+        loss = graph.mul(a=dP, b=tensors["cap"], compute_data_type=FLOAT)
+        return graph.div(a=graph.tanh_backward(loss=loss, input=self.inner), b=tensors["cap"])
+
+
+def post_scale_bias(graph: Any, score: Any, tensors: Any) -> Any:
+    row = graph.gen_index(input=score, axis=2)
+    row.set_data_type(INT32)
+    column = graph.gen_index(input=score, axis=3)
+    column.set_data_type(INT32)
+    bias = graph.sub(a=row, b=column, compute_data_type=FLOAT)
+    bias.set_data_type(FLOAT)
+    return graph.add(a=score, b=bias, compute_data_type=FLOAT)
+
+
+def identity_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
+    return dP
+
+
+def alibi(graph: Any, score: Any, tensors: Any) -> Any:
+    distance = graph.sub(graph.gen_index(score, 3), graph.gen_index(score, 2))
+    return graph.add(score, graph.mul(distance, tensors["slopes"]))
+
+
+def added(graph: Any, score: Any, tensors: Any) -> Any:
+    return graph.bias(input=score, bias=tensors["bias"])
+
+
+def band(graph: Any, score: Any, tensors: Any) -> Any:
+    """Learned values for three distances, and for all others; heads differ, and so do queries."""
+    distance = graph.sub(a=graph.gen_index(score, 2), b=graph.gen_index(score, 3))
+    near = graph.logical_and(graph.cmp_ge(distance, -1), graph.cmp_le(distance, 1))
+    value = graph.mul(tensors["near"], tensors["rows"])
+    return graph.scale(score, graph.binary_select(value, tensors["far"], graph.logical_not(graph.logical_not(near))))
+
+
+_UNARY = (
+    "abs", "ceil", "cos", "elu", "erf", "floor", "gelu", "gelu_approx_tanh", "identity", "neg", "sigmoid", "sin",
+    "softplus", "swish", "tanh", "relu",
+)  # fmt: skip
+_BACKWARD = ("elu", "gelu", "gelu_approx_tanh", "sigmoid", "softplus", "tanh", "relu", "swish")
+_CLIPS = {"negative_slope": 0.1, "lower_clip": -0.5, "upper_clip": 2.0}
+
+
+def everything(graph: Any, score: Any, tensors: Any) -> Any:
+    """Every operation."""
+    total = graph.mul(score, tensors["small"])
+    above = graph.add_square(tensors["one"], score)
+    for name in _UNARY:
+        total = graph.add(total, getattr(graph, name)(input=score))
+    for name in ("exp", "log", "reciprocal", "rsqrt", "sqrt", "tan"):
+        total = graph.add(total, getattr(graph, name)(graph.div(tensors["one"], above)))
+    row, column = graph.gen_index(input=score, axis=2), graph.gen_index(input=score, axis=3)
+    total = graph.add(total, graph.relu(input=score, **_CLIPS))
+    total = graph.sub(total, graph.leaky_relu(score, 0.2))
+    total = graph.max(input0=graph.min(total, tensors["large"]), input1=graph.neg(tensors["large"]))
+    total = graph.add(total, graph.pow(input0=above, input1=tensors["small"]))
+    total = graph.add(total, graph.mod(input0=total, input1=tensors["large"]))
+    half = graph.div(a=row, b=graph.tensor_scalar(2, data_type.INT32), compute_data_type=INT32)
+    for i, name in enumerate(("cmp_eq", "cmp_neq", "cmp_gt", "cmp_lt", "cmp_ge", "cmp_le")):
+        met = getattr(graph, name)(input=half if i % 2 else score, comparison=column)
+        total = graph.add(total, graph.mul(met, tensors["small"]))
+    seen = graph.logical_or(a=graph.cmp_gt(score, 0.0), b=graph.cmp_eq(graph.mod(column, 3), 0))
+    batch, head = graph.gen_index(score, 0), graph.gen_index(score, 1)
+    return graph.binary_select(total, graph.add(score, graph.add(batch, head)).set_data_type(data_type.HALF), seen)
+
+
+def derivatives(graph: Any, score: Any, tensors: Any) -> Any:
+    """What `derivatives_bprop` is the derivative of."""
+    total = graph.leaky_relu(input=score, negative_slope=0.3)
+    for name in _BACKWARD:
+        total = graph.add(total, getattr(graph, name)(score))
+    return graph.add(total, graph.add(graph.relu(score, **_CLIPS), graph.swish(score, swish_beta=0.5)))
+
+
+def derivatives_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
+    """Every backward operation; the score is what a recording keeps for it."""
+    score = tensors["kept"]()
+    total = graph.leaky_relu_backward(loss=dP, input=score, negative_slope=0.3)
+    for name in _BACKWARD:
+        total = graph.add(total, getattr(graph, f"{name}_backward")(loss=dP, input=score))
+    total = graph.add(total, graph.relu_backward(dP, score, **_CLIPS))
+    return graph.add(total, graph.swish_backward(dP, score, swish_beta=0.5))
+
+
+class Derivatives:
+    """Without a key: recorded each time."""
+
+    def __init__(self) -> None:
+        self.score: Any = None
+
+    def forward(self, graph: Any, score: Any, tensors: Any) -> Any:
+        self.score = score
+        return derivatives(graph, score, tensors)
+
+    def backward(self, graph: Any, dP: Any, tensors: Any) -> Any:
+        return derivatives_bprop(graph, dP, {"kept": lambda: self.score})
+
+
+def one(x: float) -> Tensor:
+    return torch.full((1, 1, 1, 1), x)
+
+
+def case(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cpu", b: int = 2) -> Case:
+    """One of `NAMES`, its tensors on a device; those that learn require a gradient."""
+    drawn = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=drawn).to(device).requires_grad_()
+
+    softcap, all_backward = Softcap(), Derivatives()
+    makers: dict[str, Callable[[], Case]] = {
+        "causal": lambda: Case(causal, causal_bprop, {"neg_inf": one(-1e9)}, {"zero": one(0.0)}),
+        "softcap": lambda: Case(softcap.forward, softcap.backward, {"cap": one(0.8)}, {"cap": one(0.8)}),
+        "post_scale_bias": lambda: Case(post_scale_bias, identity_bprop),
+        "alibi": lambda: Case(alibi, None, {"slopes": normal(1, h, 1, 1)}),
+        "added": lambda: Case(added, identity_bprop, {"bias": normal(b, 1, s_q, s_k)}),
+        "band": lambda: Case(band, None, {"near": normal(h, 1, 1), "rows": normal(1, s_q, 1), "far": normal(1)}),
+        "everything": lambda: Case(
+            everything, None, {"one": one(1.0), "small": one(0.25), "large": one(7.5).to(device)}
+        ),
+        "derivatives": lambda: Case(all_backward.forward, all_backward.backward),
+    }
+    return makers[name]()
+
+
+NAMES = ("causal", "softcap", "post_scale_bias", "alibi", "added", "band", "everything", "derivatives")
