@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from saccade import Dense
+import saccade
+from saccade import Dense, Packed, alibi, attention, causal, softcap, window
+from saccade.compat.cudnn import cache_clear, cache_info, callback_key, score_callback
 from saccade.testing import check
 from saccade.testing.callbacks import NAMES, case
 
@@ -22,3 +29,264 @@ def test_against_the_oracle(name, order):
     dtype = {"sbhd": torch.float32, "bshd": torch.bfloat16}[order]
     q, k, v = operands(4, 2, 20, 33, 8, dtype, order)
     check(q, k, v, score_mod=case(name, 4, 20, 33).score(), layout=Dense(order)).assert_ok()
+
+
+def test_double_precision_and_layouts():
+    """Float64 to its own precision; packed sequences; masks, sinks and dropout beside a callback."""
+    q, k, v = operands(4, 2, 20, 33, 8, torch.float64)
+    for name in ("causal", "softcap", "band"):
+        check(q, k, v, score_mod=case(name, 4, 20, 33).score(), mask=window(9, 9)).assert_ok()
+    x = [y[0].mT.contiguous().mT.transpose(0, 1).float() for y in operands(4, 2, 20, 20, 8, torch.float32)]
+    offsets = torch.tensor([0, 7, 7, 20])
+    layout = Packed(offsets, offsets, 13, 13)
+    check(*x, score_mod=case("alibi", 4, 13, 13).score(), layout=layout, dropout_p=0.2, sink=torch.randn(4)).assert_ok()
+
+
+def test_like_the_ready_ones():
+    """What callbacks mean, by other means."""
+    q, k, v = operands(4, 2, 20, 20, 8, torch.float32)
+    torch.testing.assert_close(
+        attention(q, k, v, score_mod=case("causal", 4, 20, 20).score()), attention(q, k, v, mask=causal())
+    )
+    torch.testing.assert_close(
+        attention(q, k, v, score_mod=case("softcap", 4, 20, 20).score()), attention(q, k, v, score_mod=softcap(0.8))
+    )
+    learned = case("alibi", 4, 20, 20)
+    slopes = learned.score_mod_tensors["slopes"]
+    torch.testing.assert_close(
+        attention(q, k, v, score_mod=learned.score()), attention(q, k, v, score_mod=alibi(slopes[0, :, 0, 0]))
+    )
+
+
+FORMULAS = {
+    "add_square": (lambda a, b: a + b**2, 2),
+    "bias": (torch.add, 2),
+    "elu": (F.elu, 1),
+    "erf": (torch.erf, 1),
+    "gelu": (F.gelu, 1),
+    "gelu_approx_tanh": (lambda x: F.gelu(x, approximate="tanh"), 1),
+    "max": (torch.maximum, 2),
+    "min": (torch.minimum, 2),
+    "mod": (torch.fmod, 2),
+    "neg": (torch.neg, 1),
+    "relu": (torch.relu, 1),
+    "rsqrt": (torch.rsqrt, 1),
+    "scale": (torch.mul, 2),
+    "softplus": (F.softplus, 1),
+    "swish": (F.silu, 1),
+    "tan": (torch.tan, 1),
+    "tanh_backward": (lambda loss, x: loss * (1 - torch.tanh(x) ** 2), 2),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_operations(name):
+    formula, count = FORMULAS[name]
+    mod = score_callback(lambda graph, score, tensors: getattr(graph, name)(*[score, tensors["t"]][:count]), None, TWO)
+    x, at = torch.randn(4, 4, dtype=torch.float64), [torch.zeros(1, 1, dtype=torch.int64)] * 4
+    torch.testing.assert_close(
+        mod(x, *at), formula(*[x, torch.tensor(0.25, dtype=torch.float64)][:count]), equal_nan=True
+    )
+
+
+TWO = {"t": torch.tensor([0.25])}
+
+
+class Counted:
+    """Counts how often it is recorded."""
+
+    def __init__(self, factor, key=None):
+        self.factor, self.count = factor, 0
+        if key is not None:
+            self.score_mod_graph_cache_key = key
+
+    def forward(self, graph, score, tensors):
+        self.count += 1
+        return graph.mul(score, self.factor)
+
+    __call__ = forward
+
+
+def recorded():
+    return cache_info().misses
+
+
+def value(callback):
+    """What it makes of a score of 4."""
+    return score_callback(callback)(torch.full((1, 1), 4.0), *[torch.zeros(1, 1, dtype=torch.int64)] * 4).item()
+
+
+def attended(callback, tensors=None):
+    """The same, through attention."""
+    q = torch.full((1, 1, 1, 1), 2.0)
+    return attention(q, q, q, scale=1.0, score_mod=score_callback(callback, None, tensors), return_lse=True).lse.item()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    cache_clear()
+
+
+def test_bound_methods_are_known_by_their_key():
+    unkeyed = Counted(2.0)
+    assert callback_key(unkeyed.forward) is None
+    assert value(unkeyed.forward) == 8
+    unkeyed.factor = 3.0
+    assert value(unkeyed.forward) == 12
+    assert unkeyed.count == 2
+    assert cache_info().currsize == 0
+    keyed = Counted(2.0, key=lambda: {"layers": [1, 2], "name": ("a", {"b"})})
+    assert [value(keyed.forward), value(keyed.forward)] == [8, 8]
+    assert keyed.count == 1
+    same, other = Counted(2.0, key={"layers": [1, 2], "name": ("a", {"b"})}), Counted(5.0, key=("other",))
+    assert callback_key(keyed.forward) == callback_key(same.forward) != callback_key(other.forward)
+    assert value(other) == 20
+    with pytest.raises(TypeError, match="must not hold tensors"):
+        callback_key(Counted(1.0, key=torch.zeros(3)).forward)
+    with pytest.raises(TypeError, match="unhashable"):
+        callback_key(Counted(1.0, key=bytearray(3)).forward)
+
+
+FACTOR = 2.0
+
+
+def by_global(graph, score, tensors):
+    return graph.mul(score, FACTOR)
+
+
+def helped(graph, score, tensors):
+    return by_global(graph, score, tensors)
+
+
+def test_functions_are_known_by_what_they_are(monkeypatch):
+    """Redefinitions, colliding names, globals, closures and partials: found when equal, never stale."""
+    made = {}
+    for factor in ("3.0", "4.0", "3.0"):  # a notebook's cell, run again
+        exec(f"def callback(graph, score, tensors):\n    return graph.mul(score, {factor})", made)
+        assert value(made["callback"]) == 4 * float(factor)
+    assert recorded() == 2
+    lambdas = [lambda g, s, t: g.mul(s, 3.0), lambda g, s, t: g.mul(s, 5.0)]
+    assert [value(x) for x in lambdas] == [12, 20]
+    assert value(helped) == 8
+    monkeypatch.setitem(globals(), "FACTOR", 7.0)
+    assert value(helped) == value(by_global) == 28
+    before = recorded()
+
+    def closure(n):
+        return lambda graph, score, tensors: graph.mul(score, n)
+
+    def bound(n, graph, score, tensors):
+        return graph.mul(score, n)
+
+    for n in (2.0, 3.0, 2.0, 3.0):
+        assert value(closure(n)) == value(partial(bound, n)) == 4 * n
+    assert recorded() == before + 4
+    held = Counted(2.0)  # an object may change, so that what captures it is recorded each time
+    for held.factor in (2.0, 3.0):
+        assert value(lambda graph, score, tensors: graph.neg(held(graph, score, tensors))) == -4 * held.factor
+    assert held.count == 2
+
+
+def test_scalars_and_equal_graphs_build_nothing():
+    """A new value is neither recorded, nor traced; nor is the same graph of another callback's."""
+
+    def scaled(graph, score, tensors):
+        return graph.mul(score, tensors["by"])
+
+    attended(scaled, {"by": torch.tensor([1.0])})
+    before = recorded(), saccade.cache_info().misses
+    assert [attended(scaled, {"by": torch.full((1, 1, 1, 1), x)}) for x in (0.5, 2.0, -3.0)] == [2, 8, -12]
+    assert (recorded(), saccade.cache_info().misses) == before
+    first, second = Counted(2.0), Counted(2.0)
+    attended(first.forward)
+    before = saccade.cache_info().misses
+    assert attended(second.forward) == attended(first.forward) == 8
+    assert saccade.cache_info().misses == before
+
+
+def test_bounded_and_safe_for_threads():
+    maxsize = cache_info().maxsize
+    for n in range(maxsize + 9):
+        score_callback(partial(lambda n, graph, score, tensors: graph.mul(score, n), n))
+    assert cache_info().currsize == maxsize
+
+    def run(i):
+        state = {}
+
+        def forward(graph, score, tensors):
+            state["inner"] = graph.div(score, float(i))
+            return graph.tanh(state["inner"])
+
+        def backward(graph, dP, tensors):
+            return graph.div(graph.tanh_backward(dP, state["inner"]), float(i))
+
+        return [score_callback(forward, backward) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(run, range(1, 9)))
+    assert len({mod.fn for mods in found for mod in mods}) == len({mod.bprop for mods in found for mod in mods}) == 8
+
+
+def test_scalars_are_those_of_the_forward():
+    """A number that changes before the backward does not change the gradient."""
+    by = torch.tensor([3.0])
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    mods = [score_callback(lambda graph, score, tensors: graph.mul(score, tensors["by"]), None, {"by": by})] * 2
+    wanted, out = (attention(q, q, q, score_mod=mod).sum() for mod in mods)
+    (wanted,) = torch.autograd.grad(wanted, q)
+    by.fill_(5.0)
+    assert torch.equal(torch.autograd.grad(out, q)[0], wanted)
+
+
+def kept(graph, score, tensors):
+    LAST.append(score)
+    return graph.add(score, LAST[0])
+
+
+LAST = []
+
+
+WRONG = {
+    "no function": (lambda: score_callback(3), TypeError, "needs functions"),
+    "no dict": (lambda: score_callback(helped, None, [1]), TypeError, "must be a dict"),
+    "no tensor": (lambda: score_callback(helped, None, {"x": 1.0}), TypeError, "'x': float"),
+    "five dimensions": (
+        lambda: score_callback(helped, None, {"x": torch.zeros(2, 1, 1, 1, 1)}),
+        ValueError,
+        "(2, 1, 1",
+    ),
+    "tensors of nothing": (lambda: score_callback(helped, None, None, TWO), ValueError, "requires score_mod_bprop"),
+    "no value": (lambda: score_callback(lambda g, s, t: None), TypeError, "must return a value of its graph"),
+    "no operation": (lambda: score_callback(lambda g, s, t: g.matmul(s, s)), AttributeError, "no operation matmul"),
+    "method of a value": (lambda: score_callback(lambda g, s, t: s.get_dim()), AttributeError, "no get_dim"),
+    "an unknown argument": (lambda: score_callback(lambda g, s, t: g.mul(a=s, c=s)), TypeError, "mul takes a, b"),
+    "a missing argument": (lambda: score_callback(lambda g, s, t: g.mul(a=s)), TypeError, "mul needs b"),
+    "a missing number": (lambda: score_callback(lambda g, s, t: g.leaky_relu(s)), TypeError, "needs negative_slope"),
+    "a tensor": (lambda: score_callback(lambda g, s, t: g.mul(s, torch.ones(3))), TypeError, "got a tensor (3,)"),
+    "an axis": (lambda: score_callback(lambda g, s, t: g.gen_index(s, 4)), ValueError, "axis from 0 to 3"),
+    "an index of a tensor": (
+        lambda: score_callback(lambda g, s, t: g.gen_index(t["t"], 2), None, TWO),
+        ValueError,
+        "gen_index takes the score",
+    ),
+    "a type": (lambda: score_callback(lambda g, s, t: g.neg(s).set_data_type("FP8_E4M3")), ValueError, "'FP8_E4M3'"),
+    "an output": (lambda: score_callback(lambda g, s, t: g.neg(s).set_output(True)), ValueError, "one output"),
+    "another graph's": (lambda: [score_callback(kept) for _ in range(2)], ValueError, "another graph"),
+    "no factor": (lambda: score_callback(helped, lambda g, dP, t: g.exp(dP)), ValueError, "must be linear in dP"),
+    "identity for a softcap": (
+        lambda: value_of(score_callback(lambda g, s, t: g.tanh(s), lambda g, dP, t: dP)),
+        ValueError,
+        "derivative of score(lambda) is wrong",
+    ),
+}
+
+
+def value_of(mod):
+    return attention(*torch.randn(3, 1, 1, 4, 4), score_mod=mod)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_callbacks(name):
+    wrong, kind, told = WRONG[name]
+    with pytest.raises(kind, match=re.escape(told)):
+        wrong()
