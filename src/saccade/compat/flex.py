@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, and_masks, noop_mask, or_masks
 
-from saccade import scores
 from saccade.api import ScoreFunction, attention
 from saccade.block_masks import block_mask as with_states
-from saccade.masks import FULL, PARTIAL, TILE, Blocked, Extent, Mask, as_mask, mask_mod, remember
+from saccade.compat.max_scores import max_scores
+from saccade.masks import FULL, PARTIAL, TILE, Blocked, as_mask, mask_mod, remember
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks",
 ]  # fmt: skip
 
-PAIRS_AT_ONCE = 1 << 24
 _WHOLE = 1 << 30
 """The block size of torch's block mask for no mask."""
 
@@ -90,32 +89,9 @@ def flex_attention(
     want_lse = return_lse or (return_aux is not None and return_aux.lse)
     found = attention(query, key, value, mask=mask, score_mod=score_mod, scale=scale, return_lse=True)
     if return_aux is not None:
-        top = max_scores(query, key, score_mod, mask, scale) if return_aux.max_scores else None
+        top = max_scores(query, key, score_mod=score_mod, mask=mask, scale=scale) if return_aux.max_scores else None
         return found.out, AuxOutput(found.lse if want_lse else None, top)
     return tuple(found) if want_lse else found.out
-
-
-@torch.no_grad()
-def max_scores(query: Tensor, key: Tensor, score_mod: ScoreFunction | None, mask: Mask | None, scale: float) -> Tensor:
-    """The largest modified score that each row sees, (b, h_q, s_q) float32; some rows at a time, by plain PyTorch."""
-    (b, h, s_q, _), s_k, device = query.shape, key.shape[2], query.device
-    score = scores.bind(score_mod, query)
-    extent = Extent.of(s_q, s_k, None, None, device)
-    batch, head = torch.arange(b, device=device)[:, None, None, None], torch.arange(h, device=device)[:, None, None]
-    keys = key.float().repeat_interleave(h // key.shape[1], 1).mT
-    found = torch.full((b, h, s_q), -torch.inf, device=device)
-    step = max(1, PAIRS_AT_ONCE // max(1, b * h * s_k))
-    for start in range(0, s_q, step):
-        at = batch, head, torch.arange(start, min(start + step, s_q), device=device)[:, None]
-        at = (*at, torch.arange(s_k, device=device))
-        x = query[:, :, start : start + step].float() @ keys * scale
-        if score is not None:
-            x = score(x, *at)
-        if mask is not None:
-            x = torch.where(mask.sees(extent, *at), x, -torch.inf)
-        if s_k:
-            found[:, :, start : start + step] = x.amax(-1)
-    return found
 
 
 def create_block_mask(

@@ -1,0 +1,212 @@
+"""The module itself."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from saccade.api import Explanation, attention, explain
+from saccade.compat.max_scores import max_scores
+from saccade.compat.transformer_engine.call import Call, WrongCall, check_tensors, mask_type
+from saccade.compat.transformer_engine.modifications import modification
+from saccade.compat.transformer_engine.visibility import visible
+from saccade.dispatch import Unsupported
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class DotProductAttention(torch.nn.Module):
+    """`softmax(mask(softcap(score_mod(scale q k)) + bias)) v`, by TransformerEngine's names.
+
+    Args:
+        num_attention_heads: h_q, of all tensor-parallel ranks together.
+        kv_channels: d, or (d, d_v).
+        num_gqa_groups: h_k; h_q when None.
+        attention_dropout: the share of probabilities that become zero in training.
+        qkv_format: "sbhd", "bshd" or "thd".
+        attn_mask_type: "causal" unless given; see `Call`, and so for the next three.
+        window_size: (left, right).
+        bottom_right_diagonal: how windows are aligned.
+        softcap: 0 for none.
+        sequence_parallel: not read: q, k and v are whole.
+        tp_size: tensor-parallel ranks, each with its own heads.
+        get_rng_state_tracker: a function; its result's `fork()` is entered for dropout.
+        tp_group: gives tp_size.
+        layer_number: not read.
+        attention_type: "self" or "cross"; not read: a call has the lengths that it has.
+        cp_group: refused if it has more than one rank, when it is called.
+        cp_global_ranks: for cp_group, and so cp_stream and cp_comm_type.
+        softmax_scale: 1/sqrt(d) when None.
+        softmax_type: "vanilla"; "off-by-one": `exp / (1 + sum exp)`; "learnable": `exp / (exp(offset_h) + sum exp)`,
+            with the parameter `softmax_offset`, (h_q).
+        return_max_logit: return (out, max_logit), the largest score that each head sees, (h_q) float32.
+        name: not read.
+        backend: saccade's own: "auto", or the one that runs or raises.
+
+    Forward takes what `Call` lists, by position or by name. It returns out with its last two dimensions as one,
+    (s_q, b, h_q d_v), (b, s_q, h_q d_v) or (t_q, h_q d_v). It is deterministic where
+    `torch.are_deterministic_algorithms_enabled()`.
+
+    Raises:
+        WrongCall: arguments that do not fit, a ValueError and an AssertionError.
+        Unsupported: FP8, context parallelism, inference parameters; or no backend runs the call.
+
+    >>> core = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal")
+    >>> q, k, v = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
+    >>> lengths = torch.tensor([0, 8, 11], dtype=torch.int32)
+    >>> core(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths).shape
+    torch.Size([2, 8, 64])
+    >>> get_attention_backend(core, q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths).backend
+    'cpu'
+    """
+
+    softmax_offset: Tensor | None
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.head_dims = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if num_attention_heads % self.num_gqa_groups or self.num_gqa_groups % self.tp_size:
+            raise WrongCall(
+                "num_attention_heads must be a multiple of num_gqa_groups, and that of tp_size, got "
+                f"{num_attention_heads}, {self.num_gqa_groups} and {self.tp_size}"
+            )
+        if attention_type not in ("self", "cross"):
+            raise WrongCall(f"attention_type is self or cross, got {attention_type!r}")
+        if softmax_type not in SOFTMAX_TYPES:
+            raise WrongCall(f"softmax_type is one of {', '.join(SOFTMAX_TYPES)}, got {softmax_type!r}")
+        self.defaults: dict[str, Any] = {
+            "qkv_format": qkv_format,
+            "attn_mask_type": mask_type(attn_mask_type),
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "softcap": softcap,
+        }
+        self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
+        self.softmax_scale = 1 / math.sqrt(self.head_dims[0]) if softmax_scale is None else softmax_scale
+        self.softmax_type, self.return_max_logit, self.backend = softmax_type, return_max_logit, backend
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        zeros = torch.zeros(num_attention_heads // self.tp_size)
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(zeros)
+        else:  # no part of the state
+            offset = zeros if softmax_type == "off-by-one" else None
+            self.register_buffer("softmax_offset", offset, persistent=False)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Ranks that share a sequence; one of more than one rank is refused when the module is called."""
+        self.cp_group = cp_group
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, Tensor]:
+        (q, k, v), given, saves = self._attention(*arguments, **keywords)
+        out = self._checkpointed(q, k, v, given) if saves else self._attend(q, k, v, given)
+        out = out.flatten(-2)
+        if not self.return_max_logit:
+            return out
+        scored = {name: given[name] for name in ("mask", "score_mod", "scale", "layout")}
+        largest = max_scores(q, k, **scored)
+        heads = 0 if largest.dim() == 2 else 1
+        return out, largest.movedim(heads, 0).flatten(1).amax(1) if largest.numel() else largest.new_zeros(q.shape[-2])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
+        tracker = self.get_rng_state_tracker if given["dropout_p"] else None
+        with tracker().fork() if tracker is not None else nullcontext():
+            return attention(q, k, v, **given)
+
+    def _checkpointed(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
+        return checkpoint(self._attend, q, k, v, given, use_reentrant=False)
+
+    def _attention(self, *arguments: Any, **keywords: Any) -> tuple[tuple[Tensor, ...], dict[str, Any], bool]:
+        """What `attention` takes, and whether to compute it twice."""
+        if self.cp_group is not None and (ranks := _ranks(self.cp_group)) > 1:
+            raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: no context parallelism yet")
+        call = Call(*arguments, **keywords).settled(self.defaults)
+        q, k, v = call.query_layer, call.key_layer, call.value_layer
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        check_tensors(q, k, v, call.order)
+        dims, groups = (k.shape[-1], v.shape[-1]), self.num_gqa_groups // self.tp_size
+        if dims != self.head_dims or k.shape[-2] != groups:
+            raise WrongCall(
+                f"keys and values must have {groups} heads of dims {self.head_dims}, got {tuple(k.shape)} and "
+                f"{tuple(v.shape)}"
+            )
+        seen = visible(call, q, k)
+        given = {
+            "mask": seen.mask,
+            "score_mod": modification(call, seen, self.softmax_scale, q, k),
+            "layout": seen.layout,
+            "scale": self.softmax_scale,
+            "sink": self.softmax_offset,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "backend": self.backend,
+        }
+        if seen.keys is not None:
+            s = call.order.index("s")
+            k, v = (x.narrow(s, 0, seen.keys) for x in (k, v))
+        return (q, k, v), given, call.checkpoint_core_attention
+
+
+DotProductAttention.forward.__signature__ = inspect.Signature(
+    [
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        *inspect.signature(Call).parameters.values(),
+    ]
+)
+
+
+def get_attention_backend(core: DotProductAttention, *arguments: Any, **keywords: Any) -> Explanation:
+    """Which backend runs a call of a module, and why the others do not.
+
+    Args:
+        core: the module.
+        arguments: what it would be called with.
+        keywords: the same.
+
+    Raises:
+        WrongCall, Unsupported: as the call itself.
+    """
+    (q, k, v), given, _ = core._attention(*arguments, **keywords)
+    return explain(q, k, v, **given)
+
+
+def _ranks(group: Any) -> int:
+    return math.prod(torch.distributed.get_world_size(x) for x in (group if isinstance(group, list) else [group]))
