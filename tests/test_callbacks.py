@@ -238,6 +238,24 @@ def test_scalars_are_those_of_the_forward():
     assert torch.equal(torch.autograd.grad(out, q)[0], wanted)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled(inside):
+    """Made outside of a compiled region or in it, without a break of the graph."""
+    for name in ("softcap", "alibi"):
+        q, k, v = (x.requires_grad_() for x in operands(4, 2, 20, 20, 8, torch.float32))
+        given = case(name, 4, 20, 20)
+        outer = given.score()
+
+        def call(q, k, v, given=given, outer=outer):
+            return attention(q, k, v, score_mod=score_callback(*given) if inside else outer)
+
+        out, wanted = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v), call(q, k, v)
+        leaves = [q, k, v, *(x for x in (given.score_mod_tensors or {}).values() if x.requires_grad)]
+        torch.testing.assert_close(out, wanted)
+        for one, other in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, wanted)), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def kept(graph, score, tensors):
     LAST.append(score)
     return graph.add(score, LAST[0])

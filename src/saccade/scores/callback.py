@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,10 +82,30 @@ def score_callback(
         raise ValueError("score_mod_bprop_tensors requires score_mod_bprop")
     given = [_checked(tensors) for tensors in (score_mod_tensors, score_mod_bprop_tensors)]
     tensors = [x.reshape(()) if x.numel() == 1 else x for named in given for x in named.values()]
+    if torch.compiler.is_compiling():
+        forms = (tuple((name, x.dtype) for name, x in named.items()) for named in given)
+        forward, backward = getattr(_pinned, _pin(score_mod, score_mod_bprop, *forms))
+        return CallbackMod(forward, *tensors, bprop=backward)
     forward, backward = _cache.recorded(score_mod, score_mod_bprop, *given)
     if backward is not None:
         _cache.check_linear(backward, tensors)
     return CallbackMod(forward, *tensors, bprop=backward)
+
+
+_pinned = SimpleNamespace()
+"""Recordings of compiled regions, which are not forgotten."""
+
+
+@torch._dynamo.assume_constant_result
+def _pin(score_mod: Any, bprop: Any, forms: Any, forms_bprop: Any) -> str:
+    """The name of a recording; torch.compile calls this once."""
+    stand_ins = ({name: torch.zeros((), dtype=dtype) for name, dtype in given} for given in (forms, forms_bprop))
+    recorded = _cache.recorded(score_mod, bprop, *stand_ins)
+    with _cache.lock:
+        held = vars(_pinned)
+        name = next((name for name, other in held.items() if other == recorded), f"recorded{len(held)}")
+        setattr(_pinned, name, recorded)
+    return name
 
 
 def _checked(tensors: Tensors | None) -> Tensors:

@@ -38,7 +38,9 @@ class Bound(Score):
 def bind(score_mod: Any, q: Tensor) -> Score:
     double = q.dtype == torch.float64
     if isinstance(score_mod, ScoreMod):
-        forms = tuple((x.dtype, tuple(n == 1 for n in x.shape)) for x in score_mod.tensors)
+        # A branch makes a constant of what a comparison of sizes does not.
+        ones = (tuple(True if n == 1 else False for n in x.shape) for x in score_mod.tensors)  # noqa: SIM210
+        forms = tuple((x.dtype, form) for x, form in zip(score_mod.tensors, ones, strict=True))
         plan = _plan_of_mod(score_mod.fn, score_mod.bprop, getattr(score_mod, "kind", None), forms, double)
     elif isinstance(score_mod, types.MethodType):
         plan = _plan_of_method(score_mod.__func__, score_mod.__self__, double)

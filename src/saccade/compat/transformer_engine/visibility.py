@@ -100,7 +100,7 @@ def _packed(call: Call, kind: str) -> tuple[Packed, int | Tensor]:
     offsets = cu_q if starts[0] is None else starts[0], cu_k if starts[1] is None else starts[1]
     longest = call.max_seqlen_q or q.shape[0], call.max_seqlen_kv or k.shape[0]
     layout = Packed(*offsets, *longest, seqused_q, seqused_k)
-    return layout, 0 if _same(cu_q, cu_k) else cu_k.diff() - cu_q.diff()
+    return layout, 0 if cu_q is cu_k else cu_k.diff() - cu_q.diff()
 
 
 def _dense(call: Call, kind: str, q: Tensor, k: Tensor) -> tuple[Dense, int | Tensor]:
@@ -110,8 +110,8 @@ def _dense(call: Call, kind: str, q: Tensor, k: Tensor) -> tuple[Dense, int | Te
         return Dense(call.order), s_k - s_q
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_kv
     if cu_q is not None and cu_k is not None:
-        used_q, used_k = cu_q.diff(), cu_q.diff() if cu_k is cu_q else cu_k.diff()
-        same = _same(cu_q, cu_k)
+        used_q, used_k = cu_q.diff(), cu_k.diff()
+        same = cu_q is cu_k  # their values are not read
     elif call.attention_mask is None:
         raise WrongCall(f"attn_mask_type={kind!r} needs cu_seqlens_q and cu_seqlens_kv, or attention_mask")
     else:
@@ -130,11 +130,6 @@ def _used(hidden: Tensor, b: int, s: int) -> Tensor:
             f"queries and keys; got {hidden.dtype} {tuple(hidden.shape)}"
         )
     return hidden.reshape(b, s).logical_not().sum(-1, dtype=torch.int32)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two are one tensor; their values are not read."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
 def _band(left: int | None, right: int | None) -> ScoreMod:
