@@ -227,6 +227,23 @@ def test_bounded_and_safe_for_threads():
     assert len({mod.fn for mods in found for mod in mods}) == len({mod.bprop for mods in found for mod in mods}) == 8
 
 
+def test_numbers_of_every_type():
+    """Integers and truths by value, of one element in any number of dimensions."""
+    q, k, v = operands(4, 2, 9, 9, 8, torch.float32)
+
+    def mod(graph, score, tensors):
+        near = graph.cmp_le(
+            graph.abs(graph.sub(graph.gen_index(score, 3), graph.gen_index(score, 2))), tensors["reach"]
+        )
+        return graph.binary_select(score, tensors["low"], graph.logical_or(near, tensors["all"]))
+
+    for reach, everyone in ((2, False), (4, False), (2, True)):
+        given = {"reach": torch.tensor([reach]), "all": torch.tensor([[everyone]]), "low": torch.tensor(-torch.inf)}
+        score_mod = score_callback(mod, None, given)
+        wanted = attention(q, k, v, mask=None if everyone else window(reach, reach))
+        torch.testing.assert_close(attention(q, k, v, score_mod=score_mod), wanted)
+
+
 def test_scalars_are_those_of_the_forward():
     """A number that changes before the backward does not change the gradient."""
     by = torch.tensor([3.0])

@@ -175,7 +175,7 @@ class DotProductAttention(torch.nn.Module):
             "score_mod": modification(call, seen, self.softmax_scale, q, k),
             "layout": seen.layout,
             "scale": self.softmax_scale,
-            "sink": self.softmax_offset,
+            "sink": None if self.softmax_offset is None else self.softmax_offset.to(q.device),
             "dropout_p": self.attention_dropout if self.training else 0.0,
             "backend": self.backend,
         }
