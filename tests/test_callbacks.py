@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -185,6 +186,46 @@ def test_functions_are_known_by_what_they_are(monkeypatch):
     for held.factor in (2.0, 3.0):
         assert value(lambda graph, score, tensors: graph.neg(held(graph, score, tensors))) == -4 * held.factor
     assert held.count == 2
+
+
+class Config:
+    factor = 2.0
+    nested: ClassVar = {"layers": [1, 2]}
+
+    @classmethod
+    def scaled(cls, graph, score):
+        return graph.mul(score, cls.factor)
+
+
+HELD = Counted(2.0)
+
+
+def test_what_globals_hold(monkeypatch):
+    """Attributes of classes, modules and functions by value; objects may change, and are looked at each time."""
+
+    def by_class(graph, score, tensors):
+        return graph.mul(Config.scaled(graph, score), float(sum(Config.nested["layers"])))
+
+    def by_module(graph, score, tensors):
+        return graph.mul(score, saccade.compat.cudnn.FACTOR)
+
+    def by_function(graph, score, tensors):
+        return graph.mul(score, helped.factor)
+
+    def by_object(graph, score, tensors):
+        return HELD.forward(graph, score, tensors)
+
+    monkeypatch.setattr(saccade.compat.cudnn, "FACTOR", 2.0, raising=False)
+    monkeypatch.setattr(helped, "factor", 2.0, raising=False)
+    assert [value(x) for x in (by_class, by_module, by_function, by_object)] == [24, 8, 8, 8]
+    before = recorded()
+    assert [value(x) for x in (by_class, by_module, by_function)] == [24, 8, 8]
+    assert recorded() == before
+    for owner, name in ((Config, "factor"), (saccade.compat.cudnn, "FACTOR"), (helped, "factor"), (HELD, "factor")):
+        monkeypatch.setattr(owner, name, 3.0)
+    Config.nested["layers"].append(3)
+    assert [value(x) for x in (by_class, by_module, by_function, by_object)] == [72, 12, 12, 12]
+    Config.nested["layers"].pop()
 
 
 def test_scalars_and_equal_graphs_build_nothing():

@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.scores.survey import Same, names_of, of_library
+from saccade.scores.survey import LIBRARIES, Same, names_of, of_library
 
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"
@@ -44,7 +44,7 @@ def callback_key(callback: Callback | None) -> Any:
     if method or not isinstance(callback, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
         return None
     try:
-        return "contents", _contents(callback, False, {})
+        return "contents", _contents(callback, _NONE, {})
     except _Unkeyed:
         return None
 
@@ -71,65 +71,79 @@ def frozen(value: Any) -> Any:
 
 
 _PLAIN = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, enum.Enum)
+_NONE: frozenset[str] = frozenset()
 
 
-def _contents(value: Any, shared: bool, seen: dict[int, int]) -> Any:
-    """What a value is. What is shared, by way of a global, may be known by identity; what is captured may not.
+def _contents(value: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
+    """What a value is, to code that names these attributes.
 
     Raises:
-        _Unkeyed: captured, and neither a constant nor made of constants.
+        _Unkeyed: neither a constant, nor made of constants, nor code.
     """
     if isinstance(value, float):
         return float, value.hex()
     if isinstance(value, _PLAIN) or hasattr(type(value), "__members__"):  # cuDNN's own enumerations
         return type(value), value
-    if isinstance(value, (type, types.BuiltinFunctionType)) or (callable(value) and of_library(value)):
-        return Same(value)
-    if isinstance(value, types.ModuleType):
+    if isinstance(value, (types.BuiltinFunctionType, enum.EnumMeta)) or (
+        isinstance(value, types.FunctionType) and of_library(value)
+    ):
         return Same(value)
     if id(value) in seen:
         return "again", seen[id(value)]
     seen[id(value)] = len(seen)
     match value:
         case types.FunctionType():
-            return _of_function(value, shared, seen)
+            return _of_function(value, names, seen)
+        case types.ModuleType() | type():
+            return Same(value), _attributes(value, names, seen)
+        case _:
+            return type(value), tuple(_contents(x, names, seen) for x in _parts(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a container holds, and what a partial or a method is made of.
+
+    Raises:
+        _Unkeyed: any other object.
+    """
+    match value:
+        case staticmethod() | classmethod():
+            return (value.__func__,)
+        case types.MethodType():
+            return value.__func__, value.__self__
         case functools.partial():
-            parts = value.func, value.args, value.keywords
-            return "partial", tuple(_contents(x, shared, seen) for x in parts)
+            return value.func, value.args, value.keywords
         case dict():
-            return "dict", tuple((_contents(k, shared, seen), _contents(v, shared, seen)) for k, v in value.items())
+            return (x for item in value.items() for x in item)
         case list() | tuple():
-            return type(value), tuple(_contents(x, shared, seen) for x in value)
+            return value
         case set() | frozenset():
-            return "set", frozenset(_contents(x, shared, seen) for x in value)
-    if not shared:
-        raise _Unkeyed
-    return Same(value)
+            return sorted(value, key=repr)
+    raise _Unkeyed
 
 
-def _of_function(fn: types.FunctionType, shared: bool, seen: dict[int, int]) -> Any:
-    cells = []
-    for cell in fn.__closure__ or ():
-        try:
-            cells.append(_contents(cell.cell_contents, shared, seen))
-        except ValueError:  # not assigned yet
-            cells.append(None)
-    held = [_contents(x, shared, seen) for x in (fn.__defaults__, fn.__kwdefaults__)]
+def _of_function(fn: types.FunctionType, outer: frozenset[str], seen: dict[int, int]) -> Any:
     names = names_of(fn.__code__)
-    for name in sorted(names):
-        if name in fn.__globals__:
-            found = fn.__globals__[name]
-            held.append((name, _contents(found, True, seen)))
-            held += _attributes(found, names, seen)
-    return fn.__code__, tuple(cells), tuple(held)
+    try:
+        cells = tuple(cell.cell_contents for cell in fn.__closure__ or ())
+    except ValueError as unassigned:
+        raise _Unkeyed from unassigned
+    held = [_contents(x, names, seen) for x in (fn.__defaults__, fn.__kwdefaults__, cells)]
+    found = ((name, fn.__globals__[name]) for name in sorted(names & fn.__globals__.keys()))
+    held += ((name, _contents(x, names, seen)) for name, x in found)
+    return fn.__code__, tuple(held), _attributes(fn, outer | names, seen) if fn.__dict__ else ()
 
 
-def _attributes(owner: Any, names: frozenset[str], seen: dict[int, int]) -> list[Any]:
-    """What code may read of a global module or object: constants and functions among its attributes of such names."""
-    if isinstance(owner, types.FunctionType):
-        return []
-    own = getattr(owner, "__dict__", {})
-    kinds = (*_PLAIN, float, types.FunctionType)
-    return [
-        (name, _contents(own[name], True, seen)) for name in sorted(names & own.keys()) if isinstance(own[name], kinds)
-    ]
+def _attributes(owner: Any, names: frozenset[str], seen: dict[int, int]) -> tuple[Any, ...]:
+    """What code reads of a module, a class or a function, by itself and by the methods that it calls."""
+    if isinstance(owner, types.ModuleType) and owner.__name__.partition(".")[0] in LIBRARIES:
+        return ()
+    scopes = [vars(x) for x in owner.__mro__[:-1]] if isinstance(owner, type) else [vars(owner)]
+    while isinstance(owner, type):
+        methods = [getattr(scope[name], "__func__", scope[name]) for scope in scopes for name in names & scope.keys()]
+        more = names.union(*(names_of(x.__code__) for x in methods if isinstance(x, types.FunctionType)))
+        if more == names:
+            break
+        names = more
+    found = ((name, scope[name]) for scope in scopes for name in sorted(names & scope.keys()))
+    return tuple((name, _contents(x, names, seen)) for name, x in found)

@@ -128,7 +128,7 @@ def _code(fn: Any) -> Any:
     return getattr(getattr(fn, "__func__", fn), "__code__", None)
 
 
-_LIBRARIES = ("torch", "math", "operator", "builtins", "numpy")
+LIBRARIES = ("torch", "math", "operator", "builtins", "numpy")
 
 _JOINS = "torch.nn.attention.flex_attention"
 """Of torch, but its and_masks and or_masks hold functions of the user's."""
@@ -148,7 +148,7 @@ def of_library(value: Any) -> bool:
     module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
     if module == _JOINS:
         return False
-    return (module or "").partition(".")[0] in _LIBRARIES
+    return (module or "").partition(".")[0] in LIBRARIES
 
 
 class Same:
