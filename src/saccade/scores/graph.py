@@ -110,9 +110,9 @@ class Graph:
             raise ValueError("gen_index takes the score, or a value made of it: indices are those of scores")
         return self._added(Step("gen_index", (), (axis,), _typed(compute_data_type)), True)
 
-    def tensor_scalar(self, value: float, data_type: Any = None) -> Node:
-        """A constant."""
-        return self._added(Step("number", (), (value,), made=_typed(data_type)), False)
+    def tensor_scalar(self, value: float, scalar_type: Any = None) -> Node:
+        """A constant, whatever cuDNN's scalar_type says of how it is kept."""
+        return self._added(Step("number", (), (value,)), False)
 
     def _operation(self, name: str, tensors: tuple[Any, ...], keywords: dict[str, Any]) -> Node:
         operation = OPERATIONS[name]

@@ -119,7 +119,7 @@ def everything(graph: Any, score: Any, tensors: Any) -> Any:
     total = graph.max(input0=graph.min(total, tensors["large"]), input1=graph.neg(tensors["large"]))
     total = graph.add(total, graph.pow(input0=above, input1=tensors["small"]))
     total = graph.add(total, graph.mod(input0=total, input1=tensors["large"]))
-    half = graph.div(a=row, b=graph.tensor_scalar(2, data_type.INT32), compute_data_type=INT32)
+    half = graph.div(a=row, b=graph.tensor_scalar(2), compute_data_type=INT32)
     for i, name in enumerate(("cmp_eq", "cmp_neq", "cmp_gt", "cmp_lt", "cmp_ge", "cmp_le")):
         met = getattr(graph, name)(input=half if i % 2 else score, comparison=column)
         total = graph.add(total, graph.mul(met, tensors["small"]))
