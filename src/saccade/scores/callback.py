@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.scores.callback_key import Callback, callback_key
+from saccade.scores.constant import compile_constant
 from saccade.scores.function import CacheInfo, ScoreMod, name_of
 from saccade.scores.graph import Graph, Recording, data_type
 from saccade.scores.survey import Survey, survey_of
@@ -96,7 +97,7 @@ _pinned = SimpleNamespace()
 """Recordings of compiled regions, which are not forgotten."""
 
 
-@torch._dynamo.assume_constant_result
+@compile_constant
 def _pin(score_mod: Any, bprop: Any, forms: Any, forms_bprop: Any) -> str:
     """The name of a recording; torch.compile calls this once."""
     stand_ins = ({name: torch.zeros((), dtype=dtype) for name, dtype in given} for given in (forms, forms_bprop))
