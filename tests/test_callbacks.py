@@ -238,6 +238,8 @@ def test_scalars_and_equal_graphs_build_nothing():
     before = recorded(), saccade.cache_info().misses
     assert [attended(scaled, {"by": torch.full((1, 1, 1, 1), x)}) for x in (0.5, 2.0, -3.0)] == [2, 8, -12]
     assert (recorded(), saccade.cache_info().misses) == before
+    signed = [score_callback(partial(lambda zero, g, s, t: g.reciprocal(g.mul(0.0, zero)), x)) for x in (1.0, -1.0)]
+    assert signed[0].fn != signed[1].fn
     first, second = Counted(2.0), Counted(2.0)
     attended(first.forward)
     before = saccade.cache_info().misses

@@ -287,6 +287,15 @@ def test_takes_what_transformer_engine_takes():
     assert list(inspect.signature(DotProductAttention).parameters)[:-1] == constructor.split()
 
 
+def test_context_parallel_is_refused(monkeypatch):
+    core = DotProductAttention(H, (D, D_V), G, qkv_format="bshd", cp_group=[object(), object()])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    core(*operands("bshd"))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    with pytest.raises(Unsupported, match="cp_group of 4 ranks"):
+        core(*operands("bshd"))
+
+
 def called(constructor=None, order="bshd", **forward):
     return lambda: DotProductAttention(H, (D, D_V), G, qkv_format=order, **(constructor or {}))(
         *operands(order), **forward

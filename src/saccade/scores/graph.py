@@ -112,7 +112,7 @@ class Graph:
 
     def tensor_scalar(self, value: float, scalar_type: Any = None) -> Node:
         """A constant, whatever cuDNN's scalar_type says of how it is kept."""
-        return self._added(Step("number", (), (value,)), False)
+        return self._added(Step("number", (), (value, repr(value))), False)  # 0.0, -0.0 and 0 differ
 
     def _operation(self, name: str, tensors: tuple[Any, ...], keywords: dict[str, Any]) -> Node:
         operation = OPERATIONS[name]
