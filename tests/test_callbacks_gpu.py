@@ -26,7 +26,11 @@ def operands(order, dtype, h_q, h_k, s_q, s_k, d):
     return [Dense(order).ordered(torch.randn(shape, device="cuda", dtype=dtype)).contiguous() for shape in shapes]
 
 
-@pytest.mark.parametrize("name", NAMES)
+COMPILED = [name for name in NAMES if name != "everything"]
+"""All operations in one function compile for minutes; the interpreter runs them."""
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_against_the_oracle(name, backend):
     order, dtype = ("sbhd", torch.bfloat16) if NAMES.index(name) % 2 else ("bshd", torch.float16)
     q, k, v = operands(order, dtype, 4, 2, 200, 300, 64)
