@@ -13,9 +13,12 @@ PACKAGE = Path(__file__).parent.parent / "src" / "saccade"
 
 # From the ground up: a module imports from lower layers and from its own folder alone.
 LAYERS = [
-    {"hardware", "layouts", "scores", "dropout", "configs"},
+    {"hardware", "lengths", "scores", "dropout", "configs"},
+    {"pages"},
+    {"layouts"},
     {"masks"},
-    {"spec", "partial", "packed"},
+    {"spec", "partial", "packed", "shapes"},
+    {"paged"},
     {"problem"},
     {"blocks"},
     {"reference"},

@@ -9,7 +9,7 @@ torch.Size([1, 8, 256, 64])
 from saccade.api import Explanation, attention, explain, plan
 from saccade.block_masks import block_mask
 from saccade.dispatch import Plan, Unsupported
-from saccade.layouts import Dense, Packed
+from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, documents, mask_mod, prefix, window
 from saccade.partial import Partial, merge
 from saccade.scores import (
@@ -34,6 +34,7 @@ __all__ = [
     "Explanation",
     "Mask",
     "Packed",
+    "Paged",
     "Partial",
     "Plan",
     "ScoreMod",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from saccade import dispatch, masks, ops, packed, scores
+from saccade import dispatch, masks, ops, packed, paged, scores, shapes
 from saccade.dispatch import Unsupported
 from saccade.dropout import Dropout
-from saccade.layouts import ORDERS, Dense, Layout, Packed
-from saccade.masks import Documents, Mask, as_mask
+from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged
+from saccade.masks import Mask, as_mask
 from saccade.partial import Partial
 from saccade.problem import Header, Problem
 from saccade.spec import DTYPES, Spec
@@ -41,6 +41,7 @@ def attention(
     return_lse: Literal[False] = False,
     deterministic: bool | None = None,
     backend: str = "auto",
+    out: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -59,6 +60,7 @@ def attention(
     return_lse: Literal[True],
     deterministic: bool | None = None,
     backend: str = "auto",
+    out: Tensor | None = None,
 ) -> Partial: ...
 
 
@@ -76,6 +78,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
+    out: Tensor | None = None,
 ) -> Tensor | Partial:
     """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v`, fused, differentiable, in memory linear in the lengths.
 
@@ -85,7 +88,7 @@ def attention(
     Args:
         q: (b, h_q, s_q, d) in the order that `layout` says, or packed (t_q, h_q, d); float16, bfloat16, float32, or
             float64 on the CPU. Any strides.
-        k: (b, h_k, s_k, d), dtype and device of q.
+        k: (b, h_k, s_k, d), or a cache of pages (pages, page_size, h_k, d); dtype and device of q.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
         mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any
             predicate by `mask_mod(fn)`, combined with `&`, `|` and `~`; a bool tensor that broadcasts to
@@ -94,8 +97,8 @@ def attention(
             operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. It is
             traced once; captured tensors get gradients, and new values never recompile. See `ScoreMod`.
         layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches; `Packed(…)` for sequences of
-            different lengths, end to end. Nested (jagged) tensors are packed sequences that need no layout but their
-            order; out is nested as well.
+            different lengths, end to end; `Paged(…)` for keys and values in the pages of a cache. Nested (jagged)
+            tensors are packed sequences that need no layout but their order; out is nested as well.
         scale: factor on q k^T; 1/sqrt(d) when None.
         sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
             modified. It gets a gradient. The LSE includes it.
@@ -106,6 +109,8 @@ def attention(
         deterministic: gradients bitwise equal from run to run; None follows
             `torch.are_deterministic_algorithms_enabled()`. The forward always is.
         backend: "auto", or one name out of `saccade.dispatch.NAMES`: that backend runs or raises.
+        out: a tensor of the result's shape and dtype that it is written to, and that is returned; its last dimension
+            is contiguous. For calls without gradients.
 
     Returns:
         out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. With `return_lse`, a Partial whose lse is
@@ -133,6 +138,8 @@ def attention(
         q, k, v, layout = packed.values(q, k, v, layout)
     mask = as_mask(mask)
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
+    if out is not None:
+        _check_out(out, q, v, jagged)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -142,7 +149,10 @@ def attention(
     if backend == "reference" or ops.runs_directly(q, k, v, sink, *captures):
         operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
         problem = Problem(*operands, sink, mask, score, layout, scale, deterministic, dropout)
-        out, lse = ops.execute(problem, backend, return_lse)
+        if out is not None:
+            ops.refuse_gradients(q, k, v, sink, *captures)
+            problem.out = layout.canonical(out)
+        found, lse = ops.execute(problem, backend, return_lse)
     else:
         if mask is not None and torch.compiler.is_compiling():
             masks.pin(mask.identity)
@@ -154,11 +164,17 @@ def attention(
         if dropout is not None:
             records = [*records, dropout.state]
             floats.insert(1, dropout.p)
-        out, lse = ops.forward(q, k, v, sink, captures, records, header, ints, floats, return_lse)
+        arguments = q, k, v, sink, captures, records, header, ints, floats, return_lse
+        if out is None:
+            found, lse = ops.forward(*arguments)
+        else:
+            found, lse = out, ops.forward_out(out, *arguments)
     if jagged:
         assert isinstance(layout, Packed)
-        out = packed.nested(out, layout, order)
-    return Partial(out, cast(Tensor, lse)) if return_lse else out
+        found = packed.nested(found, layout, order)
+    if out is not None:
+        found = out
+    return Partial(found, cast(Tensor, lse)) if return_lse else found
 
 
 class Explanation:
@@ -242,7 +258,7 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if isinstance(q, str):
         return Spec.parse(q)
     defaults = {"mask": None, "score_mod": None, "layout": _BHSD, "scale": None, "sink": None, "dropout_p": 0.0}
-    defaults |= {"return_lse": False, "deterministic": None}
+    defaults |= {"return_lse": False, "deterministic": None, "out": None}
     if unknown := keywords.keys() - defaults.keys():
         raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
     given = defaults | keywords
@@ -265,7 +281,9 @@ def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout
     score = scores.bind(score_mod, q)
     if score is None:
         return None
-    if isinstance(layout, Packed):  # a bound that nobody may read has the tensor's rows in its place
+    if isinstance(layout, Paged):
+        s_q, s_k = q.shape[0 if layout.cu_seqlens_q is not None else 1], layout.capacity(k.shape[1])
+    elif isinstance(layout, Packed):  # a bound that nobody may read has the tensor's rows in its place
         bounds = (layout.max_seqlen_q, q.shape[0]), (layout.max_seqlen_k, k.shape[0])
         s_q, s_k = (t if isinstance(bound, Tensor) else min(bound, t) for bound, t in bounds)
     else:
@@ -288,11 +306,11 @@ def _checked(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as a backend takes them, or an error that quotes their shapes. In the hot path of small calls."""
     if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Dense or a Packed record, such as Dense('bshd'), got {layout!r}")
+        raise TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise TypeError(f"q, k and v must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
     flat = isinstance(layout, Packed)
-    if not q.dim() == k.dim() == v.dim() == (3 if flat else 4):
+    if not isinstance(layout, Paged) and not q.dim() == k.dim() == v.dim() == (3 if flat else 4):
         raise ValueError(f"q, k and v must have {'three' if flat else 'four'} dimensions: {_shapes(q, k, v, layout)}")
     q, k, v = _autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
@@ -301,8 +319,11 @@ def _checked(
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if q.dtype not in DTYPES:
         raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
-    b_dim, h_dim, s_dim = (None, 1, 0) if flat else ORDERS[layout.order][:3]
-    complaint = _complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
+    if isinstance(layout, Paged):
+        complaint = paged.complaint(q.shape, k.shape, v.shape, layout)
+    else:
+        b_dim, h_dim, s_dim = (None, 1, 0) if flat else ORDERS[layout.order][:3]
+        complaint = shapes.complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
     if mask is not None or sink is not None or layout.records:
@@ -311,21 +332,6 @@ def _checked(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 1 would keep nothing, and out be zero")
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
     return _rows(q), _rows(k), _rows(v)
-
-
-def _complaint(q: torch.Size, k: torch.Size, v: torch.Size, b: int | None, h: int, s: int) -> str | None:
-    """What is wrong with the shapes, whose batch, head and row dimensions are b (None: packed), h and s."""
-    if b is not None and not q[b] == k[b] == v[b]:
-        return "q, k and v must have one batch size"
-    if q[-1] != k[-1]:
-        return "q and k must have one head dim"
-    if k[h] != v[h] or k[s] != v[s]:
-        return "k and v must have the same heads and length"
-    if q[-1] == 0 or v[-1] == 0:
-        return "head dims must be at least 1"
-    if (q[h] % k[h] if k[h] else q[h]) or (k[h] and not q[h]):
-        return f"the query heads must be a multiple of the key heads, got {q[h]} and {k[h]}"
-    return None
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
@@ -353,37 +359,27 @@ def _check_records(
     rows, s_k = layout.canonical(q).shape, layout.canonical(k).shape[2]
     if isinstance(layout, Packed):
         complaint = packed.complaint(mask, layout)
+    elif isinstance(layout, Paged):
+        complaint = paged.mask_complaint(mask, layout)
     else:
         complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
         if records and not complaint:
-            complaint = _record_complaint(rows, s_k, mask, layout)
+            complaint = shapes.record_complaint(rows, s_k, mask, layout)
     if sink is not None and not complaint:
-        complaint = _sink_complaint(sink, rows[1], q.device)
+        complaint = shapes.sink_complaint(sink, rows[1], q.device)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
 
 
-def _sink_complaint(sink: Tensor, h_q: int, device: torch.device) -> str | None:
-    if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
-        got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
-        return f"sink must be a float tensor ({h_q},), one logit per query head, got {got}"
-    if sink.device != device:
-        return f"sink must be on q's device {device}, got {sink.device}"
-    return None
-
-
-def _record_complaint(q: torch.Size, s_k: int, mask: Mask | None, layout: Dense) -> str | None:
-    """What is wrong with the tensors of layout and mask; q is (b, h_q, s_q, d)."""
-    b, _, s_q, _ = q
-    for used in layout.records:
-        if used.shape != (b,):
-            return f"used lengths must have shape ({b},), got {tuple(used.shape)}"
-    for leaf in mask.leaves() if mask is not None else ():
-        if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
-            return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
-        if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
-            return f"prefix lengths must have shape ({b},), got {tuple(leaf.records[0].shape)}"
-    return None
+def _check_out(out: Tensor, q: Tensor, v: Tensor, jagged: bool) -> None:
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if not isinstance(out, Tensor) or jagged:
+        raise TypeError(f"out must be a tensor, and q no nested one, got out {type(out).__name__}")
+    if out.shape != wanted or out.dtype != q.dtype or out.device != q.device:
+        got = f"{out.dtype} {tuple(out.shape)} on {out.device}"
+        raise ValueError(f"out must be {q.dtype} {wanted} on {q.device}, got {got}")
+    if out.stride(-1) != 1 and out.shape[-1] != 1:
+        raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

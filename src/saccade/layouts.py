@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from saccade.lengths import check_offsets, check_vector, described, shortened
+from saccade.pages import Paged
 
 # Dimension d of the canonical (b, h, s, d) view is dimension ORDERS[order][d] of the user's tensor.
 ORDERS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
@@ -43,7 +45,7 @@ class Dense:
         for name in ("seqused_q", "seqused_k"):
             used = getattr(self, name)
             if used is not None:
-                _check_vector(name, used, "(b,)")
+                check_vector(name, used, "(b,)")
 
     @property
     def kind(self) -> str:
@@ -134,7 +136,7 @@ class Packed:
 
     def __post_init__(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            _check_vector(name, getattr(self, name), "(b + 1,)")
+            check_vector(name, getattr(self, name), "(b + 1,)")
             if not len(getattr(self, name)):
                 raise ValueError(f"{name} must hold b + 1 offsets, of which the first is 0, got none")
         if self.cu_seqlens_q.shape != self.cu_seqlens_k.shape:
@@ -145,14 +147,14 @@ class Packed:
         for name in ("seqused_q", "seqused_k"):
             used = getattr(self, name)
             if used is not None:
-                _check_vector(name, used, "(b,)")
+                check_vector(name, used, "(b,)")
                 if len(used) != self.sequences:
                     raise ValueError(f"{name} must have shape ({self.sequences},), got {tuple(used.shape)}")
         for name in ("max_seqlen_q", "max_seqlen_k"):
             bound = getattr(self, name)
             if isinstance(bound, Tensor):
                 if bound.numel() != 1 or bound.is_floating_point():
-                    raise ValueError(f"{name} must be an integer or a tensor of one, got {_described(bound)}")
+                    raise ValueError(f"{name} must be an integer or a tensor of one, got {described(bound)}")
             elif isinstance(bound, (bool, float)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0:
                 raise ValueError(f"{name} must be an integer from 0 on, or a tensor of one, got {bound!r}")
 
@@ -207,25 +209,19 @@ class Packed:
         """
         for side, t in (("q", t_q), ("k", t_k)):
             offsets = getattr(self, f"cu_seqlens_{side}")
-            found = offsets.tolist()
-            lengths = [stop - start for start, stop in pairwise(found)]
-            if found[0] != 0 or min(lengths, default=0) < 0 or found[-1] > t:
-                raise ValueError(
-                    f"cu_seqlens_{side} must begin at 0, never decrease, and end at most at the {t} rows that there "
-                    f"are, got {_shortened(found)}"
-                )
+            lengths = check_offsets(f"cu_seqlens_{side}", offsets.tolist(), t)
             used = getattr(self, f"seqused_{side}")
             if used is not None and any(not 0 <= n <= s for n, s in zip(used.tolist(), lengths, strict=True)):
                 raise ValueError(
-                    f"seqused_{side} must be between 0 and the sequences' lengths {_shortened(lengths)}, "
-                    f"got {_shortened(used.tolist())}"
+                    f"seqused_{side} must be between 0 and the sequences' lengths {shortened(lengths)}, "
+                    f"got {shortened(used.tolist())}"
                 )
 
     def __repr__(self) -> str:
         return f"Packed({self.sequences} sequences)"
 
 
-Layout = Dense | Packed
+Layout = Dense | Packed | Paged
 
 PLAIN = {order: Dense(order) for order in ORDERS}
 """The layouts without tensors, made once."""
@@ -239,6 +235,10 @@ def from_records(text: str, records: list[Tensor], t_q: int = 0, t_k: int = 0) -
     order, *names = text.split(",")
     if order in ORDERS:
         return Dense(order, **{name: records.pop(0) for name in names})
+    if order == Paged.kind:
+        splits = [int(name.partition("=")[2]) for name in names if name.startswith("splits=")]
+        found = [records.pop(0) for _ in range(3 if "cu_seqlens_q" in names else 2)]
+        return Paged(*found, num_splits=splits[0] if splits else None)
     offsets = records.pop(0), records.pop(0)
     used = {name: records.pop(0) for name in names if name != "validate"}
     return Packed(*offsets, t_q, t_k, **used, validate="validate" in names)
@@ -246,7 +246,9 @@ def from_records(text: str, records: list[Tensor], t_q: int = 0, t_k: int = 0) -
 
 def form(text: str) -> Layout:
     """A layout of this text's order, for its views alone."""
-    order = text.split(",")[0]
+    order, *names = text.split(",")
+    if order == Paged.kind:
+        return _NO_QUERIES if "cu_seqlens_q" in names else _NO_PAGES
     return PLAIN[order] if order in ORDERS else _NO_SEQUENCES
 
 
@@ -263,17 +265,6 @@ def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tens
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
 
-def _check_vector(name: str, x: object, shape: str) -> None:
-    if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be an int32 or int64 tensor of shape {shape}, got {_described(x)}")
-
-
-def _shortened(numbers: list[int]) -> str:
-    return str(numbers) if len(numbers) <= 12 else f"[{', '.join(map(str, numbers[:12]))}, …]"
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
 _NO_SEQUENCES = Packed(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, 0)
+_NO_PAGES = Paged(torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+_NO_QUERIES = Paged(_NO_PAGES.block_table, _NO_PAGES.seqused_k, torch.zeros(1, dtype=torch.int32))

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from saccade import dispatch
 from saccade.backends import Saved
-from saccade.layouts import Packed, empty_like_rows, form
+from saccade.layouts import Packed, Paged, empty_like_rows, form
 from saccade.problem import Header, Problem
 
 _library = torch.library.Library("saccade", "DEF")
@@ -26,6 +26,7 @@ _ARGUMENTS = (
     "float[] floats"
 )
 _library.define(f"forward({_ARGUMENTS}, bool lse) -> (Tensor out, Tensor lse)")
+_library.define(f"forward_out(Tensor(a!) out, {_ARGUMENTS}, bool lse) -> Tensor lse")
 _library.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] wanted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
@@ -48,6 +49,11 @@ def forward(
     return torch.ops.saccade.forward(q, k, v, sink, captures, records, header, ints, floats, lse)
 
 
+def forward_out(out: Tensor, *arguments: Any) -> Tensor:
+    """`forward`, written to `out`; returns the LSE alone."""
+    return torch.ops.saccade.forward_out(out, *arguments)
+
+
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
@@ -66,10 +72,13 @@ def runs_directly(*tensors: Tensor | None) -> bool:
 def execute(problem: Problem, backend: str, lse: bool) -> tuple[Tensor, Tensor | None]:
     """Plan and run: what the operator does. out and lse are in the layout's order."""
     layout = problem.layout
-    if isinstance(layout, Packed) and (layout.validate or problem.q.device.type == "cpu"):
+    readable = problem.q.device.type == "cpu"
+    if (isinstance(layout, Packed) and (layout.validate or readable)) or (isinstance(layout, Paged) and readable):
         layout.check(problem.q.shape[2], problem.k.shape[2])
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         out, found = dispatch.plan_of(problem, backend).module.forward(problem, lse)
+    if problem.out is not None and out is not problem.out:
+        problem.out.copy_(out)
     return layout.ordered(out), None if found is None else layout.ordered_lse(found)
 
 
@@ -89,6 +98,26 @@ def _forward(
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     out, found = execute(problem, parsed.backend, lse)
     return out, q.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
+
+
+def _forward_out(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    captures: Any,
+    records: Any,
+    header: str,
+    ints: Any,
+    floats: Any,
+    lse: bool,
+) -> Tensor:
+    parsed = Header.parse(header)
+    problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
+    problem.out = problem.layout.canonical(out)
+    _, found = execute(problem, parsed.backend, lse)
+    return q.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
 
 
 def _backward(
@@ -137,6 +166,10 @@ def _fake_forward(
     out = layout.ordered(empty_like_rows(rows, v.shape[-1]))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, layout.ordered_lse(q.new_empty(rows.shape[:-1], dtype=dtype)) if lse else q.new_empty(0, dtype=dtype)
+
+
+def _fake_forward_out(out: Tensor, *arguments: Any) -> Tensor:
+    return _fake_forward(*arguments)[1]
 
 
 def _fake_backward(
@@ -230,8 +263,28 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
+def refuse_gradients(*tensors: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: one of them requires a gradient, and `out` was given.
+    """
+    if _needs_gradient(*tensors):
+        raise ValueError("out=… is for calls without gradients: leave it away, or call inside of torch.no_grad()")
+
+
+def _forward_out_autograd(out, q, k, v, sink, captures, *arguments):
+    refuse_gradients(out, q, k, v, sink, *captures)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.saccade.forward_out(out, q, k, v, sink, captures, *arguments)
+
+
 def _forward_autograd(q, k, v, sink, captures, records, header, ints, floats, lse):
     if _needs_gradient(q, k, v, sink, *captures):
+        if isinstance(form(Header.parse(header).layout), Paged):
+            raise dispatch.Unsupported(
+                "a paged cache has no gradients: call attention inside of torch.no_grad(), or with Dense or Packed "
+                "keys and values"
+            )
         with enable_single_level_autograd_function():
             return _Attention.apply(q, k, v, sink, records, header, ints, floats, *captures)  # pyright: ignore[reportAttributeAccessIssue]
     with torch._C._AutoDispatchBelowAutograd():
@@ -249,10 +302,13 @@ def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, captures, records, h
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("forward_out", _forward_out, "CompositeExplicitAutograd")
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 _library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("forward_out", _forward_out_autograd, "Autograd")
 _library.impl("backward", _backward_autograd, "Autograd")
 torch.library.register_fake("saccade::forward", _fake_forward, lib=_library)
+torch.library.register_fake("saccade::forward_out", _fake_forward_out, lib=_library)
 torch.library.register_fake("saccade::backward", _fake_backward, lib=_library)
 
 
@@ -261,6 +317,8 @@ def _products(q: Tensor, k: Tensor, v: Tensor, records: Any, header: str) -> tup
     layout = form(Header.parse(header).layout)
     if isinstance(layout, Packed):
         pairs = q.shape[1] * _pairs(records[0], records[1], q.shape[0], k.shape[0])
+    elif isinstance(layout, Paged):
+        pairs = _paged_pairs(layout.canonical(q).shape, records, k.shape[1])
     else:
         b, h, s, _ = layout.canonical(q).shape
         pairs = b * h * s * layout.canonical(k).shape[2]
@@ -272,6 +330,19 @@ def _pairs(cu_q: Tensor, cu_k: Tensor, t_q: int, t_k: int) -> int:
     if is_fake(cu_q) or cu_q.device.type == "meta":
         return t_q * t_k // max(len(cu_q) - 1, 1)
     return int((cu_q.diff().long() * cu_k.diff()).sum())
+
+
+def _paged_pairs(q: torch.Size, records: Any, page_size: int) -> int:
+    """Of rows and keys of the same sequence, and of all heads; without values to read, with full tables."""
+    table, used, *offsets = records
+    if is_fake(used) or used.device.type == "meta":
+        return q[0] * q[1] * q[2] * table.shape[1] * page_size
+    return q[1] * int((used.long() * (offsets[0].diff() if offsets else q[2])).sum())
+
+
+@register_flop_formula(torch.ops.saccade.forward_out, get_raw=True)
+def _forward_out_flops(out, *args, **kwargs) -> int:
+    return _forward_flops(*args, **kwargs)
 
 
 @register_flop_formula(torch.ops.saccade.forward, get_raw=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade import hardware, layouts, masks, scores
 from saccade.dropout import Dropout
-from saccade.layouts import Dense, Layout, Packed
+from saccade.layouts import Dense, Layout, Packed, Paged, empty_like_rows
 from saccade.masks import Extent, Mask
 from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
@@ -26,9 +26,9 @@ class Problem:
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
     k: Tensor
-    """(b, h_k, s_k, d)"""
+    """(b, h_k, s_k, d); of a paged cache (pages, h_k, page_size, d)"""
     v: Tensor
-    """(b, h_k, s_k, d_v)"""
+    """(b, h_k, s_k, d_v); of a paged cache (pages, h_k, page_size, d_v)"""
     sink: Tensor | None
     """(h_q)"""
     mask: Mask | None
@@ -39,6 +39,8 @@ class Problem:
     dropout: Dropout | None = None
     first_b: int = 0
     """What scores and dropout call the first batch row."""
+    out: Tensor | None = None
+    """(b, h_q, s_q, d_v): where the caller wants the result. A backend writes there, or returns another tensor."""
 
     launches: dict[Any, Any] = field(default_factory=dict)
     """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors."""
@@ -55,6 +57,7 @@ class Problem:
             *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
             *(layout.text, mask and mask.identity, score and score.identity, sink is None, self.deterministic),
             self.dropout is None,
+            None if self.out is None else (self.out.stride(), _address(self.out) % ALIGNMENT),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
         )
@@ -75,14 +78,28 @@ class Problem:
             mask = None if self.mask is None else masks.of_batch_row(self.mask, i)
             operands = {"q": self.q[:, :, rows], "k": self.k[:, :, keys], "v": self.v[:, :, keys]}
             dense = Dense("bhsd", *used)
-            problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, launches={})
+            problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
             yield Sequence(rows, keys, problem)
 
     @cached_property
     def extent(self) -> Extent:
+        if isinstance(self.layout, Paged):
+            return self._paged_extent(self.layout)
         assert isinstance(self.layout, Dense)
         used = self.layout.seqused_q, self.layout.seqused_k
         return Extent.of(self.q.shape[2], self.k.shape[2], *used, self.q.device)
+
+    def _paged_extent(self, layout: Paged) -> Extent:
+        """Of q as a padded batch; reads the offsets of its sequences."""
+        s_k = layout.capacity(self.k.shape[2])
+        if layout.cu_seqlens_q is None:
+            return Extent.of(self.q.shape[2], s_k, None, layout.seqused_k, self.q.device)
+        lengths = layout.cu_seqlens_q.diff()
+        return Extent.of(max(lengths.tolist(), default=0), s_k, lengths, layout.seqused_k, self.q.device)
+
+    def empty_out(self) -> Tensor:
+        """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
+        return empty_like_rows(self.q, self.v.shape[3]) if self.out is None else self.out
 
     def spec(self) -> Spec:
         return Spec(

@@ -5,10 +5,12 @@ It holds the whole score matrix, runs on any device in any dtype up to float64, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from saccade.layouts import Packed
+from saccade.layouts import Dense, Packed, Paged
 from saccade.problem import Problem
 
 
@@ -20,6 +22,8 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor]:
     """
     if isinstance(problem.layout, Packed):
         return _packed(problem)
+    if isinstance(problem.layout, Paged):
+        return _paged(problem)
     q, k, v = operands(problem)
     p, lse = probability(problem, q, k)
     if problem.dropout is not None:
@@ -38,6 +42,29 @@ def _packed(problem: Problem) -> tuple[Tensor, Tensor]:
     nothing = torch.where(never, problem.q[:, :, t_q - rest :, 0], -torch.inf).to(problem.lse_dtype())
     outs, lses = zip(*found, (zeros, nothing), strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _paged(problem: Problem) -> tuple[Tensor, Tensor]:
+    """As a padded batch, with the pages of every sequence gathered."""
+    layout, extent, q = problem.layout, problem.extent, problem.q
+    assert isinstance(layout, Paged)
+    pages = layout.block_table.long().clamp(0, problem.k.shape[0] - 1)
+    k, v = (x[pages].transpose(1, 2).flatten(2, 3) for x in (problem.k, problem.v))  # (b, h_k, width * page_size, d)
+    if not extent.s_q or not layout.sequences:
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    if layout.cu_seqlens_q is None:
+        return attention(replace(problem, k=k, v=v, layout=Dense("bhsd", None, layout.seqused_k)))
+    t_q, starts = q.shape[2], layout.cu_seqlens_q.long()
+    place = (starts[:-1, None] + extent.q_idx()).clamp(max=t_q - 1)  # (b, s_q)
+    dense = Dense("bhsd", extent.rows[:, 0], layout.seqused_k)
+    out, lse = attention(replace(problem, q=q[0, :, place].transpose(0, 1), k=k, v=v, layout=dense))
+    # And back: each row of q has its sequence and its number there; those behind the last have none.
+    row = torch.arange(t_q, device=q.device)
+    inside = row < starts[-1]
+    b = torch.bucketize(row, starts[1:], right=True).clamp(max=layout.sequences - 1)
+    i = (row - starts[b]).clamp(0, extent.s_q - 1)
+    out, lse = out[b, :, i].transpose(0, 1), lse[b, :, i].mT
+    return torch.where(inside[:, None], out, 0)[None], torch.where(inside, lse, -torch.inf)[None]
 
 
 def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,7 +40,7 @@ class Spec:
     group: int = 1
     """Query heads per key head."""
     layout: str = "dense"
-    """`dense`; `padded`: dense with used lengths per batch row; `packed`."""
+    """`dense`; `padded`: dense with used lengths per batch row; `packed`; `paged`."""
     mask: str = "none"
     score: str = "none"
     sink: bool = False
@@ -104,5 +104,5 @@ class Spec:
         return Spec(**found)
 
 
-LAYOUTS = ("dense", "padded", "packed")
+LAYOUTS = ("dense", "padded", "packed", "paged")
 FLAGS = tuple(field.name for field in fields(Spec) if field.type == "bool")

@@ -34,7 +34,7 @@ class Support:
     """Of head dims."""
     needs: tuple[str, ...] = ()
     """Flags that have to be set."""
-    apart: tuple[tuple[str, str], ...] = (("packed", "mask_mod"), ("packed", "~"))
+    apart: tuple[tuple[str, str], ...] = (("packed", "mask_mod"), ("packed", "~"), ("paged", "dropout"))
     """Words of a Spec that do not go together yet."""
 
     def reasons(self, spec: Spec) -> list[str]:

@@ -14,7 +14,7 @@ from saccade.spec import Spec
 SUPPORT = Support(
     devices=("any",),
     dtypes=("fp16", "bf16", "fp32", "fp64"),
-    layouts=("dense", "padded", "packed"),
+    layouts=("dense", "padded", "packed", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "aligned"),

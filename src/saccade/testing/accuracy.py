@@ -28,10 +28,10 @@ from torch import Tensor
 from saccade import reference
 from saccade.api import attention, plan
 from saccade.dropout import Dropout
-from saccade.layouts import Dense
+from saccade.layouts import Dense, Paged
 from saccade.masks import as_mask
 from saccade.problem import Problem
-from saccade.testing import packed
+from saccade.testing import packed, paged
 from saccade.testing.shifted import Shifted, captured, places, shifted, shifted_dropout, shifted_mask
 
 SCORES_AT_ONCE = 1 << 22
@@ -99,7 +99,7 @@ def check(
         q: as `attention` takes it, and so k, v and `keywords`.
         dout: gradient of out, of its shape; the same random numbers in every call when None.
         dlse: gradient of the LSE, (b, h_q, s_q); none when None.
-        backward: False leaves the gradients out.
+        backward: False leaves the gradients out, which paged caches never have.
         function: what to run in the place of `attention`, with its arguments: a merge of parts, another library's face.
 
     Raises:
@@ -110,7 +110,7 @@ def check(
     """
     keywords = {name: value for name, value in keywords.items() if value is not None}
     layout, sink = keywords.get("layout", Dense()), keywords.get("sink")
-    if not backward:
+    if not backward or isinstance(layout, Paged):
         dout = dlse = None
     elif dout is None:
         dout = random((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
@@ -225,16 +225,18 @@ def _parts(
     dropout = _seeded(Dropout.draw, q.device)(keywords.get("dropout_p", 0.0), q.device)
     q, k, v = (layout.canonical(x.detach()) for x in (q, k, v))
     dout, dlse = None if dout is None else layout.canonical(dout), None if dlse is None else layout.canonical_lse(dlse)
+    if isinstance(layout, Paged):
+        k, v = (paged.gathered(layout, x) for x in (k, v))
     h_k = k.shape[1]
     group = q.shape[1] // max(h_k, 1)
-    for b, batch, rows, keys in packed.places(layout, q, k):
+    for b, batch_q, rows, batch_k, keys in packed.places(layout, q, k):
         step = max(1, SCORES_AT_ONCE // max(1, group * (rows.stop - rows.start) * (keys.stop - keys.start)))
         used = (None if x is None else x[b : b + 1] for x in (layout.seqused_q, layout.seqused_k))
         dense = Dense("bhsd", *used)
         for start in range(0, h_k, step):
             key_heads = slice(start, min(start + step, h_k))
             heads = slice(key_heads.start * group, key_heads.stop * group)
-            rows_at, keys_at = (batch, heads, rows), (batch, key_heads, keys)
+            rows_at, keys_at = (batch_q, heads, rows), (batch_k, key_heads, keys)
             problem = Problem(
                 q=q[rows_at],
                 k=k[keys_at],

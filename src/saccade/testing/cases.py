@@ -16,7 +16,7 @@ from saccade import masks, scores
 from saccade.layouts import Dense
 from saccade.masks import UNBOUNDED, Mask
 from saccade.spec import TORCH_DTYPES
-from saccade.testing import gallery, packed
+from saccade.testing import gallery, packed, paged
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Inputs:
     k: Tensor
     v: Tensor
     dout: Tensor
-    """Of out's shape, in q's order and dtype."""
+    """Of out's shape, in q's order and dtype; of a paged cache, which has no gradients, empty, and so is dlse."""
     dlse: Tensor
     """(b, h_q, s_q), or (h_q, t_q) packed, float32 or float64."""
     keywords: dict[str, Any]
@@ -57,13 +57,18 @@ class Case:
     `+`, the first one first. Their tensors are drawn."""
     sink: bool = False
     order: str = "bhsd"
-    """`thd`: packed sequences, of drawn lengths up to s_q and s_k, the same ones if `s_q = s_k`, or `lengths`."""
+    """`thd`: packed sequences, of drawn lengths up to s_q and s_k, the same ones if `s_q = s_k`, or `lengths`. `paged`:
+    a cache of drawn lengths up to s_k; q is a batch, or, with `lengths` or a `tail`, sequences end to end."""
     lengths: tuple[int, ...] = ()
-    """Packed: those of q, and of k where s_q = s_k; () draws them."""
+    """Packed and paged: those of q, and of k where s_q = s_k in a packed one; () draws them."""
     used: str = "all"
     """Which lengths are drawn, at most s: `all` of it is used, `q`, `k`, or `qk` are ragged."""
     tail: int = 0
-    """Packed: rows behind the last sequence."""
+    """Packed and paged: rows behind the last sequence."""
+    page_size: int = 16
+    """Paged: rows of a page."""
+    splits: int = 0
+    """Paged: num_splits; 0 for None."""
     dropout_p: float = 0.0
     ids: str = "packed"
     """Document ids: `packed` in runs, or `scattered`."""
@@ -103,6 +108,8 @@ class Case:
         """
         if self.order == "thd":
             return self._packed(torch.Generator().manual_seed(seed), device, requires_grad)
+        if self.order == "paged":
+            return self._paged(torch.Generator().manual_seed(seed), device)
         made = torch.Generator().manual_seed(seed)
         dtype, layout = TORCH_DTYPES[self.dtype], Dense(self.order)
 
@@ -167,6 +174,20 @@ class Case:
             x.requires_grad_(requires_grad)
         dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
         return Inputs(q, k, v, dout, dlse, {name: value for name, value in keywords.items() if value is not None})
+
+    def _paged(self, made: torch.Generator, device: torch.device | str) -> Inputs:
+        *tensors, layout = paged.operands(self, made)
+        q, k, v = (x.to(device, TORCH_DTYPES[self.dtype]) for x in tensors)
+        sink = torch.randn(self.h_q, generator=made)
+        keywords: dict[str, Any] = {
+            "mask": self._mask(made, device),
+            "score_mod": self._score(made, device, False),
+            "sink": sink.to(device) if self.sink else None,
+            "layout": paged.moved(layout, device),
+        }
+        given = {name: value for name, value in keywords.items() if value is not None}
+        nothing = q.new_empty(0)
+        return Inputs(q, k, v, nothing, nothing, given)
 
     def _mask(self, made: torch.Generator, device: torch.device | str) -> Mask | None:
         if self.mask in gallery.NAMES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.layouts import Layout, Packed
+from saccade.layouts import Layout, Packed, Paged
 
 if TYPE_CHECKING:
     from saccade.testing.cases import Case
@@ -88,15 +88,27 @@ def draw(seed: int, dtype: str) -> Case:
     )
 
 
-def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice, slice]]:
-    """Number, batch row, rows and keys of each sequence of any layout; q and k are (b, h, s, d)."""
+class Place(NamedTuple):
+    """Where one sequence is in q and in k."""
+
+    number: int
+    batch_q: slice
+    rows: slice
+    batch_k: slice
+    keys: slice
+
+
+def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[Place]:
+    """Of each sequence of any layout; q and k are (b, h, s, d), and a paged cache is gathered."""
     if isinstance(layout, Packed):
         ends = (pairwise(x.tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
         for b, (rows, keys) in enumerate(zip(*ends, strict=True)):
-            yield b, slice(0, 1), slice(*rows), slice(*keys)
-    else:
-        for b in range(q.shape[0]):
-            yield b, slice(b, b + 1), slice(0, q.shape[2]), slice(0, k.shape[2])
+            yield Place(b, slice(0, 1), slice(*rows), slice(0, 1), slice(*keys))
+        return
+    rows = layout.rows(q.shape[2]) if isinstance(layout, Paged) else [slice(0, q.shape[2])] * q.shape[0]
+    for b, row in enumerate(rows):
+        batch = slice(b, b + 1)
+        yield Place(b, batch if len(rows) == q.shape[0] else slice(0, 1), row, batch, slice(0, k.shape[2]))
 
 
 def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:
@@ -106,4 +118,8 @@ def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tens
         for name, start in (("out", t_q), ("alone", t_q), ("dq", t_q), ("dk", t_k), ("dv", t_k)):
             if name in found:
                 yield name, found[name][start:], 0.0
+        yield "lse", found["lse"][:, t_q:], -torch.inf
+    elif isinstance(layout, Paged) and layout.cu_seqlens_q is not None:
+        t_q = int(layout.cu_seqlens_q[-1])
+        yield from ((name, found[name][t_q:], 0.0) for name in ("out", "alone") if name in found)
         yield "lse", found["lse"][:, t_q:], -torch.inf

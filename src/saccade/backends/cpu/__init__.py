@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from saccade.backends import ANY_SCORE, Gradients, Saved, Support
-from saccade.backends.cpu import native, packed, tiled
-from saccade.layouts import Packed
+from saccade.backends.cpu import native, packed, paged, tiled
+from saccade.layouts import Packed, Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -14,13 +16,13 @@ from saccade.spec import Spec
 SUPPORT = Support(
     devices=("cpu",),
     dtypes=("fp16", "bf16", "fp32", "fp64"),
-    layouts=("dense", "padded", "packed"),
+    layouts=("dense", "padded", "packed", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=1 << 20,
 )
-GRADIENT = SUPPORT
+GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
 
 
 def obstacle() -> str | None:
@@ -34,6 +36,8 @@ def workspace(spec: Spec) -> str:
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     if isinstance(problem.layout, Packed):
         return packed.forward(problem, lse, _forward)
+    if isinstance(problem.layout, Paged):
+        return paged.forward(problem, lse)
     _check_lengths(problem)
     return _forward(problem, lse)
 

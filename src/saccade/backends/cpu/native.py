@@ -48,7 +48,7 @@ def _expresses(problem: Problem) -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    out = empty_like_rows(problem.q, problem.v.shape[3])
+    out = problem.empty_out()
     lse = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype())
     q, outs, lses = (x.unflatten(1, (-1, problem.group)) for x in (problem.q, out, lse))
     for member in range(problem.group):  # k and v are read as they are, not repeated
@@ -56,7 +56,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             q[:, :, member], problem.k, problem.v, 0.0, problem.mask is not None, scale=problem.scale
         )
         lses[:, :, member] = found_lse
-        if problem.group == 1 and found.stride() == out.stride():
+        if problem.group == 1 and problem.out is None and found.stride() == out.stride():
             out = found
         else:
             outs[:, :, member] = found

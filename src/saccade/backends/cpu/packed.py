@@ -18,7 +18,7 @@ Backward = Callable[[Problem, Saved], Gradients]
 
 def forward(problem: Problem, lse: bool, dense: Forward) -> tuple[Tensor, Tensor | None]:
     """out (1, h_q, t_q, d_v) and, if asked for, lse (1, h_q, t_q); `dense` is what runs a sequence."""
-    out = empty_like_rows(problem.q, problem.v.shape[3])
+    out = problem.empty_out()
     found = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype()) if lse else None
     end = 0
     for rows, _, sequence in problem.sequences():

@@ -33,15 +33,17 @@ class Softmax:
             self.acc = torch.bmm(p if keep is None else p.mul_(keep), v)
             return
         top = score.amax(-1, keepdim=True)
-        top = torch.where(top == -torch.inf, 0, top) if self.top is None else torch.maximum(top, self.top)
-        weight = exp(score.sub_(top))
+        if self.top is not None:
+            top = torch.maximum(top, self.top)
+        shift = torch.where(top == -torch.inf, 0, top)  # a row that has seen nothing yet
+        weight = exp(score.sub_(shift))
         dtype = torch.float64 if score.dtype == torch.float64 else torch.float32
         total = weight.sum(-1, keepdim=True, dtype=dtype)
         if keep is not None:
             weight.mul_(keep)
         acc = torch.bmm(weight, v).to(dtype)
         if self.top is not None:
-            rescale = (self.top - top).to(dtype).exp_()
+            rescale = (self.top - shift).to(dtype).exp_()
             acc += self.acc * rescale
             total += self.total * rescale
         self.acc, self.top, self.total = acc, top, total

@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     """out (b, h_q, s_q, d_v) and lse (b, h_q, s_q) if it is asked for or a sink needs it."""
     grid = _Grid(problem)
-    out = empty_like_rows(problem.q, problem.v.shape[3]).zero_()
+    out = problem.empty_out().zero_()
     want_lse = lse or problem.sink is not None
     found = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
     for heads in grid.heads():
@@ -129,6 +129,12 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
     return dq, dk, dv, sink.gradient(problem, saved, delta), gradients
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the matrix products run in: float32 for half types that this CPU has no products for."""
+    half = dtype == torch.float16 or (dtype == torch.bfloat16 and hardware.cpu_bf16() == "none")
+    return torch.float32 if half else dtype
+
+
 class _Modification(NamedTuple):
     """A score modification where it was applied: on the scaled scores of a tile, (b, h, q, k), at these indices."""
 
@@ -174,10 +180,7 @@ class _Grid:
 
     @cached_property
     def compute(self) -> torch.dtype:
-        """What the matrix products run in: float32 for half types that this CPU has no products for."""
-        dtype = self.problem.q.dtype
-        half = dtype == torch.float16 or (dtype == torch.bfloat16 and hardware.cpu_bf16() == "none")
-        return torch.float32 if half else dtype
+        return compute_dtype(self.problem.q.dtype)
 
     @cached_property
     def plain(self) -> bool:

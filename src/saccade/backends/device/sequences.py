@@ -242,7 +242,7 @@ def table(problem: Problem, side: int, block: int) -> Tensor:
         run(compiled, grid, problem.q.device.index, (*arguments, block, N))
         return tiles
     assert own is not None
-    grid = -(-(problem.layout.cu_seqlens_q.shape[0]) // N), 1, 1  # pyright: ignore[reportAttributeAccessIssue]
+    grid = -(-len(own.starts) // N), 1, 1
     compiled = order_kernel[grid](*arguments, block, N, num_warps=4)
     if compiled is not None:  # the interpreter compiles nothing
         problem.launches[key] = compiled, grid

@@ -1,0 +1,124 @@
+"""Paged caches: one sequence after the other, some pages at a time, with the online softmax.
+
+With `num_splits=1` a row's result has the same bits in every batch and call, although a matrix product's do change with
+its shape: tiles are then of one shape, begin at multiples of their size, and a row has the place in its tile that its
+position in the sequence says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.backends.cpu import sink
+from saccade.backends.cpu.softmax import Softmax
+from saccade.backends.cpu.tiled import TILE_ELEMENTS, TILE_ROWS, compute_dtype
+from saccade.layouts import Paged
+from saccade.problem import Problem
+
+FIXED_ROWS, FIXED_KEYS = 16, 128
+"""The tiles of `num_splits=1`, in rows of a head and keys."""
+
+
+class Block(NamedTuple):
+    """Some query rows of a sequence, and where they stand in a tile of `height` rows."""
+
+    rows: slice
+    """numbers within the sequence"""
+    first: int
+    height: int
+
+
+def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q); packed queries are one row of t_q."""
+    layout, extent = problem.layout, problem.extent
+    assert isinstance(layout, Paged)
+    out = problem.empty_out().zero_()
+    found = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    packed, in_use = layout.cu_seqlens_q is not None, torch.zeros(found.shape[0], found.shape[2], dtype=torch.bool)
+    for b, rows in enumerate(layout.rows(problem.q.shape[2])):
+        place = slice(0, 1) if packed else slice(b, b + 1)
+        at = place, slice(None), rows
+        in_use[place, rows] = True
+        keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
+        _sequence(problem, b, keys, problem.q[at][0], out[at][0], found[at][0])
+    if problem.sink is not None:
+        found = sink.join(out, found, problem.sink).masked_fill_(~in_use[:, None], -torch.inf)
+    return out, found if lse else None
+
+
+def _sequence(problem: Problem, b: int, keys: int, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Fills out (h_q, rows, d_v) and lse (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a key."""
+    mask, extent, group, compute = problem.mask, problem.extent, problem.group, compute_dtype(problem.q.dtype)
+    h_q, s_q, _ = q.shape
+    if mask is None:
+        lo, hi = torch.zeros(s_q, dtype=torch.int64), torch.full((s_q,), keys)
+    else:
+        lo, hi = (edge[b if edge.shape[0] > 1 else 0, :s_q] for edge in mask.hull(extent).clipped(extent))
+    b_idx, h_idx = torch.full((1, 1, 1, 1), b), torch.arange(h_q)[:, None, None]
+    for block in _blocks(problem, s_q, keys):
+        block_lo, block_hi = (torch.zeros(block.height, dtype=torch.int64) for _ in range(2))
+        filled = slice(block.first, block.first + block.rows.stop - block.rows.start)
+        block_lo[filled], block_hi[filled] = lo[block.rows], hi[block.rows]
+        seeing = block_hi > block_lo
+        if not bool(seeing.any()):
+            continue
+        q_idx = torch.arange(block.height) - block.first + block.rows.start
+        stream = Softmax(lambda score: score.softmax(-1), streaming=True)
+        rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=compute)
+        rows[:, filled] = q[:, block.rows].to(compute)
+        rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
+        step = _keys(problem, rows)
+        for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi.max()), step):
+            kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys))
+            k, v = (_tile(problem, x, b, start, len(kv_idx), keys).to(compute) for x in (problem.k, problem.v))
+            score = torch.bmm(rows, k.mT).mul_(problem.scale).view(1, h_q, block.height, -1)
+            if problem.score is not None:
+                score = problem.score.tile(score, b_idx, h_idx, q_idx[:, None], kv_idx)
+            seen = (kv_idx >= block_lo[:, None]) & (kv_idx < block_hi[:, None])
+            if mask is not None and not mask.exact:
+                seen = seen & mask.sees(extent, b_idx, h_idx, q_idx[:, None], kv_idx)
+            stream.add(score.masked_fill(~seen, -torch.inf).view(k.shape[0], -1, len(kv_idx)), v, None, only=False)
+        out[:, block.rows] = stream.out().view(h_q, block.height, -1)[:, filled].to(out.dtype)
+        lse[:, block.rows] = stream.lse().view(h_q, block.height)[:, filled].to(lse.dtype)
+
+
+def _fixed(problem: Problem) -> bool:
+    return isinstance(problem.layout, Paged) and problem.layout.num_splits == 1
+
+
+def _blocks(problem: Problem, s_q: int, keys: int) -> Iterator[Block]:
+    if not _fixed(problem):
+        step = max(1, TILE_ROWS // problem.group)
+        for start in range(0, s_q, step):
+            rows = slice(start, min(start + step, s_q))
+            yield Block(rows, 0, rows.stop - start)
+        return
+    off = keys - s_q  # the position of the first row; rows before the first key stand at negative ones
+    start = 0
+    while start < s_q:
+        first = (start + off) % FIXED_ROWS
+        stop = min(start + FIXED_ROWS - first, s_q)
+        yield Block(slice(start, stop), first, FIXED_ROWS)
+        start = stop
+
+
+def _keys(problem: Problem, rows: Tensor) -> int:
+    """Keys of a tile against rows (h_k, group * height, d)."""
+    if _fixed(problem):
+        return FIXED_KEYS
+    return max(FIXED_KEYS, TILE_ELEMENTS // (rows.shape[0] * rows.shape[1]))
+
+
+def _tile(problem: Problem, x: Tensor, b: int, start: int, n: int, keys: int) -> Tensor:
+    """Keys [start, start + n) of sequence b of a cache (pages, h_k, page_size, d): (h_k, n, d), zero from `keys` on."""
+    layout, size = problem.layout, x.shape[2]
+    assert isinstance(layout, Paged)
+    stop = min(start + n, keys)
+    first = start // size
+    pages = layout.block_table[b, first : -(-stop // size)].long().clamp(0, x.shape[0] - 1)
+    tile = x[pages].transpose(0, 1).flatten(1, 2)[:, start - first * size : stop - first * size]
+    return tile if stop == start + n else torch.nn.functional.pad(tile, (0, 0, 0, start + n - stop))

@@ -1,0 +1,37 @@
+"""Paged caches at the door: shapes and masks that do not fit."""
+
+from __future__ import annotations
+
+import torch
+
+from saccade import masks, shapes
+from saccade.layouts import Paged
+from saccade.masks import Documents, Mask
+
+
+def complaint(q: torch.Size, k: torch.Size, v: torch.Size, layout: Paged) -> str | None:
+    """What is wrong with q, (b, s_q, h_q, d) or (t_q, h_q, d), and the caches, (pages, page_size, h_k, d)."""
+    flat, b = layout.cu_seqlens_q is not None, layout.sequences
+    if len(q) != (3 if flat else 4) or not len(k) == len(v) == 4:
+        wanted = "(t_q, h_q, d), as there are cu_seqlens_q," if flat else "(b, s_q, h_q, d)"
+        return f"with a paged cache q is {wanted} and k and v are (pages, page_size, h_k, d)"
+    if not flat and q[0] != b:
+        return f"q must have the batch size of block_table ({b}, {layout.block_table.shape[1]})"
+    if k[:3] != v[:3]:
+        return "k and v must have the same pages, page size and heads"
+    if not k[0] or not k[1]:
+        return "a paged cache needs at least one page of one row"
+    return shapes.head_complaint(q, k, v, -2)
+
+
+def mask_complaint(mask: Mask | None, layout: Paged) -> str | None:
+    """What is wrong with a mask over paged sequences; the layout's own tensors were checked when it was made."""
+    b = layout.sequences
+    if isinstance(mask, masks.Blocked):
+        return "block_mask finds the tiles of dense calls alone: pass the mask itself"
+    for leaf in mask.leaves() if mask is not None else ():
+        if isinstance(leaf, Documents):
+            return "documents(ids) is for rows and keys that are the same tokens, and not for paged caches"
+        if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
+            return f"prefix lengths must have shape ({b},), one for each sequence, got {tuple(leaf.records[0].shape)}"
+    return None

@@ -1,0 +1,52 @@
+"""What is wrong with the shapes of a call, in words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.layouts import Dense
+from saccade.masks import Documents, Mask
+
+
+def complaint(q: torch.Size, k: torch.Size, v: torch.Size, b: int | None, h: int, s: int) -> str | None:
+    """What is wrong with the shapes, whose batch, head and row dimensions are b (None: packed), h and s."""
+    if b is not None and not q[b] == k[b] == v[b]:
+        return "q, k and v must have one batch size"
+    if k[h] != v[h] or k[s] != v[s]:
+        return "k and v must have the same heads and length"
+    return head_complaint(q, k, v, h)
+
+
+def head_complaint(q: torch.Size, k: torch.Size, v: torch.Size, h: int) -> str | None:
+    """What is wrong with heads and their dims; h is the dimension of the heads."""
+    if q[-1] != k[-1]:
+        return "q and k must have one head dim"
+    if q[-1] == 0 or v[-1] == 0:
+        return "head dims must be at least 1"
+    if (q[h] % k[h] if k[h] else q[h]) or (k[h] and not q[h]):
+        return f"the query heads must be a multiple of the key heads, got {q[h]} and {k[h]}"
+    return None
+
+
+def sink_complaint(sink: Tensor, h_q: int, device: torch.device) -> str | None:
+    if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
+        got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
+        return f"sink must be a float tensor ({h_q},), one logit per query head, got {got}"
+    if sink.device != device:
+        return f"sink must be on q's device {device}, got {sink.device}"
+    return None
+
+
+def record_complaint(q: torch.Size, s_k: int, mask: Mask | None, layout: Dense) -> str | None:
+    """What is wrong with the tensors of layout and mask; q is (b, h_q, s_q, d)."""
+    b, _, s_q, _ = q
+    for used in layout.records:
+        if used.shape != (b,):
+            return f"used lengths must have shape ({b},), got {tuple(used.shape)}"
+    for leaf in mask.leaves() if mask is not None else ():
+        if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
+            return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
+        if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
+            return f"prefix lengths must have shape ({b},), got {tuple(leaf.records[0].shape)}"
+    return None

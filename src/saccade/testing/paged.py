@@ -1,0 +1,119 @@
+"""Paged caches in named problems, poisoned wherever nothing is in use, and where the oracle finds them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from saccade.layouts import Paged
+
+if TYPE_CHECKING:
+    from saccade.testing.cases import Case
+
+
+def named() -> list[Case]:
+    """What serving does: decoding, several tokens at once, chunks of prompts, all of them side by side."""
+    from saccade.testing.cases import Case
+
+    decode = Case("decode", b=4, h_q=8, h_k=2, s_q=1, s_k=150, d=64, mask="causal", order="paged")
+    drafts = decode.replace(name="drafts", s_q=5, page_size=8, h_q=6, splits=3)
+    chunk = decode.replace(name="chunk", b=3, s_q=70, s_k=200, d=40, d_v=24, page_size=64)
+    mixed = decode.replace(name="mixed", b=5, s_k=180, lengths=(1, 60, 0, 7, 1), tail=9)
+    return [
+        decode,
+        decode.replace(name="decode-window", mask="window(50,0)", sink=True, page_size=32),
+        decode.replace(name="decode-alibi", score="alibi", page_size=1, splits=2),
+        decode.replace(name="decode-fixed", score="softcap(5)", splits=1, d=128),
+        drafts,
+        drafts.replace(name="drafts-predicate", mask="dilated_window", sink=True),
+        chunk,
+        chunk.replace(name="chunk-everything", mask="prefixes", score="alibi", sink=True, page_size=48, d=128, d_v=0),
+        mixed,
+        mixed.replace(name="mixed-fixed", mask="window(40,0)", sink=True, splits=1, page_size=8),
+        mixed.replace(name="mixed-union", mask="prefix(7)|window(30,2)", score="softcap(9)", page_size=128, splits=4),
+        mixed.replace(name="many-heads", h_q=71, h_k=1, d=64, b=3, s_k=70, lengths=(1, 9, 2), tail=0, page_size=16),
+        decode.replace(name="no-keys", b=2, s_k=0, sink=True),
+        decode.replace(name="no-sequences", b=0),
+        mixed.replace(name="no-rows", lengths=(0, 0), b=2, tail=0),
+    ]
+
+
+def operands(case: Case, made: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Paged]:
+    """q, k, v and the layout: the longest sequence that the Case has, any others, and empty ones. Rows of the caches
+    that nobody uses are NaN, and so are pages that nobody has; the tables end in numbers of pages that are not there.
+    """
+    size, width = case.page_size, -(-case.s_k // case.page_size) + 2
+    used = _drawn(case.s_k, case.b, made)
+    mapped = -(-used // size)
+    pages = int(mapped.sum()) + 3
+    free = torch.randperm(pages, generator=made)
+    table = torch.tensor([-1, pages, 1 << 30])[torch.arange(width) % 3].repeat(case.b, 1)  # numbers that are none
+    in_use = torch.zeros(pages, size, dtype=torch.bool)
+    for b, (n, length) in enumerate(zip(mapped.tolist(), used.tolist(), strict=True)):
+        table[b, :n], free = free[:n], free[n:]
+        in_use.view(-1)[(table[b, :n, None] * size + torch.arange(size)).flatten()[:length]] = True
+    # The two caches lie in one tensor, as where each page holds both.
+    both = torch.randn(pages, size, case.h_k, case.d + case.d_v, generator=made)
+    both.masked_fill_(~in_use[..., None, None], torch.nan)
+    k, v = both.split([case.d, case.d_v], dim=-1)
+    offsets = None
+    shape: tuple[int, ...] = case.b, case.s_q
+    if case.lengths or case.tail:
+        lengths = torch.tensor(case.lengths) if case.lengths else _drawn(case.s_q, case.b, made)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+        shape = (int(offsets[-1]) + case.tail,)
+    q = torch.randn(*shape, case.h_q, case.d, generator=made)
+    if offsets is not None:
+        q[int(offsets[-1]) :] = torch.nan
+    return q, k, v, Paged(table.int(), used.int(), offsets, case.splits or None)
+
+
+def moved(layout: Paged, device: torch.device | str) -> Paged:
+    offsets = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.to(device)
+    return Paged(layout.block_table.to(device), layout.seqused_k.to(device), offsets, layout.num_splits)
+
+
+def _drawn(s: int, b: int, made: torch.Generator) -> Tensor:
+    found = torch.randint(0, s + 1, (b,), generator=made)
+    found[:1] = s
+    found[2::3] = 0
+    return found
+
+
+def gathered(layout: Paged, x: Tensor) -> Tensor:
+    """The keys of every sequence: (b, h_k, capacity, d) of a cache (pages, h_k, page_size, d)."""
+    pages = layout.block_table.long().clamp(0, x.shape[0] - 1)
+    return x[pages].transpose(1, 2).flatten(2, 3)
+
+
+def draw(seed: int, dtype: str) -> Case:
+    """A random Case of a paged cache, the same one for the same seed: decoding, chunks of prompts, and both."""
+    from saccade.testing.cases import Case
+
+    dice = random.Random(seed)
+    group, h_k, b = dice.choice([1, 2, 3, 4, 8]), dice.choice([1, 2, 3]), dice.choice([1, 2, 5, 9])
+    s_q = dice.choice([1, 1, dice.randint(2, 9), dice.randint(10, 90)])
+    d = dice.choice([8, 16, 64, 72, 128])
+    left = dice.choice([None, dice.randint(0, 60)])
+    edges = "causal" if left is None else f"window({left},0)"
+    return Case(
+        f"paged{seed}",
+        dtype=dtype,
+        b=b,
+        h_q=group * h_k,
+        h_k=h_k,
+        s_q=s_q,
+        s_k=dice.choice([dice.randint(1, 40), dice.randint(41, 300)]),
+        d=d,
+        d_v=dice.choice([d, d, 8, 128]),
+        mask=dice.choice(["none", edges, edges, edges, f"prefix(9)|{edges}", "prefixes", "dilated_window"]),
+        score=dice.choice(["none", "none", "softcap(5)", "alibi"]),
+        sink=dice.random() < 0.3,
+        order="paged",
+        page_size=dice.choice([1, 8, 16, 32, 48, 64]),
+        splits=dice.choice([0, 0, 1, 3]),
+        tail=dice.choice([0, 0, 1, 7]),
+    )

@@ -1,0 +1,230 @@
+"""Paged caches: serving's layout against the oracle, poisoned wherever nothing is in use."""
+
+from __future__ import annotations
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from saccade import (
+    Dense,
+    Paged,
+    Unsupported,
+    attention,
+    block_mask,
+    causal,
+    documents,
+    explain,
+    mask_mod,
+    prefix,
+    window,
+)
+from saccade.layouts import from_records
+from saccade.testing import check, paged
+from saccade.testing.cases import NAMED, Case
+
+CASES = {case.name: case for case in paged.named()}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=str)
+@pytest.mark.parametrize("way", [("cpu", "bf16"), ("reference", "fp32")], ids="-".join)
+def test_named_case(case, way):
+    backend, dtype = way
+    given = case.replace(dtype=dtype).inputs()
+    check(given.q, given.k, given.v, backend=backend, **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
+def test_fresh_memory_is_never_read(dtype, poison):
+    for name in ("decode-window", "drafts-predicate", "mixed", "mixed-fixed"):
+        given = CASES[name].replace(dtype=dtype).inputs()
+        check(given.q, given.k, given.v, **given.keywords).assert_ok()
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(st.integers(0, 1 << 30))
+def test_drawn_case(seed):
+    case = paged.draw(seed, "fp32")
+    given = case.inputs(seed=seed)
+    report = check(given.q, given.k, given.v, **given.keywords)
+    assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mask", [causal(), window(40, 0)], ids=repr)
+def test_num_splits_1_is_the_same_for_every_batch(mask, dtype):
+    """Bit for bit: a row alone, in a batch, and in a prompt that comes in chunks."""
+    pages, size, h_q, h_k, d, s = 60, 8, 6, 2, 32, 150
+    k, v = (torch.randn(pages, size, h_k, d, dtype=dtype) for _ in range(2))
+    table = torch.randperm(pages, dtype=torch.int32)[:57].view(3, 19)
+    q = torch.randn(s, h_q, d, dtype=dtype)
+
+    def run(rows: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Each (sequence, first row, behind the last row); the keys are those up to the last row."""
+        lengths = torch.tensor([0, *(stop - start for _, start, stop in rows)]).cumsum(0).int()
+        used = torch.tensor([stop for *_, stop in rows])
+        layout = Paged(table[[b for b, *_ in rows]], used, lengths, num_splits=1)
+        given = torch.cat([q[start:stop] for _, start, stop in rows])
+        out, lse = attention(given, k, v, mask=mask, layout=layout, return_lse=True)
+        return list(torch.cat([out.flatten(1), lse.T.to(dtype)], dim=1).split(lengths.diff().tolist()))
+
+    (whole,) = run([(0, 0, s)])
+    chunks = torch.cat([run([(1, 7, 90), (0, start, stop)])[1] for start, stop in ((0, 33), (33, 100), (100, s))])
+    steps = torch.cat([run([(2, 3, 4), (0, i, i + 1), (1, 60, 149)])[1] for i in range(0, s, 13)])
+    assert torch.equal(whole, chunks)
+    assert torch.equal(whole[::13], steps)
+    batch = Paged(table[:1], torch.tensor([s]), num_splits=1)
+    assert torch.equal(attention(q[None, -1:], k, v, mask=mask, layout=batch).flatten(), whole[-1, : h_q * d])
+
+
+def test_pages_that_are_not_there_are_clamped():
+    k, v, q = torch.randn(4, 8, 1, 16), torch.randn(4, 8, 1, 16), torch.randn(1, 1, 2, 16)
+    used = torch.tensor([20])
+    for backend in ("cpu", "reference"):
+        found = [
+            attention(q, k, v, layout=Paged(torch.tensor([table]), used), backend=backend)
+            for table in ([2, 1 << 30, -5], [2, 3, 0])
+        ]
+        assert torch.equal(*found)
+
+
+def test_a_dense_cache_is_one_page_for_each_sequence():
+    made = NAMED["causal"].replace(dtype="fp32", order="bshd", s_q=1, b=3, h_q=4, h_k=2).inputs()
+    used = torch.tensor([5, 0, 64])
+    layout = Paged(torch.arange(3)[:, None], used)
+    found = attention(made.q, made.k, made.v, layout=layout, mask=causal(), return_lse=True)
+    wanted = attention(made.q, made.k, made.v, layout=Dense("bshd", None, used), mask=causal(), return_lse=True)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+# The operator.
+
+
+def given_of(name: str) -> tuple[tuple[torch.Tensor, ...], dict]:
+    given = CASES[name].replace(dtype="fp32").inputs()
+    return (given.q, given.k, given.v), given.keywords
+
+
+@pytest.mark.parametrize("name", ["decode-window", "mixed", "drafts-predicate"])
+def test_compiled(name):
+    """As one opaque operator, with and without a buffer for the result."""
+    tensors, keywords = given_of(name)
+    wanted = attention(*tensors, return_lse=True, **keywords)
+    layout = keywords.pop("layout")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def call(q, k, v, buffer, *records):
+        paged = from_records(layout.text, list(records))
+        first = attention(q, k, v, layout=paged, return_lse=True, **keywords)
+        second = attention(q, k, v, layout=paged, return_lse=True, out=buffer, **keywords)
+        return first, second.lse
+
+    buffer = torch.full_like(wanted.out, torch.nan)
+    with torch.no_grad():
+        first, lse = call(*tensors, buffer, *layout.records)
+    for x, y in ((first[0], wanted.out), (first[1], wanted.lse), (buffer, wanted.out), (lse, wanted.lse)):
+        assert torch.equal(x, y)
+
+
+def test_operators_are_registered_well():
+    (q, k, v), keywords = given_of("mixed")
+    header = f"{keywords['layout'].text} causal none auto"
+    arguments = q, k, v, None, [], keywords["layout"].records, header, [], [0.1], True
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.saccade.forward.default, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.saccade.forward_out.default, (torch.empty_like(q), *arguments), test_utils=tests)
+
+
+def test_flops_count_the_keys_in_use():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    (q, k, v), keywords = given_of("decode")
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, **keywords)
+    pairs = q.shape[2] * int(keywords["layout"].seqused_k.sum())
+    assert counter.get_total_flops() == 2 * pairs * (q.shape[3] + v.shape[3])
+
+
+@pytest.mark.parametrize("case", [NAMED["causal"], NAMED["packed-cross"], NAMED["sink"], CASES["mixed"]], ids=str)
+def test_out_is_written(case):
+    given = case.replace(dtype="fp32").inputs()
+    wanted = attention(given.q, given.k, given.v, **given.keywords)
+    held = torch.full((*wanted.shape[:-1], wanted.shape[-1] + 3), 7.0)
+    buffer = held[..., 3:]
+    buffer.fill_(torch.nan)
+    assert attention(given.q, given.k, given.v, out=buffer, **given.keywords) is buffer
+    assert torch.equal(buffer, wanted)
+    assert (held[..., :3] == 7).all()
+
+
+def test_gradients_are_refused():
+    (q, k, v), keywords = given_of("decode")
+    with pytest.raises(Unsupported, match="a paged cache has no gradients"):
+        attention(q.requires_grad_(), k, v, **keywords)
+    with torch.no_grad():
+        attention(q, k, v, **keywords)
+    assert explain(q, k, v, **keywords).gradient is None
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"out=… is for calls without gradients"):
+        attention(x, x, x, out=torch.empty_like(x))
+
+
+def test_text_and_records_are_the_whole_layout():
+    table, used, offsets = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(3).int()
+    for layout in (Paged(table, used), Paged(table, used, offsets), Paged(table, used, offsets, 4)):
+        records = layout.records
+        again = from_records(layout.text, records)
+        assert records == []
+        assert (again.text, again.num_splits) == (layout.text, layout.num_splits)
+        assert all(x is y for x, y in zip(again.records, layout.records, strict=True))
+    assert repr(layout) == "Paged(2 sequences of up to 3 pages)"
+
+
+dilated = mask_mod(lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0)
+TABLE, USED = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, 6])
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: Paged(TABLE.float(), USED), "torch.float32 (2, 3)"),
+        (lambda: Paged(TABLE[0], USED), "torch.int32 (3,)"),
+        (lambda: Paged(TABLE, USED[:1]), "(1,) with block_table (2, 3)"),
+        (lambda: Paged(TABLE, USED, USED), "(2,) with block_table (2, 3)"),
+        (lambda: Paged(TABLE, USED, num_splits=0), "from 1 on, or None, got 0"),
+        (lambda: call(q=torch.randn(3, 1, 4, 8)), "the batch size of block_table (2, 3): q (3, 1, 4, 8)"),
+        (lambda: call(q=torch.randn(2, 4, 8)), "q is (b, s_q, h_q, d)"),
+        (lambda: call(layout=Paged(TABLE, USED, torch.tensor([0, 1, 2]))), "q is (t_q, h_q, d), as there are"),
+        (lambda: call(v=torch.randn(9, 8, 2, 8)), "the same pages, page size and heads"),
+        (lambda: call(k=torch.randn(9, 4, 3, 8), v=torch.randn(9, 4, 3, 8)), "multiple of the key heads, got 4 and 3"),
+        (lambda: call(k=torch.randn(0, 4, 2, 8), v=torch.randn(0, 4, 2, 8)), "at least one page"),
+        (lambda: call(layout=Paged(TABLE, torch.tensor([5, 13]))), "in [0, 12], what 3 pages of 4 hold, got [5, 13]"),
+        (lambda: call(torch.randn(2, 4, 8), layout=Paged(TABLE, USED, torch.tensor([0, 2, 1]))), "never decrease"),
+        (lambda: call(mask=documents(torch.zeros(2, 1).long())), "not for paged caches"),
+        (lambda: call(mask=prefix(torch.tensor([1]))), "must have shape (2,), one for each sequence, got (1,)"),
+        (lambda: call(mask=block_mask(dilated, 2, 4, 1, 12)), "pass the mask"),
+        (lambda: call(out=torch.empty(2, 1, 4, 9)), "out must be torch.float32 (2, 1, 4, 8) on cpu, got torch.float32"),
+        (lambda: call(out=torch.empty(2, 1, 8, 4).mT), "the last dimension of out must be contiguous"),
+    ],
+)  # fmt: skip
+def test_errors(made, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        made()
+
+
+def call(q=None, k=None, v=None, layout=None, **keywords):
+    q = torch.randn(2, 1, 4, 8) if q is None else q
+    k = torch.randn(9, 4, 2, 8) if k is None else k
+    return attention(q, k, torch.randn(9, 4, 2, 8) if v is None else v, layout=layout or Paged(TABLE, USED), **keywords)
+
+
+def test_refused_by_name():
+    with pytest.raises(Unsupported, match="cpu: has no dropout with paged"):
+        call(dropout_p=0.1)
+    case = Case("", order="paged", dtype="bf16")
+    given = case.inputs()
+    assert "has no paged layout" in explain(given.q, given.k, given.v, **given.keywords).reasons["gluon"]
