@@ -34,6 +34,8 @@ class Support:
     """Of head dims."""
     needs: tuple[str, ...] = ()
     """Flags that have to be set."""
+    needs_with: tuple[tuple[str, str], ...] = ()
+    """A word of a Spec, and a flag that has to be set with it."""
     apart: tuple[tuple[str, str], ...] = (("packed", "mask_mod"), ("packed", "~"), ("paged", "dropout"))
     """Words of a Spec that do not go together yet."""
 
@@ -60,7 +62,8 @@ class Support:
         words = {spec.layout, *leaves, *re.findall("~", spec.mask), *(flag for flag in FLAGS if getattr(spec, flag))}
         found += [f"has no {two} with {one}" for one, two in self.apart if {one, two} <= words]
         # Such as rows that are not aligned because the head dim is odd: said only where nothing else is.
-        return found or [_NEEDS[flag] for flag in self.needs if not getattr(spec, flag)]
+        needs = *self.needs, *(flag for word, flag in self.needs_with if word in words)
+        return found or [_NEEDS[flag] for flag in needs if not getattr(spec, flag)]
 
     def plainest(self, device: str) -> Spec:
         """The plainest call that is declared here: what is left against it is the device."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.backends.device.launch import run
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.layouts import Packed
+from saccade.layouts import Packed, Paged
 from saccade.problem import Problem
 
 
@@ -205,6 +205,10 @@ def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[Span | None, S
         sides = (layout.cu_seqlens_q, layout.seqused_q), (layout.cu_seqlens_k, layout.seqused_k)
         count = runtime_int(layout.sequences)
         return tuple(_packed(starts.contiguous(), used, tiles, count) for starts, used in sides)  # pyright: ignore[reportReturnType]
+    if isinstance(layout, Paged):
+        offsets = layout.cu_seqlens_q
+        count = runtime_int(layout.sequences)
+        return None if offsets is None else _packed(offsets.contiguous(), None, tiles, count), _padded(layout.seqused_k)
     return _padded(layout.seqused_q), _padded(layout.seqused_k)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Saved, Support, captures_workspace
+from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -14,20 +17,27 @@ obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
     dtypes=("fp16", "bf16", "fp32"),
-    layouts=("dense", "padded", "packed"),
+    layouts=("dense", "padded", "packed", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=256,
+    needs_with=(("paged", "aligned"),),
 )
-GRADIENT = SUPPORT
+GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
 
 
 def workspace(spec: Spec) -> str:
+    if spec.layout == "paged":
+        return "none, or where keys are split 4 bytes for each element of out and split"
     return f"forward: none; backward: 8 bytes for every query row and head{captures_workspace(spec)}"
 
 
 def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    if isinstance(problem.layout, Paged):
+        from saccade.backends.triton import paged
+
+        return paged.forward(problem, lse)
     from saccade.backends.triton import launch
 
     return launch.forward(problem, lse)

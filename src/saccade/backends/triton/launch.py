@@ -30,15 +30,15 @@ Tiles = Mapping[str, Config]
 def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> tuple[Tensor, Tensor | None]:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     q = problem.q
-    out = empty_like_rows(q, problem.v.shape[3])
+    out = problem.empty_out()
     row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
     if isinstance(problem.layout, Packed) and not problem.layout.sequences:
         return out.zero_(), None if row_lse is None else row_lse.fill_(-torch.inf)
     if out.numel():
         with on_device(q):
-            operands = (_operand(problem, name) for name in ("q", "k", "v"))
+            operands = (operand(problem, name) for name in ("q", "k", "v"))
             sink = None if problem.sink is None else problem.sink.contiguous()
-            tensors = (*operands, _known(problem, "out", out), row_lse, sink)
+            tensors = (*operands, known(problem, "out", out), row_lse, sink)
             _launch("forward", forward_kernel, tensors, problem, tiles)
     return out, row_lse
 
@@ -61,7 +61,7 @@ def backward(
         rows = dlse, saved.lse.contiguous(), delta, lse2, used, q.shape[1], q.shape[2]
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
-        operands = (*(_operand(problem, name) for name in ("q", "k", "v")), dout)
+        operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
         _launch("keys", keys_kernel, (*operands, Rows.of(dk), Rows.of(dv), lse2, delta), problem, tiles)
         _launch("rows", rows_kernel, (*operands, Rows.of(dq), lse2, delta), problem, tiles)
     return dq, dk, dv, sink_gradient(problem, saved, delta)
@@ -70,13 +70,13 @@ def backward(
 DELTA_ROWS = 32
 
 
-def _operand(problem: Problem, name: str) -> Rows:
+def operand(problem: Problem, name: str) -> Rows:
     """q, k or v as kernels take them; a Problem's key knows where they lie."""
     x = getattr(problem, name)
-    return Rows(x, *problem.launches[name]) if name in problem.launches else _known(problem, name, x, _rows(x))
+    return Rows(x, *problem.launches[name]) if name in problem.launches else known(problem, name, x, _rows(x))
 
 
-def _known(problem: Problem, name: str, x: Tensor, rows: Rows | None = None) -> Rows:
+def known(problem: Problem, name: str, x: Tensor, rows: Rows | None = None) -> Rows:
     """Rows of x, kept for the next Problem of the same key, unless they are those of a copy."""
     if name in problem.launches:
         return Rows(x, *problem.launches[name])

@@ -1,0 +1,193 @@
+"""Paged caches: how the work is cut, and the launches.
+
+Nothing here reads a length: what depends on lengths is found on the device, so that a CUDA graph may be replayed with
+others. The table's width bounds them.
+"""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.backends.device import masks, scores, sequences
+from saccade.backends.device.launch import on_device, run
+from saccade.backends.device.records import Rows, runtime_int
+from saccade.backends.triton import launch
+from saccade.backends.triton.config import Config, block_d, formula
+from saccade.backends.triton.paged_kernel import Pages, merge_kernel, paged_kernel
+from saccade.layouts import Paged
+from saccade.masks import causal
+from saccade.problem import Problem
+
+MAX_SPLITS = 128
+LEAST_TILES = 2
+"""Tiles of keys that a part has at least: fewer are not worth their own merge."""
+PROGRAMS = 2
+"""Programs that a multiprocessor runs at a time, by their shared memory."""
+FIXED_ROWS = 64
+"""Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
+MERGE = Config(1, 1, 4, 1)
+CHUNK = 16
+"""Parts that the merge adds up at a time."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a call is cut into programs."""
+
+    config: Config
+    tiles: int
+    """of query rows, of all sequences; an upper bound where sequences are end to end"""
+    splits: int
+    slots: int
+    """programs that run at a time"""
+    fair: bool
+    """Sequences have parts by their lengths, up to `splits`."""
+    edges: bool
+
+
+def cut(problem: Problem, processors: int) -> Cut:
+    """From shapes alone."""
+    layout, h_k = problem.layout, problem.k.shape[1]
+    assert isinstance(layout, Paged)
+    b, _, s_q, _ = problem.q.shape
+    flat, sequences_ = s_q * problem.group, layout.sequences
+    packed = layout.cu_seqlens_q is not None
+    tile = config(problem, -(-flat // sequences_) if packed else flat)
+    if packed:
+        tiles = flat // tile.block_q + sequences_ + 1
+        least = max(flat // tile.block_q, sequences_)
+    else:
+        tiles = least = b * -(-flat // tile.block_q)
+    slots = processors * PROGRAMS
+    if layout.num_splits is None:
+        room = layout.capacity(problem.k.shape[2])
+        most = min(2 * slots // (least * h_k), room // (tile.block_k * LEAST_TILES), MAX_SPLITS)
+        splits = max(1, most)
+    else:
+        splits = min(layout.num_splits, MAX_SPLITS)
+    edges = layout.num_splits != 1 and tile.block_q > FIXED_ROWS
+    return Cut(tile, tiles, splits, slots, layout.num_splits is None, edges)
+
+
+def config(problem: Problem, rows: int) -> Config:
+    """Tiles for about so many flat rows of a sequence: 32 KB of keys and values in each of three stages."""
+    spec, layout = problem.spec(), problem.layout
+    if spec.dtype == "fp32":
+        return formula("forward", spec)
+    wide = max(block_d(spec.d), block_d(spec.d_v))
+    block_k = 128 if wide <= 64 else 64 if wide <= 128 else 32
+    if isinstance(layout, Paged) and layout.num_splits == 1:
+        return Config(FIXED_ROWS, block_k, 4, 3)
+    if rows <= 16:
+        return Config(16, block_k, 4, 3)
+    return Config(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else Config(FIXED_ROWS, block_k, 4, 3)
+
+
+def forward(problem: Problem, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q); queries end to end are one row of t_q."""
+    q, layout = problem.q, problem.layout
+    assert isinstance(layout, Paged)
+    out = problem.empty_out()
+    row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
+    if not layout.sequences:
+        return out.zero_(), None if row_lse is None else row_lse.fill_(-torch.inf)
+    if not out.numel():
+        return out, row_lse
+    with on_device(q):
+        made = problem.launches.get("cut")
+        if made is None:
+            made = problem.launches["cut"] = cut(problem, processors(q.device))
+        caches = (launch.known(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
+        operands, target = (launch.operand(problem, "q"), *caches), launch.known(problem, "out", out)
+        sink = None if problem.sink is None else problem.sink.contiguous()
+        numbers = arguments(problem, made)
+        if made.splits == 1:
+            _run("paged", paged_kernel, problem, made, (*operands, target, row_lse, sink, *numbers))
+            return out, row_lse
+        parts = torch.empty(made.splits, *q.shape[:3], problem.v.shape[3], dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(made.splits, *q.shape[:3], dtype=torch.float32, device=q.device)
+        _run("paged", paged_kernel, problem, made, (*operands, parts, part_lse, sink, *numbers))
+        rows = part_lse[0].numel()
+        _run("merge", merge_kernel, problem, made, (parts, part_lse, target, row_lse, rows, made.splits, *q.shape[1:3]))
+    return out, row_lse
+
+
+def arguments(problem: Problem, made: Cut) -> tuple[Any, ...]:
+    """What the kernel takes behind its tensors."""
+    q, k, layout = problem.q, problem.k, problem.layout
+    assert isinstance(layout, Paged)
+    table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    numbers = table.stride(0), layout.sequences, layout.capacity(k.shape[2]), k.shape[0], made.tiles, made.splits, rows
+    pages = Pages(table, *map(runtime_int, numbers), runtime_int(made.slots))
+    records = pages, masks.record(problem.mask), scores.record(problem.score)
+    return *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
+
+
+def constants(name: str, problem: Problem, made: Cut, precision: str) -> dict[str, Any]:
+    """In the order of the kernels' last parameters."""
+    d, d_v, layout = problem.q.shape[3], problem.v.shape[3], problem.layout
+    assert isinstance(layout, Paged)
+    if name == "merge":
+        return {"D_V": d_v, "BLOCK_DV": block_d(d_v), "SPLITS": 1 << (made.splits - 1).bit_length(), "CHUNK": CHUNK}
+    tile, many = made.config, layout.sequences + 1
+    return {
+        "GROUP": problem.group, "PAGE": problem.k.shape[2], "D": d, "D_V": d_v, "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v), "PRECISION": precision,
+        "SPLIT": made.splits > 1, "FAIR": made.fair, "LEAST": LEAST_TILES, "EDGES": made.edges,
+        "N": 32 if many <= 32 else 256 if many <= 256 else 1024,
+    }  # fmt: skip
+
+
+def _run(name: str, kernel: Any, problem: Problem, made: Cut, given: tuple[Any, ...]) -> None:
+    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    # What Triton specialises for and the Problem's key does not hold.
+    out = given[2] if name == "merge" else given[3]
+    key = name, given[3 if name == "merge" else 4] is None, precision, out.unit.value if isinstance(out, Rows) else None
+    found = problem.launches.get(key)
+    if found is not None:
+        compiled, grid, fixed = found
+        run(compiled, grid, problem.q.device.index, (*given, *fixed))
+        return
+    rows = problem.q.shape[0] * problem.q.shape[1] * problem.q.shape[2]
+    grid = (rows if name == "merge" else made.tiles * made.splits * problem.k.shape[1]), 1, 1
+    fixed = constants(name, problem, made, precision)
+    tile = MERGE if name == "merge" else made.config
+    compiled = launch.started(kernel, grid, given, fixed, tile, least=1)
+    if compiled is not None:  # the interpreter compiles nothing
+        problem.launches[key] = compiled, grid, tuple(fixed.values())
+
+
+def processors(device: torch.device) -> int:
+    """How many multiprocessors; some, where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+# The rows of the compile gate: what comes behind "triton paged 16bit d128/128".
+ROWS = "decode", "prompt", "merge"
+
+
+def compiled(word: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
+    """A kernel as the compile gate sees it: decoding over pages of 16 in parts, a chunk of a prompt, or the merge."""
+    b, s_q, size = (4, 1, 16) if word != "prompt" else (1, 512, 64)
+    caches = torch.empty(256, 8, size, d, dtype=dtype), torch.empty(256, 8, size, d_v, dtype=dtype)
+    layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32))
+    q = torch.empty(b, 32, s_q, d, dtype=dtype)
+    problem = Problem(q, *caches, None, causal(), None, layout, 1.0)
+    made = cut(problem, 132)
+    rows, target, parts = (torch.empty(made.splits, *q.shape[:3]), Rows.of(torch.empty(b, 32, s_q, d_v, dtype=dtype)),
+                           torch.empty(made.splits, *q.shape[:3], d_v))  # fmt: skip
+    name, kernel, tile = ("merge", merge_kernel, MERGE) if word == "merge" else ("paged", paged_kernel, made.config)
+    if word == "merge":
+        given: Any = parts, rows, target, rows, rows[0].numel(), made.splits, *q.shape[1:3]
+    else:
+        to = (target, None) if made.splits == 1 else (parts, rows)
+        given = Rows.of(q), *map(Rows.of, caches), *to, None, *arguments(problem, made)
+    fixed = constants(name, problem, made, "ieee")
+    return kernel.warmup(*given, **fixed, num_warps=tile.warps, num_stages=tile.stages, grid=(1,))

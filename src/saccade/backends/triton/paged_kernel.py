@@ -1,0 +1,273 @@
+"""Paged caches: the forward over pages, with the keys of a sequence cut into parts where that fills the GPU.
+
+The query rows of all heads that share keys are rows of one tile: row `i` of member `m` is flat row `i * GROUP + m`.
+Tiles of keys are visited from the first to the last, so that a row's sums have the same order in every call.
+"""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.records import LOG2E, plain_int
+from saccade.backends.device.sequences import extent
+from saccade.backends.device.tiles import head, logits, places, tile_range, visible
+
+
+class Pages(NamedTuple):
+    """Which pages are whose, and how the work is cut; numbers are `runtime_int`s."""
+
+    table: Any
+    """int (sequences, …)"""
+    stride: Any
+    """of a row of the table"""
+    sequences: Any
+    capacity: Any
+    """keys that a sequence has room for"""
+    count: Any
+    """pages of the cache"""
+    tiles: Any
+    """tiles of query rows, of all sequences"""
+    splits: Any
+    """programs for the keys of one tile and head"""
+    rows: Any
+    """b h_q s_q: rows of q, of all heads"""
+    slots: Any
+    """programs that the GPU runs at a time"""
+
+
+@triton.jit
+def _sequence_of(span, tile, s_q, count, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, N: tl.constexpr):
+    """The sequence of a tile of flat rows, `count` for what is behind the last one, and the tile's first flat row."""
+    if span is None:
+        blocks = tl.cdiv(s_q * GROUP, BLOCK_Q)
+        number = tile // blocks
+        first = number * blocks
+    else:
+        found = tile * 0
+        first = tile * 0
+        for at in range(0, count + 1, N):
+            # [N]
+            i = at + tl.arange(0, N)
+            start = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(i, count)), 0), s_q).to(tl.int32)
+            begin = start * GROUP // BLOCK_Q + i  # room for a sequence's tiles wherever it begins
+            earlier = (i <= count) & (begin <= tile)
+            found += tl.sum(earlier.to(tl.int32), 0)
+            first = tl.maximum(first, tl.max(tl.where(earlier, begin, 0), 0))
+        number = tl.maximum(found - 1, 0)
+    return number, (tile - first) * BLOCK_Q
+
+
+@triton.jit
+def _share(
+    mask, used_q, used_k, heads, s_q, pages,
+    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys for each program, if all sequences' are shared out evenly."""
+    count = plain_int(pages.sequences)
+    total = count * 0
+    for at in range(0, count, N):
+        # [N]
+        i = at + tl.arange(0, N)
+        b = tl.minimum(i, count - 1)
+        _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
+        _, _, _, rows = extent(used_q, b, s_q)
+        rows = rows + b * 0
+        lo, _, _, _ = mask.keys_of(mask.data, b, b * 0, keys - rows)
+        _, hi, _, _ = mask.keys_of(mask.data, b, tl.maximum(rows - 1, 0), keys - rows)
+        tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), BLOCK_K)
+        total += tl.sum(tl.where(i < count, tiles * tl.cdiv(rows * GROUP, BLOCK_Q), 0), 0)
+    return tl.maximum(tl.cdiv(total * heads, plain_int(pages.slots)), LEAST)
+
+
+@triton.jit
+def _load(x, table, pages, head_k, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
+          BLOCK_D: tl.constexpr):  # fmt: skip
+    """Keys [start, start + BLOCK_K) of a sequence, [BLOCK_K, BLOCK_D]; zero from `keys` on and beyond column D."""
+    last = plain_int(pages.count) - 1
+    # [BLOCK_K]
+    kv_idx = start + tl.arange(0, BLOCK_K)
+    if PAGE % BLOCK_K == 0:
+        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE), 0), last)
+        place = places(x, head(x, page.to(tl.int64), head_k), start % PAGE, BLOCK_K, BLOCK_D)
+    else:
+        page = tl.load(table + kv_idx // PAGE, mask=kv_idx < keys, other=0)
+        page = tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
+        row = page * plain_int(x.stride_b) + (kv_idx % PAGE) * plain_int(x.stride_s).to(tl.int64)
+        base = x.ptr + head_k * plain_int(x.stride_h).to(tl.int64) * x.unit
+        # [BLOCK_K, BLOCK_D]
+        place = base + (row * x.unit)[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    there = (kv_idx < keys)[:, None]
+    if D < BLOCK_D:
+        there = there & (tl.arange(0, BLOCK_D) < D)[None, :]
+    return tl.load(place, mask=there, other=0.0)
+
+
+@triton.jit
+def _step(
+    acc, row_max, row_sum, q, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale, mask, score,
+    PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys. acc [block_q, d_v], row_max [block_q] in log2 units, row_sum [block_q]."""
+    # [block_k, d]
+    k_tile = _load(k, table, pages, head_k, start, keys, PAGE, BLOCK_K, D, BLOCK_D)
+    # [block_q, block_k]
+    qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+    kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
+    x = logits(qk, score, scale, b, h[:, None], q_idx[:, None], kv_idx)
+    if MASKED:
+        x = tl.where(visible(mask, b, h[:, None], q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
+    # [block_q]
+    new_max = tl.maximum(row_max, tl.max(x, 1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
+    p = tl.exp2(x - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    # [block_k, d_v]
+    v_tile = _load(v, table, pages, head_k, start, keys, PAGE, BLOCK_K, D_V, BLOCK_DV)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _flat_rows(x, batch, h, row):
+    """Pointers [block_q] to rows of a tensor (b, h, s, d)."""
+    stride_b = plain_int(x.stride_b).to(tl.int64)
+    stride_h = plain_int(x.stride_h).to(tl.int64)
+    stride_s = plain_int(x.stride_s).to(tl.int64)
+    return x.ptr + (batch * stride_b + h * stride_h + row * stride_s) * x.unit
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q"])
+def paged_kernel(
+    q, k, v, out, lse, sink, used_q, used_k, pages, mask, score, h_q, s_q, scale,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, FAIR: tl.constexpr, LEAST: tl.constexpr, EDGES: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One tile of flat query rows against one part of its keys, for one key head.
+
+    out: Rows, and lse (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b, h_q, s_q), each
+    part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of the mask's core
+    are plain ones; for tiles of many rows.
+    """
+    heads = h_q // GROUP
+    head_k = tl.program_id(0) % heads
+    tile = tl.program_id(0) // heads % plain_int(pages.tiles)
+    split = tl.program_id(0) // heads // plain_int(pages.tiles)
+    count = plain_int(pages.sequences)
+    number, start_q = _sequence_of(used_q, tile, s_q, count, GROUP, BLOCK_Q, N)
+    batch, first_q, there, rows = extent(used_q, number, s_q)
+    b = tl.minimum(number, count - 1)
+    _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
+    off = keys - rows
+    # [block_q]
+    flat = start_q + tl.arange(0, BLOCK_Q)
+    q_idx = flat // GROUP
+    h = head_k * GROUP + flat % GROUP
+    live = q_idx < rows
+    lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+    if SPLIT:
+        parts = plain_int(pages.splits)
+        place = (split.to(tl.int64) * plain_int(pages.rows) + (batch * h_q + h) * s_q + first_q) + q_idx
+        if FAIR:
+            share = _share(mask, used_q, used_k, heads, s_q, pages, GROUP, BLOCK_Q, BLOCK_K, N, LEAST)
+            parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // BLOCK_K, share), 1))
+        if split >= parts:
+            tl.store(lse + place, tl.full([BLOCK_Q], float("-inf"), tl.float32), mask=q_idx < there)
+            return
+        tiles = (end - first) // BLOCK_K
+        end = first + (split + 1) * tiles // parts * BLOCK_K
+        first += split * tiles // parts * BLOCK_K
+    else:
+        place = (batch.to(tl.int64) * h_q + h) * s_q + first_q + q_idx
+
+    # [block_q, d]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    q_place = _flat_rows(q, batch, h, first_q + q_idx)[:, None] + columns
+    q_tile = tl.load(q_place, mask=live[:, None] & (columns < D), other=0.0)
+    table = pages.table + b.to(tl.int64) * plain_int(pages.stride)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    if sink is not None:  # one more column, seen before all others, in the first part alone
+        row_max = tl.load(sink + h).to(tl.float32) * LOG2E
+        row_max = tl.where(split == 0, row_max, float("-inf"))
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+
+    if EDGES:
+        core = tl.minimum(tl.maximum(core, first), end)
+        core_end = tl.minimum(tl.maximum(core_end, core), end)
+        for start in range(first, core, BLOCK_K):
+            acc, row_max, row_sum = _step(
+                acc, row_max, row_sum, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale,
+                mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+            )  # fmt: skip
+        for start in range(core, core_end, BLOCK_K):
+            acc, row_max, row_sum = _step(
+                acc, row_max, row_sum, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale,
+                mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+            )  # fmt: skip
+        first = core_end
+    for start in range(first, end, BLOCK_K):
+        acc, row_max, row_sum = _step(
+            acc, row_max, row_sum, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale,
+            mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+        )  # fmt: skip
+
+    seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
+    acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    columns = tl.arange(0, BLOCK_DV)[None, :]
+    stored = (q_idx < there)[:, None] & (columns < D_V)
+    if SPLIT:
+        tl.store(out + place[:, None] * D_V + columns, acc, mask=stored)
+    else:
+        out_place = _flat_rows(out, batch, h, first_q + q_idx)[:, None] + columns
+        tl.store(out_place, acc.to(out.ptr.dtype.element_ty), mask=stored)
+    if lse is not None:
+        row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))
+        tl.store(lse + place, row_lse, mask=q_idx < there)
+
+
+@triton.jit(do_not_specialize=["rows", "splits", "h_q", "s_q"])
+def merge_kernel(
+    parts, part_lse, out, lse, rows, splits, h_q, s_q, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`lse = log sum_i exp(lse_i)`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts: `saccade.merge`.
+
+    parts: float32 (splits, b, h_q, s_q, d_v), not written where the part's LSE, (splits, b, h_q, s_q), is -inf.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    # [SPLITS]
+    i = tl.arange(0, SPLITS)
+    found = tl.load(part_lse + i * rows.to(tl.int64) + place, mask=i < splits, other=float("-inf"))
+    top = tl.max(found, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(found - top), 0)
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    # [BLOCK_DV]
+    column = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for at in range(0, splits, CHUNK):
+        # [CHUNK]
+        i = at + tl.arange(0, CHUNK)
+        part = i * rows.to(tl.int64) + place
+        weight = tl.exp(tl.load(part_lse + part, mask=i < splits, other=float("-inf")) - top) / total
+        there = (weight != 0)[:, None] & (column < D_V)[None, :]
+        acc += tl.sum(
+            tl.load(parts + part[:, None] * D_V + column[None, :], mask=there, other=0.0) * weight[:, None], 0
+        )
+    row = place % s_q
+    h = place // s_q % h_q
+    batch = place // s_q // h_q
+    tl.store(_flat_rows(out, batch, h, row) + column, acc.to(out.ptr.dtype.element_ty), mask=column < D_V)
+    if lse is not None:
+        tl.store(lse + place, tl.where(empty, float("-inf"), top + tl.log(total)))
