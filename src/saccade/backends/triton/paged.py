@@ -76,7 +76,8 @@ def cut(problem: Problem, processors: int) -> Cut:
 
 
 def config(problem: Problem, rows: int) -> Config:
-    """Tiles for about so many flat rows of a sequence: 32 KB of keys and values in each of three stages."""
+    """Tiles for about so many flat rows of a sequence: 32 KB of keys and values, three times, so that two programs have
+    room in a multiprocessor."""
     spec, layout = problem.spec(), problem.layout
     if spec.dtype == "fp32":
         return formula("forward", spec)
@@ -85,7 +86,7 @@ def config(problem: Problem, rows: int) -> Config:
     if isinstance(layout, Paged) and layout.num_splits == 1:
         return Config(FIXED_ROWS, block_k, 4, 3)
     if rows <= 16:
-        return Config(16, block_k, 4, 3)
+        return Config(16, block_k, 4, 4)
     return Config(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else Config(FIXED_ROWS, block_k, 4, 3)
 
 
@@ -141,7 +142,7 @@ def constants(name: str, problem: Problem, made: Cut, precision: str) -> dict[st
         "GROUP": problem.group, "PAGE": problem.k.shape[2], "D": d, "D_V": d_v, "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v), "PRECISION": precision,
         "SPLIT": made.splits > 1, "FAIR": made.fair, "LEAST": LEAST_TILES, "EDGES": made.edges,
-        "N": 32 if many <= 32 else 256 if many <= 256 else 1024,
+        "N": next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n >= many),
     }  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """Paged caches: the forward over pages, with the keys of a sequence cut into parts where that fills the GPU.
 
 The query rows of all heads that share keys are rows of one tile: row `i` of member `m` is flat row `i * GROUP + m`.
-Tiles of keys are visited from the first to the last, so that a row's sums have the same order in every call.
+Tiles of keys are visited from the first to the last, so that a row's sums have the same order in every call. What a
+program has to know of all sequences it reads at once, N of them: behind a loop Triton 3.9 forgets which addresses are
+aligned, and fetches nothing ahead.
 """
 
 # pyright: reportArgumentType=false
@@ -48,17 +50,13 @@ def _sequence_of(span, tile, s_q, count, GROUP: tl.constexpr, BLOCK_Q: tl.conste
         number = tile // blocks
         first = number * blocks
     else:
-        found = tile * 0
-        first = tile * 0
-        for at in range(0, count + 1, N):
-            # [N]
-            i = at + tl.arange(0, N)
-            start = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(i, count)), 0), s_q).to(tl.int32)
-            begin = start * GROUP // BLOCK_Q + i  # room for a sequence's tiles wherever it begins
-            earlier = (i <= count) & (begin <= tile)
-            found += tl.sum(earlier.to(tl.int32), 0)
-            first = tl.maximum(first, tl.max(tl.where(earlier, begin, 0), 0))
-        number = tl.maximum(found - 1, 0)
+        # [N]
+        i = tl.arange(0, N)
+        start = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(i, count)), 0), s_q).to(tl.int32)
+        begin = start * GROUP // BLOCK_Q + i  # room for a sequence's tiles wherever it begins
+        earlier = (i <= count) & (begin <= tile)
+        number = tl.maximum(tl.sum(earlier.to(tl.int32), 0) - 1, 0)
+        first = tl.max(tl.where(earlier, begin, 0), 0)
     return number, (tile - first) * BLOCK_Q
 
 
@@ -69,37 +67,42 @@ def _share(
 ):  # fmt: skip
     """Tiles of keys for each program, if all sequences' are shared out evenly."""
     count = plain_int(pages.sequences)
-    total = count * 0
-    for at in range(0, count, N):
-        # [N]
-        i = at + tl.arange(0, N)
-        b = tl.minimum(i, count - 1)
-        _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
-        _, _, _, rows = extent(used_q, b, s_q)
-        rows = rows + b * 0
-        lo, _, _, _ = mask.keys_of(mask.data, b, b * 0, keys - rows)
-        _, hi, _, _ = mask.keys_of(mask.data, b, tl.maximum(rows - 1, 0), keys - rows)
-        tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), BLOCK_K)
-        total += tl.sum(tl.where(i < count, tiles * tl.cdiv(rows * GROUP, BLOCK_Q), 0), 0)
+    # [N]
+    i = tl.arange(0, N)
+    b = tl.minimum(i, count - 1)
+    _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
+    _, _, _, rows = extent(used_q, b, s_q)
+    rows = rows + b * 0
+    lo, _, _, _ = mask.keys_of(mask.data, b, b * 0, keys - rows)
+    _, hi, _, _ = mask.keys_of(mask.data, b, tl.maximum(rows - 1, 0), keys - rows)
+    tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), BLOCK_K)
+    total = tl.sum(tl.where(i < count, tiles * tl.cdiv(rows * GROUP, BLOCK_Q), 0), 0)
     return tl.maximum(tl.cdiv(total * heads, plain_int(pages.slots)), LEAST)
 
 
 @triton.jit
-def _load(x, table, pages, head_k, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
+def _pages_of(table, pages, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The pages of keys [start, start + BLOCK_K): one of all, or [BLOCK_K]; some that there are, from `keys` on."""
+    if PAGE % BLOCK_K == 0:
+        page = tl.load(table + start // PAGE, mask=start < keys, other=0)
+    else:
+        kv_idx = start + tl.arange(0, BLOCK_K)
+        page = tl.load(table + kv_idx // PAGE, mask=kv_idx < keys, other=0)
+    return tl.minimum(tl.maximum(page, 0), plain_int(pages.count) - 1).to(tl.int32)
+
+
+@triton.jit
+def _load(x, page, head_k, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
           BLOCK_D: tl.constexpr):  # fmt: skip
     """Keys [start, start + BLOCK_K) of a sequence, [BLOCK_K, BLOCK_D]; zero from `keys` on and beyond column D."""
-    last = plain_int(pages.count) - 1
     # [BLOCK_K]
     kv_idx = start + tl.arange(0, BLOCK_K)
     if PAGE % BLOCK_K == 0:
-        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE), 0), last)
+        # [BLOCK_K, BLOCK_D]
         place = places(x, head(x, page.to(tl.int64), head_k), start % PAGE, BLOCK_K, BLOCK_D)
     else:
-        page = tl.load(table + kv_idx // PAGE, mask=kv_idx < keys, other=0)
-        page = tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
-        row = page * plain_int(x.stride_b) + (kv_idx % PAGE) * plain_int(x.stride_s).to(tl.int64)
+        row = page.to(tl.int64) * plain_int(x.stride_b) + (kv_idx % PAGE) * plain_int(x.stride_s).to(tl.int64)
         base = x.ptr + head_k * plain_int(x.stride_h).to(tl.int64) * x.unit
-        # [BLOCK_K, BLOCK_D]
         place = base + (row * x.unit)[:, None] + tl.arange(0, BLOCK_D)[None, :]
     there = (kv_idx < keys)[:, None]
     if D < BLOCK_D:
@@ -109,13 +112,15 @@ def _load(x, table, pages, head_k, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit
 def _step(
-    acc, row_max, row_sum, q, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale, mask, score,
+    acc, row_max, row_sum, page, q, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale, mask, score,
     PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. acc [block_q, d_v], row_max [block_q] in log2 units, row_sum [block_q]."""
+    """One tile of keys, in `page`. acc [block_q, d_v], row_max [block_q] in log2 units, row_sum [block_q], and the
+    pages of the tile behind it, which are read so early that its keys can be fetched ahead."""
+    following = _pages_of(table, pages, start + BLOCK_K, keys, PAGE, BLOCK_K)
     # [block_k, d]
-    k_tile = _load(k, table, pages, head_k, start, keys, PAGE, BLOCK_K, D, BLOCK_D)
+    k_tile = _load(k, page, head_k, start, keys, PAGE, BLOCK_K, D, BLOCK_D)
     # [block_q, block_k]
     qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
     kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
@@ -129,9 +134,9 @@ def _step(
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     # [block_k, d_v]
-    v_tile = _load(v, table, pages, head_k, start, keys, PAGE, BLOCK_K, D_V, BLOCK_DV)
+    v_tile = _load(v, page, head_k, start, keys, PAGE, BLOCK_K, D_V, BLOCK_DV)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, new_max, row_sum
+    return acc, new_max, row_sum, following
 
 
 @triton.jit
@@ -201,24 +206,25 @@ def paged_kernel(
         row_max = tl.where(split == 0, row_max, float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
+    page = _pages_of(table, pages, first, keys, PAGE, BLOCK_K)
     if EDGES:
         core = tl.minimum(tl.maximum(core, first), end)
         core_end = tl.minimum(tl.maximum(core_end, core), end)
         for start in range(first, core, BLOCK_K):
-            acc, row_max, row_sum = _step(
-                acc, row_max, row_sum, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale,
-                mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+            acc, row_max, row_sum, page = _step(
+                acc, row_max, row_sum, page, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off,
+                scale, mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
         for start in range(core, core_end, BLOCK_K):
-            acc, row_max, row_sum = _step(
-                acc, row_max, row_sum, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale,
-                mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
+            acc, row_max, row_sum, page = _step(
+                acc, row_max, row_sum, page, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off,
+                scale, mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         first = core_end
     for start in range(first, end, BLOCK_K):
-        acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale,
-            mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
+        acc, row_max, row_sum, page = _step(
+            acc, row_max, row_sum, page, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off,
+            scale, mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
 
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
