@@ -25,7 +25,7 @@ LAYERS = [
     {"backends"},
     {"dispatch"},
     {"ops"},
-    {"api", "block_masks"},
+    {"api", "block_masks", "caches"},
     {"compat", "integrations", "parallel"},
     {"__init__"},
     {"testing"},

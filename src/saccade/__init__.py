@@ -8,6 +8,7 @@ torch.Size([1, 8, 256, 64])
 
 from saccade.api import Explanation, attention, explain, plan
 from saccade.block_masks import block_mask
+from saccade.caches import append_kv
 from saccade.dispatch import Plan, Unsupported
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, documents, mask_mod, prefix, window
@@ -41,6 +42,7 @@ __all__ = [
     "Spec",
     "Unsupported",
     "alibi",
+    "append_kv",
     "attention",
     "bias",
     "block_mask",

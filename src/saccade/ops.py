@@ -20,14 +20,14 @@ from saccade.backends import Saved
 from saccade.layouts import Packed, Paged, empty_like_rows, form
 from saccade.problem import Header, Problem
 
-_library = torch.library.Library("saccade", "DEF")
+library = torch.library.Library("saccade", "DEF")
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] captures, Tensor[] records, str header, SymInt[] ints, "
     "float[] floats"
 )
-_library.define(f"forward({_ARGUMENTS}, bool lse) -> (Tensor out, Tensor lse)")
-_library.define(f"forward_out(Tensor(a!) out, {_ARGUMENTS}, bool lse) -> Tensor lse")
-_library.define(
+library.define(f"forward({_ARGUMENTS}, bool lse) -> (Tensor out, Tensor lse)")
+library.define(f"forward_out(Tensor(a!) out, {_ARGUMENTS}, bool lse) -> Tensor lse")
+library.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] wanted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
@@ -62,7 +62,7 @@ def runs_directly(*tensors: Tensor | None) -> bool:
 
     The operator costs a small call as much as its launch does.
     """
-    if torch.compiler.is_compiling() or _needs_gradient(*tensors):
+    if torch.compiler.is_compiling() or needs_gradient(*tensors):
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
@@ -255,7 +255,7 @@ class _Gradient(torch.autograd.function._SingleLevelFunction):
         )
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
+def needs_gradient(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
@@ -268,7 +268,7 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
     Raises:
         ValueError: one of them requires a gradient, and `out` was given.
     """
-    if _needs_gradient(*tensors):
+    if needs_gradient(*tensors):
         raise ValueError("out=… is for calls without gradients: leave it away, or call inside of torch.no_grad()")
 
 
@@ -279,7 +279,7 @@ def _forward_out_autograd(out, q, k, v, sink, captures, *arguments):
 
 
 def _forward_autograd(q, k, v, sink, captures, records, header, ints, floats, lse):
-    if _needs_gradient(q, k, v, sink, *captures):
+    if needs_gradient(q, k, v, sink, *captures):
         if isinstance(form(Header.parse(header).layout), Paged):
             raise dispatch.Unsupported(
                 "a paged cache has no gradients: call attention inside of torch.no_grad(), or with Dense or Packed "
@@ -293,7 +293,7 @@ def _forward_autograd(q, k, v, sink, captures, records, header, ints, floats, ls
 
 def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, captures, records, header, ints, floats, wanted):
     tensors = dout, dlse, out, lse, q, k, v, sink
-    if _needs_gradient(*tensors, *captures):
+    if needs_gradient(*tensors, *captures):
         with enable_single_level_autograd_function():
             found = _Gradient.apply(*tensors, records, header, ints, floats, wanted, *captures)  # pyright: ignore[reportAttributeAccessIssue]
         return (*found[:4], list(found[4:]))
@@ -301,15 +301,15 @@ def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, captures, records, h
         return torch.ops.saccade.backward(*tensors, captures, records, header, ints, floats, wanted)
 
 
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("forward_out", _forward_out, "CompositeExplicitAutograd")
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
-_library.impl("forward", _forward_autograd, "Autograd")
-_library.impl("forward_out", _forward_out_autograd, "Autograd")
-_library.impl("backward", _backward_autograd, "Autograd")
-torch.library.register_fake("saccade::forward", _fake_forward, lib=_library)
-torch.library.register_fake("saccade::forward_out", _fake_forward_out, lib=_library)
-torch.library.register_fake("saccade::backward", _fake_backward, lib=_library)
+library.impl("forward", _forward, "CompositeExplicitAutograd")
+library.impl("forward_out", _forward_out, "CompositeExplicitAutograd")
+library.impl("backward", _backward, "CompositeExplicitAutograd")
+library.impl("forward", _forward_autograd, "Autograd")
+library.impl("forward_out", _forward_out_autograd, "Autograd")
+library.impl("backward", _backward_autograd, "Autograd")
+torch.library.register_fake("saccade::forward", _fake_forward, lib=library)
+torch.library.register_fake("saccade::forward_out", _fake_forward_out, lib=library)
+torch.library.register_fake("saccade::backward", _fake_backward, lib=library)
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, records: Any, header: str) -> tuple[int, int]:

@@ -9,16 +9,16 @@ from saccade.layouts import Paged
 from saccade.masks import Documents, Mask
 
 
-def complaint(q: torch.Size, k: torch.Size, v: torch.Size, layout: Paged) -> str | None:
+def complaint(q: torch.Size, k: torch.Size, v: torch.Size, layout: Paged, name: str = "q") -> str | None:
     """What is wrong with q, (b, s_q, h_q, d) or (t_q, h_q, d), and the caches, (pages, page_size, h_k, d)."""
     flat, b = layout.cu_seqlens_q is not None, layout.sequences
     if len(q) != (3 if flat else 4) or not len(k) == len(v) == 4:
-        wanted = "(t_q, h_q, d), as there are cu_seqlens_q," if flat else "(b, s_q, h_q, d)"
-        return f"with a paged cache q is {wanted} and k and v are (pages, page_size, h_k, d)"
+        wanted = "(t, h, d), as there are cu_seqlens_q," if flat else "(b, s, h, d)"
+        return f"with a paged cache {name} is {wanted} and caches are (pages, page_size, h, d)"
     if not flat and q[0] != b:
-        return f"q must have the batch size of block_table ({b}, {layout.block_table.shape[1]})"
+        return f"{name} must have the batch size of block_table ({b}, {layout.block_table.shape[1]})"
     if k[:3] != v[:3]:
-        return "k and v must have the same pages, page size and heads"
+        return "both caches must have the same pages, page size and heads"
     if not k[0] or not k[1]:
         return "a paged cache needs at least one page of one row"
     return shapes.head_complaint(q, k, v, -2)

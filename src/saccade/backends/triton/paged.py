@@ -137,13 +137,18 @@ def constants(name: str, problem: Problem, made: Cut, precision: str) -> dict[st
     assert isinstance(layout, Paged)
     if name == "merge":
         return {"D_V": d_v, "BLOCK_DV": block_d(d_v), "SPLITS": 1 << (made.splits - 1).bit_length(), "CHUNK": CHUNK}
-    tile, many = made.config, layout.sequences + 1
+    tile = made.config
     return {
         "GROUP": problem.group, "PAGE": problem.k.shape[2], "D": d, "D_V": d_v, "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v), "PRECISION": precision,
         "SPLIT": made.splits > 1, "FAIR": made.fair, "LEAST": LEAST_TILES, "EDGES": made.edges,
-        "N": next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n >= many),
+        "N": many(layout),
     }  # fmt: skip
+
+
+def many(layout: Paged) -> int:
+    """Offsets of sequences that a program reads at once: few different numbers, as each compiles anew."""
+    return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 
 
 def _run(name: str, kernel: Any, problem: Problem, made: Cut, given: tuple[Any, ...]) -> None:

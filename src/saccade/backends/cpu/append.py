@@ -1,0 +1,49 @@
+"""New keys and values into the pages of a cache, in PyTorch operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.pages import Append, Paged, Rotary
+
+
+def append(given: Append) -> None:
+    """Writes what has a page; the rest is left out."""
+    layout, (pages, size) = given.layout, given.k_cache.shape[:2]
+    b, position = _places(layout, given.k_new)
+    inside = (b < layout.sequences) & (position < layout.capacity(size))
+    b, position = b[inside], position[inside]
+    page = layout.block_table[b, position // size].long()
+    mapped = (page >= 0) & (page < pages)
+    page, row = page[mapped], position[mapped] % size
+    for cache, new in ((given.k_cache, given.k_new), (given.v_cache, given.v_new)):
+        rows = new.flatten(0, -3)[inside][mapped]
+        if given.rotary is not None and new is given.k_new:
+            rows = rotated(rows, given.rotary, position[mapped])
+        cache[page, row] = rows
+
+
+def _places(layout: Paged, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence and position of every new row; the sequence of those behind the last has no number."""
+    used = layout.seqused_k.long()
+    offsets = layout.cu_seqlens_q
+    if offsets is None:
+        b = torch.arange(layout.sequences)[:, None].expand(new.shape[:2])
+        return b.flatten(), (used[:, None] + torch.arange(new.shape[1])).flatten()
+    row = torch.arange(new.shape[0])
+    b = torch.bucketize(row, offsets[1:], right=True)
+    ends = torch.cat([used, used.new_zeros(1)])
+    return b, ends[b] + row - offsets[b]
+
+
+def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:
+    """x (n, h, d) with its pairs turned by the angles of the positions (n)."""
+    position = position.clamp(max=rotary.cos.shape[0] - 1)
+    cos, sin = (table[position][:, None].float() for table in (rotary.cos, rotary.sin))
+    pairs = cos.shape[-1]
+    turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
+    one, two = turned.unflatten(-1, (pairs, 2)).unbind(-1) if rotary.interleaved else turned.chunk(2, dim=-1)
+    made = one * cos - two * sin, two * cos + one * sin
+    turned = torch.stack(made, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(made, dim=-1)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)

@@ -1,0 +1,67 @@
+"""New keys and values into the pages of a cache: one launch, which reads the lengths on the device."""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from saccade.backends.device.launch import on_device, run
+from saccade.backends.device.records import Rows, runtime_int
+from saccade.backends.triton.append_kernel import append_kernel
+from saccade.backends.triton.paged import many
+from saccade.backends.triton.paged_kernel import Pages
+from saccade.pages import Append
+
+
+def append(given: Append) -> None:
+    """Writes what has a page; the rest is left out."""
+    layout, new = given.layout, given.k_new
+    tokens = new.shape[:-2].numel()
+    if not tokens or not layout.sequences or not new.shape[-2]:
+        return
+    arguments = _arguments(given)
+    key = tuple((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16) for x in _tensors(given)), given[5] is None
+    with on_device(new):
+        found = _launches.get(key)
+        if found is not None:
+            compiled, fixed = found
+            run(compiled, (tokens, 1, 1), new.device.index, (*arguments, *fixed))
+            return
+        fixed = _constants(given)
+        compiled = append_kernel[(tokens,)](*arguments, **fixed, num_warps=4)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_launches) >= MAXSIZE:
+            _launches.clear()
+        _launches[key] = compiled, tuple(fixed.values())
+
+
+_launches: dict[Any, Any] = {}
+MAXSIZE = 1024
+
+
+def _tensors(given: Append) -> list[Any]:
+    rotary = [] if given.rotary is None else [given.rotary.cos, given.rotary.sin]
+    return [*given[:4], *given.layout.records, *rotary]
+
+
+def _arguments(given: Append) -> tuple[Any, ...]:
+    layout, size = given.layout, given.k_cache.shape[1]
+    rows = (Rows.of(layout.canonical(x)) for x in (given.k_new, given.v_new, given.k_cache, given.v_cache))
+    table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
+    numbers = table.stride(0), layout.sequences, layout.capacity(size), given.k_cache.shape[0], 1, 1, 1, 1
+    starts = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.contiguous()
+    cos, sin, positions = (None, None, 1) if given.rotary is None else (*given.rotary[:2], given.rotary.cos.shape[0])
+    tensors = *rows, starts, layout.seqused_k.contiguous(), Pages(table, *map(runtime_int, numbers)), cos, sin
+    return *tensors, given.k_new.shape[-2], given.k_new.shape[-3], positions
+
+
+def _constants(given: Append) -> dict[str, Any]:
+    """In the order of the kernel's last parameters."""
+    h_k, d, d_v = *given.k_new.shape[-2:], given.v_new.shape[-1]
+    pairs, interleaved = (0, False) if given.rotary is None else (given.rotary.cos.shape[1], given.rotary.interleaved)
+    blocks = {name: 1 << max(n - 1, 0).bit_length() for name, n in (("H", h_k), ("D", d), ("DV", d_v), ("P", pairs))}
+    return {
+        "PAGE": given.k_cache.shape[1], "D": d, "D_V": d_v, "PAIRS": pairs, "INTERLEAVED": interleaved,
+        **{f"BLOCK_{name}": n for name, n in blocks.items()}, "N": many(given.layout),
+    }  # fmt: skip
