@@ -82,7 +82,9 @@ def _append(
     assert isinstance(made, Paged)
     backend = "triton" if k_cache.device.type == "cuda" else "cpu"
     module = importlib.import_module(f"saccade.backends.{backend}.append")
-    module.append(Append(k_cache, v_cache, k_new, v_new, made, Rotary(*rotary, interleaved) if rotary else None))
+    module.append(
+        Append(k_cache, v_cache, k_new, v_new, made, Rotary(rotary[0], rotary[1], interleaved) if rotary else None)
+    )
 
 
 def _append_autograd(*arguments: Any) -> None:
