@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from saccade import Unsupported
+from saccade import Paged, Unsupported, attention, causal
 from saccade.compat import torch_varlen
 from saccade.compat.torch_varlen import AuxRequest, varlen_attn, varlen_attn_out
 from saccade.testing import check
@@ -85,8 +85,23 @@ def test_wrong_calls(made):
         varlen_attn(*tensors, cu_q, None, max_q, max_k, enable_gqa=True)
     with pytest.raises(ValueError, match="not both"):
         varlen_attn(*tensors, cu_q, cu_k, max_q, max_k, True, window_size=(3, 0), enable_gqa=True)
-    with pytest.raises(Unsupported, match="paged"):
-        varlen_attn(*tensors, cu_q, cu_k, max_q, max_k, enable_gqa=True, block_table=cu_q[None])
+    with pytest.raises(ValueError, match="seqused_k or cu_seq_k"):
+        varlen_attn(*tensors, cu_q, None, max_q, max_k, enable_gqa=True, block_table=cu_q[None])
+
+
+def test_a_block_table():
+    """Lengths by seqused_k or by offsets; gradients are refused."""
+    offsets, q = torch.tensor([0, 1, 4, 4]), torch.randn(4, 4, 16)
+    k, v = torch.randn(9, 8, 2, 16), torch.randn(9, 8, 2, 16)
+    table, used = torch.arange(9, dtype=torch.int32).view(3, 3), torch.tensor([20, 3, 0])
+    given = {"window_size": (-1, 0), "enable_gqa": True, "block_table": table, "return_aux": AuxRequest(lse=True)}
+    found = varlen_attn(q, k, v, offsets, None, 3, 24, seqused_k=used, **given)
+    again = varlen_attn(q, k, v, offsets, torch.tensor([0, 20, 23, 23]), 3, 24, num_splits=2, **given)
+    wanted = attention(q, k, v, mask=causal(), layout=Paged(table, used, offsets), return_lse=True)
+    for results in (found, again):
+        assert all(torch.equal(x, y) for x, y in zip(results, wanted, strict=True))
+    with pytest.raises(Unsupported, match="paged cache has no gradients"):
+        varlen_attn(q.requires_grad_(), k, v, offsets, None, 3, 24, seqused_k=used, **given)
 
 
 @pytest.mark.parametrize("name", torch_varlen.__all__)

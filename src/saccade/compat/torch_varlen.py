@@ -3,8 +3,7 @@
     from saccade.compat.torch_varlen import varlen_attn
 
 Signatures are those of PyTorch 2.15, and `is_causal` of 2.10 and 2.11 is taken. More than there: float32 and float64,
-any head dim, gradients of the LSE, and `seqused_k` with gradients. `block_table` needs paged caches, which saccade does
-not have yet. Source: https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
+any head dim, gradients of the LSE, and `seqused_k` with gradients. Source: https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.api import attention
-from saccade.dispatch import Unsupported
-from saccade.layouts import Packed
+from saccade.layouts import Packed, Paged
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -56,10 +54,10 @@ def varlen_attn(
 
     Args:
         query: (t_q, h_q, d).
-        key: (t_k, h_k, d).
+        key: (t_k, h_k, d), or with a block_table (pages, page_size, h_k, d).
         value: (t_k, h_k, d_v).
         cu_seq_q: (b + 1,) offsets of the queries' sequences.
-        cu_seq_k: the same of the keys'.
+        cu_seq_k: the same of the keys'; with a block_table their lengths, if there is no seqused_k.
         max_q: upper bound of the queries' lengths.
         max_k: the same of the keys'.
         is_causal: the spelling of PyTorch 2.10 and 2.11 for `window_size=(-1, 0)`.
@@ -68,37 +66,57 @@ def varlen_attn(
         window_size: (left, right), aligned at the bottom right of each sequence; -1 is unbounded; (-1, 0) is causal.
         enable_gqa: whether h_q may be a multiple of h_k.
         seqused_k: (b,) how many keys of each sequence are in use.
-        block_table: not offered.
-        num_splits: None or any number: keys are not split, so that results never depend on the batch.
+        block_table: (b, pages): which pages of a cache each sequence has; without gradients. See `Paged`.
+        num_splits: with a block_table, into how many parts keys are cut; 1: results never depend on the batch. Without
+            one keys are not split.
 
     Returns:
         out (t_q, h_q, d_v), and with `return_aux` the LSE (h_q, t_q).
 
     Raises:
         ValueError: shapes that do not fit, heads that differ without enable_gqa, a scale that is not above 0.
-        Unsupported: block_table.
+        Unsupported: block_table with gradients.
 
     >>> offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
     >>> q, k, v = (torch.randn(10, 2, 16) for _ in range(3))
     >>> varlen_attn(q, k, v, offsets, offsets, 7, 7, window_size=(-1, 0)).shape
     torch.Size([10, 2, 16])
     """
-    if block_table is not None:
-        raise Unsupported("varlen_attn: block_table needs paged caches, which no backend has yet")
-    if cu_seq_k is None:
-        raise ValueError("varlen_attn: cu_seq_k may be None with a block_table alone")
+    lse = return_aux is not None and return_aux.lse
     if scale is not None and not scale > 0:
         raise ValueError(f"varlen_attn: scale must be above 0, got {scale}")
-    if query.dim() == key.dim() == 3 and query.shape[1] != key.shape[1] and not enable_gqa:
+    if query.dim() == 3 and key.dim() in (3, 4) and query.shape[1] != key.shape[-2] and not enable_gqa:
         raise ValueError(
-            f"varlen_attn: {query.shape[1]} query heads and {key.shape[1]} key heads need enable_gqa=True, or be equal"
+            f"varlen_attn: {query.shape[1]} query heads and {key.shape[-2]} key heads need enable_gqa=True, or be equal"
         )
-    layout = Packed(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k=seqused_k)
+    layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
     mask = _mask(window_size, is_causal)
-    if return_aux is not None and return_aux.lse:
-        out, lse = attention(query, key, value, mask=mask, layout=layout, scale=scale, return_lse=True)
-        return out, lse
+    if lse:
+        out, found = attention(query, key, value, mask=mask, layout=layout, scale=scale, return_lse=True)
+        return out, found
     return attention(query, key, value, mask=mask, layout=layout, scale=scale)
+
+
+def _layout(
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+) -> Packed | Paged:
+    if block_table is None:
+        if cu_seq_k is None:
+            raise ValueError("varlen_attn: cu_seq_k may be None with a block_table alone")
+        return Packed(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k=seqused_k)
+    if seqused_k is None:
+        if cu_seq_k is None:
+            raise ValueError(
+                "varlen_attn: a block_table needs seqused_k or cu_seq_k, which say how many keys there are"
+            )
+        seqused_k = cu_seq_k.diff()
+    return Paged(block_table, seqused_k, cu_seq_q, num_splits)
 
 
 def varlen_attn_out(

@@ -1,0 +1,179 @@
+"""Paged caches on a GPU: the oracle's cases, decoding by chance, graphs that are replayed with other lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import Paged, append_kv, attention, causal, explain, window
+from saccade.testing import check, paged
+from saccade.testing.cases import Case
+
+pytestmark = pytest.mark.gpu
+
+CASES = paged.named()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_named_cases(dtype: str) -> None:
+    for case in CASES:
+        given = case.replace(dtype=dtype).inputs("cuda")
+        report = check(given.q, given.k, given.v, backend="triton", **given.keywords)
+        assert report.ratio <= 1, f"{case}\n{report}"
+        if dtype != "fp32":
+            assert explain(given.q, given.k, given.v, **given.keywords).backend in ("gluon", "triton")
+
+
+@pytest.mark.parametrize(("d", "size"), [*((128, size) for size in (1, 8, 16, 32, 64, 128, 256)), (64, 16), (256, 16)])
+def test_page_sizes(d: int, size: int) -> None:
+    """Long enough for parts of the keys, in every batch size that cuts them differently; all heads of a group."""
+    for b, h_q, h_k, s_q in ((1, 32, 8, 1), (3, 64, 8, 1), (40, 8, 8, 2), (2, 16, 2, 100)):
+        case = Case("", dtype="bf16", b=b, h_q=h_q, h_k=h_k, s_q=s_q, s_k=2300, d=d, mask="causal", order="paged",
+                    page_size=size)  # fmt: skip
+        given = case.inputs("cuda", seed=b)
+        check(given.q, given.k, given.v, **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_case(seed: int) -> None:
+    case = paged.draw(seed, ("bf16", "fp16")[seed % 2]).replace(s_k=40 + 97 * seed)
+    given = case.inputs("cuda", seed=seed)
+    report = check(given.q, given.k, given.v, **given.keywords)
+    assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+class Cache:
+    """A cache of bf16, all rows NaN but those in use, and tables that name pages at random."""
+
+    def __init__(self, b: int, longest: int, size: int = 16, h_k: int = 2, d: int = 64) -> None:
+        width = -(-longest // size)
+        self.k, self.v = torch.full((2, b * width + 5, size, h_k, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+        self.table = torch.randperm(b * width + 5, device="cuda")[: b * width].view(b, width).int()
+        self.used = torch.zeros(b, dtype=torch.int32, device="cuda")
+        self.b, self.h_k, self.d = b, h_k, d
+
+    def fill(self, lengths: list[int]) -> None:
+        """New keys and values for so many tokens of each sequence, behind those that it has."""
+        new = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        offsets = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int()
+        rows = torch.randn(2, sum(lengths), self.h_k, self.d, device="cuda", dtype=torch.bfloat16)
+        append_kv(self.k, self.v, Paged(self.table, self.used, offsets), *rows)
+        self.used += new
+
+    def layout(self, num_splits: int | None = None) -> Paged:
+        return Paged(self.table, self.used, num_splits=num_splits)
+
+
+def test_ten_thousand_steps() -> None:
+    """No step of decoding leaves a NaN anywhere, with as many parts as the heuristic takes."""
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    for b in (1, 3, 17, 64):
+        cache = Cache(b, 2600)
+        cache.fill([7 * i % 90 for i in range(b)])
+        for _ in range(2500):
+            cache.fill([1] * b)
+            q = torch.randn(b, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+            out, lse = attention(q, cache.k, cache.v, mask=causal(), layout=cache.layout(), return_lse=True)
+            bad += (~out.isfinite()).sum() + (~lse.isfinite()).sum()
+    assert not bad
+
+
+@pytest.mark.parametrize("mask", [causal(), window(300, 0)], ids=repr)
+def test_num_splits_1_is_the_same_for_every_batch(mask) -> None:
+    """Bit for bit: alone, in a batch, and in a prompt that comes in chunks."""
+    cache, s = Cache(3, 1000, d=128), 900
+    cache.fill([s, 700, 1])
+    q = torch.randn(s, 8, 128, device="cuda", dtype=torch.bfloat16)
+
+    def run(rows: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Each (sequence, first row, behind the last row)."""
+        lengths = torch.tensor([0, *(stop - start for _, start, stop in rows)], device="cuda").cumsum(0).int()
+        used = torch.tensor([stop for *_, stop in rows], device="cuda")
+        layout = Paged(cache.table[[b for b, *_ in rows]], used, lengths, num_splits=1)
+        given = torch.cat([q[start:stop] for _, start, stop in rows])
+        return list(attention(given, cache.k, cache.v, mask=mask, layout=layout).split(lengths.diff().tolist()))
+
+    (whole,) = run([(0, 0, s)])
+    chunks = torch.cat([run([(1, 7, 90), (0, start, stop)])[1] for start, stop in ((0, 33), (33, 500), (500, s))])
+    steps = torch.cat([run([(1, 3, 4), (0, i, i + 1), (1, 60, 149)])[1] for i in range(0, s, 113)])
+    assert torch.equal(whole, chunks)
+    assert torch.equal(whole[::113], steps)
+    alone = attention(q[None, -1:], cache.k, cache.v, mask=mask, layout=Paged(cache.table[:1], cache.used[:1], None, 1))
+    assert torch.equal(alone[0], whole[-1:])
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    cache = Cache(5, 3000)
+    cache.fill([3000, 0, 1, 900, 2048])
+    q = torch.randn(5, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    first = attention(q, cache.k, cache.v, layout=cache.layout(), return_lse=True)
+    for _ in range(20):
+        again = attention(q, cache.k, cache.v, layout=cache.layout(), return_lse=True)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_a_graph_is_replayed_with_other_lengths_and_tables() -> None:
+    """A step with its append, captured with empty requests; nothing in it waits for the host."""
+    cache = Cache(4, 2000)
+    q = torch.randn(4, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    new = torch.randn(2, 4, 1, 2, 64, device="cuda", dtype=torch.bfloat16)
+    angles = torch.randn(2000, 32, device="cuda")
+
+    def step() -> list[Tensor]:
+        append_kv(cache.k, cache.v, cache.layout(), *new, rotary=(angles.cos(), angles.sin()))
+        after = Paged(cache.table, cache.used + 1)
+        out = torch.empty_like(q)
+        _, lse = attention(q, cache.k, cache.v, mask=causal(), layout=after, out=out, return_lse=True)
+        return [out, lse]
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for lengths in ([0, 0, 0, 0], [5, 1900, 0, 700], [100, 50, 0, 0]):
+        cache.fill(lengths)
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        for x, wanted in zip(found, step(), strict=True):
+            assert x.isfinite().all()
+            assert torch.equal(x, wanted), lengths
+        cache.table.copy_(cache.table[torch.randperm(4, device="cuda")])
+        cache.used.zero_()
+
+
+def test_caches_beyond_32_bits() -> None:
+    """The last pages of a cache of more than 2^31 elements; other pages stay as they are."""
+    size, h_k, d = 64, 8, 128
+    pages = (1 << 31) // (size * h_k * d) + 9
+    k, v = (torch.zeros(pages, size, h_k, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.tensor([[pages - 1, pages - 2], [0, pages - 3]], device="cuda", dtype=torch.int32)
+    before, after = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.full((2,), 100, device="cuda")
+    new = torch.randn(2, 2, 100, h_k, d, device="cuda", dtype=torch.bfloat16)
+    append_kv(k, v, Paged(table, before), *new)
+    written = torch.tensor([0, pages - 3, pages - 2, pages - 1], device="cuda")
+    assert k[1 : pages - 3].count_nonzero() == v[1 : pages - 3].count_nonzero() == 0
+    assert all(k[page].any() for page in written)
+    q = torch.randn(2, 1, 32, d, device="cuda", dtype=torch.bfloat16)
+    check(q, k[written], v[written], layout=Paged(torch.tensor([[3, 2], [0, 1]], device="cuda"), after)).assert_ok()
+    found = attention(q, k, v, layout=Paged(table, after))
+    wanted = attention(q, k[written], v[written], layout=Paged(torch.tensor([[3, 2], [0, 1]], device="cuda"), after))
+    assert torch.equal(found, wanted)
+
+
+def test_nothing_else_is_written() -> None:
+    """Outputs between canaries, tables that name pages beyond the cache."""
+    cache = Cache(2, 500)
+    cache.fill([500, 30])
+    table = torch.where(torch.arange(cache.table.shape[1], device="cuda") % 5 == 4, 1 << 29, cache.table)
+    held = torch.full((4, 1, 8, 64), 7.0, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    attention(q, cache.k, cache.v, layout=Paged(table.int(), cache.used, num_splits=3), out=held[1:3])
+    torch.cuda.synchronize()
+    assert (held[[0, 3]] == 7).all()
