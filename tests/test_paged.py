@@ -225,6 +225,8 @@ def call(q=None, k=None, v=None, layout=None, **keywords):
 def test_refused_by_name():
     with pytest.raises(Unsupported, match="cpu: has no dropout with paged"):
         call(dropout_p=0.1)
+    assert "takes aligned rows" in explain("bf16 d64 paged sm90").reasons["triton"][0]
+    assert explain("bf16 d64 paged aligned sm90").reasons["triton"] != explain("bf16 d64 paged sm90").reasons["triton"]
     case = Case("", order="paged", dtype="bf16")
     given = case.inputs()
     assert "has no paged layout" in explain(given.q, given.k, given.v, **given.keywords).reasons["gluon"]

@@ -360,7 +360,7 @@ def _check_records(
     if isinstance(layout, Packed):
         complaint = packed.complaint(mask, layout)
     elif isinstance(layout, Paged):
-        complaint = paged.mask_complaint(mask, layout)
+        complaint = paged.mask_complaint(mask, layout, rows[2], layout.capacity(k.shape[1]))
     else:
         complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
         if records and not complaint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from saccade import masks, shapes
+from saccade import masks, scores, shapes
 from saccade.layouts import Paged
 from saccade.masks import Documents, Mask
 
@@ -24,9 +24,11 @@ def complaint(q: torch.Size, k: torch.Size, v: torch.Size, layout: Paged, name: 
     return shapes.head_complaint(q, k, v, -2)
 
 
-def mask_complaint(mask: Mask | None, layout: Paged) -> str | None:
+def mask_complaint(mask: Mask | None, layout: Paged, s_q: int, s_k: int) -> str | None:
     """What is wrong with a mask over paged sequences; the layout's own tensors were checked when it was made."""
     b = layout.sequences
+    if mask is not None and mask.listed and max(s_q, s_k) > scores.LONGEST:
+        return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
     if isinstance(mask, masks.Blocked):
         return "block_mask finds the tiles of dense calls alone: pass the mask itself"
     for leaf in mask.leaves() if mask is not None else ():

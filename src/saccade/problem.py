@@ -102,6 +102,8 @@ class Problem:
         return empty_like_rows(self.q, self.v.shape[3]) if self.out is None else self.out
 
     def spec(self) -> Spec:
+        # A cache is not copied so that its rows are aligned; queries are.
+        operands = (self.k, self.v) if isinstance(self.layout, Paged) else (self.q, self.k, self.v)
         return Spec(
             dtype=DTYPES[self.q.dtype],
             d=self.q.shape[3],
@@ -113,7 +115,7 @@ class Problem:
             sink=self.sink is not None,
             dropout=self.dropout is not None,
             deterministic=self.deterministic,
-            aligned=all(map(aligned, (self.q, self.k, self.v))),
+            aligned=all(map(aligned, operands)),
             device=hardware.name(self.q.device),
         )
 

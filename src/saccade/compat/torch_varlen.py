@@ -112,9 +112,7 @@ def _layout(
         return Packed(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k=seqused_k)
     if seqused_k is None:
         if cu_seq_k is None:
-            raise ValueError(
-                "varlen_attn: a block_table needs seqused_k or cu_seq_k, which say how many keys there are"
-            )
+            raise ValueError("varlen_attn: a block_table needs seqused_k or cu_seq_k, the lengths of the keys")
         seqused_k = cu_seq_k.diff()
     return Paged(block_table, seqused_k, cu_seq_q, num_splits)
 

@@ -18,7 +18,7 @@ _HOPPER = (
 )
 RAN = {
     "gluon": f"{_HOPPER}; compiled only on Triton 3.9",
-    "triton": f"{_HOPPER}; the interpreter, in every CI run; others compiled only",
+    "triton": f"{_HOPPER}, nor paged caches; the interpreter, in every CI run; others compiled only",
     "cpu": "CPU, in every CI run",
     "reference": "CPU, in every CI run; H200",
 }
@@ -61,7 +61,7 @@ def _backward(support: Support, gradient: Support | None) -> str:
         return "another backend's"
     whole, part = _declared(support), _declared(gradient)
     narrower = [f"{row}: {part[row]}" for row in part if part[row] != whole[row]]
-    return f"yes; {'; '.join(narrower)}; others by another backend" if narrower else "yes"
+    return f"yes; {'; '.join(narrower)}" if narrower else "yes"
 
 
 def _declared(support: Support) -> dict[str, str]:

@@ -136,7 +136,7 @@ def constants(name: str, problem: Problem, made: Cut, precision: str) -> dict[st
     d, d_v, layout = problem.q.shape[3], problem.v.shape[3], problem.layout
     assert isinstance(layout, Paged)
     if name == "merge":
-        return {"D_V": d_v, "BLOCK_DV": block_d(d_v), "SPLITS": 1 << (made.splits - 1).bit_length(), "CHUNK": CHUNK}
+        return {"D_V": d_v, "BLOCK_DV": block_d(d_v), "SPLITS": MAX_SPLITS, "CHUNK": CHUNK}
     tile = made.config
     return {
         "GROUP": problem.group, "PAGE": problem.k.shape[2], "D": d, "D_V": d_v, "BLOCK_Q": tile.block_q,
