@@ -454,3 +454,13 @@ def test_the_command_knows_its_names(command):
     unknown = {"--cases": "nothing", "--providers": "nobody", "--match": "nothing", "--against": "nofile.jsonl"}
     for words in [*unknown.items(), ("--match", "(")]:
         assert command(*words).exit_code == 2
+
+
+def test_decoding_is_measured_beside_a_copy():
+    from saccade.bench import decode
+
+    cells = [decode.Cell(3, 40, h_q=8, page_size=16), decode.Cell(2, -120, h_q=16, page_size=1, score=True)]
+    found = list(decode.rows(cells, "cpu", Clock(rounds=1, sample=1e-4)))
+    assert [row["provider"] for row in found] == ["saccade", "copy"] * 2
+    assert all(row["gb_s"] > 0 for row in found)
+    assert all(row["error_ratio"] <= 1 for row in found if row["provider"] == "saccade")
