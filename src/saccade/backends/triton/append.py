@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.triton.append_kernel import append_kernel
 from saccade.backends.triton.paged import many
 from saccade.backends.triton.paged_kernel import Pages
-from saccade.pages import Append
+from saccade.pages import Append, Paged, Rotary
 
 
 def append(given: Append) -> None:
@@ -65,3 +67,11 @@ def _constants(given: Append) -> dict[str, Any]:
         "PAGE": given.k_cache.shape[1], "D": d, "D_V": d_v, "PAIRS": pairs, "INTERLEAVED": interleaved,
         **{f"BLOCK_{name}": n for name, n in blocks.items()}, "N": many(given.layout),
     }  # fmt: skip
+
+
+def compiled(d: int, d_v: int, dtype: torch.dtype) -> Any:
+    """The kernel as the compile gate sees it: sequences end to end, and keys that are turned."""
+    given = (torch.empty(*shape, dtype=dtype) for shape in ((9, 16, 8, d), (9, 16, 8, d_v), (4, 8, d), (4, 8, d_v)))
+    layout = Paged(torch.zeros(3, 9, dtype=torch.int32), torch.zeros(3).int(), torch.zeros(4).int())
+    made = Append(*given, layout, Rotary(torch.empty(99, d // 2), torch.empty(99, d // 2), False))
+    return append_kernel.warmup(*_arguments(made), **_constants(made), num_warps=4, grid=(1,))

@@ -10,7 +10,7 @@ import torch
 from saccade.backends.device import lists, sequences
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
-from saccade.backends.triton import launch, paged
+from saccade.backends.triton import append, launch, paged
 from saccade.backends.triton.backward_kernels import keys_kernel, rows_kernel
 from saccade.backends.triton.config import KERNELS, config, key
 from saccade.backends.triton.forward_kernel import forward_kernel
@@ -40,7 +40,7 @@ def features() -> Iterator[str]:
     yield "triton order 16bit d128/128 packed"
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
     yield f"{key('keys', Spec('bf16', 128, mask='causal'))} dropout"
-    yield from (f"triton paged 16bit d128/128 {word}" for word in paged.ROWS)
+    yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
 
 
 def compiled(row: str) -> tuple[Any, int]:
@@ -49,7 +49,7 @@ def compiled(row: str) -> tuple[Any, int]:
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     dtype = _DTYPES[size]
     if kernel == "paged":
-        return paged.compiled(edges, d, d_v, dtype), 0
+        return append.compiled(d, d_v, dtype) if edges == "append" else paged.compiled(edges, d, d_v, dtype), 0
     q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
     layout = sequences.stand_in() if edges == "packed" else Dense()
     problem = Problem(q, k, v, None, lists.mask_of(edges), None, layout, 1.0)

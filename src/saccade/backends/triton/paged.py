@@ -180,20 +180,23 @@ ROWS = "decode", "prompt", "merge"
 
 
 def compiled(word: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
-    """A kernel as the compile gate sees it: decoding over pages of 16 in parts, a chunk of a prompt, or the merge."""
+    """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end; a chunk of a
+    prompt over pages of 64; or the merge."""
     b, s_q, size = (4, 1, 16) if word != "prompt" else (1, 512, 64)
-    caches = torch.empty(256, 8, size, d, dtype=dtype), torch.empty(256, 8, size, d_v, dtype=dtype)
-    layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32))
-    q = torch.empty(b, 32, s_q, d, dtype=dtype)
-    problem = Problem(q, *caches, None, causal(), None, layout, 1.0)
+    offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
+    layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets)
+    shape = (b, 32, s_q) if offsets is None else (1, 32, b * s_q)
+    q, out = (torch.empty(*shape, n, dtype=dtype) for n in (d, d_v))
+    caches = [torch.empty(256, 8, size, n, dtype=dtype) for n in (d, d_v)]
+    problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0)
     made = cut(problem, 132)
-    rows, target, parts = (torch.empty(made.splits, *q.shape[:3]), Rows.of(torch.empty(b, 32, s_q, d_v, dtype=dtype)),
-                           torch.empty(made.splits, *q.shape[:3], d_v))  # fmt: skip
-    name, kernel, tile = ("merge", merge_kernel, MERGE) if word == "merge" else ("paged", paged_kernel, made.config)
+    lse, parts = torch.empty(made.splits, *shape), torch.empty(made.splits, *shape, d_v)
     if word == "merge":
-        given: Any = parts, rows, target, rows, rows[0].numel(), made.splits, *q.shape[1:3]
+        name, kernel, tile = "merge", merge_kernel, MERGE
+        given: Any = parts, lse, Rows.of(out), lse, out[..., 0].numel(), made.splits, *shape[1:]
     else:
-        to = (target, None) if made.splits == 1 else (parts, rows)
-        given = Rows.of(q), *map(Rows.of, caches), *to, None, *arguments(problem, made)
+        name, kernel, tile = "paged", paged_kernel, made.config
+        target = (Rows.of(out), None) if made.splits == 1 else (parts, lse)
+        given = Rows.of(q), *map(Rows.of, caches), *target, None, *arguments(problem, made)
     fixed = constants(name, problem, made, "ieee")
     return kernel.warmup(*given, **fixed, num_warps=tile.warps, num_stages=tile.stages, grid=(1,))

@@ -264,9 +264,9 @@ def merge_kernel(
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for at in range(0, splits, CHUNK):
         # [CHUNK]
-        i = at + tl.arange(0, CHUNK)
-        part = i * rows.to(tl.int64) + place
-        weight = tl.exp(tl.load(part_lse + part, mask=i < splits, other=float("-inf")) - top) / total
+        number = at + tl.arange(0, CHUNK)
+        part = number * rows.to(tl.int64) + place
+        weight = tl.exp(tl.load(part_lse + part, mask=number < splits, other=float("-inf")) - top) / total
         there = (weight != 0)[:, None] & (column < D_V)[None, :]
         acc += tl.sum(
             tl.load(parts + part[:, None] * D_V + column[None, :], mask=there, other=0.0) * weight[:, None], 0
