@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import types
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 
+from saccade import Dense, Packed, attention, causal, window
 from saccade.bench import first, grids, host, rows, timing, work
 from saccade.bench import run as runs
 from saccade.bench.grids import GRIDS, MODES, Cell, named
@@ -16,11 +20,13 @@ from saccade.bench.machine import Run
 from saccade.bench.providers import CEILINGS, PROVIDERS, Call, Prepared, Provider, matching, prepared
 from saccade.bench.providers.flex import predicate
 from saccade.bench.providers.sdpa import visible
+from saccade.bench.providers.varlen import options
 from saccade.bench.rows import Row
 from saccade.bench.run import Bench
 from saccade.bench.timing import Clock, HostStopwatch, Times
 from saccade.bench.yardstick import Yardstick, sampled
-from saccade.masks import Extent
+from saccade.compat import torch_varlen
+from saccade.masks import Extent, of_batch_row
 from saccade.testing.cases import NAMED, SMALL, Case
 
 CPU = torch.device("cpu")
@@ -107,7 +113,7 @@ def test_a_provider_for_every_backend_and_peer():
 
 
 def test_what_a_cpu_has_not_is_said_in_one_line():
-    for name in ("fa3", "fa4", "sdpa-cudnn", "saccade-triton", "saccade-gluon"):
+    for name in ("fa3", "fa4", "torch-varlen", "sdpa-cudnn", "saccade-triton", "saccade-gluon"):
         assert "\n" not in (PROVIDERS[name].available(CPU) or "\n")
 
 
@@ -137,15 +143,93 @@ def test_flex_predicates_are_the_masks(case: Case):
         assert torch.equal(seen(torch.tensor(b), torch.tensor(0), rows_, keys), expected)
 
 
-def test_packed_sequences_are_refused():
-    found = measured("naive", cell=Cell(named(NAMED["packed"]), "forward"))
-    assert found["naive"].ms is None
-    assert "no packed sequences yet" in found["naive"].reason
+PACKED = named(TINY.replace(b=3, h_k=4, s_q=9, s_k=9, order="thd", lengths=(4, 9, 1)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [PACKED, named(NAMED["packed-cross"].replace(dtype="fp32", d=8, d_v=8))], ids=str)
+def test_packed_sequences(case: Case, mode: str):
+    """Those that know them, and SDPA on the padded batch."""
+    found = measured("auto", "saccade-cpu", "sdpa-padded", "sdpa", "flex", "naive", cell=Cell(case, mode))
+    for name in ("auto", "saccade-cpu", "sdpa-padded", "naive"):
+        assert found[name].reason is None
+        assert found[name].error_ratio <= 1
+        assert found[name].ms > 0
+    assert found["sdpa"].ms is found["flex"].ms is None
+    assert found["naive"].layout == "packed"
+
+
+def test_the_yardstick_of_packed_sequences_looks_at_the_longest():
+    cell, inputs = Cell(PACKED, "backward"), PACKED.inputs()
+    results = PROVIDERS["naive"].prepare(cell, inputs).call()
+    yardstick = Yardstick(cell, inputs)
+    assert yardstick.error_ratio(results, "thd") <= 1
+    for place in (12, 13):  # the longest sequence's last row, and the shortest
+        broken = [x.clone() for x in results]
+        broken[1][place] += 1
+        assert yardstick.error_ratio(broken, "thd") > 1
+
+
+def flash_functions(q, k, v, **given):
+    """out and lse as FlashAttention's varlen functions give them."""
+    offsets = [given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    layout = Packed(*offsets)
+    return tuple(attention(q, k, v, mask=causal() if given["causal"] else None, layout=layout, return_lse=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_calls_of_other_varlen_functions(mode: str, monkeypatch):
+    """Their names and forms, filled in by saccade, as no such GPU is here."""
+    cell = Cell(PACKED.replace(dtype="fp16"), mode)
+    schema = (
+        "(Tensor q, Tensor k, Tensor v, *, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int? max_seqlen_q, "
+        "int? max_seqlen_k, float? softmax_scale, bool is_causal, int num_splits) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    back = schema.replace("(Tensor q", "(Tensor dout, Tensor q").replace("Tensor v,", "Tensor v, Tensor out, Tensor l,")
+    operators = torch.library.Library("flash_attn_3", "DEF")
+    operators.define(f"fwd{schema}")
+    operators.define(f"bwd{back.replace('num_splits', 'deterministic')}".replace("int deter", "bool deter"))
+
+    def fwd(q, k, v, is_causal, num_splits, softmax_scale, **given):
+        out, lse = flash_functions(q, k, v, causal=is_causal, **given)
+        return out, lse, q.new_empty(0), q.new_empty(0)
+
+    def bwd(dout, q, k, v, out, lse, is_causal, deterministic, softmax_scale, **given):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            again = flash_functions(*leaves, causal=is_causal, **given)[0]
+        return *torch.autograd.grad(again, leaves, dout), lse
+
+    operators.impl("fwd", fwd, "CPU")
+    operators.impl("bwd", bwd, "CPU")
+    module = types.SimpleNamespace(
+        flash_attn_varlen_func=lambda q, k, v, deterministic, **given: flash_functions(q, k, v, **given)
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_varlen.varlen_attn)
+    try:
+        found = measured("fa3", "fa4", "torch-varlen", cell=cell)
+    finally:
+        operators._destroy()
+    for row in found.values():
+        assert row.reason is None
+        assert row.error_ratio <= 1
+
+
+def test_causal_is_spelled_as_this_version_of_varlen_attn_has_it():
+    def first(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None): ...
+
+    def newest(query, key, value, *lengths, window_size=(-1, -1), enable_gqa=False): ...
+
+    call = Call.of(PACKED.inputs(), "bshd")
+    assert options(first, call) == {"is_causal": True}
+    assert options(newest, replace(call, group=4)) == {"window_size": (-1, 0), "enable_gqa": True}
+    with pytest.raises(NotImplementedError, match="window"):
+        options(first, replace(call, mask=window(3, 0)))
 
 
 def test_refusals_are_rows_without_a_time():
-    window = Cell(named(TINY.replace(mask="window(3,0)")), "forward")
-    found = measured("sdpa", "sdpa-padded", cell=window)
+    found = measured("sdpa", "sdpa-padded", cell=Cell(named(TINY.replace(mask="window(3,0)")), "forward"))
     assert found["sdpa"].ms is None
     assert "sdpa-padded" in found["sdpa"].reason
     assert found["sdpa-padded"].ms
@@ -356,6 +440,21 @@ def test_visible_pairs_are_counted_exactly(case: Case, monkeypatch):
             count += int(mask.sees(extent, *at).expand(s_q, s_k).sum())
     if case.mask == "causal" and case.s_q == case.s_k and case.used == "all":
         count -= case.b * case.s_q / 2  # published figures leave half of the diagonal out
+    assert work.visible_pairs(case, inputs) == count
+
+
+@pytest.mark.parametrize("name", ["packed", "packed-cross", "packed-used", "packed-prefixes", "packed-union"])
+def test_pairs_of_packed_sequences_are_those_of_each(name: str):
+    case = NAMED[name]
+    inputs = case.inputs()
+    layout, mask = inputs.keywords["layout"], inputs.keywords.get("mask")
+    count = Fraction(0)
+    for b in range(layout.sequences):
+        s_q, s_k = (int(x[b + 1] - x[b]) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
+        used = (None if x is None else x[b : b + 1] for x in (layout.seqused_q, layout.seqused_k))
+        keywords = {"mask": None if mask is None else of_batch_row(mask, b), "layout": Dense("bhsd", *used)}
+        one = case.replace(b=1, s_q=s_q, s_k=s_k, order="bhsd")
+        count += work.visible_pairs(one, replace(inputs, keywords=keywords))
     assert work.visible_pairs(case, inputs) == count
 
 

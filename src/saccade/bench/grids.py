@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -44,6 +46,7 @@ def named(case: Case) -> Case:
     """
     heads = f"h{case.h_q}" if case.h_q == case.h_k else f"h{case.h_q}:{case.h_k}"
     lengths = f"s{case.s_q}" if case.s_q == case.s_k else f"s{case.s_q}:{case.s_k}"
+    lengths += f" t{sum(case.lengths)}" if case.lengths else ""
     dims = f"d{case.d}" if case.d == case.d_v else f"d{case.d}/{case.d_v}"
     words = [case.dtype, f"b{case.b}", heads, lengths, dims]
     words += [word for word in (case.mask, case.score) if word != "none"]
@@ -122,6 +125,30 @@ def _dims(d: int, d_v: int, **other: str) -> list[Case]:
     return [named(case.replace(mask=mask, **other)) for mask in ("none", "causal")]
 
 
+def _packed(lengths: Iterable[int], h_q: int, h_k: int, d: int, mask: str, dtype: str = "bf16") -> Case:
+    """Sequences end to end, queries and keys alike."""
+    held = tuple(lengths)
+    case = Case("", dtype=dtype, b=len(held), h_q=h_q, h_k=h_k, s_q=max(held), s_k=max(held), d=d, mask=mask)
+    return named(case.replace(order="thd", lengths=held))
+
+
+def _varlen() -> Iterator[Case]:
+    """What people pack: batches of any lengths, documents, and one that is longer than all others together."""
+    dice = random.Random(0)
+    tiles, any_length = [64 * dice.randint(1, 32) for _ in range(8)], [dice.randint(1, 4096) for _ in range(32)]
+    documents = [round(min(max(dice.lognormvariate(math.log(500), 0.8), 16), 8192)) for _ in range(256)]
+    for mask in ("none", "causal"):
+        yield _packed(tiles, 16, 16, 64, mask)
+        yield _packed(any_length, 16, 16, 128, mask)
+    yield _packed(documents, 32, 8, 128, "causal")
+    yield _packed([30000, *[300] * 100], 16, 16, 128, "causal")
+
+
+def _documents(dtype: str, mask: str) -> Case:
+    dice = random.Random(0)
+    return _packed([dice.randint(100, 2000) for _ in range(64)], 4, 4, 64, mask, dtype)
+
+
 _DIMS = [*_dims(128, 128), *_dims(128, 128, dtype="fp16"), *_dims(192, 128), *_dims(96, 96), *_dims(80, 80)]
 _FIRST = [_tokens(128, 2048, "causal").replace(score=score) for score in ("none", "alibi", "relative_bias(128)")]
 
@@ -165,6 +192,16 @@ GRIDS = {
         _cells(_DIMS, "forward", "backward"),
         FUSED,
         "fp16 and bf16 at d 128, and d 192/128, 96 and 80: 4 x 16 heads, s = 4096",
+    ),
+    "varlen": Grid(
+        _cells(_varlen(), "forward", "backward"),
+        ("auto", "saccade-gluon", "saccade-triton", "fa3", "fa4", "torch-varlen", "sdpa-padded"),
+        "packed sequences: 8 up to 2048, 32 up to 4096, 256 documents, one of 30k among 100 of 300; both modes",
+    ),
+    "varlen-cpu": Grid(
+        _cells([_documents("fp32", "none"), _documents("fp32", "causal")], "forward+backward"),
+        ("saccade-cpu", "sdpa-padded"),
+        "64 packed documents of 100 to 2000 tokens against SDPA on the padded batch",
     ),
     "host": Grid(
         _cells([named(Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64))], "forward"),

@@ -12,6 +12,7 @@ from saccade.bench.grids import Cell
 from saccade.bench.machine import Run
 from saccade.bench.timing import Times
 from saccade.bench.work import Work
+from saccade.testing.cases import Case
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def blank(run: Run, cell: Cell, spec: str, provider: str, role: str) -> Row:
         role=role,
         mode=cell.mode,
         dtype=case.dtype,
-        layout="dense" if case.used == "all" else "padded",
+        layout="packed" if case.order == "thd" else "dense" if case.used == "all" else "padded",
         mask=case.mask,
         score=case.score,
         sink=case.sink,
@@ -111,10 +112,16 @@ def blank(run: Run, cell: Cell, spec: str, provider: str, role: str) -> Row:
         d_v=case.d_v,
         deterministic=cell.deterministic,
         page_size=None,
-        lengths="full" if case.used == "all" else f"ragged-{case.used}",
+        lengths=_lengths(case),
         case=case.name,
         spec=spec,
     )
+
+
+def _lengths(case: Case) -> str:
+    if case.lengths:
+        return f"{min(case.lengths)} to {max(case.lengths)}, {sum(case.lengths)} tokens"
+    return "full" if case.used == "all" else f"ragged-{case.used}"
 
 
 def compared(rows: list[Row]) -> list[Row]:

@@ -7,8 +7,9 @@ from fractions import Fraction
 
 import torch
 
-from saccade.layouts import Dense
-from saccade.masks import Extent, Mask
+from saccade.layouts import Dense, Packed
+from saccade.masks import Extent, Mask, of_batch_row
+from saccade.testing import packed
 from saccade.testing.cases import Case, Inputs
 
 # Products of s_q x s_k matrices: two forward; five backward, the recomputed scores among them.
@@ -37,20 +38,34 @@ class Work:
 def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
     """How many (query, key) pairs the mask shows, summed over the batch.
 
-    A causal square counts as half of it, `s² / 2` and not `s (s + 1) / 2`, as in everyone's published figures.
+    A causal square counts as half of it, `s² / 2` and not `s (s + 1) / 2`, as in everyone's published figures; so does
+    that of each packed sequence.
     """
-    layout: Dense = inputs.keywords.get("layout", Dense())
+    layout: Dense | Packed = inputs.keywords.get("layout", Dense())
     mask: Mask | None = inputs.keywords.get("mask")
-    if case.mask == "causal" and case.s_q == case.s_k and not layout.records:
-        return Fraction(case.b * case.s_q * case.s_k, 2)
-    extent = Extent.of(case.s_q, case.s_k, layout.seqused_q, layout.seqused_k, inputs.q.device)
+    used, device = (layout.seqused_q, layout.seqused_k), inputs.q.device
+    if isinstance(layout, Packed):
+        q, k = layout.canonical(inputs.q), layout.canonical(inputs.k)
+        total = Fraction(0)
+        for b, _, rows, keys in packed.places(layout, q, k):
+            used_q, used_k = (None if x is None else x[b : b + 1] for x in used)
+            extent = Extent.of(rows.stop - rows.start, keys.stop - keys.start, used_q, used_k, device)
+            total += _pairs(None if mask is None else of_batch_row(mask, b), extent, 1, used == (None, None))
+        return total
+    return _pairs(mask, Extent.of(case.s_q, case.s_k, *used, device), case.b, not layout.records)
+
+
+def _pairs(mask: Mask | None, extent: Extent, b: int, whole: bool) -> Fraction:
+    """Of b batch rows; `whole` says that all rows and keys are in use."""
+    if whole and mask is not None and mask.kind == "causal" and extent.s_q == extent.s_k:
+        return Fraction(b * extent.s_q * extent.s_k, 2)
     if mask is None:
         lengths = extent.rows * extent.keys
     elif mask.exact:
         lengths = mask.hull(extent).clipped(extent).length()
     else:
-        return Fraction(_counted(mask, extent, case.b))
-    return Fraction(int(lengths.sum()) * (case.b if lengths.shape[0] == 1 else 1))
+        return Fraction(_counted(mask, extent, b))
+    return Fraction(int(lengths.sum()) * (b if lengths.shape[0] == 1 else 1))
 
 
 def _counted(mask: Mask, extent: Extent, b: int) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Results
-from saccade.layouts import ORDERS, Dense
+from saccade.layouts import Dense, Layout, Packed, form
 from saccade.problem import Problem
-from saccade.testing import accuracy
+from saccade.testing import accuracy, packed
 from saccade.testing.cases import Inputs
 from saccade.testing.shifted import shifted, shifted_mask
 
@@ -33,11 +33,11 @@ NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "forward+backward"
 
 @dataclass(frozen=True)
 class _Truth:
-    """The oracle on one group of heads: result name -> (exact, eager, terms), each (1, heads, s, d)."""
+    """The oracle on one group of heads of one sequence: result name -> (exact, eager, terms), each (1, heads, s, d)."""
 
-    batch: slice
-    heads: slice
-    key_heads: slice
+    rows_at: tuple[slice, slice, slice]
+    """batch, heads and rows of what q's rows have"""
+    keys_at: tuple[slice, slice, slice]
     ways: dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
@@ -45,12 +45,14 @@ class Yardstick:
     """The exact answer to a Cell."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
-        if cell.case.order not in ORDERS:
-            raise NotImplementedError(f"the bench has no packed sequences yet, and {cell.case.name} are some")
         self.names = NAMES[cell.mode]
         self.eps = torch.finfo(inputs.q.dtype).eps
-        self.layout: Dense = inputs.keywords.get("layout", Dense())
-        self.truths = [_truth(cell, inputs, *where, self.names) for where in sampled(cell, inputs.q.device.type)]
+        layout: Layout = inputs.keywords.get("layout", Dense())
+        places = list(packed.places(layout, layout.canonical(inputs.q), layout.canonical(inputs.k)))
+        if isinstance(layout, Packed):  # the longest first: where the oracle has room for one, it is that
+            places.sort(key=lambda place: place[2].start - place[2].stop)
+        where = sampled(cell, inputs.q.device.type)
+        self.truths = [_truth(cell, inputs, places[row], key_head, self.names) for row, key_head in where]
 
     def error_ratio(self, results: Results, order: str) -> float:
         """The worst error over its tolerance: at most 1 passes. Infinite where something is not finite.
@@ -59,14 +61,13 @@ class Yardstick:
             ValueError: results of other shapes than the Cell's.
         """
         worst = 0.0
-        layout = Dense(order)
+        layout = form(order)
         for name, result in zip(self.names, results, strict=False):
             x = layout.canonical(result.detach())
             tally = accuracy._Tally(self.eps)
             for truth in self.truths:
                 ways = truth.ways[name]
-                heads = truth.key_heads if name in ("dk", "dv") else truth.heads
-                part = x[truth.batch, heads]
+                part = x[truth.keys_at if name in ("dk", "dv") else truth.rows_at]
                 if part.shape != ways[0].shape:
                     raise ValueError(f"{name} has shape {tuple(x.shape)} in order bhsd")
                 tally.add(part, *ways)
@@ -82,13 +83,15 @@ class Yardstick:
         if prepared.before:
             prepared.before()
         results = prepared.call()
+        if prepared.after:
+            results = prepared.after(results)
         if len(results) < len(self.names):
             raise ValueError(f"returned {len(results)} results, not {', '.join(self.names)}")
         return self.error_ratio(results, prepared.order)
 
 
 def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
-    """(batch row, key head): the first, the last, and some between."""
+    """(batch row, key head): the first, the last, and some between; packed, as many as the longest sequence allows."""
     case = cell.case
     every = case.b * case.h_k
     group = case.h_q // max(1, case.h_k)
@@ -99,17 +102,20 @@ def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
         yield divmod(place, case.h_k)
 
 
-def _truth(cell: Cell, inputs: Inputs, row: int, key_head: int, names: tuple[str, ...]) -> _Truth:
+def _truth(
+    cell: Cell, inputs: Inputs, place: tuple[int, slice, slice, slice], key_head: int, names: tuple[str, ...]
+) -> _Truth:
     group = cell.case.h_q // cell.case.h_k
-    batch, key_heads = slice(row, row + 1), slice(key_head, key_head + 1)
+    _, batch, rows, keys = place
     heads = slice(key_head * group, (key_head + 1) * group)
+    rows_at, keys_at = (batch, heads, rows), (batch, slice(key_head, key_head + 1), keys)
     found: list[dict[str, tuple[Tensor, Tensor, Tensor]]] = []
     for head in range(heads.start, heads.stop):
-        part = _part(cell, inputs, batch, slice(head, head + 1), key_heads)
+        part = _part(cell, inputs, place[0], (batch, slice(head, head + 1), rows), keys_at)
         exact = part.exact()
         eager, terms = part.eager(), part.terms(exact)
         found.append({name: (exact[name].detach(), eager[name].detach(), terms[name].detach()) for name in names})
-    return _Truth(batch, heads, key_heads, {name: _together(name, [ways[name] for ways in found]) for name in names})
+    return _Truth(rows_at, keys_at, {name: _together(name, [ways[name] for ways in found]) for name in names})
 
 
 def _together(name: str, heads: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,20 +131,22 @@ def _together(name: str, heads: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Te
     return total, torch.stack(eager).sum(0), squares.sqrt()
 
 
-def _part(cell: Cell, inputs: Inputs, batch: slice, heads: slice, key_heads: slice) -> accuracy._Part:
-    layout: Dense = inputs.keywords.get("layout", Dense())
-    mask, sink = inputs.keywords.get("mask"), inputs.keywords.get("sink")
+def _part(
+    cell: Cell, inputs: Inputs, b: int, rows_at: tuple[slice, slice, slice], keys_at: tuple[slice, slice, slice]
+) -> accuracy._Part:
+    """One query head of batch row or sequence b."""
+    layout: Layout = inputs.keywords.get("layout", Dense())
+    mask, sink, head = inputs.keywords.get("mask"), inputs.keywords.get("sink"), rows_at[1]
     q, k, v, dout = (layout.canonical(x.detach()) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    at, keys_at = (batch, heads, slice(None)), (batch, key_heads, slice(None))
+    used = (None if x is None else x[b : b + 1] for x in (layout.seqused_q, layout.seqused_k))
     problem = Problem(
-        q=q[batch, heads],
-        k=k[batch, key_heads],
-        v=v[batch, key_heads],
-        sink=None if sink is None else sink.detach()[heads],
-        layout=Dense("bhsd", *(None if used is None else used[batch] for used in (layout.seqused_q, layout.seqused_k))),
-        mask=shifted_mask(mask, batch.start, heads.start),
-        score=shifted(inputs.keywords.get("score_mod"), q, batch.start, heads.start),
+        q=q[rows_at],
+        k=k[keys_at],
+        v=v[keys_at],
+        sink=None if sink is None else sink.detach()[head],
+        layout=Dense("bhsd", *used),
+        mask=shifted_mask(mask, b, head.start),
+        score=shifted(inputs.keywords.get("score_mod"), q, b, head.start),
         scale=q.shape[-1] ** -0.5,
     )
-    gradient = None if cell.mode == "forward" else dout[batch, heads]
-    return accuracy._Part(at, keys_at, problem, gradient, None)
+    return accuracy._Part(rows_at, keys_at, problem, None if cell.mode == "forward" else dout[rows_at], None)

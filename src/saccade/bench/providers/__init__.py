@@ -14,17 +14,20 @@ from saccade.bench.providers.flash import FlashAttention3, FlashAttention4
 from saccade.bench.providers.flex import Flex
 from saccade.bench.providers.own import Naive, Saccade
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
+from saccade.bench.providers.varlen import TorchVarlen
 
 __all__ = ["CEILINGS", "PROVIDERS", "Call", "Prepared", "Provider", "matching", "prepared"]
 
 _ALL: list[Provider] = [
     *(Saccade(backend) for backend in dispatch.NAMES if backend != "reference"),
+    Saccade("auto"),
     FlashAttention3(),
     FlashAttention4(),
     Sdpa(),
     Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
     Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
     SdpaPadded(),
+    TorchVarlen(),
     Flex(),
     Naive(),
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.work import Work
-from saccade.layouts import Dense
+from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask
 from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
@@ -32,6 +32,8 @@ class Prepared:
     """What every call needs anew and the clock must not see."""
     work: Work | None = None
     """Where it is not the cell's."""
+    after: Callable[[Results], Results] | None = None
+    """From what the call returns to results in `order`; nobody times it."""
 
 
 class Provider:
@@ -89,21 +91,35 @@ class Call(Operands):
     mask: Mask | None
     score: ScoreMod | Softcap | None
     sink: Tensor | None
-    layout: Dense
+    layout: Layout
     group: int
     """Query heads per key head."""
 
     @staticmethod
     def of(inputs: Inputs, order: str) -> Call:
-        """Tensors in `order`, contiguous: each provider gets the memory layout that it was made for."""
-        layout: Dense = inputs.keywords.get("layout", Dense())
+        """Tensors in `order`, or packed as they are, contiguous: each provider gets the memory layout that it was made
+        for."""
+        layout: Layout = inputs.keywords.get("layout", Dense())
+        target = layout if isinstance(layout, Packed) else Dense(order)
         tensors = [layout.canonical(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         if layout.records:
             tensors = [x.nan_to_num(0) for x in tensors]
         group = tensors[0].shape[1] // max(1, tensors[1].shape[1])
-        q, k, v, dout = (Dense(order).ordered(x).contiguous() for x in tensors)
+        q, k, v, dout = (target.ordered(x).contiguous() for x in tensors)
         found = (inputs.keywords.get(name) for name in ("mask", "score_mod", "sink"))
-        return Call(q, k, v, dout, order, *found, layout=layout, group=group)
+        return Call(q, k, v, dout, target.order, *found, layout=layout, group=group)
+
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Offsets and longest sequences of packed queries and keys, as varlen functions take them.
+
+        Raises:
+            TypeError: no packed sequences.
+        """
+        layout = self.layout
+        if not isinstance(layout, Packed):
+            raise TypeError(f"{layout!r} has no offsets")
+        q, k = layout.cu_seqlens_q, layout.cu_seqlens_k
+        return q, k, int(q.diff().max()), int(k.diff().max())
 
 
 def prepared(function: Function, mode: str, given: Operands, retains: bool = True) -> Prepared:

@@ -1,4 +1,4 @@
-"""FlashAttention-3's operators and FlashAttention-4's functions, both in (b, s, h, d)."""
+"""FlashAttention-3's operators and FlashAttention-4's functions, both in (b, s, h, d), or packed in (t, h, d)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Call, Prepared, Provider, Results, prepared
+from saccade.layouts import Packed
 from saccade.masks import Mask, Window
 from saccade.scores import Softcap
 from saccade.testing.cases import Inputs
@@ -63,6 +64,7 @@ class FlashAttention3(_Flash):
         given: dict[str, Any] = {"softmax_scale": call.q.shape[-1] ** -0.5, "is_causal": cell.case.mask == "causal"}
         if not given["is_causal"]:
             given |= {"window_size_left": left, "window_size_right": right}
+        given |= _lengths(call)
 
         def forward() -> Results:
             return operators.fwd(call.q, call.k, call.v, num_splits=1, **given)[:2]
@@ -72,11 +74,11 @@ class FlashAttention3(_Flash):
             return operators.bwd(call.dout, call.q, call.k, call.v, out, lse, **flags)[:3]
 
         if cell.mode == "forward":
-            return Prepared(lambda: forward()[:1], "bshd")
+            return Prepared(lambda: forward()[:1], call.order)
         if cell.mode == "forward+backward":
-            return Prepared(lambda: backward(*forward()), "bshd")
+            return Prepared(lambda: backward(*forward()), call.order)
         out, lse = forward()
-        return Prepared(lambda: backward(out, lse), "bshd")
+        return Prepared(lambda: backward(out, lse), call.order)
 
     @staticmethod
     def _load() -> bool:
@@ -114,9 +116,10 @@ class FlashAttention4(_Flash):
         return super().supports(cell, inputs)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        attend = importlib.import_module("flash_attn.cute").flash_attn_func
-        call = Call.of(inputs, "bshd")
-        given: dict[str, Any] = {"causal": cell.case.mask == "causal", "deterministic": cell.deterministic}
+        call, functions = Call.of(inputs, "bshd"), importlib.import_module("flash_attn.cute")
+        lengths = _lengths(call)
+        attend = functions.flash_attn_varlen_func if lengths else functions.flash_attn_func
+        given: dict[str, Any] = {"causal": cell.case.mask == "causal", "deterministic": cell.deterministic, **lengths}
         if call.mask is not None and not given["causal"]:
             given["window_size"] = _window(call.mask, None)
         if call.sink is not None:  # it asks for this dtype; the bench rounds every provider's sink to it
@@ -129,6 +132,12 @@ class FlashAttention4(_Flash):
             return found[0] if isinstance(found, tuple) else found
 
         return prepared(function, cell.mode, call)
+
+
+def _lengths(call: Call) -> dict[str, Any]:
+    """What both call the offsets and longest sequences of packed operands; nothing for others."""
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, call.lengths(), strict=True)) if isinstance(call.layout, Packed) else {}
 
 
 def _window(mask: Mask | None, unbounded: int | None) -> tuple[int | None, int | None]:

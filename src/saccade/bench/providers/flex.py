@@ -31,8 +31,8 @@ class Flex(Provider):
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         if cell.case.sink:
             return "FlexAttention has no sinks"
-        if cell.case.used != "all":
-            return "this adapter gives FlexAttention no padded batches"
+        if cell.case.used != "all" or cell.case.order == "thd":
+            return "this adapter gives FlexAttention no padded batches and no packed sequences"
         if cell.deterministic:
             return "this adapter does not ask FlexAttention for deterministic gradients"
         if cell.mode != "forward" and inputs.q.device.type == "cpu":

@@ -18,12 +18,16 @@ _COPIES = 8
 
 
 class Saccade(Provider):
+    """One backend by name, or whichever `auto` takes for each of forward and backward."""
+
     role = "saccade"
 
     def __init__(self, backend: str) -> None:
-        self.name, self.backend = f"saccade-{backend}", backend
+        self.name, self.backend = backend if backend == "auto" else f"saccade-{backend}", backend
 
     def available(self, device: torch.device) -> str | None:
+        if self.backend == "auto":
+            return None
         try:
             support = import_module(f"saccade.backends.{self.backend}").SUPPORT
             return "; ".join(dispatch.reasons_against(self.backend, support.plainest(hardware.name(device)))) or None
@@ -32,6 +36,8 @@ class Saccade(Provider):
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         found = explain(inputs.q, inputs.k, inputs.v, deterministic=cell.deterministic, **inputs.keywords)
+        if self.backend == "auto":
+            return None if found.backend else "no backend runs it"
         return "; ".join(found.reasons[self.backend]) or None
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:

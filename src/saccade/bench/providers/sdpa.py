@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Call, Prepared, Provider, prepared
+from saccade.bench.providers.padding import Padding
+from saccade.layouts import Packed
 from saccade.masks import Extent
 from saccade.testing.cases import Inputs
 
@@ -36,7 +38,7 @@ class Sdpa(Provider):
 
     def _refusal(self, cell: Cell) -> str | None:
         case = cell.case
-        if case.mask not in ("none", "causal") or case.used != "all":
+        if case.mask not in ("none", "causal") or case.used != "all" or case.order == "thd":
             return "SDPA takes other masks than causal as a tensor only: sdpa-padded"
         if case.mask == "causal" and case.s_q != case.s_k:
             return "SDPA's causal mask is aligned top-left"
@@ -57,7 +59,8 @@ class Sdpa(Provider):
 
 
 class SdpaPadded(Sdpa):
-    """Any mask and any used lengths, as one bool tensor, which is made outside of the clock."""
+    """Any mask and any lengths, as one bool tensor, which is made outside of the clock, as a padded batch is of packed
+    sequences."""
 
     def __init__(self) -> None:
         super().__init__("sdpa-padded")
@@ -67,15 +70,22 @@ class SdpaPadded(Sdpa):
         return f"its mask would have {pairs:.1e} elements" if pairs > 1 << 31 else None
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        padding = None
+        if isinstance(inputs.keywords.get("layout"), Packed):
+            padding = Padding.of(inputs)
+            inputs = padding.inputs(inputs)
         call = Call.of(inputs, "bhsd")
         mask, group = visible(call, cell.case.b), call.group
+        if padding is not None:  # rows of padding see what there is: nobody looks at them, and kernels want some
+            mask = mask | padding.unseen()
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if group > 1:  # as model code does: of its fused kernels those with a mask tensor have no grouped heads
                 k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-        return prepared(function, cell.mode, call)
+        found = prepared(function, cell.mode, call)
+        return found if padding is None else padding.undone(found)
 
 
 def visible(call: Call, b: int) -> Tensor:
