@@ -137,6 +137,13 @@ def test_states_are_kept_and_remade():
     assert not torch.equal(before, after)
 
 
+def test_states_of_one_length_are_not_those_of_another():
+    """Lengths with as many tiles, whose diagonals and last tiles differ."""
+    mask = causal() & mask_mod(odd_even)
+    for s_q, s_k in ((70, 70), (70, 120), (70, 128), (128, 120)):
+        check(*operands(s_q=s_q, s_k=s_k), mask=mask).assert_ok()
+
+
 def test_states_go_with_their_tensors():
     for _ in range(3):
         seen = torch.rand(S, S) > 0.5

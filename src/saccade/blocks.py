@@ -30,7 +30,8 @@ def states_of(problem: Problem, make: Callable[[Problem], Tensor]) -> Tensor:
     if isinstance(mask, Blocked):
         return mask.states
     used = [x for x in (problem.layout.seqused_q, problem.layout.seqused_k) if x is not None]
-    numbers = (*mask.ints, *mask.floats, problem.layout.text, *shape(problem))
+    lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
+    numbers = (*mask.ints, *mask.floats, problem.layout.text, *shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
     return kept(key, [*mask.records, *used], lambda: make(problem))
 
