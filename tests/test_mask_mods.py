@@ -167,6 +167,8 @@ def test_block_mask():
     q, k, v = operands(s_q=S - 64)
     with pytest.raises(ValueError, match=re.escape("is for another shape than (b, h_q, s_q, s_k) = (2, 4, 136, 200)")):
         attention(q, k, v, mask=made)
+    with pytest.raises(ValueError, match=re.escape("is for another shape than (200, 193)")):  # of as many tiles
+        attention(*operands(s_k=193), mask=made)
 
 
 def test_lists_of_blocks_decide():

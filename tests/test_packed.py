@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import Dense, Packed, Unsupported, attention, causal, documents, explain, mask_mod, prefix, window
+from saccade import Dense, Packed, attention, block_mask, causal, documents, explain, mask_mod, prefix, window
 from saccade.layouts import form, from_records
 from saccade.testing import check
 from saccade.testing.cases import NAMED, Case
@@ -62,6 +63,10 @@ def test_malformed_offsets(layout, words, backend):
         attention(x, x, x, layout=layout, backend=backend)
 
 
+def upper(b, h, q_idx, kv_idx):
+    return q_idx > kv_idx
+
+
 def test_wrong_calls():
     x = normal(10, 2, 8)
     with pytest.raises(ValueError, match="three dimensions"):
@@ -72,8 +77,16 @@ def test_wrong_calls():
         attention(x, x, x[:9], layout=packed())
     with pytest.raises(ValueError, match="instead of documents"):
         attention(x, x, x, mask=documents(torch.zeros(1, 10).int()), layout=packed())
-    with pytest.raises(Unsupported, match="has no mask_mod with packed"):
-        attention(x, x, x, mask=mask_mod(lambda b, h, q_idx, kv_idx: q_idx > kv_idx), layout=packed())
+    with pytest.raises(ValueError, match="block_mask finds the tiles of dense calls alone"):
+        attention(x, x, x, mask=block_mask(mask_mod(upper), 3, 2, 10, 10), layout=packed())
+    with pytest.raises(ValueError, match=r"at least .* = \(3, 2, 7, 7\), .* got \(1, 1, 1, 6\)"):
+        attention(x, x, x, mask=torch.ones(6, dtype=torch.bool), layout=packed())
+    given = create_block_mask(upper, None, None, 6, 8, device="cpu")
+    with pytest.raises(ValueError, match=r"the BlockMask .* got \(1, 1, 6, 8\)"):
+        attention(x, x, x, mask=given, layout=packed())
+    endless = torch.empty(1, 1, 1).expand(1 << 23, 1, 1)
+    with pytest.raises(ValueError, match="mask functions take lengths up to"):
+        attention(endless, endless, endless, mask=mask_mod(upper), layout=Packed(OFFSETS, OFFSETS, 1 << 23, 7))
     with pytest.raises(ValueError, match="one for each sequence"):
         attention(x, x, x, mask=prefix(torch.tensor([1, 2])), layout=packed())
 
@@ -119,6 +132,36 @@ def test_each_sequence_is_a_call_of_its_own(case, place):
         assert out[rows].shape == one[0].shape
         torch.testing.assert_close(out[rows], one[0])
         torch.testing.assert_close(lse[:, rows], one_lse[0])
+
+
+def predicates(device):
+    """Masks that are no intervals, for up to 5 sequences, 4 heads, 150 queries and keys."""
+    made = torch.Generator().manual_seed(0)
+    reach, steps = torch.tensor([5, 40, 9, 2, 70], device=device), torch.tensor([3, 1, 7, 64], device=device)
+    tensor = (torch.rand(5, 1, 150, 150, generator=made) > 0.3).to(device)
+    tiles = mask_mod(lambda b, h, i, j: (i // 20 + j // 33) % 3 != 0)
+    return {
+        "tiles": tiles,
+        "causal": tiles & causal(),
+        "sequences": mask_mod(lambda b, h, i, j: ((i - j) // steps[h] % 2 == 0) & (j <= i + reach[b])),
+        "not": ~window(9, 3),
+        "union": prefix(reach) | mask_mod(lambda b, h, i, j: j == i),
+        "tensor": tensor,
+        "row": tensor[0, 0, 0],
+        "nothing": mask_mod(lambda b, h, i, j: i < 0),
+        "block_mask": create_block_mask(lambda b, h, i, j: (i - j) % 40 < 30, 5, None, 200, 150, device=device),
+    }
+
+
+@pytest.mark.parametrize("name", predicates("cpu"))
+def test_predicates(name, place):
+    """Their indices count within the sequence, and their tiles are those of the sequence."""
+    case = Case("", dtype=place.dtype, b=5, h_q=4, s_q=150, s_k=150, d=16, order="thd", tail=3)
+    if name in ("tiles", "causal", "tensor"):
+        case = case.replace(s_k=90, used="qk", sink=True, score="alibi" if name == "causal" else "none")
+    made = case.inputs(place.device, requires_grad=True)
+    keywords = made.keywords | {"mask": predicates(place.device)[name]}
+    check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **keywords).assert_ok()
 
 
 @pytest.mark.parametrize("seed", range(6))

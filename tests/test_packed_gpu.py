@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Packed, attention, causal, explain, window
+from saccade import Packed, attention, causal, explain, mask_mod, window
+from saccade.masks import Mask
 from saccade.testing import check
 from saccade.testing.cases import Case
 
@@ -44,6 +45,29 @@ def test_lengths(lengths: tuple[int, ...], mask: str, d: int, backend: str) -> N
     check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=backend, **made.keywords).assert_ok()
 
 
+def tiles(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """A third of the tiles is empty, and others are partial."""
+    return ((q_idx // 128 + kv_idx // 64 + h + b) % 3 != 0) & ((q_idx ^ kv_idx) % 256 != 5)
+
+
+MASKS: dict[str, Mask] = {
+    "intervals": window(700, 0),
+    "listed": mask_mod(tiles) & causal(),
+    "nowhere": mask_mod(lambda b, h, q_idx, kv_idx: q_idx < 0),
+}
+
+
+@pytest.mark.parametrize("name", ["listed", "nowhere"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_predicates(name: str, d: int, backend: str) -> None:
+    """Other lengths of queries and keys, of which some are not in use."""
+    case = Case("", b=9, h_q=8, h_k=2, s_q=900, s_k=1300, d=d, order="thd", used="qk", sink=True, score="alibi",
+                tail=90)  # fmt: skip
+    made = case.inputs("cuda", requires_grad=True)
+    keywords = made.keywords | {"mask": MASKS[name]}
+    check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=backend, **keywords).assert_ok()
+
+
 def gradients(x: list[Tensor], layout: Packed, backend: str, **keywords: Any) -> list[Tensor]:
     leaves = [y.detach().requires_grad_() for y in x]
     out, lse = attention(*leaves, layout=layout, return_lse=True, backend=backend, **keywords)
@@ -59,14 +83,15 @@ def test_repeats_are_bitwise_equal(backend: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-def test_a_graph_is_replayed_with_other_offsets(backend: str) -> None:
+@pytest.mark.parametrize("name", ["intervals", "listed"])
+def test_a_graph_is_replayed_with_other_offsets(name: str, backend: str) -> None:
     """Captured with upper bounds, and nothing in it waits for the host."""
     batches = [[512, 512, 512, 512], [1, 2000, 0, 47], [0, 0, 0, 2048], [300, 301, 302, 0], [2, 3, 5, 7]]
     offsets, x = offsets_of(batches[0]), operands(2048)
     layout = Packed(offsets, offsets, 2048, 2048)
 
     def call() -> list[Tensor]:
-        return gradients(x, layout, backend, mask=window(700, 0))
+        return gradients(x, layout, backend, mask=MASKS[name])
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -104,12 +129,14 @@ def test_nothing_waits_for_the_host(backend: str) -> None:
     [[5, 100, 400], [0, 300, 100], [0, -7, 400], [0, 200, 1 << 20], [400, 400, 400], [0, 1 << 40, 9]],
     ids=str,
 )
-def test_broken_offsets_stay_inside(offsets: list[int], backend: str) -> None:
+@pytest.mark.parametrize("name", ["intervals", "listed"])
+def test_broken_offsets_stay_inside(offsets: list[int], name: str, backend: str) -> None:
     """What comes out means nothing, but no row before or behind the tensors is written."""
     cu = torch.tensor(offsets, device="cuda")
     memory = [torch.zeros(1200, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2)]
     x = [y[400:800].normal_() for y in memory]
-    gradients(x, Packed(cu, cu, 400, 400), backend, mask=causal())
+    gradients(x, Packed(cu, cu, 400, 400), backend, mask=MASKS[name])
+    gradients(x, Packed(torch.tensor([0, 390, 400], device="cuda"), cu, 400, 400), backend, mask=MASKS[name])
     torch.cuda.synchronize()
     for y in memory:
         assert not y[:400].any()

@@ -283,9 +283,8 @@ def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout
         return None
     if isinstance(layout, Paged):
         s_q, s_k = q.shape[0 if layout.cu_seqlens_q is not None else 1], layout.capacity(k.shape[1])
-    elif isinstance(layout, Packed):  # a bound that nobody may read has the tensor's rows in its place
-        bounds = (layout.max_seqlen_q, q.shape[0]), (layout.max_seqlen_k, k.shape[0])
-        s_q, s_k = (t if isinstance(bound, Tensor) else min(bound, t) for bound, t in bounds)
+    elif isinstance(layout, Packed):
+        s_q, s_k = packed.longest(layout, q.shape[0], k.shape[0])
     else:
         s = ORDERS[layout.order][2]
         s_q, s_k = q.shape[s], k.shape[s]
@@ -358,7 +357,7 @@ def _check_records(
         return
     rows, s_k = layout.canonical(q).shape, layout.canonical(k).shape[2]
     if isinstance(layout, Packed):
-        complaint = packed.complaint(mask, layout)
+        complaint = packed.complaint(mask, layout, rows, s_k)
     elif isinstance(layout, Paged):
         complaint = paged.mask_complaint(mask, layout, rows[2], layout.capacity(k.shape[1]))
     else:

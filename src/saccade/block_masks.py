@@ -54,5 +54,5 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     if place.type == "cuda" and hardware.triton_obstacle() is None:
         from saccade.backends.device import lists
 
-        return Blocked(made, lists.states(problem))
-    return Blocked(made, blocks.states(problem))
+        return Blocked(made, lists.states(problem), (s_q, s_k))
+    return Blocked(made, blocks.states(problem), (s_q, s_k))

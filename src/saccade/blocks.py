@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from saccade.layouts import Packed
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Mask
 from saccade.problem import Problem
 
@@ -29,17 +30,23 @@ def states_of(problem: Problem, make: Callable[[Problem], Tensor]) -> Tensor:
     assert mask.listed, mask
     if isinstance(mask, Blocked):
         return mask.states
-    used = [x for x in (problem.layout.seqused_q, problem.layout.seqused_k) if x is not None]
     lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (*mask.ints, *mask.floats, problem.layout.text, *shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
-    return kept(key, [*mask.records, *used], lambda: make(problem))
+    return kept(key, [*mask.records, *problem.layout.records], lambda: make(problem))
 
 
 def shape(problem: Problem) -> tuple[int, int, int, int]:
-    """b or 1, h_q or 1, tiles of rows and of keys."""
+    """b or 1, h_q or 1, tiles of rows and of keys.
+
+    Packed sequences are one batch row, in which each has whole tiles of rows, of which the first one of sequence b is
+    number `cu_seqlens_q[b] // TILE + b`, and keys count within it.
+    """
     mask, q, k, layout = problem.mask, problem.q, problem.k, problem.layout
     assert mask is not None
+    if isinstance(layout, Packed):
+        heads = q.shape[1] if "h" in mask.indices else min(q.shape[1], 1)
+        return 1, heads, q.shape[2] // TILE + layout.sequences + 1, -(-k.shape[2] // TILE)
     batches = q.shape[0] if "b" in mask.indices or layout.records else min(q.shape[0], 1)
     heads = q.shape[1] if "h" in mask.indices else min(q.shape[1], 1)
     return batches, heads, -(-q.shape[2] // TILE), -(-k.shape[2] // TILE)

@@ -44,8 +44,12 @@ def nested(out: Tensor, layout: Packed, order: str) -> Tensor:
     return made if order == "bshd" else made.transpose(1, 2)
 
 
-def complaint(mask: Mask | None, layout: Packed) -> str | None:
-    """What is wrong with a mask over packed sequences; the layout's own tensors were checked when it was made."""
+def complaint(mask: Mask | None, layout: Packed, q: torch.Size, t_k: int) -> str | None:
+    """What is wrong with a mask over packed sequences; the layout's own tensors were checked when it was made.
+
+    Args:
+        q: (1, h_q, t_q, d).
+    """
     b = layout.sequences
     if isinstance(mask, masks.Blocked):
         return "block_mask finds the tiles of dense calls alone: pass the mask itself"
@@ -54,4 +58,13 @@ def complaint(mask: Mask | None, layout: Packed) -> str | None:
             return "packed sequences see nothing of one another: make documents sequences, instead of documents(ids)"
         if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
             return f"prefix lengths must have shape ({b},), one for each sequence, got {tuple(leaf.records[0].shape)}"
+        if leaf.listed and (found := leaf.packed_complaint(b, q[1], *longest(layout, q[2], t_k))):
+            return found
     return None
+
+
+def longest(layout: Packed, t_q: int, t_k: int) -> tuple[int, int]:
+    """Upper bounds of the lengths; one that nobody may read has the tensor's rows in its place."""
+    bounds = (layout.max_seqlen_q, t_q), (layout.max_seqlen_k, t_k)
+    s_q, s_k = (t if isinstance(bound, Tensor) else min(bound, t) for bound, t in bounds)
+    return s_q, s_k

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from saccade import Dense, alibi, blocks, causal, mask_mod, window
-from saccade.backends.device import lists
+from saccade import Dense, Packed, alibi, blocks, causal, mask_mod, window
+from saccade.backends.device import lists, sequences
 from saccade.masks import EMPTY, FULL, TILE, as_mask
 from saccade.problem import Problem
 from saccade.testing.accuracy import check
@@ -85,6 +87,56 @@ def test_ranks():
     q = torch.empty(1, 1, 192, 1)
     made = lists.lists(Problem(q, q, q, None, mask, None, Dense(), 1.0), 64, 64, by_keys=True)
     assert lists.ranks(made)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
+
+
+LAYOUT = Packed(
+    torch.tensor([0, 100, 100, 300]), torch.tensor([0, 140, 170, 250]), 200, 140, torch.tensor([90, 0, 200])
+)
+"""Other lengths of queries and keys, no queries, fewer keys than queries; 20 more rows than the sequences have."""
+
+
+def of_sequence(b, h, q_idx, kv_idx):
+    return (q_idx // 64 - kv_idx // (64 - 60 * (b == 2))) % 2 == h
+
+
+@pytest.mark.parametrize("by_keys", [False, True], ids=["rows", "keys"])
+def test_packed_lists(by_keys):
+    """The list of each block is that of its sequence alone."""
+    q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
+    problem = Problem(q, k, k, None, mask_mod(of_sequence) & causal(), None, LAYOUT, 1.0)
+    made = lists.lists(problem, 64, 32, by_keys)
+    entries = iter(sequences.table(problem, by_keys, 32 if by_keys else 64).tolist())
+    (total, _), seen = next(entries), set()
+    ones = [
+        replace(part.problem, mask=mask_mod(lambda b, h, i, j, n=n: of_sequence(n, h, i, j)) & causal())
+        for n, part in enumerate(problem.sequences())
+    ]
+    for number, (b, start) in zip(range(total), entries, strict=False):
+        if b == len(ones):  # behind the last sequence
+            assert made.count[0, :, number].tolist() == [[0, 0]] * 2
+            continue
+        alone = lists.lists(ones[b], 64, 32, by_keys)
+        block = number - start if by_keys else alone.count.shape[2] - 1 - (number - start)  # the last rows first
+        seen.add((b, block))
+        for h in range(2):
+            counts = made.count[0, h, number].tolist()
+            assert counts == alone.count[0, h, block].tolist()
+            assert torch.equal(made.index[0, h, number, : counts[1]], alone.index[0, h, block, : counts[1]])
+    assert len(seen) == sum(lists.lists(one, 64, 32, by_keys).count.shape[2] for one in ones)
+    assert not made.count[:, :, total:].any()
+
+
+def test_packed_sequences():
+    x = [torch.randn(t, h, 16) for t, h in ((75, 2), (60, 1), (60, 1))]
+    offsets = torch.tensor([0, 70, 70]), torch.tensor([0, 45, 60])
+    check(
+        *x,
+        mask=mask_mod(of_sequence) & causal(),
+        score_mod=alibi(torch.randn(2).requires_grad_()),
+        layout=Packed(*offsets, 70, 45, None, torch.tensor([40, 15])),
+        dlse=torch.randn(2, 75),
+        backend="triton",
+    ).assert_ok()
 
 
 @pytest.mark.parametrize("name", MASKS)

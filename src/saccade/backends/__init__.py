@@ -36,7 +36,7 @@ class Support:
     """Flags that have to be set."""
     needs_with: tuple[tuple[str, str], ...] = ()
     """A word of a Spec, and a flag that has to be set with it."""
-    apart: tuple[tuple[str, str], ...] = (("packed", "mask_mod"), ("packed", "~"), ("paged", "dropout"))
+    apart: tuple[tuple[str, str], ...] = (("paged", "dropout"),)
     """Words of a Spec that do not go together yet."""
 
     def reasons(self, spec: Spec) -> list[str]:

@@ -145,6 +145,10 @@ class Mask:
             (told for leaf in self.leaves() if leaf is not self if (told := leaf.complaint(b, h, s_q, s_k))), None
         )
 
+    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        """What keeps it from being the mask of b packed sequences of at most these lengths."""
+        return self.complaint(b, h, s_q, s_k)
+
     def unblocked(self) -> Mask:
         """The mask without the list of tiles that may have been made for one shape."""
         return self

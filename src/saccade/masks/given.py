@@ -70,6 +70,10 @@ class TensorMask(Mask):
             return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {given}"
         return None
 
+    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        given = (1,) * (4 - self.t.dim()) + tuple(self.t.shape)
+        return _too_small("a mask tensor", given, (b, h, s_q, s_k), broadcast=True)
+
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return read(b, h, q_idx, kv_idx, self.t, self.own)
 
@@ -146,6 +150,21 @@ class OfShape(MaskMod):
         if form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != (s_q, s_k):
             return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {(b, h, s_q, s_k)}"
         return super().complaint(b, h, s_q, s_k)
+
+    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        found = _too_small("the BlockMask", self.form, (b, h, s_q, s_k), broadcast=False)
+        return found or MaskMod.complaint(self, b, h, s_q, s_k)
+
+
+def _too_small(what: str, given: tuple[int, ...], call: tuple[int, int, int, int], broadcast: bool) -> str | None:
+    """What is wrong with a mask that has numbers for so many packed sequences, heads, queries and keys."""
+    wide = all(n in (1, m) for n, m in zip(given[:2], call[:2], strict=True))
+    if wide and all(n >= m or (n == 1 and broadcast) for n, m in zip(given[2:], call[2:], strict=True)):
+        return None
+    return (
+        f"{what} over packed sequences has a row and a column for each query and key of the longest one, so at least "
+        f"(sequences, h_q, max_seqlen_q, max_seqlen_k) = {call}, where sequences and heads may be 1; got {given}"
+    )
 
 
 _known: weakref.WeakKeyDictionary[Any, Mask] = weakref.WeakKeyDictionary()

@@ -118,6 +118,8 @@ class Blocked(Mask):
     mask: Mask
     states: Tensor
     """uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys): EMPTY, PARTIAL or FULL"""
+    lengths: tuple[int, int] | None = None
+    """s_q and s_k, where they are known: tiles alone do not say where the last ones end"""
 
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -149,6 +151,8 @@ class Blocked(Mask):
         given, tiles = tuple(self.states.shape), (-(-s_q // TILE), -(-s_k // TILE))
         if given[0] not in (1, b) or given[1] not in (1, h) or given[2:] != tiles:
             return f"a block mask of {given} tiles is for another shape than (b, h_q, s_q, s_k) = {(b, h, s_q, s_k)}"
+        if self.lengths not in (None, (s_q, s_k)):
+            return f"a block mask for (s_q, s_k) = {self.lengths} is for another shape than {(s_q, s_k)}"
         return self.mask.complaint(b, h, s_q, s_k)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -207,6 +211,43 @@ class Not(Combined):
 
     def __repr__(self) -> str:
         return self._around(repr(self.part))
+
+
+@dataclass(frozen=True, eq=False)
+class OfRow(Mask):
+    """A predicate as one batch row sees it, which calls itself number 0."""
+
+    kind: ClassVar[str] = "mask_mod"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    mask: Mask
+    b: int
+
+    @property
+    def identity(self) -> str:
+        return self.mask.identity
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mask.indices - {"b"}
+
+    def _ints(self) -> list[int]:
+        return [self.b, *self.mask.ints]
+
+    def _floats(self) -> list[float]:
+        return self.mask.floats
+
+    def _records(self) -> list[Tensor]:
+        return self.mask.records
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.mask.sees(extent, b + self.b, h, q_idx, kv_idx)
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)
 
 
 def everything(extent: Extent) -> Interval:

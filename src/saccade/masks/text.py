@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade import scores
 from saccade.masks.expressions import And, Documents, Mask, Or, Prefix, Window, _bound
-from saccade.masks.predicates import Blocked, MaskMod, Not
+from saccade.masks.predicates import Blocked, MaskMod, Not, OfRow
 from saccade.scores.constant import compile_constant
 
 
@@ -91,10 +91,18 @@ def from_records(
     return Blocked(mask, records.pop(0)) if identity.startswith(Blocked.MARK) else mask
 
 
-def of_batch_row(mask: Mask, b: int) -> Mask | None:
-    """The mask of one batch row, where every record has the batch first, or one row for all."""
-    records = [record[b : b + 1] if record.shape[0] > 1 else record for record in mask.records]
-    return from_records(mask.identity, mask.ints, records, mask.floats)
+def of_batch_row(mask: Mask, b: int) -> Mask:
+    """The mask of one batch row."""
+    match mask:
+        case Not():
+            return Not(of_batch_row(mask.part, b))
+        case And() | Or():
+            return type(mask)(tuple(of_batch_row(part, b) for part in mask.parts))
+        case Prefix(n=Tensor() as n):
+            return Prefix(n[b : b + 1])
+        case _ if mask.listed:
+            return OfRow(mask, b) if "b" in mask.indices else mask
+    return mask
 
 
 def programs(identity: str) -> list[Any]:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.dropout import factor, keep, opened
-from saccade.backends.device.lists_kernel import listed_range, tile_start
+from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, load_tile, logits, tile_range, visible
@@ -80,7 +80,8 @@ def captures_kernel(
     live = q_idx < rows
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
     if mask.listed:
-        first, core, core_end, end, listing = listed_range(mask, b, h, start_q // BLOCK_Q, BLOCK_K)
+        block = block_number(used_q, h_q, start_q, BLOCK_Q)
+        first, core, core_end, end, listing = listed_range(mask, b, h, block, BLOCK_K)
     else:
         first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
         listing = None

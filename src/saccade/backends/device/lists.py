@@ -8,6 +8,8 @@ a kernel that always has one tile may visit with the mask.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +18,10 @@ from torch import Tensor
 
 from saccade import blocks
 from saccade.backends.device import masks, sequences
-from saccade.backends.device.lists_kernel import list_kernel, states_kernel
+from saccade.backends.device.lists_kernel import list_kernel, packed_list_kernel, packed_states_kernel, states_kernel
 from saccade.backends.device.records import runtime_int
-from saccade.masks import Mask, causal, mask_mod
+from saccade.layouts import Packed
+from saccade.masks import TILE, Mask, causal, mask_mod
 from saccade.problem import Problem
 
 
@@ -38,14 +41,16 @@ def states(problem: Problem) -> Tensor:
     """The states of the mask's tiles: see `saccade.blocks`."""
     b, h, n_q, n_k = blocks.shape(problem)
     q, k = problem.q, problem.k
-    found = torch.empty(b, h, n_q, n_k, dtype=torch.uint8, device=q.device)
+    packed = isinstance(problem.layout, Packed)  # of which tiles that nobody visits are not written
+    found = (torch.zeros if packed else torch.empty)(b, h, n_q, n_k, dtype=torch.uint8, device=q.device)
     if not found.numel():
         return found
-    used = sequences.spans(problem)
-    grid = (b * h * n_q * -(-n_k // SPAN),)
-    states_kernel[grid](
-        found, *used, masks.record(problem.mask), h, q.shape[2], k.shape[2], n_q, n_k, AT_ONCE=AT_ONCE, SPAN=SPAN
-    )
+    kernel, grid, used = states_kernel, (b * h * n_q * -(-n_k // SPAN),), sequences.spans(problem)
+    if packed:
+        kernel, grid = packed_states_kernel, (h * sequences.slots(problem, 0, TILE), -(-n_k // SPAN))
+        used = sequences.spans(problem, sequences.table(problem, 0, TILE))
+    mask, lengths = masks.record(problem.mask), (q.shape[2], k.shape[2])
+    kernel[grid](found, *used, mask, h, *lengths, n_q, n_k, AT_ONCE=AT_ONCE, SPAN=SPAN)
     return found
 
 
@@ -60,10 +65,14 @@ def lists(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -
     if by_keys:
         outers, inners = inners, outers
     b, h = held.shape[:2]
+    blocks_of = (block_k, block_q) if by_keys else (block_q, block_k)
+    make = _made
+    if isinstance(problem.layout, Packed):
+        outers, make = sequences.slots(problem, by_keys, blocks_of[0]), partial(_packed, problem)
     index, count = blocks.kept(
         ("lists", block_q, block_k, by_keys, q.shape[2], k.shape[2]),
         [held],
-        lambda: _made(held, outers, inners, *((block_k, block_q) if by_keys else (block_q, block_k)), by_keys),
+        lambda: make(held, outers, inners, *blocks_of, by_keys),
     )
     strides = h * outers if b > 1 else 0, outers if h > 1 else 0, inners
     return Lists(index, count, *map(runtime_int, strides))
@@ -77,6 +86,26 @@ def _made(held: Tensor, outers: int, inners: int, outer: int, inner: int, by_key
     numbers = outers, inners, n_outer, n_inner, stride_outer, stride_inner
     if index.numel():
         list_kernel[(b * h * outers,)](held, index, count, *numbers, OUTER=outer, INNER=inner, CHUNK=CHUNK)
+    return index, count
+
+
+def _packed(
+    problem: Problem, held: Tensor, outers: int, inners: int, outer: int, inner: int, by_keys: bool
+) -> tuple[Tensor, Tensor]:
+    """Lists in the order of the table: see `lists_kernel.block_number`. Blocks without rows in use have empty ones."""
+    _, h, n_q, n_k = held.shape
+    index = torch.empty(1, h, outers, inners, dtype=torch.int32, device=held.device)
+    count = torch.zeros(1, h, outers, 2, dtype=torch.int32, device=held.device)
+    spans = sequences.spans(problem, sequences.table(problem, by_keys, outer))
+    lengths = problem.q.shape[2], problem.k.shape[2]
+    if by_keys:
+        spans, lengths = spans[::-1], lengths[::-1]
+    if index.numel():
+        index[..., 0] = 0
+        numbers = *spans, h, *lengths, n_q, n_k, outers, inners
+        constants = {"OUTER": outer, "INNER": inner, "CHUNK": CHUNK, "BY_KEYS": by_keys}
+        constants["LAST_FIRST"] = not by_keys  # as the kernels go through them
+        packed_list_kernel[(h * outers,)](held, index, count, *numbers, **constants)
     return index, count
 
 
@@ -120,13 +149,21 @@ def stand_in(problem: Problem) -> masks.DeviceMask:
     return masks.record(problem.mask)._replace(listed=LISTED, lists=made)
 
 
-KERNELS = "states", "list"
+KERNELS = "states", "list", "packed_states", "packed_list"
 
 
 def compiled(name: str, problem: Problem) -> Any:
     """A kernel of this module as the compile gate sees it."""
     states, index = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(16, dtype=torch.int32)
-    if name == "states":
-        tensors = states, None, None, masks.record(problem.mask)
-        return states_kernel.warmup(*tensors, 1, 512, 512, 8, 8, AT_ONCE=AT_ONCE, SPAN=SPAN, grid=(1,))
+    spans: Any = None, None
+    if name.startswith("packed"):
+        spans = sequences.spans(replace(problem, layout=sequences.stand_in()))
+    if name.endswith("states"):
+        kernel = states_kernel if spans[0] is None else packed_states_kernel
+        tensors = states, *spans, masks.record(problem.mask)
+        return kernel.warmup(*tensors, 1, 512, 512, 8, 8, AT_ONCE=AT_ONCE, SPAN=SPAN, grid=(1,))
+    if name.startswith("packed"):
+        numbers, constants = (1, 512, 512, 8, 8, 4, 4), {"BY_KEYS": True, "LAST_FIRST": False}
+        sizes = {"OUTER": 128, "INNER": 128, "CHUNK": CHUNK}
+        return packed_list_kernel.warmup(states, index, index, *spans, *numbers, **sizes, **constants, grid=(1,))
     return list_kernel.warmup(states, index, index, 4, 4, 8, 8, 8, 1, OUTER=128, INNER=128, CHUNK=CHUNK, grid=(1,))

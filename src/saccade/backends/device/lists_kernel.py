@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.records import plain_int
+from saccade.backends.device.sequences import blocks_before, extent, is_packed, tile_of
 from saccade.backends.device.tiles import tile_range, used_length, visible
 from saccade.masks import FULL, PARTIAL
 from saccade.masks import TILE as MASK_TILE
@@ -30,6 +31,16 @@ def list_of(lists, number):
 
 
 @triton.jit
+def block_number(span, heads, start, BLOCK: tl.constexpr):
+    """Which of a head's lists is that of this program's block: packed, by the table that it got it from. A program
+    without a block has an empty one there."""
+    if is_packed(span):
+        return tl.program_id(0) // heads
+    else:
+        return start // BLOCK
+
+
+@triton.jit
 def listed_range(mask, b, h, block, BLOCK: tl.constexpr):
     """The list of one block as `tile_range` tells of tiles: first, core, core_end, end, in places of the list times
     BLOCK, and where the list begins."""
@@ -48,7 +59,7 @@ def tile_start(mask, place, start, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "s_q", "s_k", "n_q", "n_k"])
 def states_kernel(states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr):
-    """The states of SPAN tiles of keys, AT_ONCE of them at a time, for one tile of query rows of one head."""
+    """The states of SPAN tiles of keys, for one tile of query rows of one head."""
     spans = tl.cdiv(n_k, SPAN)
     span = tl.program_id(0) % spans
     block = tl.program_id(0) // spans % n_q
@@ -57,6 +68,28 @@ def states_kernel(states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ON
     h = bh % heads
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
+    row = states + (bh.to(tl.int64) * n_q + block) * n_k
+    _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE, SPAN)
+
+
+@triton.jit(do_not_specialize=["heads", "s_q", "s_k", "n_q", "n_k"])
+def packed_states_kernel(
+    states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr
+):
+    """The same of packed sequences, for one tile of the table of `used_q`."""
+    b, h, _, start = tile_of(used_q, heads, s_q, TILE, False)
+    _, first, _, rows = extent(used_q, b, s_q)
+    _, _, _, keys = extent(used_k, b, s_k)
+    span = tl.program_id(1)
+    if (start < rows) & (span * SPAN * TILE < keys):  # nobody looks at any other
+        block = start // TILE
+        row = states + (h.to(tl.int64) * n_q + blocks_before(used_q, b, first, TILE) + block) * n_k
+        _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE, SPAN)
+
+
+@triton.jit
+def _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr):
+    """SPAN states of one row of tiles, AT_ONCE of them at a time."""
     off = keys - rows
     # [TILE]
     q_idx = block * TILE + tl.arange(0, TILE)
@@ -65,7 +98,6 @@ def states_kernel(states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ON
     if block * TILE + TILE > rows:  # rows that are not in use: the last tile is never full
         core = end
         core_end = end
-    row = states + (bh.to(tl.int64) * n_q + block) * n_k
     for step in range(0, SPAN, AT_ONCE):
         tile = span * SPAN + step
         # [AT_ONCE]
@@ -85,10 +117,14 @@ def states_kernel(states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ON
 
 @triton.jit
 def _state_of(
-    states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, OUTER: tl.constexpr, INNER: tl.constexpr
-):
-    """The states of a kernel's tiles: those of the tiles of the mask that each of them meets, taken together."""
+    states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, length,
+    OUTER: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """The states of a kernel's tiles: those of the tiles of the mask that each of them meets, taken together; none is
+    full that ends behind `length`."""
     whole = tiles < inners  # the last tile of the mask may reach further than the last one of the kernel
+    if length is not None:
+        whole = whole & ((tiles + 1) * INNER <= length)
     some = tiles < 0
     for i in tl.static_range(max(OUTER // TILE, 1)):
         for j in tl.static_range(max(INNER // TILE, 1)):
@@ -111,12 +147,44 @@ def list_kernel(
     outer = tl.program_id(0) % outers
     states += bh * n_outer * n_inner
     row = bh * outers + outer
+    _write_list(
+        states, index + row * inners, count + 2 * row, outer, inners, n_outer, n_inner, stride_outer, stride_inner,
+        None, OUTER, INNER, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "s", "other_s", "n_q", "n_k", "outers", "inners"])
+def packed_list_kernel(
+    states, index, count, own, other, heads, s, other_s, n_q, n_k, outers, inners,
+    OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, BY_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The same of packed sequences, for one tile of the table of `own`. Full tiles are inside of the sequence, whatever
+    offsets say that begin where others have not ended."""
+    b, h, _, start = tile_of(own, heads, s, OUTER, LAST_FIRST)
+    _, first, _, length = extent(own, b, s)
+    _, other_first, _, other_length = extent(other, b, other_s)
+    if start < length:
+        first_q = other_first if BY_KEYS else first
+        states += (h.to(tl.int64) * n_q + blocks_before(own, b, first_q, TILE)) * n_k
+        row = h.to(tl.int64) * outers + block_number(own, heads, start, OUTER)
+        _write_list(
+            states, index + row * inners, count + 2 * row, start // OUTER, tl.cdiv(other_length, INNER),
+            tl.cdiv(length, TILE), tl.cdiv(other_length, TILE), 1 if BY_KEYS else n_k, n_k if BY_KEYS else 1,
+            other_length, OUTER, INNER, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_list(
+    states, index, count, outer, inners, n_outer, n_inner, stride_outer, stride_inner, length,
+    OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     partial = 0
     for start in range(0, inners, CHUNK):
         # [CHUNK]
         tiles = start + tl.arange(0, CHUNK)
         some, whole = _state_of(
-            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, OUTER, INNER
+            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, length, OUTER, INNER
         )
         partial += tl.sum((some & (whole == 0)).to(tl.int32))
     some_at = 0
@@ -124,14 +192,14 @@ def list_kernel(
     for start in range(0, inners, CHUNK):
         tiles = start + tl.arange(0, CHUNK)
         some, whole = _state_of(
-            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, OUTER, INNER
+            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, length, OUTER, INNER
         )
         mixed = (some & (whole == 0)).to(tl.int32)
         full = (some & whole).to(tl.int32)
         place = tl.where(full != 0, full_at + tl.cumsum(full, 0), some_at + tl.cumsum(mixed, 0)) - 1
-        tl.store(index + row * inners + place, tiles, mask=(full | mixed) != 0)
+        tl.store(index + place, tiles, mask=(full | mixed) != 0)
         some_at += tl.sum(mixed)
         full_at += tl.sum(full)
-    tl.store(index + row * inners, 0, mask=full_at == 0)
-    tl.store(count + 2 * row, partial)
-    tl.store(count + 2 * row + 1, full_at)
+    tl.store(index, 0, mask=full_at == 0)
+    tl.store(count, partial)
+    tl.store(count + 1, full_at)
