@@ -170,6 +170,22 @@ def test_the_yardstick_of_packed_sequences_looks_at_the_longest():
         assert yardstick.error_ratio(broken, "thd") > 1
 
 
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_the_oracle_takes_some_rows_of_a_long_sequence_at_a_time(mask: str, monkeypatch):
+    cell = Cell(PACKED.replace(mask=mask), "backward")
+    inputs = cell.case.inputs()
+    whole = Yardstick(cell, inputs)
+    monkeypatch.setattr("saccade.bench.yardstick._PAIRS", 30)
+    sliced = Yardstick(cell, inputs)
+    for truth, other in zip(whole.truths, sliced.truths, strict=True):
+        for name, (exact, *_) in truth.ways.items():
+            torch.testing.assert_close(other.ways[name][0], exact)
+    results = PROVIDERS["naive"].prepare(cell, inputs).call()
+    assert sliced.error_ratio(results, "thd") <= 1
+    results[1][4, 0, 0] += results[1].abs().max()  # a key that rows of every slice see
+    assert sliced.error_ratio(results, "thd") > 1
+
+
 def flash_functions(q, k, v, **given):
     """out and lse as FlashAttention's varlen functions give them."""
     offsets = [given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]

@@ -1,8 +1,8 @@
 """How far a provider's result is from the exact one, in units of the tolerance that `testing.accuracy` defines.
 
-The oracle's answers are computed once for a Cell, for some heads of some batch rows, one query head at a time so that
-ten float64 score matrices of one head are all the memory it takes; every provider is measured on those heads, and has
-to be finite on all of them.
+The oracle's answers are computed once for a Cell, for some heads of some batch rows, one query head at a time, and some
+of its rows where the mask allows it, so that ten float64 score matrices of these are all the memory it takes; every
+provider is measured on those heads, and has to be finite on all of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ _GROUPS = 4
 _SCORES = {"cuda": 1 << 31, "cpu": 1 << 25}
 """Elements of score matrices that the oracle works through for one Cell, and at least one group."""
 
+_PAIRS = 1 << 28
+"""Of a score matrix that the oracle holds at once, about ten times in float64."""
+
+_At = tuple[slice, slice, slice]
+"""batch, heads and rows"""
+_Ways = tuple[Tensor, Tensor, Tensor]
+"""exact, eager and terms"""
+
 NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "forward+backward": ("dq", "dk", "dv")}
 """What the call of each mode returns."""
 
@@ -35,10 +43,10 @@ NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "forward+backward"
 class _Truth:
     """The oracle on one group of heads of one sequence: result name -> (exact, eager, terms), each (1, heads, s, d)."""
 
-    rows_at: tuple[slice, slice, slice]
-    """batch, heads and rows of what q's rows have"""
-    keys_at: tuple[slice, slice, slice]
-    ways: dict[str, tuple[Tensor, Tensor, Tensor]]
+    rows_at: _At
+    """of what q's rows have"""
+    keys_at: _At
+    ways: dict[str, _Ways]
 
 
 class Yardstick:
@@ -109,31 +117,61 @@ def _truth(
     _, batch, rows, keys = place
     heads = slice(key_head * group, (key_head + 1) * group)
     rows_at, keys_at = (batch, heads, rows), (batch, slice(key_head, key_head + 1), keys)
-    found: list[dict[str, tuple[Tensor, Tensor, Tensor]]] = []
-    for head in range(heads.start, heads.stop):
-        part = _part(cell, inputs, place[0], (batch, slice(head, head + 1), rows), keys_at)
+    found = [
+        _head(cell, inputs, place[0], (batch, slice(head, head + 1), rows), keys_at, names)
+        for head in range(heads.start, heads.stop)
+    ]
+    return _Truth(rows_at, keys_at, _together(found, dim=1))
+
+
+def _head(cell: Cell, inputs: Inputs, b: int, rows_at: _At, keys_at: _At, names: tuple[str, ...]) -> dict[str, _Ways]:
+    """The oracle on one query head of one sequence."""
+    found = []
+    for rows, keys in _slices(cell, rows_at[2], keys_at[2]):
+        part = _part(cell, inputs, b, (*rows_at[:2], rows), (*keys_at[:2], keys))
         exact = part.exact()
         eager, terms = part.eager(), part.terms(exact)
-        found.append({name: (exact[name].detach(), eager[name].detach(), terms[name].detach()) for name in names})
-    return _Truth(rows_at, keys_at, {name: _together(name, [ways[name] for ways in found]) for name in names})
+        ways = {name: (exact[name].detach(), eager[name].detach(), terms[name].detach()) for name in names}
+        beyond = (0, 0, 0, keys_at[2].stop - keys.stop)
+        for name in {"dk", "dv"} & ways.keys():
+            ways[name] = tuple(torch.nn.functional.pad(x, beyond) for x in ways[name])  # pyright: ignore[reportArgumentType]
+        found.append(ways)
+    return found[0] if len(found) == 1 else _together(found, dim=2)
 
 
-def _together(name: str, heads: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """A group's query heads: side by side, or for the key heads' gradients summed."""
-    exact, eager, terms = zip(*heads, strict=True)
+def _slices(cell: Cell, rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]:
+    """Rows, some at a time where their score matrices are too large for a GPU's memory, and the keys that they may see:
+    calls of their own, with the same diagonal."""
+    case, s_q, s_k = cell.case, rows.stop - rows.start, keys.stop - keys.start
+    aligned = case.mask == "none" or (case.mask == "causal" and s_q == s_k)
+    if s_q * s_k <= _PAIRS or not aligned or case.score != "none" or case.used != "all":
+        yield rows, keys
+        return
+    step = max(1, _PAIRS // s_k)
+    for start in range(0, s_q, step):
+        stop = min(start + step, s_q)
+        seen = s_k if case.mask == "none" else stop
+        yield slice(rows.start + start, rows.start + stop), slice(keys.start, keys.start + seen)
+
+
+def _together(parts: list[dict[str, _Ways]], dim: int) -> dict[str, _Ways]:
+    """Parts of a call, side by side in a dimension; what keys get of all of them is summed."""
+    return {name: _joined(name, [ways[name] for ways in parts], dim) for name in parts[0]}
+
+
+def _joined(name: str, parts: list[_Ways], dim: int) -> _Ways:
+    exact, eager, terms = zip(*parts, strict=True)
     if name not in ("dk", "dv"):
-        return torch.cat(exact, 1), torch.cat(eager, 1), torch.cat(terms, 1)
-    if len(heads) == 1:
-        return heads[0]
+        return torch.cat(exact, dim), torch.cat(eager, dim), torch.cat(terms, dim)
+    if len(parts) == 1:
+        return parts[0]
     total = torch.stack(exact).sum(0)
-    # The terms hold the exact result itself once: not each head's share of it, but the sum.
+    # The terms hold the exact result itself once: not each part's share of it, but the sum.
     squares = sum(term**2 - own**2 for term, own in zip(terms, exact, strict=True)) + total**2
     return total, torch.stack(eager).sum(0), squares.sqrt()
 
 
-def _part(
-    cell: Cell, inputs: Inputs, b: int, rows_at: tuple[slice, slice, slice], keys_at: tuple[slice, slice, slice]
-) -> accuracy._Part:
+def _part(cell: Cell, inputs: Inputs, b: int, rows_at: _At, keys_at: _At) -> accuracy._Part:
     """One query head of batch row or sequence b."""
     layout: Layout = inputs.keywords.get("layout", Dense())
     mask, sink, head = inputs.keywords.get("mask"), inputs.keywords.get("sink"), rows_at[1]
