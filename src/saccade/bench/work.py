@@ -47,7 +47,7 @@ def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
     if isinstance(layout, Packed):
         q, k = layout.canonical(inputs.q), layout.canonical(inputs.k)
         total = Fraction(0)
-        for b, _, rows, keys in packed.places(layout, q, k):
+        for b, _, rows, _, keys in packed.places(layout, q, k):
             used_q, used_k = (None if x is None else x[b : b + 1] for x in used)
             extent = Extent.of(rows.stop - rows.start, keys.stop - keys.start, used_q, used_k, device)
             total += _pairs(None if mask is None else of_batch_row(mask, b), extent, 1, used == (None, None))

@@ -58,7 +58,7 @@ class Yardstick:
         layout: Layout = inputs.keywords.get("layout", Dense())
         places = list(packed.places(layout, layout.canonical(inputs.q), layout.canonical(inputs.k)))
         if isinstance(layout, Packed):  # the longest first: where the oracle has room for one, it is that
-            places.sort(key=lambda place: place[2].start - place[2].stop)
+            places.sort(key=lambda place: place.rows.start - place.rows.stop)
         where = sampled(cell, inputs.q.device.type)
         self.truths = [_truth(cell, inputs, places[row], key_head, self.names) for row, key_head in where]
 
@@ -110,15 +110,13 @@ def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
         yield divmod(place, case.h_k)
 
 
-def _truth(
-    cell: Cell, inputs: Inputs, place: tuple[int, slice, slice, slice], key_head: int, names: tuple[str, ...]
-) -> _Truth:
+def _truth(cell: Cell, inputs: Inputs, place: packed.Place, key_head: int, names: tuple[str, ...]) -> _Truth:
     group = cell.case.h_q // cell.case.h_k
-    _, batch, rows, keys = place
+    batch, rows = place.batch_q, place.rows
     heads = slice(key_head * group, (key_head + 1) * group)
-    rows_at, keys_at = (batch, heads, rows), (batch, slice(key_head, key_head + 1), keys)
+    rows_at, keys_at = (batch, heads, rows), (place.batch_k, slice(key_head, key_head + 1), place.keys)
     found = [
-        _head(cell, inputs, place[0], (batch, slice(head, head + 1), rows), keys_at, names)
+        _head(cell, inputs, place.number, (batch, slice(head, head + 1), rows), keys_at, names)
         for head in range(heads.start, heads.stop)
     ]
     return _Truth(rows_at, keys_at, _together(found, dim=1))
