@@ -89,6 +89,9 @@ class Mask:
     exact: bool = True
     """Whether `hull` is the whole truth, so that nothing has to be tested inside it."""
 
+    lower: bool = True
+    """Whether there may be keys that a row does not see before the first that it sees."""
+
     listed: bool = False
     """Whether a list of tiles says which of them are empty, as intervals do not."""
 
@@ -234,6 +237,10 @@ class Window(Mask):
         return "causal" if self.left is None and self.right == 0 else "window"
 
     @property
+    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.left is not None
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """With UNBOUNDED for None."""
         return (
@@ -263,6 +270,7 @@ class Prefix(Mask):
     """`j < n` or `j <= i + off`."""
 
     n: int | Tensor
+    lower: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -332,6 +340,10 @@ class Combined(Mask):
     """Several masks as one."""
 
     parts: tuple[Mask, ...]
+
+    @property
+    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(part.lower for part in self.parts)
 
     @property
     def listed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

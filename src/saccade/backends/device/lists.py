@@ -114,7 +114,7 @@ def record(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) 
     made = masks.record(problem.mask)
     if problem.mask is None or not problem.mask.listed:
         return made
-    return made._replace(listed=LISTED, lists=lists(problem, block_q, block_k, by_keys))
+    return made._replace(listed=LISTED, lists=lists(problem, block_q, block_k, by_keys), lower=masks.FLAGS[False])
 
 
 LISTED = tl.constexpr(True)
@@ -146,7 +146,7 @@ def stand_in(problem: Problem) -> masks.DeviceMask:
         return masks.record(problem.mask)
     empty = torch.empty(16, dtype=torch.int32)
     made = Lists(empty, empty, *map(runtime_int, (1, 1, 1)))
-    return masks.record(problem.mask)._replace(listed=LISTED, lists=made)
+    return masks.record(problem.mask)._replace(listed=LISTED, lists=made, lower=masks.FLAGS[False])
 
 
 KERNELS = "states", "list", "packed_states", "packed_list"

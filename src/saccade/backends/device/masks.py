@@ -36,6 +36,8 @@ class DeviceMask(NamedTuple):
     """constexpr: `lists` say which tiles to visit"""
     lists: Any = ()
     """see `saccade.backends.device.lists`"""
+    lower: Any = tl.constexpr(True)
+    """constexpr: rows may not see the first keys, so that tiles before the core need the mask"""
 
 
 @triton.jit
@@ -211,7 +213,8 @@ _DOCUMENTS = _functions(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: _functions(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = _functions(_or_keys, _or_rows, _or_sees, False)
 _NOT = _functions(_open_of, _open_of, _not_sees, False)
-_ALL = DeviceMask(*_functions(_all_of, _all_of, _all_sees, True), ())
+FLAGS = {flag: tl.constexpr(flag) for flag in (False, True)}
+_ALL = DeviceMask(*_functions(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
 
 
 def record(mask: masks.Mask | None) -> DeviceMask:
@@ -220,11 +223,11 @@ def record(mask: masks.Mask | None) -> DeviceMask:
         case None:
             return _ALL
         case masks.Window():
-            return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)))
+            return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), lower=FLAGS[mask.lower])
         case masks.Prefix(n=int(n)):
-            return DeviceMask(*_PREFIX, (runtime_int(n),))
+            return DeviceMask(*_PREFIX, (runtime_int(n),), lower=FLAGS[mask.lower])
         case masks.Prefix(n=Tensor() as n):
-            return DeviceMask(*_PREFIXES, (n.contiguous(),))
+            return DeviceMask(*_PREFIXES, (n.contiguous(),), lower=FLAGS[mask.lower])
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
@@ -242,7 +245,8 @@ def record(mask: masks.Mask | None) -> DeviceMask:
             first, *rest = map(record, mask.parts)
             for other in rest:
                 exact = first.exact.value and other.exact.value
-                first = DeviceMask(*(_AND[exact] if isinstance(mask, masks.And) else _OR), (first, other))
+                functions = _AND[exact] if isinstance(mask, masks.And) else _OR
+                first = DeviceMask(*functions, (first, other), lower=FLAGS[mask.lower])
             return first
     raise TypeError(f"no device form of {mask!r}")
 

@@ -53,7 +53,8 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
             return *lead, *sequences.spans(problem, table), *records
 
         # What is compiled for, and the Problem's key does not hold.
-        key = "forward", lse, score.identity.value, score.linear.value
+        lower = problem.mask is not None and problem.mask.lower
+        key = "forward", lse, score.identity.value, score.linear.value, lower
         found = problem.launches.get(key) if tile is None else None
         if found is not None:
             again, numbers, made = found
