@@ -189,6 +189,55 @@ def step(
 
 
 @gluon.jit
+def further_tiles(
+    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, first, core, core_end, hi, listing, mask, score,
+    dropout, terms, inside, factor, b, h, q_idx, rows, keys,
+):  # fmt: skip
+    """All tiles of keys before `tile`, whose probabilities are p. Without a lower bound `core` is the first tile that
+    needs the mask, and the plain ones are before it."""
+    if mask.lower:
+        # Twice through two loops: the tiles behind the core, the core, the tiles before it, and none. A branch inside
+        # one loop costs 8 %, and a third loop moves p around. Where there are no tiles before the core, as under a
+        # causal mask, two loops are all: a nest cost the backward 15 % at d = 64.
+        for half in range(2):
+            edge = gl.where(half == 0, gl.minimum(core_end, tile), first)
+            for _ in range(tile - edge):
+                tile -= 1
+                number = listed_tile(mask, listing, hi, tile)
+                acc, row_max, row_sum, p = step(
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, True, True, mask, score, dropout, terms,
+                    inside, factor, b, h, q_idx, rows, keys,
+                )  # fmt: skip
+                n += 1
+            for _ in range(tile - core):
+                tile -= 1
+                number = listed_tile(mask, listing, hi, tile)
+                acc, row_max, row_sum, p = step(
+                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, False, True, mask, score, dropout, terms,
+                    inside, factor, b, h, q_idx, rows, keys,
+                )  # fmt: skip
+                n += 1
+    else:
+        for _ in range(tile - core):
+            tile -= 1
+            number = listed_tile(mask, listing, hi, tile)
+            acc, row_max, row_sum, p = step(
+                c, acc, row_max, row_sum, p, pipe, q_at, n, number, True, False, mask, score, dropout, terms,
+                inside, factor, b, h, q_idx, rows, keys,
+            )  # fmt: skip
+            n += 1
+        for _ in range(tile - first):
+            tile -= 1
+            number = listed_tile(mask, listing, hi, tile)
+            acc, row_max, row_sum, p = step(
+                c, acc, row_max, row_sum, p, pipe, q_at, n, number, False, False, mask, score, dropout, terms,
+                inside, factor, b, h, q_idx, rows, keys,
+            )  # fmt: skip
+            n += 1
+    return acc, row_max, row_sum, p, n
+
+
+@gluon.jit
 def skip(c: gl.constexpr, pipe, n, tiles):
     """Hands tiles that none of this consumer's rows see back unread. Returns n behind them."""
     for _ in range(tiles):
@@ -308,15 +357,14 @@ def consume(
         number = listed_tile(mask, listing, hi, tile)
         terms = row_terms(score, scale, b, h, q_idx, keys - rows)
         s = modified(s, number, score, terms, inside, b, h, q_idx)
-        if mask.lower:
-            if tile >= core_end:
-                s = hidden(s, number, False, mask, b, h, q_idx, rows, keys)
-            elif tile < core:
-                s = hidden(s, number, True, mask, b, h, q_idx, rows, keys)
-        else:  # from here on: the first tile that needs the mask; before it is the core
+        if not mask.lower:
             core = gl.where(core < core_end, core_end, first)
-            if tile >= core:
-                s = hidden(s, number, False, mask, b, h, q_idx, rows, keys)
+            core_end = core
+        if tile >= core_end:
+            s = hidden(s, number, False, mask, b, h, q_idx, rows, keys)
+        elif mask.lower:  # noqa: SIM102 - known when this is compiled, and the next is not
+            if tile < core:
+                s = hidden(s, number, True, mask, b, h, q_idx, rows, keys)
         # [64]
         row_max = gl.maximum(risen(gl.max(s, 1), number, score, terms, 1, BLOCK_K), LOWEST)
         # [64, BLOCK_K]
@@ -327,45 +375,10 @@ def consume(
         p = pack_pairs(thinned(weights, number, dropout, b, h, q_idx), DTYPE)
         # [64, BLOCK_DV]
         acc = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
-        if mask.lower:
-            # Twice through two loops: the tiles behind the core, the core, the tiles before it, and none. A branch
-            # inside one loop costs 8 %, and a third loop moves p around. Where there are no tiles before the core, as
-            # under a causal mask, two loops are all: a nest cost the backward 15 % at d = 64.
-            for half in range(2):
-                edge = gl.where(half == 0, gl.minimum(core_end, tile), first)
-                for _ in range(tile - edge):
-                    tile -= 1
-                    number = listed_tile(mask, listing, hi, tile)
-                    acc, row_max, row_sum, p = step(
-                        c, acc, row_max, row_sum, p, pipe, q_at, n, number, True, True, mask, score, dropout, terms,
-                        inside, factor, b, h, q_idx, rows, keys,
-                    )  # fmt: skip
-                    n += 1
-                for _ in range(tile - core):
-                    tile -= 1
-                    number = listed_tile(mask, listing, hi, tile)
-                    acc, row_max, row_sum, p = step(
-                        c, acc, row_max, row_sum, p, pipe, q_at, n, number, False, True, mask, score, dropout, terms,
-                        inside, factor, b, h, q_idx, rows, keys,
-                    )  # fmt: skip
-                    n += 1
-        else:
-            for _ in range(tile - core):
-                tile -= 1
-                number = listed_tile(mask, listing, hi, tile)
-                acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, True, False, mask, score, dropout, terms,
-                    inside, factor, b, h, q_idx, rows, keys,
-                )  # fmt: skip
-                n += 1
-            for _ in range(tile - first):
-                tile -= 1
-                number = listed_tile(mask, listing, hi, tile)
-                acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, False, False, mask, score, dropout, terms,
-                    inside, factor, b, h, q_idx, rows, keys,
-                )  # fmt: skip
-                n += 1
+        acc, row_max, row_sum, p, n = further_tiles(
+            c, acc, row_max, row_sum, p, pipe, q_at, n, tile, first, core, core_end, hi, listing, mask, score, dropout,
+            terms, inside, factor, b, h, q_idx, rows, keys,
+        )  # fmt: skip
         acc = issue_values(pipe, p, pipe.values.wait(n), acc)
         acc = warpgroup_mma_wait(0, [acc])
         pipe.values.release(n)
