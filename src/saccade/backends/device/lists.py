@@ -21,7 +21,7 @@ from saccade.backends.device import masks, sequences
 from saccade.backends.device.lists_kernel import list_kernel, packed_list_kernel, packed_states_kernel, states_kernel
 from saccade.backends.device.records import runtime_int
 from saccade.layouts import Packed
-from saccade.masks import TILE, Mask, causal, mask_mod
+from saccade.masks import TILE, Mask, causal, mask_mod, window
 from saccade.problem import Problem
 
 
@@ -132,12 +132,16 @@ def ranks(held: Lists) -> Tensor:
 
 
 def mask_of(edges: str) -> Mask | None:
-    """The mask of a gate's row: `full`, `listed`, or whatever else tests intervals."""
-    if edges == "full":
-        return None
-    return (
-        causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0) if edges == "listed" else causal()
-    )
+    """The mask of a gate's row: `full`, `causal`, `listed`, or a window for whatever else tests intervals."""
+    match edges:
+        case "full":
+            return None
+        case "causal":
+            return causal()
+        case "listed":
+            return causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
+        case _:
+            return window(300, 0)
 
 
 def stand_in(problem: Problem) -> masks.DeviceMask:

@@ -38,7 +38,7 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("packed", "listed"))
+    yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed"))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
     yield from backward_gate.features()
