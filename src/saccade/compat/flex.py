@@ -132,10 +132,10 @@ def create_block_mask(
     mask = _mask_mod(mask_mod)
     made: Any = with_states(mask, B or 1, H or 1, Q_LEN, KV_LEN, device)
     if compute_dq_write_order or any(size % TILE for size in sizes):
-        more = {"compute_dq_write_order": True, "dq_kv_order": dq_kv_order} if compute_dq_write_order else {}
-        whole = torch_flex.create_block_mask(
-            mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, False, separate_full_blocks, **more
-        )  # fmt: skip
+        more: dict[str, Any] = {"separate_full_blocks": False} if not separate_full_blocks else {}  # not in torch 2.11
+        if compute_dq_write_order:
+            more |= {"compute_dq_write_order": True, "dq_kv_order": dq_kv_order}
+        whole = torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **more)
         remember(whole, made)
         return whole
     partial, full = _blocks(made, sizes, (B or 1, H or 1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.scores.callback_key import Callback, callback_key
-from saccade.scores.constant import compile_constant
+from saccade.scores.constant import callable_of, compile_constant, standing_for
 from saccade.scores.function import CacheInfo, ScoreMod, name_of
 from saccade.scores.graph import Graph, Recording, data_type
 from saccade.scores.survey import Survey, survey_of
@@ -85,7 +85,7 @@ def score_callback(
     tensors = [x.reshape(()) if x.numel() == 1 else x for named in given for x in named.values()]
     if torch.compiler.is_compiling():
         forms = (tuple((name, x.dtype) for name, x in named.items()) for named in given)
-        forward, backward = getattr(_pinned, _pin(score_mod, score_mod_bprop, *forms))
+        forward, backward = getattr(_pinned, _pin(standing_for(score_mod), standing_for(score_mod_bprop), *forms))
         return CallbackMod(forward, *tensors, bprop=backward)
     forward, backward = _cache.recorded(score_mod, score_mod_bprop, *given)
     if backward is not None:
@@ -101,7 +101,7 @@ _pinned = SimpleNamespace()
 def _pin(score_mod: Any, bprop: Any, forms: Any, forms_bprop: Any) -> str:
     """The name of a recording; torch.compile calls this once."""
     stand_ins = ({name: torch.zeros((), dtype=dtype) for name, dtype in given} for given in (forms, forms_bprop))
-    recorded = _cache.recorded(score_mod, bprop, *stand_ins)
+    recorded = _cache.recorded(callable_of(score_mod), callable_of(bprop), *stand_ins)
     with _cache.lock:
         held = vars(_pinned)
         name = next((name for name, other in held.items() if other == recorded), f"recorded{len(held)}")

@@ -6,14 +6,13 @@ that it captures are reached by their paths, in code that Dynamo follows, and so
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.scores.constant import compile_constant
+from saccade.scores.constant import callable_of, compile_constant, standing_for
 from saccade.scores.function import Function, Score, ScoreMod, name_of, pinned_program
 from saccade.scores.program import Program
 from saccade.scores.survey import Step, follow
@@ -41,11 +40,10 @@ def bind(score_mod: Any, q: Tensor) -> Score:
         # A branch makes a constant of what a comparison of sizes does not.
         ones = (tuple(True if n == 1 else False for n in x.shape) for x in score_mod.tensors)  # noqa: SIM210
         forms = tuple((x.dtype, form) for x, form in zip(score_mod.tensors, ones, strict=True))
-        plan = _plan_of_mod(score_mod.fn, score_mod.bprop, getattr(score_mod, "kind", None), forms, double)
-    elif isinstance(score_mod, types.MethodType):
-        plan = _plan_of_method(score_mod.__func__, score_mod.__self__, double)
+        callables = standing_for(score_mod.fn), standing_for(score_mod.bprop)
+        plan = _plan_of_mod(*callables, getattr(score_mod, "kind", None), forms, double)
     else:
-        plan = _plan_of_function(score_mod, double)  # a closure over tensors? use ScoreMod(fn, *tensors)
+        plan = _plan_of_function(standing_for(score_mod), double)  # a closure over tensors? use ScoreMod(fn, *tensors)
     identity, tensor_paths, number_paths, wanted_tensors, wanted_numbers = plan
     tensors = [follow(score_mod, path) for path in tensor_paths]
     tensors = [x.to(q.device) if x.dim() == 0 else x for x in tensors]
@@ -59,23 +57,20 @@ def bind(score_mod: Any, q: Tensor) -> Score:
 
 
 @compile_constant
-def _plan_of_mod(fn: Function, bprop: Any, kind: str | None, forms: tuple[Any, ...], double: bool) -> Any:
+def _plan_of_mod(standing: Any, bprop: Any, kind: str | None, forms: tuple[Any, ...], double: bool) -> Any:
     # Any sizes do, as long as a program does not depend on them.
     stand_ins = (
         torch.zeros((), dtype=dtype).expand([1 if one else 11 + 6 * i for i, one in enumerate(ones)])
         for dtype, ones in forms
     )
-    mod = ScoreMod(fn, *stand_ins, bprop=bprop)
+    fn = callable_of(standing)
+    mod = ScoreMod(fn, *stand_ins, bprop=callable_of(bprop))
     return _plan(mod, kind or f"score({name_of(fn)})", double, sizes=False)
 
 
 @compile_constant
-def _plan_of_method(fn: Any, owner: Any, double: bool) -> Any:
-    return _plan(types.MethodType(fn, owner), f"score({name_of(fn)})", double)
-
-
-@compile_constant
-def _plan_of_function(fn: Any, double: bool) -> Any:
+def _plan_of_function(standing: Any, double: bool) -> Any:
+    fn = callable_of(standing)
     return _plan(fn, f"score({name_of(fn)})", double)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,3 +16,26 @@ def compile_constant(fn: F) -> F:
     long as torch itself, for people who compile nothing."""
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
+
+
+def standing_for(fn: Any) -> Any:
+    """A constant that stands for a callable that exists outside of the compiled region. Functions are constants; of
+    other objects torch 2.11 knows none, but their addresses, and compiles anew for others.
+
+    >>> callable_of(standing_for(standing_for)) is standing_for, callable_of(standing_for(len)) is len
+    (True, True)
+    """
+    if fn is None or isinstance(fn, (types.FunctionType, functools.partial)):
+        return fn
+    if isinstance(fn, types.MethodType):
+        return fn.__func__, id(fn.__self__)
+    return id(fn)
+
+
+def callable_of(standing: Any) -> Any:
+    """What `standing_for` was given, which has to be alive."""
+    if isinstance(standing, int):
+        return ctypes.cast(standing, ctypes.py_object).value
+    if isinstance(standing, tuple):
+        return types.MethodType(standing[0], ctypes.cast(standing[1], ctypes.py_object).value)
+    return standing
