@@ -17,7 +17,7 @@ _HOPPER = (
     "which those that failed are mended since and were not repeated; packed sequences on none"
 )
 RAN = {
-    "gluon": f"{_HOPPER}; compiled only on Triton 3.9",
+    "gluon": f"{_HOPPER}; the forward's loops have changed since; compiled only on Triton 3.9",
     "triton": f"{_HOPPER}, nor paged caches; the interpreter, in every CI run; others compiled only",
     "cpu": "CPU, in every CI run",
     "reference": "CPU, in every CI run; H200",
