@@ -108,8 +108,8 @@ _WINDOW = [
 ]
 
 
-def _cpu(dtype: str, mask: str = "none", s: int = 4096) -> Case:
-    return named(Case("", dtype=dtype, b=1, h_q=8, h_k=8, s_q=s, s_k=s, d=64, mask=mask))
+def _cpu(dtype: str, mask: str = "none", s: int = 4096, score: str = "none") -> Case:
+    return named(Case("", dtype=dtype, b=1, h_q=8, h_k=8, s_q=s, s_k=s, d=64, mask=mask, score=score))
 
 
 _CPU = [
@@ -217,6 +217,15 @@ GRIDS = {
         _cells(map(named, MODELS), "forward", "backward"),
         (*FUSED, "flex"),
         "layers of real models",
+    ),
+    "scores-cpu": Grid(
+        tuple(
+            cell
+            for dtype in ("fp32", "bf16")
+            for cell in _cells([_cpu(dtype, "causal", score="softcap(50)")], "forward", "forward+backward")
+        ),
+        ("saccade-cpu", "flex"),
+        "softcap and causal, 1x8x4096x64, against compiled FlexAttention, which has no backward there",
     ),
     "cpu": Grid(
         tuple(_CPU),
