@@ -60,30 +60,30 @@ def rank_kernel(ranks, mask, used_q, used_k, blocks, q_blocks, s_q, s_k, BLOCK_Q
     ROWS: gl.constexpr = 256
     if is_packed(used_k):
         b, _, _, start = tile_of(used_k, 1, s_k, BLOCK_K, False)
-        _, _, there, _ = extent(used_k, b, s_k)
-        i = start // BLOCK_K
-        later_end = (there + BLOCK_K - 1) // BLOCK_K
+        _, _, end, _ = extent(used_k, b, s_k)
     else:
         b = gl.program_id(0) // blocks
-        i = gl.program_id(0) % blocks
-        later_end = blocks
-    own = ranked_block(b, i, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K)
-    for start in range(own.first // ROWS * ROWS, own.end, ROWS):
+        start = gl.program_id(0) % blocks * BLOCK_K
+        end = s_k
+    own = ranked_block(b, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K)
+    for first in range(own.first // ROWS * ROWS, own.end, ROWS):
         # [ROWS]
-        q_block = start + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
+        q_block = first + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
         rank = q_block * 0
-        for later in range(i + 1, later_end):
+        for later in range(start + BLOCK_K, end, BLOCK_K):
             block = ranked_block(b, later, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K)
             rank += ((q_block >= block.first) & (q_block < block.end)).to(gl.int32)
         gl.store(ranks + own.number(blocks, BLOCK_K) * q_blocks + q_block, rank, mask=q_block < q_blocks)
 
 
 @gluon.jit
-def ranked_block(b, i, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """The i-th block of keys of batch row or sequence b, whatever the head."""
+def ranked_block(
+    b, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
+):
+    """The block of keys from `start` on of batch row or sequence b, whatever the head."""
     if is_packed(used_k):
         return packed_key_block(
-            b, b * 0, b * 0, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K
+            b, b * 0, b * 0, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K
         )
     else:
-        return key_block_at(b, b * 0, b * 0, i * BLOCK_K, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+        return key_block_at(b, b * 0, b * 0, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
