@@ -69,29 +69,51 @@ def _repeatable(held: Sequence[Tensor], launch: Launch, many: int) -> list[Tenso
 
 
 def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool]) -> Launch:
-    q, k, v = problem.q, problem.k, problem.v
+    q, k = problem.q, problem.k
     if not q.numel() or not k.numel():
         return lambda add, sums: None
-    operands = [Rows.of(x if aligned(x) else padded(x)) for x in (q, k, v, saved.dout, saved.out)]
-    dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    lse, lengths = saved.lse.contiguous(), (q.shape[1], q.shape[2], k.shape[2])
     block_q, options = tile(problem)
-    mask = lists.record(problem, block_q, options["BLOCK_K"])
-    records = mask, scores.record(score), dropout.record(problem.dropout)
-    used, blocks = sequences.spans(problem), q.shape[0] * -(-q.shape[2] // block_q)
+    spans, blocks = sequences.spans(problem), q.shape[0] * -(-q.shape[2] // block_q)
     if isinstance(problem.layout, Packed):
-        used = sequences.spans(problem, sequences.table(problem, 0, block_q))
+        spans = sequences.spans(problem, sequences.table(problem, 0, block_q))
         blocks = sequences.slots(problem, 0, block_q)
     grid = (q.shape[1] * blocks,)
+    mask = lists.record(problem, block_q, options["BLOCK_K"])
+    given = _arguments(problem, saved, score, (*spans, mask))
     scatter = scores.scatter(score, wanted)
 
     def launch(add: Any, sums: Sequence[Any]) -> None:
         captures_kernel[grid](
-            *operands, lse, dlse, *used, *records, tuple(sums), *lengths, problem.scale,
-            ADD=tl.constexpr(add), SCATTER=scatter, **options,
-        )  # fmt: skip
+            *given, tuple(sums), *_numbers(problem), ADD=tl.constexpr(add), SCATTER=scatter, **options
+        )
 
     return launch
+
+
+def _arguments(problem: Problem, saved: Saved, score: Traced, records: tuple[Any, ...]) -> tuple[Any, ...]:
+    tensors = problem.q, problem.k, problem.v, saved.dout, saved.out
+    operands = [Rows.of(x if aligned(x) else padded(x)) for x in tensors]
+    dlse = None if saved.dlse is None else saved.dlse.contiguous()
+    return *operands, saved.lse.contiguous(), dlse, *records, scores.record(score), dropout.record(problem.dropout)
+
+
+def _numbers(problem: Problem) -> tuple[Any, ...]:
+    return problem.q.shape[1], problem.q.shape[2], problem.k.shape[2], problem.scale
+
+
+def compiled(problem: Problem) -> Any:
+    """The kernel as the compile gate sees it, adding to all that the problem's score captures."""
+    score, lse = problem.score, torch.empty(problem.q.shape[:3])
+    assert isinstance(score, Traced)
+    given = _arguments(problem, Saved(problem.v, None, problem.v, lse), score, (
+        *sequences.spans(problem), lists.stand_in(problem)
+    ))  # fmt: skip
+    sums = tuple(torch.empty(x.shape) for x in score.tensors)
+    scatter = scores.scatter(score, [True] * len(sums))
+    options = tile(problem)[1]
+    return captures_kernel.warmup(
+        *given, sums, *_numbers(problem), ADD=tl.constexpr(in_any_order), SCATTER=scatter, **options, grid=(1,)
+    )
 
 
 def tile(problem: Problem) -> tuple[int, dict[str, Any]]:

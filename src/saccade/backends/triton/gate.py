@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from saccade.backends.device import lists, sequences
+from saccade.backends.device import captures, lists, sequences
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
+from saccade.backends.device.scores import score_of
 from saccade.backends.triton import append, launch, paged
 from saccade.backends.triton.backward_kernels import keys_kernel, rows_kernel
 from saccade.backends.triton.config import KERNELS, config, key
@@ -21,6 +22,7 @@ from saccade.spec import Spec
 
 GPU = "h200"
 _FUNCTIONS = {"forward": forward_kernel, "keys": keys_kernel, "rows": rows_kernel}
+_OTHERS = {"order": sequences.compiled, "captures": captures.compiled}
 DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
 _DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
@@ -38,6 +40,7 @@ def features() -> Iterator[str]:
     """What a call may have besides."""
     yield from (f"triton keys 16bit d128/128 {edges}" for edges in ("packed", "listed"))
     yield "triton order 16bit d128/128 packed"
+    yield "triton captures 16bit d128/128 packed relative_bias"
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
     yield f"{key('keys', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
@@ -52,10 +55,11 @@ def compiled(row: str) -> tuple[Any, int]:
         return append.compiled(d, d_v, dtype) if edges == "append" else paged.compiled(edges, d, d_v, dtype), 0
     q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
     layout = sequences.stand_in() if edges == "packed" else Dense()
-    problem = Problem(q, k, v, None, lists.mask_of(edges), None, layout, 1.0)
-    problem.dropout = stand_in(q.device) if words else None
-    if kernel == "order":
-        return sequences.compiled(problem), 0
+    score = score_of([word for word in words if word != "dropout"], q)
+    problem = Problem(q, k, v, None, lists.mask_of(edges), score, layout, 1.0)
+    problem.dropout = stand_in(q.device) if "dropout" in words else None
+    if kernel in _OTHERS:
+        return _OTHERS[kernel](problem), 0
     if kernel in lists.KERNELS:
         return lists.compiled(kernel, problem), 0
     rows = torch.empty(1, 2, 512)
