@@ -64,3 +64,35 @@ def test_broken_offsets_stay_inside() -> None:
             assert 0 <= first <= first + there <= 100
             assert rows <= there
             assert first + row >= 0
+
+
+def test_what_the_hopper_backward_prepares() -> None:
+    """delta and start in whole blocks of rows for each sequence, with what makes unused rows count for nothing."""
+    from saccade.backends.device.records import Rows
+    from saccade.backends.gluon.dq_sum import prepare_kernel
+
+    offsets, used, t, h_q, d_v = [0, 21, 21, 60], [21, 0, 30], 71, 2, 16
+    dout, out = (torch.randn(1, h_q, t, d_v) for _ in range(2))
+    lse, dlse = torch.randn(1, h_q, t), torch.randn(1, h_q, t)
+    lse[:, :, 5] = -torch.inf
+    out[:, :, 51:] = torch.nan  # beyond the rows in use
+    layout = Packed(torch.tensor(offsets), torch.tensor(offsets), t, t, torch.tensor(used), torch.tensor(used))
+    problem = Problem(dout, dout, dout, None, None, None, layout, 1.0)
+    blocks = sequences.slots(problem, 0, BLOCK) + 1
+    delta, start = torch.full((2, h_q, blocks, BLOCK), torch.nan)
+    dq_sum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)
+    parts = 2
+    prepare_kernel[(h_q * blocks * parts,)](
+        Rows.of(dout), Rows.of(out), dlse, lse, delta, start, dq_sum, sequences.spans(problem)[0], h_q, t,
+        blocks * parts, 2.0, D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16,
+    )  # fmt: skip
+    assert not dq_sum.any()
+    wanted_delta, wanted_start = torch.zeros_like(delta), torch.full_like(start, -torch.inf)
+    rows = dlse - (dout * out).sum(-1)
+    for b, (first, held) in enumerate(zip(offsets, used, strict=False)):
+        for i in range(held):
+            place = first // BLOCK + b + i // BLOCK, i % BLOCK
+            wanted_delta[:, *place] = rows[0, :, first + i]
+            wanted_start[:, *place] = 2.0 * lse[0, :, first + i]
+    torch.testing.assert_close(delta, wanted_delta)
+    torch.testing.assert_close(start, wanted_start)
