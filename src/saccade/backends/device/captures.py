@@ -105,9 +105,8 @@ def compiled(problem: Problem) -> Any:
     """The kernel as the compile gate sees it, adding to all that the problem's score captures."""
     score, lse = problem.score, torch.empty(problem.q.shape[:3])
     assert isinstance(score, Traced)
-    given = _arguments(problem, Saved(problem.v, None, problem.v, lse), score, (
-        *sequences.spans(problem), lists.stand_in(problem)
-    ))  # fmt: skip
+    records = *sequences.spans(problem), lists.stand_in(problem)
+    given = _arguments(problem, Saved(problem.v, None, problem.v, lse), score, records)
     sums = tuple(torch.empty(x.shape) for x in score.tensors)
     scatter = scores.scatter(score, [True] * len(sums))
     options = tile(problem)[1]
