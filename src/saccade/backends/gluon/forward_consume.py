@@ -117,6 +117,23 @@ def step(
 
 
 @gluon.jit
+def run_of_tiles(
+    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, end, hi, listing, MASKED: gl.constexpr,
+    LOWER: gl.constexpr, mask, score, dropout, terms, inside, factor, b, h, q_idx, rows, keys,
+):  # fmt: skip
+    """The tiles of keys before `tile` down to `end`, all of them with the mask or without."""
+    for _ in range(tile - end):
+        tile -= 1
+        number = listed_tile(mask, listing, hi, tile)
+        acc, row_max, row_sum, p = step(
+            c, acc, row_max, row_sum, p, pipe, q_at, n, number, MASKED, LOWER, mask, score, dropout, terms, inside,
+            factor, b, h, q_idx, rows, keys,
+        )  # fmt: skip
+        n += 1
+    return acc, row_max, row_sum, p, n, tile
+
+
+@gluon.jit
 def further_tiles(
     c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, first, core, core_end, hi, listing, mask, score,
     dropout, terms, inside, factor, b, h, q_idx, rows, keys,
@@ -129,39 +146,23 @@ def further_tiles(
         # causal mask, two loops are all: a nest cost the backward 15 % at d = 64.
         for half in range(2):
             edge = gl.where(half == 0, gl.minimum(core_end, tile), first)
-            for _ in range(tile - edge):
-                tile -= 1
-                number = listed_tile(mask, listing, hi, tile)
-                acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, True, True, mask, score, dropout, terms,
-                    inside, factor, b, h, q_idx, rows, keys,
-                )  # fmt: skip
-                n += 1
-            for _ in range(tile - core):
-                tile -= 1
-                number = listed_tile(mask, listing, hi, tile)
-                acc, row_max, row_sum, p = step(
-                    c, acc, row_max, row_sum, p, pipe, q_at, n, number, False, True, mask, score, dropout, terms,
-                    inside, factor, b, h, q_idx, rows, keys,
-                )  # fmt: skip
-                n += 1
+            acc, row_max, row_sum, p, n, tile = run_of_tiles(
+                c, acc, row_max, row_sum, p, pipe, q_at, n, tile, edge, hi, listing, True, True, mask, score, dropout,
+                terms, inside, factor, b, h, q_idx, rows, keys,
+            )  # fmt: skip
+            acc, row_max, row_sum, p, n, tile = run_of_tiles(
+                c, acc, row_max, row_sum, p, pipe, q_at, n, tile, core, hi, listing, False, True, mask, score, dropout,
+                terms, inside, factor, b, h, q_idx, rows, keys,
+            )  # fmt: skip
     else:
-        for _ in range(tile - core):
-            tile -= 1
-            number = listed_tile(mask, listing, hi, tile)
-            acc, row_max, row_sum, p = step(
-                c, acc, row_max, row_sum, p, pipe, q_at, n, number, True, False, mask, score, dropout, terms,
-                inside, factor, b, h, q_idx, rows, keys,
-            )  # fmt: skip
-            n += 1
-        for _ in range(tile - first):
-            tile -= 1
-            number = listed_tile(mask, listing, hi, tile)
-            acc, row_max, row_sum, p = step(
-                c, acc, row_max, row_sum, p, pipe, q_at, n, number, False, False, mask, score, dropout, terms,
-                inside, factor, b, h, q_idx, rows, keys,
-            )  # fmt: skip
-            n += 1
+        acc, row_max, row_sum, p, n, tile = run_of_tiles(
+            c, acc, row_max, row_sum, p, pipe, q_at, n, tile, core, hi, listing, True, False, mask, score, dropout,
+            terms, inside, factor, b, h, q_idx, rows, keys,
+        )  # fmt: skip
+        acc, row_max, row_sum, p, n, tile = run_of_tiles(
+            c, acc, row_max, row_sum, p, pipe, q_at, n, tile, first, hi, listing, False, False, mask, score, dropout,
+            terms, inside, factor, b, h, q_idx, rows, keys,
+        )  # fmt: skip
     return acc, row_max, row_sum, p, n
 
 

@@ -147,17 +147,9 @@ class ListedKeyBlock:
     def number(self, blocks, BLOCK_K: gl.constexpr):
         return self.list_number
 
-    @gluon.jit
-    def rows_number(self, h, h_q, q_blocks, i):
-        return (self.b * h_q + h) * q_blocks + i
-
-    @gluon.jit
-    def rows_at(self, row):
-        return self.b, row
-
-    @gluon.jit
-    def keys_at(self, key):
-        return self.b, key
+    rows_number = KeyBlock.rows_number
+    rows_at = KeyBlock.rows_at
+    keys_at = KeyBlock.keys_at
 
 
 @aggregate
@@ -201,26 +193,11 @@ class PackedKeyBlock:
         self.own_number = own_number
         self.there = there
 
-    @gluon.jit
-    def steps(self, group):
-        return group * (self.end - self.first)
-
-    @gluon.jit
-    def edges(self, group):
-        return group * (self.end - self.first - (self.core_end - self.core))
-
-    @gluon.jit
-    def edge(self, i):
-        return edge_of(self, i)
-
-    @gluon.jit
-    def inner(self, i):
-        return self.core + i
-
-    @gluon.jit
-    def place(self, n, group):
-        h, i = place_of(self, n, group)
-        return h, i
+    steps = KeyBlock.steps
+    edges = KeyBlock.edges
+    edge = KeyBlock.edge
+    inner = KeyBlock.inner
+    place = KeyBlock.place
 
     @gluon.jit
     def number(self, blocks, BLOCK_K: gl.constexpr):
