@@ -100,24 +100,13 @@ def _forward(
     return out, q.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
 
 
-def _forward_out(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    captures: Any,
-    records: Any,
-    header: str,
-    ints: Any,
-    floats: Any,
-    lse: bool,
-) -> Tensor:
+def _forward_out(out: Tensor, *arguments: Any) -> Tensor:
+    q, k, v, sink, captures, records, header, ints, floats, lse = arguments
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     problem.out = problem.layout.canonical(out)
     _, found = execute(problem, parsed.backend, lse)
-    return q.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
+    return out.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
 
 
 def _backward(

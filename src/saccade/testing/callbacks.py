@@ -26,12 +26,16 @@ class Case(NamedTuple):
         return score_callback(*self)
 
 
+def _row_and_column(graph: Any, like: Any) -> tuple[Any, Any]:
+    row, column = (graph.gen_index(input=like, axis=axis) for axis in (2, 3))
+    for index in (row, column):
+        index.set_data_type(INT32)
+    return row, column
+
+
 def _keep(graph: Any, like: Any) -> Any:
     """Whether a key is no later than its query."""
-    row = graph.gen_index(input=like, axis=2)
-    row.set_data_type(INT32)
-    column = graph.gen_index(input=like, axis=3)
-    column.set_data_type(INT32)
+    row, column = _row_and_column(graph, like)
     keep = graph.cmp_ge(input=row, comparison=column, compute_data_type=BOOLEAN)
     keep.set_data_type(BOOLEAN)
     return keep
@@ -67,10 +71,7 @@ class Softcap:
 
 
 def post_scale_bias(graph: Any, score: Any, tensors: Any) -> Any:
-    row = graph.gen_index(input=score, axis=2)
-    row.set_data_type(INT32)
-    column = graph.gen_index(input=score, axis=3)
-    column.set_data_type(INT32)
+    row, column = _row_and_column(graph, score)
     bias = graph.sub(a=row, b=column, compute_data_type=FLOAT)
     bias.set_data_type(FLOAT)
     return graph.add(a=score, b=bias, compute_data_type=FLOAT)
