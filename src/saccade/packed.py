@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import masks
+from saccade import shapes
 from saccade.layouts import Layout, Packed
-from saccade.masks import Documents, Mask
+from saccade.masks import Mask
 
 _RAGGED = {"bhsd": 2, "bshd": 1}
 """Which dimension has the sequences."""
@@ -51,13 +51,10 @@ def complaint(mask: Mask | None, layout: Packed, q: torch.Size, t_k: int) -> str
         q: (1, h_q, t_q, d).
     """
     b = layout.sequences
-    if isinstance(mask, masks.Blocked):
-        return "block_mask finds the tiles of dense calls alone: pass the mask itself"
+    told = "packed sequences see nothing of one another: make documents sequences, instead of documents(ids)"
+    if found := shapes.sequence_mask_complaint(mask, b, told):
+        return found
     for leaf in mask.leaves() if mask is not None else ():
-        if isinstance(leaf, Documents):
-            return "packed sequences see nothing of one another: make documents sequences, instead of documents(ids)"
-        if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
-            return f"prefix lengths must have shape ({b},), one for each sequence, got {tuple(leaf.records[0].shape)}"
         if leaf.listed and (found := leaf.packed_complaint(b, q[1], *longest(layout, q[2], t_k))):
             return found
     return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from saccade import masks, scores, shapes
+from saccade import scores, shapes
 from saccade.layouts import Paged
-from saccade.masks import Documents, Mask
+from saccade.masks import Mask
 
 
 def complaint(q: torch.Size, k: torch.Size, v: torch.Size, layout: Paged, name: str = "q") -> str | None:
@@ -26,14 +26,7 @@ def complaint(q: torch.Size, k: torch.Size, v: torch.Size, layout: Paged, name: 
 
 def mask_complaint(mask: Mask | None, layout: Paged, s_q: int, s_k: int) -> str | None:
     """What is wrong with a mask over paged sequences; the layout's own tensors were checked when it was made."""
-    b = layout.sequences
     if mask is not None and mask.listed and max(s_q, s_k) > scores.LONGEST:
         return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
-    if isinstance(mask, masks.Blocked):
-        return "block_mask finds the tiles of dense calls alone: pass the mask itself"
-    for leaf in mask.leaves() if mask is not None else ():
-        if isinstance(leaf, Documents):
-            return "documents(ids) is for rows and keys that are the same tokens, and not for paged caches"
-        if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
-            return f"prefix lengths must have shape ({b},), one for each sequence, got {tuple(leaf.records[0].shape)}"
-    return None
+    told = "documents(ids) is for rows and keys that are the same tokens, and not for paged caches"
+    return shapes.sequence_mask_complaint(mask, layout.sequences, told)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saccade.layouts import Dense
-from saccade.masks import Documents, Mask
+from saccade.masks import Blocked, Documents, Mask
 
 
 def complaint(q: torch.Size, k: torch.Size, v: torch.Size, b: int | None, h: int, s: int) -> str | None:
@@ -49,4 +49,16 @@ def record_complaint(q: torch.Size, s_k: int, mask: Mask | None, layout: Dense) 
             return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
         if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
             return f"prefix lengths must have shape ({b},), got {tuple(leaf.records[0].shape)}"
+    return None
+
+
+def sequence_mask_complaint(mask: Mask | None, b: int, no_documents: str) -> str | None:
+    """What is wrong with a mask over b sequences that see nothing of one another; `no_documents` says why not them."""
+    if isinstance(mask, Blocked):
+        return "block_mask finds the tiles of dense calls alone: pass the mask itself"
+    for leaf in mask.leaves() if mask is not None else ():
+        if isinstance(leaf, Documents):
+            return no_documents
+        if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
+            return f"prefix lengths must have shape ({b},), one for each sequence, got {tuple(leaf.records[0].shape)}"
     return None
