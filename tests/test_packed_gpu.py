@@ -106,11 +106,11 @@ def test_a_graph_is_replayed_with_other_offsets(name: str, backend: str) -> None
             y.fill_(torch.nan)
         graph.replay()
         wanted = call()
-        for name, y, z in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
-            if name == "dq" and backend == "auto":  # added up in any order
+        for of, y, z in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+            if of == "dq" and backend == "auto":  # added up in any order
                 torch.testing.assert_close(y, z)
             else:
-                assert torch.equal(y, z), (name, lengths)
+                assert torch.equal(y, z), (of, lengths)
 
 
 def test_nothing_waits_for_the_host(backend: str) -> None:
