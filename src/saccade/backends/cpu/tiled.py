@@ -170,7 +170,11 @@ class _Grid:
         return self.buffers[name][:size].view(shape)
 
     def softmax(self, score: Tensor) -> Tensor:
-        return torch.ops.aten._softmax.out(score, -1, False, out=self.scratch("p", score.shape))
+        """Of whole rows; zeros where a score function hides all of a row with -inf, which PyTorch answers with NaN."""
+        p = torch.ops.aten._softmax.out(score, -1, False, out=self.scratch("p", score.shape))
+        if self.problem.score is not None and bool(p[..., 0].isnan().any()):
+            p.masked_fill_((score == -torch.inf).all(-1, keepdim=True), 0)
+        return p
 
     def probability(self, score: Tensor, lse: Tensor, whole: bool) -> Tensor:
         """exp(score - lse); over whole rows in bf16 by the softmax, which keeps its inside in float32."""
