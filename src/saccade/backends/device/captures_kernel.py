@@ -9,9 +9,8 @@ import triton.language as tl
 
 from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
-from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import extent, numbered, tile_of
-from saccade.backends.device.tiles import head, load_tile, logits, tile_range, visible
+from saccade.backends.device.tiles import head, in_units, load_tile, logits, power, tile_range, visible
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def _step(
     x = logits(qk, score, scale, b, h, q_idx[:, None], kv_idx)
     if MASKED:
         x = tl.where(visible(mask, b, h, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
-    p = tl.exp2(x - row_lse[:, None])
+    p = power(x - row_lse[:, None], score)
     if dropout is not None:
         dp = tl.where(keep(dropout, p, b, h, q_idx[:, None], kv_idx), dp, 0.0) * factor(dropout)
     ds = p * (dp - row_delta[:, None])
@@ -93,7 +92,7 @@ def captures_kernel(
     # [block_q]
     place = bh.to(tl.int64) * s_q + first_q + q_idx
     row_lse = tl.load(lse + place, mask=live, other=float("-inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)  # exp2(x - inf) = 0
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), in_units(row_lse, score))  # exp(x - inf) = 0
     row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if dlse is not None:
         row_delta -= tl.load(dlse + place, mask=live, other=0.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade import scores
 from saccade.backends.device.pointwise import NAMES, tanh
-from saccade.backends.device.records import NARROW_LIMIT, runtime_int
+from saccade.backends.device.records import LOG2E, NARROW_LIMIT, runtime_int
 from saccade.scores import LONGEST, source
 from saccade.scores.linear import linear_source
 
@@ -32,6 +32,9 @@ class DeviceScore(NamedTuple):
     """(data) -> inside, outside: numbers with apply(score) = outside core(inside score); outside > 0"""
     core: Any
     """(data, score, b, h, q_idx, kv_idx) -> score; what is left of apply when the scale takes in what is linear"""
+    vast: Any
+    """constexpr: the core's values may be so large that their products are off by whole numbers, as where it hides keys
+    by -1e9"""
     steady: Any
     """constexpr: the slope is 1 everywhere"""
     linear: Any
@@ -95,8 +98,8 @@ def _functions(*functions: Any) -> tuple[Any, ...]:
 
 
 _BENT = _functions(False, _none, _none)
-_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, True), *_BENT, ())
-_SOFTCAP = *_functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core, False), *_BENT
+_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, False, True), *_BENT, ())
+_SOFTCAP = *_functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core, False, False), *_BENT
 
 
 def record(score: scores.Score | None) -> DeviceScore:
@@ -114,7 +117,12 @@ def record(score: scores.Score | None) -> DeviceScore:
 def plainly(made: DeviceScore) -> DeviceScore:
     """The same for kernels that would take short cuts with it: that a row's largest product is its largest score, or
     that a score is linear."""
-    return made._replace(identity=tl.constexpr(False), linear=tl.constexpr(False))
+    return made._replace(identity=tl.constexpr(False), vast=tl.constexpr(True), linear=tl.constexpr(False))
+
+
+def unit(score: scores.Score | None) -> float:
+    """How many units of `tiles.logits` a natural one has."""
+    return LOG2E.value if score is None else 1.0
 
 
 def weight(score: scores.Score | None) -> str:
@@ -157,10 +165,12 @@ def _emitted(score: scores.Traced) -> tuple[Any, ...]:
     if made is None:
         found = jit(source.value_source(score.program, key))
         apply, steady = found["apply"], source.steady(score.program)
-        made = *_functions(apply, found["slope"], False, _no_parts, apply, steady), *_BENT
+        bent = _BENT
         if text := linear_source(score.program, key):
-            found = jit(text)
-            made = *made[: -len(_BENT)], *_functions(True, found["pitch"], found["level"])
+            lines = jit(text)
+            bent = _functions(True, lines["pitch"], lines["level"])
+        vast = bent is _BENT
+        made = *_functions(apply, found["slope"], False, _no_parts, apply, vast, steady), *bent
         score.program.emitted[key] = made
     return made
 

@@ -94,8 +94,39 @@ def visible(mask, b, h, q_idx, kv_idx, rows, keys, off):
 
 @triton.jit
 def logits(qk, score, scale, b, h, q_idx, kv_idx):
-    """Scores in units of log2, after the score modification."""
+    """Scores after the modification, in units of their own: natural ones, or of log2 where nothing modifies them."""
     if score.identity:
         return qk * (scale * LOG2E)
     else:
-        return score.apply(score.data, qk * scale, b, h, q_idx, kv_idx) * LOG2E
+        return score.apply(score.data, qk * scale, b, h, q_idx, kv_idx)
+
+
+@triton.jit
+def power(x, score):
+    """exp(x) of differences of scores, in their units.
+
+    With a modification the difference comes before the factor: functions hide keys by -1e9, where a product is rounded
+    to multiples of 128, and a multiply-add that subtracts the rounded maximum of all from it leaves up to 2^64.
+    """
+    if score.identity:
+        return tl.exp2(x)
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def in_units(x, score):
+    """A natural logarithm in the units of scores."""
+    if score.identity:
+        return x * LOG2E
+    else:
+        return x
+
+
+@triton.jit
+def log_sum(top, total, score):
+    """top + log(total), natural; top is in the units of scores."""
+    if score.identity:
+        return (top + tl.log2(total)) / LOG2E
+    else:
+        return top + tl.log2(total) / LOG2E

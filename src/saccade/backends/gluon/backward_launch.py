@@ -32,7 +32,6 @@ from saccade.problem import Problem, aligned
 
 BALANCE = 7
 """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
-LOG2E = math.log2(math.e)
 SECTION = 4
 """Heads whose blocks of keys take turns, where no two share keys."""
 MANY = 96
@@ -274,7 +273,7 @@ def arguments(
         yield (), (queue.ranks, mask, used_q, used_k, *rank[0])
     yield (), (
         Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), delta, start, dq_sum,
-        used_q, *prepare, -1 / scale if plan.fold else -LOG2E,
+        used_q, *prepare, -1 / scale if plan.fold else -scores.unit(problem.score),
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
     records = mask, scores.record(problem.score), dropout.record(problem.dropout), plan.order, queue

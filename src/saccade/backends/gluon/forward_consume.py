@@ -17,7 +17,7 @@ from saccade.backends.device.dropout import opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import is_packed, numbered
 from saccade.backends.device.tiles import used_length
-from saccade.backends.gluon.forward_scores import hidden, modified, risen, row_terms, thinned
+from saccade.backends.gluon.forward_scores import hidden, modified, risen, row_terms, thinned, weighed
 from saccade.backends.gluon.forward_store import store_out
 from saccade.backends.gluon.listing import listed_tile, work_list
 from saccade.backends.gluon.schedule import (
@@ -41,6 +41,8 @@ from saccade.backends.gluon.shim import fast_log2, pack_pairs, unpack_pairs
 
 # A row's maximum starts here: finite, so that no difference of two is NaN.
 LOWEST = gl.constexpr(-1e30)
+# The lowest number, which functions of scores take to hide keys; no factor comes before the difference there.
+LOWEST_VAST = gl.constexpr(-3.4028234e38)
 
 
 @gluon.jit
@@ -98,13 +100,10 @@ def step(
         s = hidden(s, tile, LOWER, mask, b, h, q_idx, rows, keys)
     # [64]
     new_max = gl.maximum(row_max, risen(gl.max(s, 1), tile, score, terms, 1, s.shape[1]))
-    shift = new_max * factor
     # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
     alpha = gl.exp2((row_max - new_max) * factor)
-    if score.linear:
-        shift = risen(new_max, tile, score, terms, -1, s.shape[1]) * factor
     # [64, BLOCK_K]
-    weights = gl.exp2(s * factor - shift[:, None])
+    weights = weighed(s, new_max, tile, score, terms, factor)
     # [64, 8]
     decay = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = row_sum * decay[:, None] + row_sums(weights)
@@ -187,21 +186,24 @@ def leave(pipe, done):
 
 
 @gluon.jit
-def finish(acc, row_max, row_sum, live, h, sink, dropout, DEAD: gl.constexpr):
-    """out [64, BLOCK_DV] and lse [64] from the sums; row_max [64] in units of log2. The sink is one more column.
+def finish(acc, row_max, row_sum, score, terms, live, h, sink, dropout, DEAD: gl.constexpr):
+    """out [64, BLOCK_DV] and lse [64] from the sums; row_max [64] is natural. The sink is one more column.
 
     DEAD: there are rows that are not in use, of which acc may be NaN.
     """
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    if score.linear:  # -inf for all of a row hides it, and what is NaN stays NaN
+        total = gl.where(terms[2] == float("-inf"), 0.0, total + terms[2] * 0)
+        row_max = gl.maximum(row_max + terms[2], LOWEST)
     share = total * 0 + 1
     if sink is not None:
-        column = gl.load(sink + h, mask=live, other=0.0).to(gl.float32) * LOG2E
+        column = gl.load(sink + h, mask=live, other=0.0).to(gl.float32)
         top = gl.maximum(row_max, column)
-        share = gl.exp2(row_max - top)
-        total = total * share + gl.exp2(column - top)
+        share = gl.exp2((row_max - top) * LOG2E)
+        total = total * share + gl.exp2((column - top) * LOG2E)
         row_max = top
     seen = live & (total != 0)  # a NaN counts as seen, and stays one
-    lse = gl.where(seen, (row_max + fast_log2(gl.where(seen, total, 1.0))) / LOG2E, float("-inf"))
+    lse = gl.where(seen, row_max + fast_log2(gl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     weight = gl.convert_layout(gl.where(seen, share / gl.where(seen, total, 1.0), 0.0), layout)
     if dropout is not None:
@@ -246,7 +248,8 @@ def consume(
     # nothing.
     inside, outside = score.parts(score.data)
     inside *= scale
-    factor = (inside if score.identity or score.linear else outside) * LOG2E
+    natural = inside if score.identity or score.linear else outside
+    factor = natural * LOG2E
     if dropout is not None:
         dropout = opened(dropout)
     n = gl.to_tensor(0)
@@ -295,9 +298,10 @@ def consume(
             if tile < core:
                 s = hidden(s, number, True, mask, b, h, q_idx, rows, keys)
         # [64]
-        row_max = gl.maximum(risen(gl.max(s, 1), number, score, terms, 1, BLOCK_K), LOWEST)
+        lowest: gl.constexpr = LOWEST_VAST if score.vast else LOWEST
+        row_max = gl.maximum(risen(gl.max(s, 1), number, score, terms, 1, BLOCK_K), lowest)
         # [64, BLOCK_K]
-        weights = gl.exp2(s * factor - (risen(row_max, number, score, terms, -1, BLOCK_K) * factor)[:, None])
+        weights = weighed(s, row_max, number, score, terms, factor)
         # [64, 8]
         row_sum = row_sums(weights)
         # [64, BLOCK_K / 2]
@@ -317,7 +321,7 @@ def consume(
         batch, first_row, all_rows = destination(pipe, at, b, used_q, s_q)
         there = (q_idx < all_rows) & (h < h_k * group + group)
         result, row_lse = finish(
-            acc, row_max * factor, row_sum, there & (q_idx < rows), h, sink, dropout, used_q is not None
+            acc, row_max * natural, row_sum, score, terms, there & (q_idx < rows), h, sink, dropout, used_q is not None
         )
         corner = [batch, h_k, in_group, row + first_row, 0]
         store_out(out_desc, out, pipe, slot * CONSUMERS + c, result, corner, all_rows - row, group)

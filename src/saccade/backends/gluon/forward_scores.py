@@ -28,14 +28,14 @@ def columns(s):
 
 @gluon.jit
 def row_terms(score, scale, b, h, q_idx, off):
-    """Of a score that is linear in the key's index: [64] the pitch, a key, and what is added there; in units of the
-    products. Else nothing that is used."""
+    """Of a score that is linear in the key's index: [64] the pitch, in units of the products, a key, and what is added
+    to every product, natural, if keys are counted from that one. Else nothing that is used."""
     if score.linear:
         key = q_idx + off
         zero = q_idx.to(gl.float32) * 0
         pitch = zero + score.pitch(score.data, b, h, q_idx, key)
         level = zero + score.level(score.data, b, h, q_idx, key)
-        return pitch / scale, key, level / scale
+        return pitch / scale, key, level
     else:
         return 0, 0, 0
 
@@ -55,11 +55,20 @@ def modified(s, tile, score, terms, inside, b, h, q_idx):
 
 @gluon.jit
 def risen(row, tile, score, terms, SIGN: gl.constexpr, BLOCK_K: gl.constexpr):
-    """row [64] plus or minus what `modified` leaves out of each score of a tile."""
+    """row [64] plus or minus what `modified` leaves out of each score of a tile, but for what all of the row share."""
     if score.linear:
-        return row + SIGN * (terms[2] + terms[0] * index_float(tile * BLOCK_K - terms[1]))
+        return row + SIGN * (terms[0] * index_float(tile * BLOCK_K - terms[1]))
     else:
         return row
+
+
+@gluon.jit
+def weighed(s, row_max, tile, score, terms, factor):
+    """exp(s - row_max), [64, BLOCK_K], of scores as `modified` leaves them; factor: their units, in those of log2."""
+    if score.vast:  # the difference first: see `tiles.power`
+        return gl.exp2((s - row_max[:, None]) * factor)
+    else:
+        return gl.exp2(s * factor - (risen(row_max, tile, score, terms, -1, s.shape[1]) * factor)[:, None])
 
 
 @gluon.jit

@@ -54,7 +54,7 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
 
         # What is compiled for, and the Problem's key does not hold.
         lower = problem.mask is not None and problem.mask.lower
-        key = "forward", lse, score.identity.value, score.linear.value, lower
+        key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, lower
         found = problem.launches.get(key) if tile is None else None
         if found is not None:
             again, numbers, made = found

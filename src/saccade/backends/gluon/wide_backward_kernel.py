@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
-from saccade.backends.device.tiles import logits
+from saccade.backends.device.tiles import logits, power
 from saccade.backends.gluon.backward_load import load
 from saccade.backends.gluon.backward_store import store_keys
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed, unpacked
@@ -222,7 +222,7 @@ def value_step(
         x += gl.expand_dims(shared.starts.index(stage).load(columns), 0)
         if MASKED:
             x = hidden(x, mask, block, h, row, kv_idx)
-        p = gl.exp2(x)
+        p = power(x, score)
     shared.q_ring.release(n)
     weights = p
     if dropout is not None:

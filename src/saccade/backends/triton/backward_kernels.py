@@ -12,9 +12,17 @@ import triton.language as tl
 
 from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
-from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import extent, numbered, tile_of
-from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, used_length, visible
+from saccade.backends.device.tiles import (
+    head,
+    load_tile,
+    logits,
+    power,
+    store_tile,
+    tile_range,
+    used_length,
+    visible,
+)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
@@ -24,15 +32,16 @@ def delta_kernel(
     dlse,
     lse,
     delta,
-    lse2,
+    shift,
     used_q,
     h_q,
     s_q,
+    unit,
     D_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """delta = rowsum(dout out) - dlse, and the LSE in log2 units, +inf where a row has no keys: exp2(x - inf) = 0."""
+    """delta = rowsum(dout out) - dlse, and shift = lse unit, +inf where a row has no keys: exp(x - inf) = 0."""
     blocks = tl.cdiv(s_q, BLOCK_Q)
     start = tl.program_id(0) % blocks * BLOCK_Q
     bh = tl.program_id(0) // blocks
@@ -50,7 +59,7 @@ def delta_kernel(
         row -= tl.load(dlse + place, mask=q_idx < rows, other=0.0)
     row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
     tl.store(delta + place, row, mask=q_idx < s_q)
-    tl.store(lse2 + place, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E), mask=q_idx < s_q)
+    tl.store(shift + place, tl.where(row_lse == float("-inf"), float("inf"), row_lse * unit), mask=q_idx < s_q)
 
 
 @triton.jit
@@ -61,7 +70,7 @@ def _score_gradient(
     x = logits(qk, score, scale, b, h, q_idx, kv_idx)
     if MASKED:
         x = tl.where(visible(mask, b, h, q_idx, kv_idx, rows, keys, off), x, float("-inf"))
-    p = tl.exp2(x - row_lse)
+    p = power(x - row_lse, score)
     if dropout is None:
         ds = p * (dp - row_delta)
     else:
@@ -75,7 +84,7 @@ def _score_gradient(
 
 @triton.jit
 def _rows_step(
-    dk, dv, q, dout, k_tile, v_tile, q_head, dout_head, lse2, delta, start, b, h, kv_idx, rows, keys, off, scale,
+    dk, dv, q, dout, k_tile, v_tile, q_head, dout_head, shift, delta, start, b, h, kv_idx, rows, keys, off, scale,
     mask, score, dropout, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -86,10 +95,10 @@ def _rows_step(
     # [block_q]
     q_idx = start + tl.arange(0, BLOCK_Q)
     if MASKED:
-        row_lse = tl.load(lse2 + q_idx, mask=q_idx < rows, other=float("inf"))
+        row_lse = tl.load(shift + q_idx, mask=q_idx < rows, other=float("inf"))
         row_delta = tl.load(delta + q_idx, mask=q_idx < rows, other=0.0)
     else:
-        row_lse = tl.load(lse2 + q_idx)
+        row_lse = tl.load(shift + q_idx)
         row_delta = tl.load(delta + q_idx)
     # [block_k, block_q]
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -105,7 +114,7 @@ def _rows_step(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def keys_kernel(
-    q, k, v, dout, dk, dv, lse2, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
+    q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -144,14 +153,14 @@ def keys_kernel(
         for step in range(0, before + end - core_end, BLOCK_Q):
             start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_Q)
             dk_sum, dv_sum = _rows_step(
-                dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
+                dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, shift + row, delta + row, start, b, h,
                 kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
                 True,
             )  # fmt: skip
         for step in range(core, core_end, BLOCK_Q):
             start = tile_start(mask, listing, step, BLOCK_Q)
             dk_sum, dv_sum = _rows_step(
-                dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, lse2 + row, delta + row, start, b, h,
+                dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, shift + row, delta + row, start, b, h,
                 kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
                 False,
             )  # fmt: skip
@@ -187,7 +196,7 @@ def _keys_step(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def rows_kernel(
-    q, k, v, dout, dq, lse2, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
+    q, k, v, dout, dq, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +223,7 @@ def rows_kernel(
     q_tile = load_tile(q, head(q, batch, h, first_q), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
     dout_tile = load_tile(dout, head(dout, batch, h, first_q), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
     place = bh.to(tl.int64) * s_q + first_q + q_idx
-    row_lse = tl.load(lse2 + place, mask=live, other=float("inf"))
+    row_lse = tl.load(shift + place, mask=live, other=float("inf"))
     row_delta = tl.load(delta + place, mask=live, other=0.0)
     k_head = head(k, batch, h // GROUP, first_k)
     v_head = head(v, batch, h // GROUP, first_k)

@@ -9,9 +9,18 @@ import triton.language as tl
 
 from saccade.backends.device.dropout import factor, keep, opened
 from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
-from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import extent, numbered, tile_of
-from saccade.backends.device.tiles import head, load_tile, logits, store_tile, tile_range, visible
+from saccade.backends.device.tiles import (
+    head,
+    in_units,
+    load_tile,
+    log_sum,
+    logits,
+    power,
+    store_tile,
+    tile_range,
+    visible,
+)
 
 
 @triton.jit
@@ -20,7 +29,7 @@ def _step(
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. acc [block_q, d_v], row_max [block_q] in log2 units, row_sum [block_q]."""
+    """One tile of keys. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]."""
     # [block_k, d]
     k_tile = load_tile(k, k_head, start, keys, BLOCK_K, D, BLOCK_D, MASKED)
     # [block_q, block_k]
@@ -31,12 +40,12 @@ def _step(
         x = tl.where(visible(mask, b, h, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
     # [block_q]
     new_max = tl.maximum(row_max, tl.max(x, 1))
-    if MASKED or not score.identity:  # a row that has seen nothing yet: exp2(-inf - 0) = 0
+    if MASKED or not score.identity:  # a row that has seen nothing yet: exp(-inf - 0) = 0
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
         shift = new_max
-    p = tl.exp2(x - shift[:, None])
-    alpha = tl.exp2(row_max - shift)
+    p = power(x - shift[:, None], score)
+    alpha = power(row_max - shift, score)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     if dropout is not None:
@@ -83,7 +92,7 @@ def forward_kernel(
         row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_Q], tl.float32)
     else:  # one more column, seen before all others
-        row_max = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sink + h).to(tl.float32) * LOG2E
+        row_max = tl.zeros([BLOCK_Q], tl.float32) + in_units(tl.load(sink + h).to(tl.float32), score)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
     # Tiles on the mask's edge, those before the core and those behind it, in one loop.
@@ -107,6 +116,6 @@ def forward_kernel(
         acc *= factor(dropout)
     store_tile(out, head(out, batch, h, first_q), start_q, there, acc, BLOCK_Q, D_V, BLOCK_DV)
     if lse is not None:
-        row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))
+        row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))
         place = bh.to(tl.int64) * s_q + first_q + q_idx
         tl.store(lse + place, row_lse, mask=q_idx < there)

@@ -53,17 +53,17 @@ def backward(
     if nothing or not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    delta, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
         dout = _rows(saved.dout)
         # Packed rows stand alone here.
         used = None if isinstance(problem.layout, Packed) else sequences.spans(problem)[0]
-        rows = dlse, saved.lse.contiguous(), delta, lse2, used, q.shape[1], q.shape[2]
+        rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(problem.score)
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
         operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
-        _launch("keys", keys_kernel, (*operands, Rows.of(dk), Rows.of(dv), lse2, delta), problem, tiles)
-        _launch("rows", rows_kernel, (*operands, Rows.of(dq), lse2, delta), problem, tiles)
+        _launch("keys", keys_kernel, (*operands, Rows.of(dk), Rows.of(dv), shift, delta), problem, tiles)
+        _launch("rows", rows_kernel, (*operands, Rows.of(dq), shift, delta), problem, tiles)
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.backends.device.records import LOG2E, plain_int
+from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
-from saccade.backends.device.tiles import head, logits, places, tile_range, visible
+from saccade.backends.device.tiles import head, in_units, log_sum, logits, places, power, tile_range, visible
 
 
 class Pages(NamedTuple):
@@ -116,7 +116,7 @@ def _step(
     PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, in `page`. acc [block_q, d_v], row_max [block_q] in log2 units, row_sum [block_q], and the
+    """One tile of keys, in `page`. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q], and the
     pages of the tile behind it, which are read so early that its keys can be fetched ahead."""
     following = _pages_of(table, pages, start + BLOCK_K, keys, PAGE, BLOCK_K)
     # [block_k, d]
@@ -129,9 +129,9 @@ def _step(
         x = tl.where(visible(mask, b, h[:, None], q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
     # [block_q]
     new_max = tl.maximum(row_max, tl.max(x, 1))
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
-    p = tl.exp2(x - shift[:, None])
-    alpha = tl.exp2(row_max - shift)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing yet: exp(-inf - 0) = 0
+    p = power(x - shift[:, None], score)
+    alpha = power(row_max - shift, score)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     # [block_k, d_v]
     v_tile = _load(v, page, head_k, start, keys, PAGE, BLOCK_K, D_V, BLOCK_DV)
@@ -202,7 +202,7 @@ def paged_kernel(
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     if sink is not None:  # one more column, seen before all others, in the first part alone
-        row_max = tl.load(sink + h).to(tl.float32) * LOG2E
+        row_max = in_units(tl.load(sink + h).to(tl.float32), score)
         row_max = tl.where(split == 0, row_max, float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
@@ -237,7 +237,7 @@ def paged_kernel(
         out_place = _flat_rows(out, batch, h, first_q + q_idx)[:, None] + columns
         tl.store(out_place, acc.to(out.ptr.dtype.element_ty), mask=stored)
     if lse is not None:
-        row_lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) / LOG2E, float("-inf"))
+        row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))
         tl.store(lse + place, row_lse, mask=q_idx < there)
 
 
