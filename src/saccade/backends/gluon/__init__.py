@@ -14,8 +14,7 @@ obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm90",),
     dtypes=("fp16", "bf16"),
-    # The kernels have packed sequences, and no H200 ran them yet.
-    layouts=("dense", "padded"),
+    layouts=("dense", "padded", "packed"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "aligned"),
