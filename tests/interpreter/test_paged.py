@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from saccade import Paged
 from saccade.backends.triton import paged as launches
 from saccade.testing import paged
 from saccade.testing.accuracy import check
@@ -30,3 +32,11 @@ def test_short_sequences_have_fewer_parts(lengths, monkeypatch):
 def test_a_predicate_for_several_queries():
     given = CASES["drafts-predicate"].replace(dtype="fp16", b=2, s_q=3, s_k=60).inputs()
     check(given.q, given.k, given.v, backend="triton", **given.keywords).assert_ok()
+
+
+def test_the_longest_sequence_starts_first():
+    """Every sequence has its place in the order, those of equal length too."""
+    lengths = torch.tensor([3, 1100, 0, 128, 1100, 64, 128])
+    q, cache = torch.randn(7, 1, 2, 16), torch.randn(12, 64, 1, 16)
+    layout = Paged(torch.randint(12, (7, 18), dtype=torch.int32), lengths.int(), num_splits=1)
+    check(q, cache, cache, layout=layout, backend="triton").assert_ok()

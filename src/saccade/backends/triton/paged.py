@@ -176,15 +176,16 @@ def processors(device: torch.device) -> int:
 
 
 # The rows of the compile gate: what comes behind "triton paged 16bit d128/128".
-ROWS = "decode", "prompt", "merge"
+ROWS = "decode", "fixed", "prompt", "merge"
 
 
 def compiled(word: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
-    """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end; a chunk of a
-    prompt over pages of 64; or the merge."""
+    """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
+    query each; a chunk of a prompt over pages of 64; or the merge."""
     b, s_q, size = (4, 1, 16) if word != "prompt" else (1, 512, 64)
     offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
-    layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets)
+    splits = 1 if word == "fixed" else None
+    layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)
     shape = (b, 32, s_q) if offsets is None else (1, 32, b * s_q)
     q, out = (torch.empty(*shape, n, dtype=dtype) for n in (d, d_v))
     caches = [torch.empty(256, 8, size, n, dtype=dtype) for n in (d, d_v)]

@@ -81,6 +81,34 @@ def _share(
 
 
 @triton.jit
+def _by_length(rank, used_k, pages, BLOCK_K: tl.constexpr, N: tl.constexpr):
+    """The sequence of which `rank` others have more keys: the longest start first. As its program searches for it, only
+    where lengths differ and are worth it."""
+    count = plain_int(pages.sequences)
+    # [N]
+    i = tl.arange(0, N)
+    _, _, _, keys = extent(used_k, tl.minimum(i, count - 1), plain_int(pages.capacity))
+    keys = tl.where(i < count, keys + i * 0, -1)
+    longest = tl.max(keys, 0)
+    number = rank
+    even = tl.sum(tl.maximum(keys, 0).to(tl.float32), 0) > longest.to(tl.float32) * (0.75 * count)
+    if (longest >= 8 * BLOCK_K) & (even == 0):
+        # The least length of which at most `rank` sequences have more.
+        least = longest * 0
+        most = longest
+        while least < most:
+            middle = (least + most) // 2
+            if tl.sum((keys > middle).to(tl.int32), 0) <= rank:
+                most = middle
+            else:
+                least = middle + 1
+        before = tl.sum((keys > least).to(tl.int32), 0)
+        equal = (keys == least).to(tl.int32)
+        number = tl.sum(tl.where((equal == 1) & (tl.cumsum(equal, 0) == rank - before + 1), i, 0), 0)
+    return number
+
+
+@triton.jit
 def _pages_of(table, pages, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
     """The pages of keys [start, start + BLOCK_K): one of all, or [BLOCK_K]; some that there are, from `keys` on."""
     if PAGE % BLOCK_K == 0:
@@ -167,6 +195,8 @@ def paged_kernel(
     split = tl.program_id(0) // heads // plain_int(pages.tiles)
     count = plain_int(pages.sequences)
     number, start_q = _sequence_of(used_q, tile, s_q, count, GROUP, BLOCK_Q, N)
+    if used_q is None and not SPLIT and N <= 2048:
+        number = _by_length(number, used_k, pages, BLOCK_K, N)
     batch, first_q, there, rows = extent(used_q, number, s_q)
     b = tl.minimum(number, count - 1)
     _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
