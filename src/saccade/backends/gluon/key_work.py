@@ -86,7 +86,10 @@ def row_blocks(mask, b, start, rows, keys, BLOCK_Q: gl.constexpr, BLOCK_K: gl.co
     # [BLOCK_K]
     kv_idx = start + gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     lo, hi, core_lo, core_hi = mask.rows_of(mask.data, b, kv_idx, keys - rows)
-    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, kv_idx < keys, rows, BLOCK_Q)
+    # Rows that are not in use need no mask: their start is -inf.
+    whole = gl.cdiv(rows, BLOCK_Q) * BLOCK_Q
+    core_hi = gl.where(core_hi >= rows, whole, core_hi)
+    first, core, core_end, end = tile_range(lo, gl.minimum(hi, rows), core_lo, core_hi, kv_idx < keys, whole, BLOCK_Q)
     if start + BLOCK_K > keys:  # some keys are not in use, and nothing but the mask hides them
         core = end
         core_end = end
