@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.scores.callback import CallbackMod
 from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.program import Program
+from saccade.scores.recorded import recorded
 from saccade.scores.survey import Survey
 
 
@@ -45,6 +47,8 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
         fn = _WithDerivative(score_mod)
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     program, found = _cache.program(fn, name, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    if isinstance(score_mod, CallbackMod) and program.recorded is None:
+        program.recorded = recorded(score_mod, program, found)
     made = Traced(program, *_values(program, found, q.device), score_mod)
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(made, q.device, *score_mod.sample())

@@ -26,6 +26,8 @@ class Program:
 
     constants: tuple[int, ...] = ()
     """Which of the function's numbers are part of the program."""
+    recorded: Any = None
+    """`recorded.Recorded`, where callbacks are behind it."""
 
     def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
