@@ -187,15 +187,15 @@ class Explanation:
         reasons: backend name -> the reasons against it; an empty list is one that runs.
     """
 
-    def __init__(self, spec: Spec, backend: str = "auto") -> None:
-        self.spec = spec
-        self.reasons = {name: dispatch.reasons_against(name, spec) for name in dispatch.NAMES}
-        plan = _plan_if_any(spec, backend)
+    def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
+        self.spec = call if isinstance(call, Spec) else call.spec()
+        self.reasons = {name: dispatch.reasons_against(name, call) for name in dispatch.NAMES}
+        plan = _plan_if_any(call, backend)
         self.backend = plan.backend if plan else None
-        self.workspace = plan.module.workspace(spec) if plan else None
+        self.workspace = plan.module.workspace(self.spec) if plan else None
         self.gradient = self.backend
         if plan and plan.backend != "reference":  # which PyTorch differentiates itself
-            gradient = _plan_if_any(spec, plan.backend, gradient=True)
+            gradient = _plan_if_any(call, plan.backend, gradient=True)
             self.gradient = gradient.backend if gradient else None
 
     def __str__(self) -> str:
@@ -215,9 +215,9 @@ class Explanation:
     __repr__ = __str__
 
 
-def _plan_if_any(spec: Spec, backend: str, gradient: bool = False) -> dispatch.Plan | None:
+def _plan_if_any(call: Spec | Problem, backend: str, gradient: bool = False) -> dispatch.Plan | None:
     try:
-        return dispatch.plan(spec, backend, gradient)
+        return dispatch.plan_for(call, backend, gradient)
     except Unsupported:
         return None
 
@@ -236,10 +236,11 @@ def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords:
       gluon: runs on sm90, not on cpu; takes fp16, bf16, not fp32
       triton: runs on sm80+, gfx90a, gfx942, gfx950, not on cpu
       cpu: chosen
+      cudnn: runs on sm80+, not on cpu; takes fp16, bf16, not fp32
       reference: runs it, not chosen
       memory besides the outputs: a few tiles of scores, at most 16 MB
     """
-    return Explanation(_spec(q, arguments, keywords), backend)
+    return Explanation(_call(q, arguments, keywords), backend)
 
 
 def plan(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> dispatch.Plan:
@@ -251,10 +252,10 @@ def plan(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: An
     >>> plan("bf16 d128 cpu").backend
     'cpu'
     """
-    return dispatch.plan(_spec(q, arguments, keywords), backend)
+    return dispatch.plan_for(_call(q, arguments, keywords), backend)
 
 
-def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Spec:
+def _call(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Spec | Problem:
     if isinstance(q, str):
         return Spec.parse(q)
     defaults = {"mask": None, "score_mod": None, "layout": _BHSD, "scale": None, "sink": None, "dropout_p": 0.0}
@@ -274,7 +275,7 @@ def _spec(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     views = [layout.canonical(x) for x in operands]
     score = _bound(score_mod, q, k, layout)
     dropout = Dropout(torch.empty(2, dtype=torch.int64), given["dropout_p"]) if given["dropout_p"] else None
-    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic, dropout).spec()
+    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic, dropout)
 
 
 def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout) -> scores.Score | None:

@@ -8,17 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from saccade.backends import Backend
+from saccade.backends import Backend, Unsupported
 from saccade.problem import Problem
 from saccade.spec import Spec
 
-# "auto" takes the first that can; the reference runs only when it is named.
+# "auto" takes the first that can; cuDNN and the reference run only when they are named.
 BACKENDS = ("gluon", "triton", "cpu")
-NAMES = (*BACKENDS, "reference")
-
-
-class Unsupported(NotImplementedError):
-    """No backend, or not the one that was named, runs this call; the message holds one line of reason for each."""
+NAMES = (*BACKENDS, "cudnn", "reference")
 
 
 @dataclass(frozen=True)
@@ -63,23 +59,43 @@ def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
     if found is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
-        found = _plans[key] = replace(plan(problem.spec(), backend, gradient), launches={})
+        found = _plans[key] = replace(_plan_of(problem, backend, gradient), launches={})
     problem.launches = found.launches
     return found
+
+
+def _plan_of(problem: Problem, backend: str, gradient: bool) -> Plan:
+    spec = problem.spec()
+    found = plan(spec, backend, gradient)
+    if not (against := reasons_against(found.backend, problem, gradient)):
+        return found
+    if gradient:  # another backend's, as where it has none for the Spec
+        return plan(spec, "auto", gradient)
+    raise Unsupported(refusal(spec, {found.backend: against}))
+
+
+def plan_for(call: Spec | Problem, backend: str = "auto", gradient: bool = False) -> Plan:
+    """`plan` or `plan_of`."""
+    return plan(call, backend, gradient) if isinstance(call, Spec) else plan_of(call, backend, gradient)
 
 
 _plans: dict[Any, Plan] = {}
 _PLANS = 4096
 
 
-def reasons_against(backend: str, spec: Spec, gradient: bool = False) -> list[str]:
-    """Why this backend does not run this Spec, or its backward, here; empty when it does."""
+def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) -> list[str]:
+    """Why this backend does not run this call, or its backward, here; empty when it does. A Spec does not hold all that
+    a Problem does, such as lengths."""
     module = _module(backend)
     support = module.GRADIENT if gradient else module.SUPPORT
     if support is None:
         return ["has no backward"]
-    obstacle = module.obstacle()
-    return support.reasons(spec) or ([obstacle] if obstacle else [])
+    spec = call if isinstance(call, Spec) else call.spec()
+    if found := support.reasons(spec):
+        return found
+    if (obstacle := module.obstacle()) is not None:
+        return [obstacle]
+    return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []
 
 
 def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:

@@ -16,6 +16,10 @@ ANY_SCORE = "any function"
 """In `Support.scores`: whatever can be traced."""
 
 
+class Unsupported(NotImplementedError):
+    """No backend, or not the one that was named, runs this call; the message holds one line of reason for each."""
+
+
 @dataclass(frozen=True)
 class Support:
     """What a backend declares that it runs. The support table in the README is made from these."""
@@ -37,7 +41,7 @@ class Support:
     needs_with: tuple[tuple[str, str], ...] = ()
     """A word of a Spec, and a flag that has to be set with it."""
     apart: tuple[tuple[str, str], ...] = (("paged", "dropout"),)
-    """Words of a Spec that do not go together yet."""
+    """Words of a Spec that do not go together yet; `score` stands for any."""
 
     def reasons(self, spec: Spec) -> list[str]:
         """Why not; empty when it runs."""
@@ -60,6 +64,8 @@ class Support:
             found.append("has no mask ~")
         found += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
         words = {spec.layout, *leaves, *re.findall("~", spec.mask), *(flag for flag in FLAGS if getattr(spec, flag))}
+        if spec.score != "none":
+            words.add("score")
         found += [f"has no {two} with {one}" for one, two in self.apart if {one, two} <= words]
         # Such as rows that are not aligned because the head dim is odd: said only where nothing else is.
         needs = *self.needs, *(flag for word, flag in self.needs_with if word in words)
@@ -100,6 +106,9 @@ class Backend(Protocol):
     def obstacle(self) -> str | None:
         """What keeps the backend from running on this machine at all, or None."""
         ...
+
+    # One that depends on what no Spec holds, such as lengths and the operations of a score function, has besides:
+    # def refusals(self, problem: Problem, gradient: bool) -> list[str], by what the Problem's key holds.
 
     def workspace(self, spec: Spec) -> str:
         """One line on the memory that a call needs besides its outputs."""

@@ -1,0 +1,79 @@
+"""cuDNN's attention, by its graphs: an engine that is there to be named, and to be measured against.
+
+Scores are modified inside of its kernels, by the pointwise operations that its graphs have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.backends import ANY_SCORE, Gradients, Saved, Support
+from saccade.backends.cudnn.frontend import installed
+from saccade.layouts import Dense
+from saccade.masks import Window
+from saccade.problem import Problem
+from saccade.spec import Spec
+
+SUPPORT = Support(
+    devices=("sm80+",),
+    dtypes=("fp16", "bf16"),
+    layouts=("dense", "padded"),
+    masks=("causal", "window"),
+    scores=(ANY_SCORE,),
+    flags=("sink", "deterministic", "aligned"),
+    max_d=256,
+    multiple_of=8,
+    needs=("aligned",),
+    # cuDNN: "Attention score mod enabled and hence other subgraphs are disabled."
+    apart=(("score", "causal"), ("score", "window"), ("score", "padded"), ("causal", "window")),
+)
+GRADIENT = SUPPORT
+
+
+def obstacle() -> str | None:
+    if not installed():
+        return "nvidia-cudnn-frontend is not installed: pip install 'saccade[cudnn]'"
+    if torch.version.hip or not torch.cuda.is_available():
+        return "needs a GPU of NVIDIA's, and torch sees none"
+    return None
+
+
+def refusals(problem: Problem, gradient: bool) -> list[str]:
+    """What no Spec says: operations of the score, lengths."""
+    from saccade.backends.cudnn.modification import NoOperation, modification
+
+    found = []
+    if problem.mask is not None and not isinstance(problem.mask, Window):
+        found.append(f"has one window of keys for each row, not {problem.mask.kind}")
+    if problem.score is not None:
+        try:
+            modification(problem.score, gradient)
+        except NoOperation as reason:
+            found.append(f"cannot run {problem.score.kind}: {reason}")
+    if problem.score is not None and _hides(problem):
+        found.append("has no mask with score")
+    if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:
+        found.append("has no backward of one query and one key")
+    return found
+
+
+def _hides(problem: Problem) -> bool:
+    return problem.mask is not None or (isinstance(problem.layout, Dense) and bool(problem.layout.records))
+
+
+def workspace(spec: Spec) -> str:
+    copies = ", and copies of q, k, v, out and dout without what is not in use" if spec.layout == "padded" else ""
+    return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
+
+
+def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+    from saccade.backends.cudnn import launch
+
+    return launch.forward(problem, lse)
+
+
+def backward(problem: Problem, saved: Saved) -> Gradients:
+    from saccade.backends.cudnn import launch
+
+    return launch.backward(problem, saved)

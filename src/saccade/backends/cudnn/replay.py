@@ -1,0 +1,98 @@
+"""Steps called on a cuDNN graph: the callbacks that `graph.sdpa` takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from saccade.backends.cudnn.modification import Modification, Steps
+from saccade.scores.graph import Step, data_type
+from saccade.scores.operations import OPERATIONS
+
+
+class Replay:
+    """The two callbacks of one graph: cuDNN calls `forward`, and in a backward `backward` after it.
+
+    What both make of the score alone is one node, as in callbacks that keep values for their derivative.
+    """
+
+    def __init__(self, mod: Modification, tensors: Sequence[Any], numbers: Sequence[Any], cudnn: Any) -> None:
+        """`tensors` and `numbers`: the graph's own, for `mod.reads` and `mod.numbers`. `cudnn` has `data_type` and
+        `scalar_type`."""
+        self.mod, self.tensors, self.numbers, self.cudnn = mod, tensors, numbers, cudnn
+        self.score: Any = None
+        self.shared: dict[Any, Any] = {}
+
+    def forward(self, graph: Any, score: Any) -> Any:
+        self.score = score
+        self.shared.clear()
+        return self._called(graph, self.mod.forward, score)
+
+    def backward(self, graph: Any, gradient: Any) -> Any:
+        assert self.mod.backward is not None
+        return self._called(graph, self.mod.backward, gradient)
+
+    def forget(self) -> None:
+        """Once a graph is built: its values would keep it for ever, as it keeps the callbacks."""
+        self.score = None
+        self.shared.clear()
+
+    def _called(self, graph: Any, steps: Steps, given: Any) -> Any:
+        """`given`: the score or the gradient, whose indices `gen_index` takes."""
+        made: list[Any] = []
+        keys: list[Any] = []
+        """For what depends on the score and on no gradient: which value it is."""
+        for step in steps:
+            inputs = [keys[i] for i in step.inputs]
+            key = None
+            if step.name in ("score", "number", "tensor", "runtime"):
+                key = step
+            elif "gradient" not in (step.name, *inputs) and step.name != "gen_index" and None not in inputs:
+                key = (step._replace(inputs=()), *inputs)
+            keys.append(key)
+            if key is None or key not in self.shared:
+                node = self._made(graph, step, [made[i] for i in step.inputs], given)
+                if key is None:
+                    made.append(node)
+                    continue
+                self.shared[key] = node
+            made.append(self.shared[key])
+        return made[-1]
+
+    def _made(self, graph: Any, step: Step, inputs: list[Any], given: Any) -> Any:
+        match step.name:
+            case "score":
+                return self.score
+            case "gradient":
+                return given
+            case "tensor":
+                return self.tensors[step.attributes[0]]
+            case "runtime":
+                return self.numbers[step.attributes[0]]
+            case "number":
+                return graph.tensor_scalar(step.attributes[0], self.cudnn.scalar_type.COMPILE_TIME_CONST)
+        types = {} if step.computed == data_type.NOT_SET else {"compute_data_type": self._type(step.computed)}
+        if step.name == "gen_index":
+            node = graph.gen_index(input=given, axis=step.attributes[0], **types)
+        else:
+            operation = OPERATIONS[step.name]
+            named = dict(zip(operation.arguments, inputs, strict=True))
+            attributes = zip((name for name, _ in operation.attributes), step.attributes, strict=True)
+            named |= {name: x for name, x in attributes if math.isfinite(x)}
+            node = getattr(graph, step.name)(**named, **types)
+        if (kind := _kind(step)) is not None:
+            node.set_data_type(self._type(kind))
+        return node
+
+    def _type(self, kind: data_type) -> Any:
+        return getattr(self.cudnn.data_type, kind.name)
+
+
+def _kind(step: Step) -> data_type | None:
+    """Indices and truths have types of their own, as recordings have them; the rest is the graph's FLOAT."""
+    if step.made != data_type.NOT_SET:
+        return step.made
+    if step.name == "gen_index":
+        return data_type.INT32
+    return data_type.BOOLEAN if step.name.startswith(("cmp_", "logical_")) else None
