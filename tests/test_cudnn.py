@@ -59,7 +59,6 @@ def test_it_is_never_chosen():
         ("bf16 d64 documents aligned sm90", "has no mask documents"),
         ("bf16 d64 causal softcap aligned sm90", "has no causal with score"),
         ("bf16 d64 padded score(f) aligned sm90", "has no padded with score"),
-        ("bf16 d64 causal|window aligned sm90", "has no window with causal"),
         ("bf16 d64 aligned cpu", "runs on sm80+, not on cpu"),
     ],
 )

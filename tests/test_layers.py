@@ -97,7 +97,7 @@ def test_torch_is_the_one_dependency(file):
 
 WITHOUT_EXTRAS = """
 import sys
-for name in ("triton", "matplotlib", "typer", "rich", "numpy"):
+for name in ("triton", "cudnn", "matplotlib", "typer", "rich", "numpy"):
     sys.modules[name] = None  # importing it raises ImportError
 import torch, saccade
 from saccade.testing import check
@@ -118,7 +118,9 @@ def test_importing_is_light(fresh_process):
     assert not {
         name
         for name in loaded
-        if name.startswith(("saccade.backends.triton", "saccade.backends.gluon", "matplotlib", "typer", "rich"))
+        if name.startswith(
+            ("saccade.backends.triton", "saccade.backends.gluon", "cudnn", "matplotlib", "typer", "rich"),
+        )
     }
     assert not {"torch._dynamo", "torch._inductor", "sympy"} & {*loaded}, "torch's compiler takes longer than torch"
 

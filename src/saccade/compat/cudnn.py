@@ -2,13 +2,18 @@
 
     from saccade.compat.cudnn import data_type, score_callback
 
-A callback written for `graph.sdpa(score_mod=…)` runs as it is: data types may be cuDNN's own or those of here.
+A callback written for `graph.sdpa(score_mod=…)` runs as it is: data types may be cuDNN's own or those of here. With
+`backend="cudnn"` it runs in cuDNN's own kernels.
 """
 
 from __future__ import annotations
 
+from saccade.backends.cudnn.cache import cache as _graphs
 from saccade.scores import Graph, callback_clear, callback_info, callback_key, data_type, score_callback
 
-__all__ = ["Graph", "cache_clear", "cache_info", "callback_key", "data_type", "score_callback"]
+__all__ = [
+    "Graph", "cache_clear", "cache_info", "callback_key", "data_type", "graph_clear", "graph_info", "score_callback",
+]  # fmt: skip
 
 cache_info, cache_clear = callback_info, callback_clear
+graph_info, graph_clear = _graphs.info, _graphs.clear

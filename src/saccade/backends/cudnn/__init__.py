@@ -20,13 +20,13 @@ SUPPORT = Support(
     dtypes=("fp16", "bf16"),
     layouts=("dense", "padded"),
     masks=("causal", "window"),
-    scores=(ANY_SCORE,),
+    scores=(ANY_SCORE, "of cuDNN's operations, without masks and padding"),
     flags=("sink", "deterministic", "aligned"),
     max_d=256,
     multiple_of=8,
     needs=("aligned",),
     # cuDNN: "Attention score mod enabled and hence other subgraphs are disabled."
-    apart=(("score", "causal"), ("score", "window"), ("score", "padded"), ("causal", "window")),
+    apart=(("score", "causal"), ("score", "window"), ("score", "padded")),
 )
 GRADIENT = SUPPORT
 

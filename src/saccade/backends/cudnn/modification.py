@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends.cudnn.lowered import NoOperation, lowered, scaled
+from saccade.problem import ALIGNMENT
 from saccade.scores import Score, Softcap, Traced
 from saccade.scores.graph import Step, data_type
 
@@ -143,6 +144,8 @@ def _view(x: Tensor, axes: tuple[Any, ...]) -> Tensor:
             x = x.unsqueeze(axis)
     if x.dtype in _NARROWER:
         x = x.to(_NARROWER[x.dtype])
+    if x.data_ptr() % ALIGNMENT or any(n > 1 and m == 0 for n, m in zip(x.shape, x.stride(), strict=True)):
+        x = x.clone(memory_format=torch.contiguous_format)
     # Strides of dimensions of one element mean nothing, but have to be multiples of the inner ones.
     shape = x.shape
     stride = [x.stride(i) if shape[i] != 1 else math.prod(shape[i + 1 :]) for i in range(4)]

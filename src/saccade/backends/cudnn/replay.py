@@ -51,13 +51,12 @@ class Replay:
             elif "gradient" not in (step.name, *inputs) and step.name != "gen_index" and None not in inputs:
                 key = (step._replace(inputs=()), *inputs)
             keys.append(key)
-            if key is None or key not in self.shared:
-                node = self._made(graph, step, [made[i] for i in step.inputs], given)
-                if key is None:
-                    made.append(node)
-                    continue
-                self.shared[key] = node
-            made.append(self.shared[key])
+            known = None if step.name == "number" else self.shared.get(key)  # constants are their graph's own
+            if known is None:
+                known = self._made(graph, step, [made[i] for i in step.inputs], given)
+                if key is not None:
+                    self.shared[key] = known
+            made.append(known)
         return made[-1]
 
     def _made(self, graph: Any, step: Step, inputs: list[Any], given: Any) -> Any:

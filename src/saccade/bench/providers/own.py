@@ -24,6 +24,8 @@ class Saccade(Provider):
 
     def __init__(self, backend: str) -> None:
         self.name, self.backend = backend if backend == "auto" else f"saccade-{backend}", backend
+        if backend == "cudnn":  # NVIDIA's kernels
+            self.role = "peer"
 
     def available(self, device: torch.device) -> str | None:
         if self.backend == "auto":

@@ -1,0 +1,192 @@
+"""cuDNN's graphs on a GPU, against the oracle: plain calls, callbacks, and the cache of graphs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from saccade import Dense, alibi, attention, bias, causal, softcap, window
+from saccade.compat.cudnn import graph_clear, graph_info, score_callback
+from saccade.compat.transformer_engine import DotProductAttention, get_attention_backend
+from saccade.testing import check
+from saccade.testing.callbacks import NAMES, Softcap, added, case, one
+
+pytest.importorskip("cudnn", reason="needs the extra [cudnn]: nvidia-cudnn-frontend")
+pytestmark = pytest.mark.gpu
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def operands(order="bshd", dtype=BF16, h_q=4, h_k=2, s_q=256, s_k=256, d=64, d_v=None, b=2):
+    shapes = (b, h_q, s_q, d), (b, h_k, s_k, d), (b, h_k, s_k, d_v or d)
+    return [Dense(order).ordered(torch.randn(shape, device="cuda", dtype=dtype)).contiguous() for shape in shapes]
+
+
+# The plainest first: what fails here fails everywhere below.
+@pytest.mark.parametrize("order", ["bhsd", "bshd", "sbhd"])
+def test_without_a_mask(order):
+    check(*operands(order), layout=Dense(order), backend="cudnn").assert_ok()
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape"),
+    [
+        (causal(), {"dtype": FP16, "d": 128}),
+        (causal(), {"s_q": 200, "s_k": 333, "h_k": 1}),
+        (causal(), {"s_q": 333, "s_k": 200}),
+        (window(100, 0), {"d": 128, "d_v": 64}),
+        (window(100, 50), {"s_q": 256, "s_k": 300}),
+        (window(100, None), {"h_q": 2}),
+        (window(70, 3), {"s_q": 300, "s_k": 200}),
+        (None, {"d": 256}),
+        (None, {"d": 72, "s_q": 1}),
+    ],
+)
+def test_masks_and_shapes(mask, shape):
+    check(*operands(**shape), mask=mask, layout=Dense("bshd"), backend="cudnn").assert_ok()
+
+
+@pytest.mark.parametrize("mask", [None, causal(), window(40, 0)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_padding_sinks_and_gradients_of_the_lse(mask, sink):
+    q, k, v = operands(b=4)
+    rows, keys = (torch.tensor(x, device="cuda") for x in ([256, 77, 0, 100], [256, 120, 30, 9]))
+    for x, lengths in ((q, rows), (k, keys), (v, keys)):
+        for part, n in zip(x, lengths.tolist(), strict=True):
+            part[n:] = torch.nan
+    keywords = {"mask": mask, "sink": torch.randn(4, device="cuda") if sink else None, "backend": "cudnn"}
+    dlse = torch.randn(4, 4, 256, device="cuda")
+    check(q, k, v, dlse=dlse, layout=Dense("bshd", rows, keys), **keywords).assert_ok()
+    plain = operands(b=4)
+    check(*plain, dlse=dlse, layout=Dense("bshd"), **keywords).assert_ok()
+
+
+CALLBACKS = [name for name in NAMES if name not in ("everything", "derivatives")]
+
+
+@pytest.mark.parametrize("name", [*CALLBACKS, "derivatives", "everything"])
+@pytest.mark.parametrize("shape", [(256, 256), (200, 300)])
+def test_callbacks(name, shape):
+    order, dtype = ("sbhd", BF16) if NAMES.index(name) % 2 else ("bshd", FP16)
+    tensors = operands(order, dtype, s_q=shape[0], s_k=shape[1])
+    score_mod = case(name, 4, *shape, "cuda").score()
+    check(*tensors, score_mod=score_mod, layout=Dense(order), backend="cudnn").assert_ok()
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("s", [16, 8192])
+def test_lengths_of_callbacks(name, s):
+    tensors = operands(s_q=s, s_k=s, h_q=2, h_k=1, d=128, b=1)
+    score_mod = case(name, 2, s, s, "cuda", b=1).score()
+    check(*tensors, score_mod=score_mod, layout=Dense("bshd"), backend="cudnn").assert_ok()
+
+
+def test_functions_that_nobody_wrote_for_cudnn():
+    """With derived derivatives, gradients of what they capture, and a sink."""
+    slopes = torch.rand(4, device="cuda", requires_grad=True)
+    learned = torch.randn(1, 4, 256, 256, device="cuda", requires_grad=True)
+
+    def banded(score, b, h, q_idx, kv_idx):
+        return torch.where((q_idx >= kv_idx) & (q_idx - kv_idx < 90), 2 * score, -1e9)
+
+    for score_mod in (softcap(2.0), alibi(slopes), bias(learned), banded):
+        sink = torch.randn(4, device="cuda")
+        check(*operands(), score_mod=score_mod, sink=sink, layout=Dense("bshd"), backend="cudnn").assert_ok()
+
+
+@pytest.mark.parametrize("name", [None, "softcap"])
+def test_deterministic(name):
+    tensors = [x.requires_grad_() for x in operands(s_q=1024, s_k=1024)]
+    score_mod = name and case(name, 4, 1024, 1024).score()
+    results = []
+    for _ in range(3):
+        out = attention(*tensors, score_mod=score_mod, layout=Dense("bshd"), deterministic=True, backend="cudnn")
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    for again in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(again, results[0], strict=True))
+
+
+def test_graphs_are_built_once():
+    """For new scalars, new closures of the same values, and callbacks without a key; again for new shapes."""
+    graph_clear()
+    tensors = [x.requires_grad_() for x in operands()]
+
+    def step(score_mod):
+        out = attention(*tensors, score_mod=score_mod, layout=Dense("bshd"), backend="cudnn")
+        return out, *torch.autograd.grad(out.sum(), tensors)
+
+    def softcapped(cap):
+        kept, given = Softcap(), {"cap": one(cap)}
+        return score_callback(kept.forward, kept.backward, given, given)
+
+    first, *_ = step(softcapped(0.5))
+    assert graph_info().misses == 2
+    for cap in (0.8, 30.0):
+        other, *_ = step(softcapped(cap))
+        assert not torch.equal(first, other)
+    assert graph_info().misses == 2
+
+    def scaled(factor):
+        return score_callback(lambda graph, score, tensors: graph.mul(a=score, b=graph.tensor_scalar(factor)))
+
+    found = [step(scaled(factor))[0] for factor in (0.5, 2.0, 0.5)]
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    assert graph_info().misses == 6
+    for rows in (1, 256):
+        step(score_callback(added, None, {"bias": torch.zeros(1, 1, rows, 256, device="cuda")}))
+    assert graph_info().misses == 10
+
+
+def test_threads_and_streams():
+    tensors = operands()
+    score_mod = case("softcap", 4, 256, 256).score()
+    keywords = {"score_mod": score_mod, "layout": Dense("bshd"), "backend": "cudnn"}
+    wanted = attention(*tensors, **keywords)
+    torch.cuda.synchronize()
+    found = []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                out = attention(*tensors, **keywords)
+            torch.cuda.current_stream().synchronize()
+            found.append(torch.equal(out, wanted))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+def test_in_a_cuda_graph_and_compiled():
+    tensors = operands()
+    score_mod = case("softcap", 4, 256, 256).score()
+    keywords = {"score_mod": score_mod, "layout": Dense("bshd"), "backend": "cudnn"}
+    wanted = attention(*tensors, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(*tensors, **keywords)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, mask=causal(), layout=Dense("bshd"), backend="cudnn"))
+    plain = attention(*tensors, mask=causal(), layout=Dense("bshd"), backend="cudnn")
+    assert torch.equal(compiled(*tensors), plain)
+
+
+@pytest.mark.parametrize("order", ["sbhd", "bshd"])
+@pytest.mark.parametrize("name", ["causal", "softcap", "post_scale_bias"])
+def test_transformer_engine(name, order):
+    """Its own tests' shapes: b = 2, h = 4, d = 64, s = 16 or 64."""
+    s = 64 if name == "causal" else 16
+    tensors = [x.requires_grad_() for x in operands(order, h_k=4, s_q=s, s_k=s)]
+    core = DotProductAttention(4, 64, qkv_format=order, attn_mask_type="no_mask", layer_number=1, backend="cudnn")
+    given = case(name, 4, s, s, "cuda")
+    out = core(*tensors, qkv_format=order, attn_mask_type="no_mask", **given._asdict())
+    wanted = attention(*tensors, score_mod=given.score(), layout=Dense(order), backend="cudnn").flatten(-2)
+    assert torch.equal(out, wanted)
+    assert get_attention_backend(core, *tensors, **given._asdict()).backend == "cudnn"
