@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,9 +36,6 @@ from saccade.scores import Graph, bind, data_type, score_callback
 from saccade.scores.graph import Recording
 from saccade.testing import check
 from saccade.testing.callbacks import NAMES, Softcap, case, one
-
-NAMED = SimpleNamespace(data_type=data_type, scalar_type=SimpleNamespace(COMPILE_TIME_CONST=None))
-"""What Replay asks of the frontend."""
 
 
 def test_it_is_never_chosen():
@@ -111,7 +109,7 @@ def test_graphs_compute_the_score_and_its_derivative(name):
     assert all(x.device.type == "cpu" and x.numel() == 1 for x in given[len(mod.reads) :])
     graph, known = Graph(), {x.value: x for x in data_type}
     inputs = [graph._input("tensor", i, made=known[x.dtype]) for i, x in enumerate(given)]
-    replay = Replay(mod, inputs[: len(mod.reads)], inputs[len(mod.reads) :], NAMED)
+    replay = Replay(mod, inputs, data_type)
     forward = Recording.of("forward", replay.forward(graph, graph._input("score")), False)
     x = 2 * torch.randn(2, 4, 7, 9)
     at = [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(x.shape)]
@@ -130,7 +128,7 @@ def test_callbacks_are_called_as_they_were_written():
     mod = modification(problem(case("softcap", 4, 7, 9).score()).score, True)
     graph = Graph()
     numbers = [graph._input("tensor", i) for i in range(len(mod.numbers))]
-    replay = Replay(mod, [], numbers, NAMED)
+    replay = Replay(mod, numbers, data_type)
     replay.forward(graph, graph._input("score"))
     replay.backward(graph, graph._input("gradient"))
     assert [x.name for x in graph._steps[len(numbers) :]] == [
@@ -147,11 +145,17 @@ def test_new_numbers_are_the_same_graph():
         mod = modification(call.score, True)
         return mod, [x.item() for x in mod.tensors(call.score)]
 
-    (first, values), (second, others) = made(0.5), made(2.0)
-    assert first == second
-    assert hash(first) == hash(second)
-    assert {*values} == {0.5}
-    assert {*others} == {2.0}
+    def scaled(factor):
+        call = problem(score_callback(lambda graph, score, tensors: graph.mul(score, graph.tensor_scalar(factor))))
+        mod = modification(call.score, True)
+        return mod, [x.item() for x in mod.tensors(call.score)]
+
+    for make in (made, scaled):
+        (first, values), (second, others) = make(0.5), make(2.0)
+        assert first == second
+        assert hash(first) == hash(second)
+        assert {*values} == {0.5}
+        assert {*others} == {2.0}
 
 
 def test_cache():
@@ -260,7 +264,7 @@ def test_graphs_of_the_frontend(stand_in, monkeypatch):
 
     class Kept(StandIn):
         def run(self, given, held, handle):
-            forms.append(self.form._replace(device=0))
+            forms.append(replace(self.form, device=0))
 
     monkeypatch.setattr(launch, "_graph", lambda problem, form, mine: Kept(form))
     used = torch.tensor([8, 64], dtype=torch.int32)

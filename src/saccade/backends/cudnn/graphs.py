@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ class Place(NamedTuple):
         return Place(x.dtype, tuple(x.shape), x.stride())
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """All that a graph is built for: its key."""
 
     device: int
@@ -44,6 +46,13 @@ class Form(NamedTuple):
     modification: Modification | None = None
     held: tuple[Place, ...] = ()
     """What the modification reads."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ def described(form: Form, **options: Any) -> Described:
     arguments: dict[str, Any] = {"attn_scale": form.scale, **_masked(form, tensors, cudnn)}
     replay = None
     if form.modification is not None:
-        replay = _replay(graph, form, tensors, kinds, cudnn)
+        replay = _replay(graph, form, tensors, kinds, cudnn.data_type)
         arguments["score_mod"] = replay.forward
         if gradient and form.modification.backward is not None:
             arguments["score_mod_bprop"] = replay.backward
@@ -131,7 +140,7 @@ def _masked(form: Form, tensors: dict[str, Any], cudnn: Any) -> dict[str, Any]:
     return found
 
 
-def _replay(graph: Any, form: Form, tensors: dict[str, Any], kinds: dict[Any, Any], cudnn: Any) -> Replay:
+def _replay(graph: Any, form: Form, tensors: dict[str, Any], kinds: dict[Any, Any], data_types: Any) -> Replay:
     mod = form.modification
     assert mod is not None
     held = []
@@ -143,7 +152,7 @@ def _replay(graph: Any, form: Form, tensors: dict[str, Any], kinds: dict[Any, An
         )  # fmt: skip
         held.append(made)
         tensors[f"score{i}"] = made
-    return Replay(mod, held[: len(mod.reads)], held[len(mod.reads) :], cudnn)
+    return Replay(mod, held, data_types)
 
 
 def built(form: Form, handle: Any) -> Built:

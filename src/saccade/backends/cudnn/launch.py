@@ -47,7 +47,7 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     use = _use(problem)
     if problem.layout.records and use is not None:
         q, k, v = _cleared(q, use.unused_rows), _cleared(k, use.unused_keys), _cleared(v, use.unused_keys)
-    given = {"q": _plain(q), "k": _plain(k), "v": _plain(v), "out": out}
+    given = {"q": _once(q), "k": _once(k), "v": _once(v), "out": out}
     row_lse = None
     if lse or problem.sink is not None:
         row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -85,7 +85,7 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
     if dlse is not None:
         v, out, dout = extended(v, out, dout, dlse)
         wide_dv = empty_like_rows(v, v.shape[3])
-    given = {"q": _plain(q), "k": _plain(k), "v": _plain(v), "out": _plain(out), "dout": _plain(dout)}
+    given = {"q": _once(q), "k": _once(k), "v": _once(v), "out": _plain(out), "dout": _plain(dout)}
     given |= {"stats": stats[..., None], "dq": dq, "dk": dk, "dv": wide_dv}
     _run(problem, given, use, gradient=True)
     if dlse is not None:
@@ -125,7 +125,6 @@ def extended(v: Tensor, out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Tensor
 
 
 def _run(problem: Problem, given: dict[str, Tensor], use: Use | None, gradient: bool) -> None:
-    q, k = given["q"], given["k"]
     if use is not None:
         given |= {"rows": use.rows, "keys": use.keys}
     mod, held = None, []
@@ -134,19 +133,28 @@ def _run(problem: Problem, given: dict[str, Tensor], use: Use | None, gradient: 
         held = mod.tensors(problem.score)
     window = problem.mask
     assert window is None or isinstance(window, Window)
-    form = Form(
-        q.device.index,
-        tuple((name, Place.of(x)) for name, x in given.items()),
-        problem.scale,
-        None if window is None else (window.left, window.right),
-        # On whole squares both are the same, and more engines know the other.
-        use is not None or q.shape[2] != k.shape[2],
-        problem.deterministic and gradient,
-        mod,
-        tuple(map(Place.of, held)),
+    band = None if window is None else (window.left, window.right)
+    # All that a Form holds and the Problem's key does not.
+    key = (
+        *(gradient, *given, problem.scale, band, *((x.shape, x.stride()) for x in held)),
+        *((given["out"].stride(), given["dout"].stride()) if gradient else ()),
     )
-    with _on_device(q.device):
-        mine = handle(q.device)
+    form = problem.launches.get(key)
+    if form is None:
+        form = problem.launches[key] = Form(
+            given["q"].device.index,
+            tuple((name, Place.of(x)) for name, x in given.items()),
+            problem.scale,
+            band,
+            # On whole squares both are the same, and more engines know the other.
+            use is not None or given["q"].shape[2] != given["k"].shape[2],
+            problem.deterministic and gradient,
+            mod,
+            tuple(map(Place.of, held)),
+        )
+    device = given["q"].device
+    with _on_device(device):
+        mine = handle(device)
         _graph(problem, form, mine).run(given, held, mine)
 
 
@@ -192,8 +200,12 @@ def _cleared(x: Tensor, unused: Tensor) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     """Aligned, and no element twice."""
-    twice = any(n > 1 and m == 0 for n, m in zip(x.shape, x.stride(), strict=True))
-    return x if aligned(x) and not twice else x.contiguous()
+    return _once(x) if aligned(x) else x.contiguous()
+
+
+def _once(x: Tensor) -> Tensor:
+    """No element twice."""
+    return x.contiguous() if 0 in x.stride() else x
 
 
 def _nothing(problem: Problem) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +24,8 @@ the one place that is read of it."""
 
 @dataclass(frozen=True)
 class Modification:
-    """Steps whose inputs are `score`, `gradient`, `number` and, by their places in `reads` and `numbers`, `tensor` and
-    `runtime`."""
+    """Steps whose inputs are `score`, `gradient` and, by their places in `reads`, in `numbers` and in `constants`,
+    `tensor`, `runtime` and `number`."""
 
     forward: Steps
     backward: Steps | None
@@ -34,21 +34,25 @@ class Modification:
     numbers: tuple[int, ...]
     """Which of the score's numbers."""
     integral: tuple[bool, ...]
+    constants: tuple[Tensor, ...] = field(default=(), compare=False)
+    """Passed by value too: cuDNN before 9.22 knows no constants in graphs. So graphs differ by their types alone."""
+    types: tuple[torch.dtype, ...] = ()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.forward, self.backward, self.reads, self.numbers, self.integral))
+        return hash((self.forward, self.backward, self.reads, self.numbers, self.integral, self.types))
 
     def __hash__(self) -> int:
         return self._hash
 
     def tensors(self, score: Score) -> list[Tensor]:
-        """What is given to a graph: views of four dimensions on the device, then numbers on the CPU."""
+        """What is given to a graph: views of four dimensions on the device, then on the CPU numbers and constants."""
         given = [_view(score.tensors[i].detach(), axes) for i, axes in self.reads]
         values = _numbers(score)
         for i, integral in zip(self.numbers, self.integral, strict=True):
             dtype = torch.int32 if integral else torch.float32
             given.append(torch.full((1, 1, 1, 1), values[i], dtype=dtype))
+        given += self.constants
         return given
 
 
@@ -89,6 +93,7 @@ def _of_program(program: Any, gradient: bool) -> Modification:
 def _collected(program: Any, forward: Steps, backward: Steps | None) -> Modification:
     reads: list[Read] = []
     numbers: list[int] = []
+    constants: list[tuple[bool, str]] = []
 
     def placed(kept: list[Any], x: Any) -> int:
         if x not in kept:
@@ -101,12 +106,21 @@ def _collected(program: Any, forward: Steps, backward: Steps | None) -> Modifica
             rank = program.ranks[i]
             read = i, (tuple(axes[0]) if axes else tuple(range(4 - rank, 4)))
             return step._replace(attributes=(placed(reads, read),))
-        return step._replace(attributes=(placed(numbers, step.attributes[0]),)) if step.name == "runtime" else step
+        if step.name == "runtime":
+            return step._replace(attributes=(placed(numbers, step.attributes[0]),))
+        if step.name == "number":
+            value = step.attributes[0]
+            return step._replace(attributes=(placed(constants, (isinstance(value, int), repr(float(value)))),))
+        return step
 
     forward = tuple(map(of, forward))
     backward = None if backward is None else tuple(map(of, backward))
     integral = tuple(program.integral[i] for i in numbers)
-    return Modification(forward, backward, tuple(reads), tuple(numbers), integral)
+    types = tuple(torch.int32 if whole else torch.float32 for whole, _ in constants)
+    held = (
+        torch.full((1, 1, 1, 1), float(text), dtype=dtype) for (_, text), dtype in zip(constants, types, strict=True)
+    )
+    return Modification(forward, backward, tuple(reads), tuple(numbers), integral, tuple(held), types)
 
 
 def _softcap() -> Modification:

@@ -17,10 +17,15 @@ class Replay:
     What both make of the score alone is one node, as in callbacks that keep values for their derivative.
     """
 
-    def __init__(self, mod: Modification, tensors: Sequence[Any], numbers: Sequence[Any], cudnn: Any) -> None:
-        """`tensors` and `numbers`: the graph's own, for `mod.reads` and `mod.numbers`. `cudnn` has `data_type` and
-        `scalar_type`."""
-        self.mod, self.tensors, self.numbers, self.cudnn = mod, tensors, numbers, cudnn
+    def __init__(self, mod: Modification, held: Sequence[Any], data_types: Any) -> None:
+        """
+        Args:
+            held: the graph's own tensors for `mod.tensors(…)`.
+            data_types: what `data_type` is to the graph.
+        """
+        self.mod, self.data_types = mod, data_types
+        tensors, numbers = len(mod.reads), len(mod.reads) + len(mod.numbers)
+        self.held = {"tensor": held[:tensors], "runtime": held[tensors:numbers], "number": held[numbers:]}
         self.score: Any = None
         self.shared: dict[Any, Any] = {}
 
@@ -46,12 +51,12 @@ class Replay:
         for step in steps:
             inputs = [keys[i] for i in step.inputs]
             key = None
-            if step.name in ("score", "number", "tensor", "runtime"):
+            if step.name in ("score", *self.held):
                 key = step
             elif "gradient" not in (step.name, *inputs) and step.name != "gen_index" and None not in inputs:
                 key = (step._replace(inputs=()), *inputs)
             keys.append(key)
-            known = None if step.name == "number" else self.shared.get(key)  # constants are their graph's own
+            known = self.shared.get(key)
             if known is None:
                 known = self._made(graph, step, [made[i] for i in step.inputs], given)
                 if key is not None:
@@ -60,17 +65,10 @@ class Replay:
         return made[-1]
 
     def _made(self, graph: Any, step: Step, inputs: list[Any], given: Any) -> Any:
-        match step.name:
-            case "score":
-                return self.score
-            case "gradient":
-                return given
-            case "tensor":
-                return self.tensors[step.attributes[0]]
-            case "runtime":
-                return self.numbers[step.attributes[0]]
-            case "number":
-                return graph.tensor_scalar(step.attributes[0], self.cudnn.scalar_type.COMPILE_TIME_CONST)
+        if step.name in self.held:
+            return self.held[step.name][step.attributes[0]]
+        if step.name in ("score", "gradient"):
+            return self.score if step.name == "score" else given
         types = {} if step.computed == data_type.NOT_SET else {"compute_data_type": self._type(step.computed)}
         if step.name == "gen_index":
             node = graph.gen_index(input=given, axis=step.attributes[0], **types)
@@ -85,7 +83,7 @@ class Replay:
         return node
 
     def _type(self, kind: data_type) -> Any:
-        return getattr(self.cudnn.data_type, kind.name)
+        return getattr(self.data_types, kind.name)
 
 
 def _kind(step: Step) -> data_type | None:
