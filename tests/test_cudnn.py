@@ -77,6 +77,10 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert "not at computed indices" in told
     assert "has no backward of one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
     assert cudnn.refusals(problem(s_q=1, s_k=1), False) == []
+    wide = torch.zeros(1, 1, 2, 192)
+    call = Problem(wide, wide, wide, None, None, None, Dense(), 0.3)
+    assert cudnn.refusals(call, True) == ["has a backward of head dims up to 128 on cpu, not of 192"]
+    assert cudnn.refusals(call, False) == []
     (told,) = cudnn.refusals(problem(mask=prefix(3)), False)
     assert told.startswith("has one window of keys")
     monkeypatch.setattr(cudnn, "obstacle", lambda: None)

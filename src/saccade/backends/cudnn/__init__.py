@@ -55,6 +55,9 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
         found.append("has no mask with score")
     if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:
         found.append("has no backward of one query and one key")
+    spec = problem.spec()
+    if gradient and spec.device != "sm90" and max(spec.d, spec.d_v) > 128:
+        found.append(f"has a backward of head dims up to 128 on {spec.device}, not of {max(spec.d, spec.d_v)}")
     return found
 
 

@@ -161,13 +161,13 @@ def _run(problem: Problem, given: dict[str, Tensor], use: Use | None, gradient: 
 def _graph(problem: Problem, form: Form, mine: object) -> Built:
     """
     Raises:
-        Unsupported: cuDNN has no engine for it.
+        Unsupported: cuDNN does not build it, in its own words.
     """
     cudnn = frontend()
     try:
         return cache.built(form, lambda: built(form, mine))
-    except cudnn.cudnnGraphNotSupportedError as refused:
-        told = f"cuDNN {cudnn.backend_version()} has no engine for it: {refused}"
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as refused:
+        told = f"cuDNN {cudnn.backend_version()} does not build its graph: {refused}"
         raise Unsupported(f"no backend runs {problem.spec()}\n  cudnn: {told}") from refused
 
 
