@@ -35,7 +35,7 @@ from saccade.reference import operands, probability
 from saccade.scores import Graph, bind, data_type, score_callback
 from saccade.scores.graph import Recording
 from saccade.testing import check
-from saccade.testing.callbacks import NAMES, Softcap, case, one
+from saccade.testing.callbacks import NAMES, Softcap, added, case, one
 
 
 def test_it_is_never_chosen():
@@ -55,7 +55,6 @@ def test_it_is_never_chosen():
         ("bf16 d64 sm90", "aligned rows"),
         ("bf16 d64 dropout aligned sm90", "has no dropout"),
         ("bf16 d64 documents aligned sm90", "has no mask documents"),
-        ("bf16 d64 causal softcap aligned sm90", "has no causal with score"),
         ("bf16 d64 padded score(f) aligned sm90", "has no padded with score"),
         ("bf16 d64 aligned cpu", "runs on sm80+, not on cpu"),
     ],
@@ -125,6 +124,25 @@ def test_graphs_compute_the_score_and_its_derivative(name):
         backward = Recording.of("backward", replay.backward(graph, graph._input("gradient")), True)
         found = backward(grad, x, *at, *values)
     torch.testing.assert_close(found, grad * score.derivative(x, *at))
+
+
+@pytest.mark.parametrize(
+    ("window", "off"), [(causal(), 0), (causal(), 2), (window(3, 1), -2), (window(2, None), 2)], ids=str
+)
+def test_windows_are_a_part_of_the_score(window, off):
+    call = problem(alibi(torch.rand(4)), window, 7, 7 + off)
+    assert cudnn.refusals(call, True) == []
+    plain, mod = modification(call.score, True), launch._modification(call, True)
+    assert mod.backward is plain.backward
+    given = mod.tensors(call.score)
+    graph, known = Graph(), {x.value: x for x in data_type}
+    replay = Replay(mod, [graph._input("tensor", i, made=known[x.dtype]) for i, x in enumerate(given)], data_type)
+    forward = Recording.of("forward", replay.forward(graph, graph._input("score")), False)
+    x = torch.randn(2, 4, 7, 7 + off)
+    at = [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(x.shape)]
+    found = forward(x, *at, *(y.reshape(()) if y.numel() == 1 else y for y in given))
+    seen = window.sees(call.extent, *at)
+    torch.testing.assert_close(found, call.score(x, *at).where(seen, -torch.inf))
 
 
 def test_callbacks_are_called_as_they_were_written():
@@ -250,6 +268,30 @@ def test_around_the_graphs(s_q, s_k, mask, used, sink):
     check(q, k, v, backend="cudnn", **keywords).assert_ok()
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_forms_follow_what_no_key_of_a_problem_holds(monkeypatch):
+    """Scale, bounds, the LSE, and shapes of captured tensors."""
+    forms, launches = [], {}
+
+    class Kept(StandIn):
+        def run(self, given, held, handle):
+            forms.append(self.form)
+
+    monkeypatch.setattr(launch, "_graph", lambda problem, form, mine: Kept(form))
+    table = (
+        score_callback(added, None, {"bias": torch.zeros(1, 1, 7, 9)}),
+        score_callback(added, None, {"bias": torch.zeros(2, 4, 7, 9)}),
+    )
+    for score_mod in (None, *table):
+        for mask in (window(2, 0), window(None, 2), window(2, None), window(3, 0)):
+            for scale, lse in ((0.3, False), (0.3, True), (0.4, True)):
+                call = replace(problem(score_mod, mask), scale=scale, launches=launches)
+                launch.forward(call, lse)
+    # With a score, bounds are values: the two with both are one.
+    assert [len({*forms[i : i + 12]}) for i in (0, 12, 24)] == [12, 9, 9]
+    assert len({*forms}) == 30
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_the_lse_as_columns(dtype):
     v, out, dout = (torch.randn(2, h, 5, 16, dtype=dtype) for h in (2, 4, 4))
@@ -277,6 +319,7 @@ def test_graphs_of_the_frontend(stand_in, monkeypatch):
         *({"mask": mask} for mask in (causal(), window(3, 0), window(3, None))),
         {"layout": Dense("bhsd", used, used)},
         *({"score_mod": case(name, 4, 64, 64).score()} for name in NAMES),
+        {"score_mod": softcap(2.0), "mask": window(5, 0)},
     ]
     for keywords in calls:
         q, k, v = (torch.randn(2, h, 64, 64, dtype=torch.bfloat16) for h in (4, 2, 2))

@@ -95,6 +95,15 @@ def test_functions_that_nobody_wrote_for_cudnn():
         check(*operands(), score_mod=score_mod, sink=sink, layout=Dense("bshd"), backend="cudnn").assert_ok()
 
 
+@pytest.mark.parametrize("shape", [(256, 256), (200, 300), (300, 200)])
+def test_masks_with_scores(shape):
+    tensors = operands(s_q=shape[0], s_k=shape[1])
+    for score_mod in (softcap(2.0), case("softcap", 4, *shape, "cuda").score(), alibi(torch.rand(4, device="cuda"))):
+        for mask in (causal(), window(90, 3)):
+            keywords = {"score_mod": score_mod, "mask": mask, "layout": Dense("bshd"), "backend": "cudnn"}
+            check(*tensors, **keywords).assert_ok()
+
+
 @pytest.mark.parametrize("name", [None, "softcap"])
 def test_deterministic(name):
     tensors = [x.requires_grad_() for x in operands(s_q=1024, s_k=1024)]

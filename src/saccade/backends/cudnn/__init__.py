@@ -10,7 +10,6 @@ from torch import Tensor
 
 from saccade.backends import ANY_SCORE, Gradients, Saved, Support
 from saccade.backends.cudnn.frontend import installed
-from saccade.layouts import Dense
 from saccade.masks import Window
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -20,13 +19,13 @@ SUPPORT = Support(
     dtypes=("fp16", "bf16"),
     layouts=("dense", "padded"),
     masks=("causal", "window"),
-    scores=(ANY_SCORE, "of cuDNN's operations, without masks and padding"),
+    scores=(ANY_SCORE, "of cuDNN's operations, without padding"),
     flags=("sink", "deterministic", "aligned"),
     max_d=256,
     multiple_of=8,
     needs=("aligned",),
-    # cuDNN: "Attention score mod enabled and hence other subgraphs are disabled."
-    apart=(("score", "causal"), ("score", "window"), ("score", "padded")),
+    # cuDNN: "Attention score mod enabled and hence other subgraphs are disabled." Windows are a part of the score then.
+    apart=(("score", "padded"),),
 )
 GRADIENT = SUPPORT
 
@@ -51,18 +50,12 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
             modification(problem.score, gradient)
         except NoOperation as reason:
             found.append(f"cannot run {problem.score.kind}: {reason}")
-    if problem.score is not None and _hides(problem):
-        found.append("has no mask with score")
     if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:
         found.append("has no backward of one query and one key")
     spec = problem.spec()
     if gradient and spec.device != "sm90" and max(spec.d, spec.d_v) > 128:
         found.append(f"has a backward of head dims up to 128 on {spec.device}, not of {max(spec.d, spec.d_v)}")
     return found
-
-
-def _hides(problem: Problem) -> bool:
-    return problem.mask is not None or (isinstance(problem.layout, Dense) and bool(problem.layout.records))
 
 
 def workspace(spec: Spec) -> str:

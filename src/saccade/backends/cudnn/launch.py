@@ -18,7 +18,8 @@ from saccade.backends.cudnn.cache import cache
 from saccade.backends.cudnn.frontend import frontend
 from saccade.backends.cudnn.graphs import Built, Form, Place, built
 from saccade.backends.cudnn.handles import handle
-from saccade.backends.cudnn.modification import modification
+from saccade.backends.cudnn.masked import masked
+from saccade.backends.cudnn.modification import Modification, modification
 from saccade.backends.device.gradients import sink_gradient
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
@@ -125,15 +126,13 @@ def extended(v: Tensor, out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Tensor
 
 
 def _run(problem: Problem, given: dict[str, Tensor], use: Use | None, gradient: bool) -> None:
-    if use is not None:
-        given |= {"rows": use.rows, "keys": use.keys}
     mod, held = None, []
+    band = (problem.mask.left, problem.mask.right) if isinstance(problem.mask, Window) else None
     if problem.score is not None:
-        mod = modification(problem.score, gradient)
+        mod = _modification(problem, gradient)
         held = mod.tensors(problem.score)
-    window = problem.mask
-    assert window is None or isinstance(window, Window)
-    band = None if window is None else (window.left, window.right)
+    elif use is not None:
+        given |= {"rows": use.rows, "keys": use.keys}
     # All that a Form holds and the Problem's key does not.
     key = (
         *(gradient, *given, problem.scale, band, *((x.shape, x.stride()) for x in held)),
@@ -145,9 +144,9 @@ def _run(problem: Problem, given: dict[str, Tensor], use: Use | None, gradient: 
             given["q"].device.index,
             tuple((name, Place.of(x)) for name, x in given.items()),
             problem.scale,
-            band,
+            band if mod is None else None,
             # On whole squares both are the same, and more engines know the other.
-            use is not None or given["q"].shape[2] != given["k"].shape[2],
+            "rows" in given or given["q"].shape[2] != given["k"].shape[2],
             problem.deterministic and gradient,
             mod,
             tuple(map(Place.of, held)),
@@ -156,6 +155,20 @@ def _run(problem: Problem, given: dict[str, Tensor], use: Use | None, gradient: 
     with _on_device(device):
         mine = handle(device)
         _graph(problem, form, mine).run(given, held, mine)
+
+
+def _modification(problem: Problem, gradient: bool) -> Modification:
+    """Of the score and, if there is one, of the mask."""
+    assert problem.score is not None
+    mod, window = modification(problem.score, gradient), problem.mask
+    if not isinstance(window, Window):
+        return mod
+    key = "masked", gradient, window.left, window.right
+    found = problem.launches.get(key)
+    if found is None:
+        off = problem.k.shape[2] - problem.q.shape[2]
+        found = problem.launches[key] = masked(mod, window, off)
+    return found
 
 
 def _graph(problem: Problem, form: Form, mine: object) -> Built:
