@@ -164,9 +164,9 @@ def built(form: Form, handle: Any) -> Built:
     graph, tensors, replay = described(form, handle=handle)
     graph.validate()
     graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])  # calls the callbacks, if not before
     if replay is not None:
         replay.forget()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.deselect_engines(list(OTHERS))
     graph.check_support()
     graph.build_plans(cudnn.build_plan_policy.HEURISTICS_CHOICE)

@@ -37,9 +37,25 @@ def lowered(program: Program, module: fx.GraphModule) -> tuple[Step, ...]:
 
 def scaled(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """`gradient * value`, the value being that of the last step."""
-    if steps[-1].name == "number" and steps[-1].attributes[0] == 1:
+    *rest, last = steps
+    if _is(last, 1):
         return (Step("gradient"),)
+    # Where a value is zero nothing is multiplied: it is the gradient that is selected.
+    if last.name == "binary_select" and (zeros := [_is(rest[i], 0) for i in last.inputs[:2]]).count(True) == 1:
+        value, zero = (last.inputs[i] for i in ((0, 1) if zeros[1] else (1, 0)))
+        mask = last.inputs[2]
+        if zeros[0]:
+            rest.append(Step("logical_not", (mask,), (), BOOLEAN, BOOLEAN))
+            mask = len(rest) - 1
+        rest.append(Step("gradient"))
+        if not _is(rest[value], 1):
+            rest.append(Step("mul", (len(rest) - 1, value), (), FLOAT, FLOAT))
+        return (*rest, Step("binary_select", (len(rest) - 1, zero, mask), (), FLOAT, FLOAT))
     return (*steps, Step("gradient"), Step("mul", (len(steps), len(steps) - 1), (), FLOAT, FLOAT))
+
+
+def _is(step: Step, value: float) -> bool:
+    return step.name == "number" and step.attributes[0] == value
 
 
 _SAME_AS = {
@@ -64,7 +80,8 @@ _ROUNDING = {"floor_divide": "floor", "div": None}
 _POWERS = (2, 3, 4)
 
 
-def _kind(dtype: torch.dtype) -> data_type:
+def kind_of(dtype: torch.dtype) -> data_type:
+    """What it is to cuDNN."""
     return FLOAT if dtype.is_floating_point else BOOLEAN if dtype == torch.bool else INT32
 
 
@@ -128,7 +145,7 @@ class _Lowering:
         return self._operation(name, node, args)
 
     def _operation(self, name: str, node: fx.Node, args: list[Any]) -> int:  # noqa: C901 (a table of operations)
-        kind = _kind(node.meta["val"].dtype)
+        kind = kind_of(node.meta["val"].dtype)
         if node.kwargs.get("alpha", 1) != 1:
             args[1] = self.add("mul", (args[1], self.value(node.kwargs["alpha"])), kind)
         if name == "where":
@@ -245,7 +262,7 @@ class _Lowering:
         if len({*along}) != len(along):
             raise NoOperation("cuDNN reads tensors that broadcast to (b, h, s_q, s_k), not their diagonals")
         dtype = self.program.dtypes[i]
-        return self.input(_kind(dtype), "tensor", (), (i, axes))
+        return self.input(kind_of(dtype), "tensor", (), (i, axes))
 
     @staticmethod
     def _axis(index: Any) -> Any:

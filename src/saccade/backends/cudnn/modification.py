@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.backends.cudnn.legal import legal
 from saccade.backends.cudnn.lowered import NoOperation, lowered, scaled
 from saccade.problem import ALIGNMENT
 from saccade.scores import Score, Softcap, Traced
@@ -87,7 +88,7 @@ def _of_program(program: Any, gradient: bool) -> Modification:
         backward = scaled(lowered(program, program.slope))
     if backward is not None and [x.name for x in backward] == ["gradient"]:
         backward = None
-    return _collected(program, forward, backward)
+    return _collected(program, legal(program, forward), None if backward is None else legal(program, backward))
 
 
 def _collected(program: Any, forward: Steps, backward: Steps | None) -> Modification:

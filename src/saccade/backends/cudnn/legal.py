@@ -1,0 +1,78 @@
+"""What cuDNN's engines ask of steps: the first operand of an operation is computed, never read.
+
+So are both numbers of a selection, but that the second may be passed by value, and what selects. An engine refuses a
+graph with another, or crashes while it looks at it (cuDNN 9.19, `binary_select` of a tensor).
+"""
+
+from __future__ import annotations
+
+from saccade.backends.cudnn.lowered import BOOLEAN, FLOAT, INT32, kind_of
+from saccade.scores.graph import Step, data_type
+from saccade.scores.program import Program
+
+HELD = ("tensor", "runtime", "number")
+BY_VALUE = ("runtime", "number")
+_MIRRORED = {
+    "add": "add", "mul": "mul", "max": "max", "min": "min", "bias": "bias", "scale": "scale",
+    "logical_and": "logical_and", "logical_or": "logical_or", "cmp_eq": "cmp_eq", "cmp_neq": "cmp_neq",
+    "cmp_gt": "cmp_lt", "cmp_lt": "cmp_gt", "cmp_ge": "cmp_le", "cmp_le": "cmp_ge",
+}  # fmt: skip
+"""The same operation with its operands the other way round."""
+
+
+def legal(program: Program, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The same value by steps that engines take: operands change places, or what is read is added to a zero that is
+    computed."""
+    made = _Legal(program)
+    for step in steps:
+        made.take(step)
+    made.computed(len(made.steps) - 1)
+    return tuple(made.steps)
+
+
+class _Legal:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.steps: list[Step] = []
+        self.places: list[int] = []
+        """Where each of the steps that were taken is now."""
+        self.computed_at: dict[int, int] = {}
+
+    def add(self, *step: object) -> int:
+        self.steps.append(Step(*step))  # pyright: ignore[reportArgumentType]
+        return len(self.steps) - 1
+
+    def take(self, step: Step) -> None:
+        name, inputs = step.name, [self.places[i] for i in step.inputs]
+        if len(inputs) == 2 and name in _MIRRORED and self.held(inputs[0]) and not self.held(inputs[1]):
+            name, inputs = _MIRRORED[name], inputs[::-1]
+        for port, i in enumerate(inputs):
+            if port == 0 or (name == "binary_select" and not (port == 1 and self.steps[i].name in BY_VALUE)):
+                inputs[port] = self.computed(i)
+        self.places.append(self.add(name, tuple(inputs), step.attributes, step.computed, step.made))
+
+    def held(self, i: int) -> bool:
+        return self.steps[i].name in HELD
+
+    def computed(self, i: int) -> int:
+        """A step of the same value that is computed."""
+        if not self.held(i):
+            return i
+        if i not in self.computed_at:
+            kind, row = self.kind(self.steps[i]), self.add("gen_index", (), (2,), INT32, INT32)
+            if kind == BOOLEAN:
+                never = self.add("cmp_lt", (row, row), (), BOOLEAN, BOOLEAN)
+                self.computed_at[i] = self.add("logical_or", (never, i), (), BOOLEAN, BOOLEAN)
+            else:
+                value = 0 if kind == INT32 else 0.0
+                number = self.add("number", (), (value, repr(value)))
+                zero = self.add("mul", (row, number), (), kind, kind)
+                self.computed_at[i] = self.add("add", (zero, i), (), kind, kind)
+        return self.computed_at[i]
+
+    def kind(self, step: Step) -> data_type:
+        value = step.attributes[0]
+        if step.name == "tensor":
+            return kind_of(self.program.dtypes[value])
+        whole = self.program.integral[value] if step.name == "runtime" else isinstance(value, int)
+        return INT32 if whole else FLOAT
