@@ -92,12 +92,18 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert plan_of(problem(alibi(torch.rand(4))), "cudnn", gradient=True).backend == "cudnn"
 
 
+ROWS, NEAR = torch.rand(7), torch.rand(7, 9) > 0.5
 SCORES = {
     **{name: (lambda name=name: case(name, 4, 7, 9).score()) for name in NAMES},
     "library softcap": lambda: softcap(3.0),
     "library alibi": lambda: alibi(torch.rand(4)),
     "bias": lambda: bias(torch.randn(1, 4, 7, 9)),
     "composed": lambda: compose(softcap(3.0), alibi(torch.rand(4))),
+    # Operands that engines refuse in their places: see legal.py.
+    "read first": lambda: (
+        lambda s, b, h, q, k: torch.where(ROWS[q] > k, 2 - ROWS[q] / (s * s + 1), NEAR[q, k] & (s > 0))
+    ),
+    "inverted": lambda: lambda s, b, h, q, k: torch.where(NEAR[q, k], -1e9, s),
     "function": lambda: lambda s, b, h, q, k: torch.where((q >= k) & (q - k < 3), s * (b + 1), (k - q).clamp(min=-1)),
 }
 

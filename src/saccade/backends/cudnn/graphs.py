@@ -86,7 +86,6 @@ def described(form: Form, **options: Any) -> Described:
     cudnn = frontend()
     kinds = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}
     kinds |= {torch.float32: cudnn.data_type.FLOAT, torch.int32: cudnn.data_type.INT32}
-    kinds |= {torch.bool: cudnn.data_type.BOOLEAN}
     places = dict(form.tensors)
     graph = cudnn.pygraph(
         io_data_type=kinds[places["q"].dtype],

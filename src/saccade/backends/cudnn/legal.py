@@ -1,12 +1,16 @@
-"""What cuDNN's engines ask of steps: the first operand of an operation is computed, never read.
+"""What cuDNN's engines ask of steps, past what graphs are valid (as of cuDNN 9.19 on Hopper).
 
-So are both numbers of a selection, but that the second may be passed by value, and what selects. An engine refuses a
-graph with another, or crashes while it looks at it (cuDNN 9.19, `binary_select` of a tensor).
+- The first operand of an operation is computed, never read. So are both numbers of a selection, but that the second
+  may be passed by value, and what selects. Graphs with others are refused, or crash the engine that looks at them.
+- Tensors of bool, which crash one, are given as integers.
+- What is true or false is computed as FLOAT: a backward takes nothing else of comparisons of floats and of logic.
 """
 
 from __future__ import annotations
 
-from saccade.backends.cudnn.lowered import BOOLEAN, FLOAT, INT32, kind_of
+import torch
+
+from saccade.backends.cudnn.lowered import BOOLEAN, FLOAT, INT32
 from saccade.scores.graph import Step, data_type
 from saccade.scores.program import Program
 
@@ -43,13 +47,18 @@ class _Legal:
         return len(self.steps) - 1
 
     def take(self, step: Step) -> None:
+        if step.name == "tensor" and self.program.dtypes[step.attributes[0]] == torch.bool:
+            ones, none = self.computed(self.add(*step)), self.add("number", (), (0, "0"))
+            self.places.append(self.add("cmp_neq", (ones, none), (), FLOAT, BOOLEAN))
+            return
         name, inputs = step.name, [self.places[i] for i in step.inputs]
         if len(inputs) == 2 and name in _MIRRORED and self.held(inputs[0]) and not self.held(inputs[1]):
             name, inputs = _MIRRORED[name], inputs[::-1]
         for port, i in enumerate(inputs):
             if port == 0 or (name == "binary_select" and not (port == 1 and self.steps[i].name in BY_VALUE)):
                 inputs[port] = self.computed(i)
-        self.places.append(self.add(name, tuple(inputs), step.attributes, step.computed, step.made))
+        computed = FLOAT if step.computed == BOOLEAN else step.computed
+        self.places.append(self.add(name, tuple(inputs), step.attributes, computed, step.made))
 
     def held(self, i: int) -> bool:
         return self.steps[i].name in HELD
@@ -60,19 +69,14 @@ class _Legal:
             return i
         if i not in self.computed_at:
             kind, row = self.kind(self.steps[i]), self.add("gen_index", (), (2,), INT32, INT32)
-            if kind == BOOLEAN:
-                never = self.add("cmp_lt", (row, row), (), BOOLEAN, BOOLEAN)
-                self.computed_at[i] = self.add("logical_or", (never, i), (), BOOLEAN, BOOLEAN)
-            else:
-                value = 0 if kind == INT32 else 0.0
-                number = self.add("number", (), (value, repr(value)))
-                zero = self.add("mul", (row, number), (), kind, kind)
-                self.computed_at[i] = self.add("add", (zero, i), (), kind, kind)
+            number = self.add("number", (), (0, "0") if kind == INT32 else (0.0, "0.0"))
+            zero = self.add("mul", (row, number), (), kind, kind)
+            self.computed_at[i] = self.add("add", (zero, i), (), kind, kind)
         return self.computed_at[i]
 
     def kind(self, step: Step) -> data_type:
         value = step.attributes[0]
         if step.name == "tensor":
-            return kind_of(self.program.dtypes[value])
+            return FLOAT if self.program.dtypes[value].is_floating_point else INT32
         whole = self.program.integral[value] if step.name == "runtime" else isinstance(value, int)
         return INT32 if whole else FLOAT

@@ -80,8 +80,7 @@ _ROUNDING = {"floor_divide": "floor", "div": None}
 _POWERS = (2, 3, 4)
 
 
-def kind_of(dtype: torch.dtype) -> data_type:
-    """What it is to cuDNN."""
+def _kind(dtype: torch.dtype) -> data_type:
     return FLOAT if dtype.is_floating_point else BOOLEAN if dtype == torch.bool else INT32
 
 
@@ -101,7 +100,6 @@ class _Lowering:
         return tuple(self.steps)
 
     def add(self, name: str, inputs: tuple[int, ...], kind: data_type = FLOAT, attributes: tuple[Any, ...] = ()) -> int:
-        # As cuDNN's own masks have them: comparisons and what is true or false are computed as BOOLEAN.
         self.steps.append(Step(name, inputs, attributes, kind, kind))
         self.kinds.append(kind)
         return len(self.steps) - 1
@@ -145,7 +143,7 @@ class _Lowering:
         return self._operation(name, node, args)
 
     def _operation(self, name: str, node: fx.Node, args: list[Any]) -> int:  # noqa: C901 (a table of operations)
-        kind = kind_of(node.meta["val"].dtype)
+        kind = _kind(node.meta["val"].dtype)
         if node.kwargs.get("alpha", 1) != 1:
             args[1] = self.add("mul", (args[1], self.value(node.kwargs["alpha"])), kind)
         if name == "where":
@@ -262,7 +260,7 @@ class _Lowering:
         if len({*along}) != len(along):
             raise NoOperation("cuDNN reads tensors that broadcast to (b, h, s_q, s_k), not their diagonals")
         dtype = self.program.dtypes[i]
-        return self.input(kind_of(dtype), "tensor", (), (i, axes))
+        return self.input(_kind(dtype), "tensor", (), (i, axes))
 
     @staticmethod
     def _axis(index: Any) -> Any:

@@ -37,13 +37,13 @@ def masked(mod: Modification, window: Window, off: int) -> Modification:
     seen = []
     if window.right is not None:
         last = add("add", (row, constant(off + window.right)), (), INT32, INT32)
-        seen.append(add("cmp_ge", (last, key), (), BOOLEAN, BOOLEAN))
+        seen.append(add("cmp_ge", (last, key), (), FLOAT, BOOLEAN))
     if window.left is not None:
         first = add("add", (row, constant(off - window.left)), (), INT32, INT32)
-        seen.append(add("cmp_ge", (key, first), (), BOOLEAN, BOOLEAN))
+        seen.append(add("cmp_ge", (key, first), (), FLOAT, BOOLEAN))
     if not seen:
         return mod
-    keep = seen[0] if len(seen) == 1 else add("logical_and", tuple(seen), (), BOOLEAN, BOOLEAN)
+    keep = seen[0] if len(seen) == 1 else add("logical_and", tuple(seen), (), FLOAT, BOOLEAN)
     add("binary_select", (value, constant(-math.inf, torch.float32), keep), (), FLOAT, FLOAT)
     types = tuple(x.dtype for x in constants)
     return replace(mod, forward=tuple(steps), constants=tuple(constants), types=types)

@@ -144,7 +144,7 @@ def _numbers(score: Score) -> Sequence[Any]:
     return score.numbers if isinstance(score, Traced) else score.floats
 
 
-_NARROWER = {torch.float64: torch.float32, torch.int64: torch.int32}
+_READ = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.int32))
 
 
 def _view(x: Tensor, axes: tuple[Any, ...]) -> Tensor:
@@ -157,8 +157,8 @@ def _view(x: Tensor, axes: tuple[Any, ...]) -> Tensor:
     for axis in range(4):
         if axis not in kept:
             x = x.unsqueeze(axis)
-    if x.dtype in _NARROWER:
-        x = x.to(_NARROWER[x.dtype])
+    if x.dtype not in _READ:
+        x = x.to(torch.float32 if x.is_floating_point() else torch.int32)
     if x.data_ptr() % ALIGNMENT or any(n > 1 and m == 0 for n, m in zip(x.shape, x.stride(), strict=True)):
         x = x.clone(memory_format=torch.contiguous_format)
     # Strides of dimensions of one element mean nothing, but have to be multiples of the inner ones.
