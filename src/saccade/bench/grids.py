@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from saccade.testing.callbacks import USUAL
 from saccade.testing.cases import MODELS, NAMED, Case
 
 MODES = ("forward", "backward", "forward+backward")
@@ -90,6 +91,9 @@ _SCORES = [
 ]
 
 
+_CALLBACKS = [_tokens(d, 8192, "none").replace(score=f"callback({name})") for d in (64, 128) for name in USUAL]
+
+
 _MASKS = [
     Case("", h_q=16, h_k=16, s_q=s, s_k=s, d=128, mask=mask)
     for mask in ("documents&causal", "neighborhood_plane", "random_blocks")
@@ -150,6 +154,7 @@ def _documents(dtype: str, mask: str) -> Case:
 
 
 _DIMS = [*_dims(128, 128), *_dims(128, 128, dtype="fp16"), *_dims(192, 128), *_dims(96, 96), *_dims(80, 80)]
+_SMALL = Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64)
 _FIRST = [_tokens(128, 2048, "causal").replace(score=score) for score in ("none", "alibi", "relative_bias(128)")]
 
 GRIDS = {
@@ -165,6 +170,16 @@ GRIDS = {
         _cells(map(named, _SCORES), "forward", "backward"),
         ("saccade-gluon", "saccade-triton", "flex"),
         "score functions against compiled FlexAttention: d 64 and 128, s 8192, both modes, learned tables with theirs",
+    ),
+    "callbacks": Grid(
+        _cells(map(named, _CALLBACKS), "forward", "backward"),
+        ("saccade-gluon", "saccade-cudnn"),
+        "cuDNN's score callbacks on gluon against cuDNN itself: d 64 and 128, s 8192, both modes",
+    ),
+    "callbacks-host": Grid(
+        _cells([named(_SMALL.replace(score=f"callback({name})")) for name in USUAL], "forward"),
+        ("saccade-gluon", "saccade-cudnn"),
+        "score callbacks for --host: one small call of each, its graphs in the cache",
     ),
     # The oracle's float64 matrices of one head fill an H200 in the backward at 32k, which is therefore timed at 16k.
     "masks": Grid(
@@ -204,7 +219,7 @@ GRIDS = {
         "64 packed documents of 100 to 2000 tokens against SDPA on the padded batch",
     ),
     "host": Grid(
-        _cells([named(Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64))], "forward"),
+        _cells([named(_SMALL)], "forward"),
         ("saccade-*", "sdpa", "sdpa-flash", "sdpa-cudnn", "fa3"),
         "what --host measures: one small call",
     ),

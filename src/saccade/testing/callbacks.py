@@ -25,6 +25,12 @@ class Case(NamedTuple):
     def score(self) -> ScoreMod:
         return score_callback(*self)
 
+    def learned(self, requires_grad: bool) -> Case:
+        """The same, with or without gradients of those tensors that learn."""
+        if requires_grad or self.score_mod_tensors is None:
+            return self
+        return self._replace(score_mod_tensors={name: x.detach() for name, x in self.score_mod_tensors.items()})
+
 
 def _row_and_column(graph: Any, like: Any) -> tuple[Any, Any]:
     row, column = (graph.gen_index(input=like, axis=axis) for axis in (2, 3))
@@ -47,6 +53,14 @@ def causal(graph: Any, score: Any, tensors: Any) -> Any:
 
 def causal_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
     return graph.binary_select(input0=dP, input1=tensors["zero"], mask=_keep(graph, dP))
+
+
+def scaled_causal(graph: Any, score: Any, tensors: Any) -> Any:
+    return causal(graph, graph.mul(a=score, b=tensors["factor"], compute_data_type=FLOAT), tensors)
+
+
+def scaled_causal_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
+    return graph.mul(a=causal_bprop(graph, dP, tensors), b=tensors["factor"], compute_data_type=FLOAT)
 
 
 class Softcap:
@@ -175,6 +189,12 @@ def case(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cp
     softcap, all_backward = Softcap(), Derivatives()
     makers: dict[str, Callable[[], Case]] = {
         "causal": lambda: Case(causal, causal_bprop, {"neg_inf": one(-1e9)}, {"zero": one(0.0)}),
+        "scaled_causal": lambda: Case(
+            scaled_causal,
+            scaled_causal_bprop,
+            {"neg_inf": one(-1e9), "factor": one(1.5)},
+            {"zero": one(0.0), "factor": one(1.5)},
+        ),
         "softcap": lambda: Case(softcap.forward, softcap.backward, {"cap": one(0.8)}, {"cap": one(0.8)}),
         "post_scale_bias": lambda: Case(post_scale_bias, identity_bprop),
         "alibi": lambda: Case(alibi, None, {"slopes": normal(1, h, 1, 1)}),
@@ -188,4 +208,6 @@ def case(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cp
     return makers[name]()
 
 
-NAMES = ("causal", "softcap", "post_scale_bias", "alibi", "added", "band", "everything", "derivatives")
+USUAL = "causal", "scaled_causal", "softcap", "post_scale_bias", "alibi", "band"
+"""What people write; these are timed."""
+NAMES = (*USUAL, "added", "everything", "derivatives")

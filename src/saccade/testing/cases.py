@@ -16,7 +16,7 @@ from saccade import masks, scores
 from saccade.layouts import Dense
 from saccade.masks import UNBOUNDED, Mask
 from saccade.spec import TORCH_DTYPES
-from saccade.testing import gallery, packed, paged
+from saccade.testing import callbacks, gallery, packed, paged
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Case:
     (drawn ids), `&`, `|` and parentheses. Or a name out of `saccade.testing.gallery`."""
     score: str = "none"
     """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`; joined by
-    `+`, the first one first. Their tensors are drawn."""
+    `+`, the first one first. Their tensors are drawn. `callback(causal)`: one of `saccade.testing.callbacks`."""
     sink: bool = False
     order: str = "bhsd"
     """`thd`: packed sequences, of drawn lengths up to s_q and s_k, the same ones if `s_q = s_k`, or `lengths`. `paged`:
@@ -217,7 +217,10 @@ class Case:
             return None
 
         def one(word: str) -> Callable[..., Tensor]:
-            kind, number = re.fullmatch(r"(\w+)(?:\(([\d.]+)\))?", word).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            kind, number = re.fullmatch(r"(\w+)(?:\(([\w.]+)\))?", word).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            if kind == "callback":
+                given = callbacks.case(number, self.h_q, self.s_q, self.s_k, device, self.b)
+                return given.learned(requires_grad).score()
             if kind == "softcap":
                 return scores.softcap(float(number))
             shape = {
