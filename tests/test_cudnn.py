@@ -74,6 +74,10 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     (told,) = cudnn.refusals(problem(relative_bias(torch.randn(4, 5))), False)
     assert "score(relative_bias)" in told or "relative_bias" in told
     assert "not at computed indices" in told
+    everything = problem(case("everything", 4, 7, 9).score())
+    assert cudnn.refusals(everything, False) == []
+    (told,) = cudnn.refusals(everything, True)
+    assert told.startswith("has graphs of up to 220 operations on scores, not ")
     assert "has no backward of one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
     assert cudnn.refusals(problem(s_q=1, s_k=1), False) == []
     wide = torch.zeros(1, 1, 2, 192)

@@ -28,6 +28,8 @@ SUPPORT = Support(
     apart=(("score", "padded"),),
 )
 GRADIENT = SUPPORT
+OPERATIONS = 220
+"""cuDNN 9.19 takes graphs of 256 nodes, of which attention itself is about 25."""
 
 
 def obstacle() -> str | None:
@@ -47,7 +49,9 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
         found.append(f"has one window of keys for each row, not {problem.mask.kind}")
     if problem.score is not None:
         try:
-            modification(problem.score, gradient)
+            operations = modification(problem.score, gradient).operations
+            if operations > OPERATIONS:
+                found.append(f"has graphs of up to {OPERATIONS} operations on scores, not {operations}")
         except NoOperation as reason:
             found.append(f"cannot run {problem.score.kind}: {reason}")
     if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:

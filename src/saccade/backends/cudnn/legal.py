@@ -14,6 +14,7 @@ from saccade.backends.cudnn.lowered import BOOLEAN, FLOAT, INT32
 from saccade.scores.graph import Step, data_type
 from saccade.scores.program import Program
 
+NOT_SET = data_type.NOT_SET
 HELD = ("tensor", "runtime", "number")
 BY_VALUE = ("runtime", "number")
 _MIRRORED = {
@@ -57,8 +58,7 @@ class _Legal:
         for port, i in enumerate(inputs):
             if port == 0 or (name == "binary_select" and not (port == 1 and self.steps[i].name in BY_VALUE)):
                 inputs[port] = self.computed(i)
-        computed = FLOAT if step.computed == BOOLEAN else step.computed
-        self.places.append(self.add(name, tuple(inputs), step.attributes, computed, step.made))
+        self.places.append(self.add(name, tuple(inputs), step.attributes, *_types(step)))
 
     def held(self, i: int) -> bool:
         return self.steps[i].name in HELD
@@ -80,3 +80,14 @@ class _Legal:
             return FLOAT if self.program.dtypes[value].is_floating_point else INT32
         whole = self.program.integral[value] if step.name == "runtime" else isinstance(value, int)
         return INT32 if whole else FLOAT
+
+
+def _types(step: Step) -> tuple[data_type, data_type]:
+    """What it is computed as, and made of, by name: so that the same steps of a callback and of its derivative, of
+    which only one was written by hand, are one operation."""
+    if step.name in (*HELD, "score", "gradient"):
+        return step.computed, step.made
+    index, truth = step.name == "gen_index", step.name.startswith(("cmp_", "logical_"))
+    made = step.made if step.made != NOT_SET else INT32 if index else BOOLEAN if truth else FLOAT
+    computed = INT32 if index else FLOAT if step.computed in (NOT_SET, BOOLEAN) else step.computed
+    return computed, made

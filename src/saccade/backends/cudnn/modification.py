@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.backends.cudnn.legal import legal
+from saccade.backends.cudnn.legal import HELD, legal
 from saccade.backends.cudnn.lowered import NoOperation, lowered, scaled
 from saccade.problem import ALIGNMENT
 from saccade.scores import Score, Softcap, Traced
@@ -45,6 +45,12 @@ class Modification:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def operations(self) -> int:
+        """How many nodes a graph has for it, at most."""
+        steps = (*self.forward, *(self.backward or ()))
+        return sum(step.name not in (*HELD, "score", "gradient") for step in steps)
 
     def tensors(self, score: Score) -> list[Tensor]:
         """What is given to a graph: views of four dimensions on the device, then on the CPU numbers and constants."""

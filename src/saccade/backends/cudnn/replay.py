@@ -78,18 +78,9 @@ class Replay:
             attributes = zip((name for name, _ in operation.attributes), step.attributes, strict=True)
             named |= {name: x for name, x in attributes if math.isfinite(x)}
             node = getattr(graph, step.name)(**named, **types)
-        if (kind := _kind(step)) is not None:
-            node.set_data_type(self._type(kind))
+        if step.made != data_type.NOT_SET:
+            node.set_data_type(self._type(step.made))
         return node
 
     def _type(self, kind: data_type) -> Any:
         return getattr(self.data_types, kind.name)
-
-
-def _kind(step: Step) -> data_type | None:
-    """Indices and truths have types of their own, as recordings have them; the rest is the graph's FLOAT."""
-    if step.made != data_type.NOT_SET:
-        return step.made
-    if step.name == "gen_index":
-        return data_type.INT32
-    return data_type.BOOLEAN if step.name.startswith(("cmp_", "logical_")) else None
