@@ -108,6 +108,7 @@ SCORES = {
         lambda s, b, h, q, k: torch.where(ROWS[q] > k, 2 - ROWS[q] / (s * s + 1), NEAR[q, k] & (s > 0))
     ),
     "inverted": lambda: lambda s, b, h, q, k: torch.where(NEAR[q, k], -1e9, s),
+    "remainders": lambda: lambda s, b, h, q, k: s * ((k - q) % 3) + (q // 2) % 5 + torch.remainder(s, 0.7),
     "function": lambda: lambda s, b, h, q, k: torch.where((q >= k) & (q - k < 3), s * (b + 1), (k - q).clamp(min=-1)),
 }
 

@@ -165,6 +165,9 @@ class _Lowering:
             return self._clamped(args, kind)
         if name in ("floor_divide", "div") and (rounding := node.kwargs.get("rounding_mode", _ROUNDING[name])):
             return self._quotient(args, rounding)
+        if name == "remainder":
+            multiple = self.add("mul", (self._quotient(args, "floor"), self.real(args[1])))
+            return self.add("sub", (self.real(args[0]), multiple))
         if kind == INT32 and name not in _WHOLE:  # exact up to 2^24, farther than scores reach
             args, kind = [self.real(x) for x in args], FLOAT
         if name == "pow" and node.args[1] in _POWERS:
@@ -217,7 +220,11 @@ class _Lowering:
         return place if high is None else self.add("min", (place, high), kind)
 
     def _quotient(self, args: list[Any], rounding: str) -> int:
-        exact = self.add("div", (self.real(args[0]), self.real(args[1])))
+        given, by = self.real(args[0]), self.real(args[1])
+        whole = [self.kinds[x] == INT32 for x in args] == [True, True]
+        if rounding == "floor" and whole and self.steps[by].name == "number" and self.steps[by].attributes[0] > 0:
+            given = self.add("add", (given, self.value(0.5)))  # far from where a quotient that is not exact errs
+        exact = self.add("div", (given, by))
         return self.add("floor", (exact,)) if rounding == "floor" else self._composed("trunc", [exact])
 
     def _converted(self, x: int, dtype: torch.dtype) -> int:
