@@ -344,6 +344,21 @@ def test_graphs_of_the_frontend(stand_in, monkeypatch):
         made.graph.validate()
 
 
+def test_what_a_graph_is_given():
+    """By uids, in the order of its Form, without gradients."""
+    calls = []
+    graph = SimpleNamespace(execute=lambda *given, **named: calls.append((given, named)))
+    q, out, held = torch.randn(2, requires_grad=True), torch.randn(2), torch.ones(1)
+    graphs.Built(graph, (3, 1, 2), 16).run({"q": q, "out": out}, [held], "handle")
+    (((first, *others), workspace), named), *_ = calls
+    assert not first.requires_grad
+    assert first.data_ptr() == q.data_ptr()
+    assert others[0] is out
+    assert others[1] is held
+    assert workspace.numel() == 16
+    assert named == {"handle": "handle", "tensor_uids": (3, 1, 2)}
+
+
 def test_a_call_without_the_package_says_what_to_install():
     q = torch.randn(1, 1, 16, 8, dtype=torch.bfloat16)
     with pytest.raises(Unsupported, match="cudnn: runs on sm80"):

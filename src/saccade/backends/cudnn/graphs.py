@@ -60,19 +60,18 @@ class Built:
     """A graph with its plans."""
 
     graph: Any
-    uids: dict[str, int]
-    """What its tensors are called there; `score0`, `score1`, … for those of a modification."""
+    uids: tuple[int, ...]
+    """What its tensors are called there: the Form's, in its order, then those that the modification reads."""
     workspace: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     """The frontend keeps what it binds on the graph."""
 
     def run(self, given: dict[str, Tensor], held: Sequence[Tensor], handle: Any) -> None:
-        device = given["q"].device
-        pack = {self.uids[name]: x.detach() if x.requires_grad else x for name, x in given.items()}
-        pack |= {self.uids[f"score{i}"]: x for i, x in enumerate(held)}
-        workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device)
+        """`given`: by the names of the Form, in its order."""
+        workspace = torch.empty(self.workspace, dtype=torch.uint8, device=given["q"].device)
+        tensors = [x.detach() if x.requires_grad else x for x in (*given.values(), *held)]
         with self.lock:
-            self.graph.execute(pack, workspace, handle=handle)
+            self.graph.execute(tensors, workspace, handle=handle, tensor_uids=self.uids)
 
 
 class Described(NamedTuple):
@@ -169,5 +168,5 @@ def built(form: Form, handle: Any) -> Built:
     graph.deselect_engines(list(OTHERS))
     graph.check_support()
     graph.build_plans(cudnn.build_plan_policy.HEURISTICS_CHOICE)
-    uids = {name: x.get_uid() for name, x in tensors.items()}
-    return Built(graph, uids, max(graph.get_workspace_size(), 1))
+    names = (*(name for name, _ in form.tensors), *(f"score{i}" for i in range(len(form.held))))
+    return Built(graph, tuple(tensors[name].get_uid() for name in names), max(graph.get_workspace_size(), 1))
