@@ -12,7 +12,7 @@ from saccade.caches import append_kv
 from saccade.dispatch import Plan, Unsupported
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, documents, mask_mod, prefix, window
-from saccade.partial import Partial, merge
+from saccade.partial import Partial, Scored, merge
 from saccade.scores import (
     CacheInfo,
     ScoreMod,
@@ -39,6 +39,7 @@ __all__ = [
     "Partial",
     "Plan",
     "ScoreMod",
+    "Scored",
     "Spec",
     "Unsupported",
     "alibi",

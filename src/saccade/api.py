@@ -14,7 +14,7 @@ from saccade.dispatch import Unsupported
 from saccade.dropout import Dropout
 from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged
 from saccade.masks import Mask, as_mask
-from saccade.partial import Partial
+from saccade.partial import Partial, Scored
 from saccade.problem import Header, Problem
 from saccade.spec import DTYPES, Spec
 
@@ -39,6 +39,7 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
+    return_max_scores: Literal[False] = False,
     deterministic: bool | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
@@ -58,10 +59,31 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[True],
+    return_max_scores: Literal[False] = False,
     deterministic: bool | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
 ) -> Partial: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | BlockMask | None = None,
+    score_mod: ScoreFunction | None = None,
+    layout: Layout = _BHSD,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    return_max_scores: Literal[True],
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    out: Tensor | None = None,
+) -> Scored: ...
 
 
 def attention(
@@ -76,10 +98,11 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    return_max_scores: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
-) -> Tensor | Partial:
+) -> Tensor | Partial | Scored:
     """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v`, fused, differentiable, in memory linear in the lengths.
 
     Order of operations: scale, score_mod, mask, sink, softmax, dropout. Query heads share key heads when `h_q` is a
@@ -106,6 +129,8 @@ def attention(
             Drawn anew in each call, by torch's generator of q's device; the LSE is that of all of them. A new value
             never recompiles.
         return_lse: return a `Partial(out, lse)` instead of out alone.
+        return_max_scores: return a `Scored(out, lse, max_scores)`, with the largest score that each row sees, after
+            scale and score_mod; for trainers that watch or clip it.
         deterministic: gradients bitwise equal from run to run; None follows
             `torch.are_deterministic_algorithms_enabled()`. The forward always is.
         backend: "auto", or one name out of `saccade.dispatch.NAMES`: that backend runs or raises.
@@ -115,7 +140,8 @@ def attention(
     Returns:
         out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. With `return_lse`, a Partial whose lse is
         (b, h_q, s_q) whatever the order, or packed (h_q, t_q): natural log, float32 (float64 for float64 inputs),
-        differentiable. A row that sees no key has `out = 0`, `lse = -inf` (or its sink) and zero gradients.
+        differentiable. A row that sees no key has `out = 0`, `lse = -inf` (or its sink) and zero gradients. With
+        `return_max_scores`, a Scored, whose max_scores have the form of lse and no gradient.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit one another; the message quotes them.
@@ -131,6 +157,10 @@ def attention(
     >>> out, lse = attention(q, k, v, return_lse=True)
     >>> lse.shape, lse.dtype
     (torch.Size([2, 8, 128]), torch.float32)
+    >>> scale = 1 / 8
+    >>> top = attention(q[:, :2], k, v, scale=scale, return_max_scores=True).max_scores
+    >>> torch.allclose(top, (q[:, :2] @ k.mT * scale).amax(-1), atol=1e-5)
+    True
     """
     jagged = isinstance(q, Tensor) and q.is_nested
     order = layout.order if jagged else ""
@@ -152,12 +182,13 @@ def attention(
         if out is not None:
             ops.refuse_gradients(q, k, v, sink, *captures)
             problem.out = layout.canonical(out)
-        found, lse = ops.execute(problem, backend, return_lse)
+        problem.max_scores = return_max_scores
+        found, lse, top = ops.execute(problem, backend, return_lse)
     else:
         if mask is not None and torch.compiler.is_compiling():
             masks.pin(mask.identity)
         kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
-        header = str(Header(layout.text, *kinds, backend, deterministic, dropout is not None))
+        header = str(Header(layout.text, *kinds, backend, deterministic, dropout is not None, return_max_scores))
         records = [*layout.records, *mask.records] if mask else layout.records
         ints = [*(mask.ints if mask else []), *(score.ints if score else [])]
         floats = [scale, *(mask.floats if mask else []), *(score.floats if score else [])]
@@ -166,14 +197,16 @@ def attention(
             floats.insert(1, dropout.p)
         arguments = q, k, v, sink, captures, records, header, ints, floats, return_lse
         if out is None:
-            found, lse = ops.forward(*arguments)
+            found, lse, top = ops.forward(*arguments)
         else:
-            found, lse = out, ops.forward_out(out, *arguments)
+            found, (lse, top) = out, ops.forward_out(out, *arguments)
     if jagged:
         assert isinstance(layout, Packed)
         found = packed.nested(found, layout, order)
     if out is not None:
         found = out
+    if return_max_scores:
+        return Scored(found, lse if return_lse else None, cast(Tensor, top))
     return Partial(found, cast(Tensor, lse)) if return_lse else found
 
 
@@ -259,7 +292,7 @@ def _call(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if isinstance(q, str):
         return Spec.parse(q)
     defaults = {"mask": None, "score_mod": None, "layout": _BHSD, "scale": None, "sink": None, "dropout_p": 0.0}
-    defaults |= {"return_lse": False, "deterministic": None, "out": None}
+    defaults |= {"return_lse": False, "return_max_scores": False, "deterministic": None, "out": None}
     if unknown := keywords.keys() - defaults.keys():
         raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
     given = defaults | keywords
@@ -275,7 +308,8 @@ def _call(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     views = [layout.canonical(x) for x in operands]
     score = _bound(score_mod, q, k, layout)
     dropout = Dropout(torch.empty(2, dtype=torch.int64), given["dropout_p"]) if given["dropout_p"] else None
-    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, deterministic, dropout)
+    options = {"deterministic": deterministic, "dropout": dropout, "max_scores": given["return_max_scores"]}
+    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, **options)
 
 
 def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout) -> scores.Score | None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from saccade import dispatch
-from saccade.backends import Saved
+from saccade.backends import Outputs, Saved
 from saccade.layouts import Packed, Paged, empty_like_rows, form
 from saccade.problem import Header, Problem
 
@@ -25,8 +25,8 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] captures, Tensor[] records, str header, SymInt[] ints, "
     "float[] floats"
 )
-library.define(f"forward({_ARGUMENTS}, bool lse) -> (Tensor out, Tensor lse)")
-library.define(f"forward_out(Tensor(a!) out, {_ARGUMENTS}, bool lse) -> Tensor lse")
+library.define(f"forward({_ARGUMENTS}, bool lse) -> (Tensor out, Tensor lse, Tensor max_scores)")
+library.define(f"forward_out(Tensor(a!) out, {_ARGUMENTS}, bool lse) -> (Tensor lse, Tensor max_scores)")
 library.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] wanted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
@@ -44,13 +44,14 @@ def forward(
     ints: list[int],
     floats: list[float],
     lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """out in q's layout and lse (b, h_q, s_q); lse is empty, (0,), when neither the caller nor a backward needs it."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out in q's layout, lse (b, h_q, s_q), which is empty, (0,), when neither the caller nor a backward needs it, and
+    max_scores (b, h_q, s_q), empty when the header does not ask for them."""
     return torch.ops.saccade.forward(q, k, v, sink, captures, records, header, ints, floats, lse)
 
 
-def forward_out(out: Tensor, *arguments: Any) -> Tensor:
-    """`forward`, written to `out`; returns the LSE alone."""
+def forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """`forward`, written to `out`; returns the others alone."""
     return torch.ops.saccade.forward_out(out, *arguments)
 
 
@@ -69,17 +70,18 @@ def runs_directly(*tensors: Tensor | None) -> bool:
     return all(type(x) in _PLAIN for x in tensors)
 
 
-def execute(problem: Problem, backend: str, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Plan and run: what the operator does. out and lse are in the layout's order."""
+def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
+    """Plan and run: what the operator does. Results are in the layout's order."""
     layout = problem.layout
     readable = problem.q.device.type == "cpu"
     if (isinstance(layout, Packed) and (layout.validate or readable)) or (isinstance(layout, Paged) and readable):
         layout.check(problem.q.shape[2], problem.k.shape[2])
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
-        out, found = dispatch.plan_of(problem, backend).module.forward(problem, lse)
+        out, found, top = dispatch.plan_of(problem, backend).module.forward(problem, lse)
     if problem.out is not None and out is not problem.out:
         problem.out.copy_(out)
-    return layout.ordered(out), None if found is None else layout.ordered_lse(found)
+    found = None if found is None else layout.ordered_lse(found)
+    return layout.ordered(out), found, None if top is None else layout.ordered_lse(top)
 
 
 def _forward(
@@ -93,20 +95,25 @@ def _forward(
     ints: Any,
     floats: Any,
     lse: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
-    out, found = execute(problem, parsed.backend, lse)
-    return out, q.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
+    out, found, top = execute(problem, parsed.backend, lse)
+    return out, _given(problem, found if lse else None), _given(problem, top)
 
 
-def _forward_out(out: Tensor, *arguments: Any) -> Tensor:
+def _given(problem: Problem, x: Tensor | None) -> Tensor:
+    """What nobody asked for is empty: an operator's results are tensors."""
+    return problem.q.new_empty(0, dtype=problem.lse_dtype()) if x is None else x
+
+
+def _forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sink, captures, records, header, ints, floats, lse = arguments
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
     problem.out = problem.layout.canonical(out)
-    _, found = execute(problem, parsed.backend, lse)
-    return out.new_empty(0, dtype=problem.lse_dtype()) if found is None or not lse else found
+    _, found, top = execute(problem, parsed.backend, lse)
+    return _given(problem, found if lse else None), _given(problem, top)
 
 
 def _backward(
@@ -127,6 +134,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     parsed = Header.parse(header)
     problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
+    problem.max_scores = False  # which have no gradient
     plan = dispatch.plan_of(problem, parsed.backend, gradient=True)
     layout = problem.layout
     dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
@@ -149,16 +157,20 @@ def _fake_forward(
     ints: Any,
     floats: Any,
     lse: bool,
-) -> tuple[Tensor, Tensor]:
-    layout = form(Header.parse(header).layout)
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = Header.parse(header)
+    layout = form(parsed.layout)
     rows = layout.canonical(q)
-    out = layout.ordered(empty_like_rows(rows, v.shape[-1]))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, layout.ordered_lse(q.new_empty(rows.shape[:-1], dtype=dtype)) if lse else q.new_empty(0, dtype=dtype)
+
+    def of_rows(asked: bool) -> Tensor:
+        return layout.ordered_lse(q.new_empty(rows.shape[:-1], dtype=dtype)) if asked else q.new_empty(0, dtype=dtype)
+
+    return layout.ordered(empty_like_rows(rows, v.shape[-1])), of_rows(lse), of_rows(parsed.max_scores)
 
 
-def _fake_forward_out(out: Tensor, *arguments: Any) -> Tensor:
-    return _fake_forward(*arguments)[1]
+def _fake_forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _fake_forward(*arguments)[1:]
 
 
 def _fake_backward(
@@ -203,11 +215,13 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
     def setup_context(ctx, inputs, output):
         q, k, v, sink, records, ctx.header, ctx.ints, ctx.floats, *captures = inputs
         ctx.captures, ctx.programs = len(captures), Header.parse(ctx.header).programs()
-        ctx.save_for_backward(q, k, v, sink, *output, *captures, *records)
+        out, lse, max_scores = output
+        ctx.save_for_backward(q, k, v, sink, out, lse, *captures, *records)
+        ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, sink, out, lse, *rest = ctx.saved_tensors
         captures, records = rest[: ctx.captures], rest[ctx.captures :]
         if dout is None and dlse is None:

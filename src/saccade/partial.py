@@ -1,4 +1,4 @@
-"""The result of attention over some of the keys, and how two of them become one."""
+"""The results of attention that are more than out, and how Partials over some of the keys become one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ class Partial(NamedTuple):
     """softmax(scores) v, in the layout and dtype of q."""
     lse: Tensor
     """log sum exp(scores): natural log, float32 (float64 for float64 inputs), (b, h_q, s_q) whatever the layout."""
+
+
+class Scored(NamedTuple):
+    """What `attention` returns with `return_max_scores=True`."""
+
+    out: Tensor
+    """softmax(scores) v, in the layout and dtype of q."""
+    lse: Tensor | None
+    """As in a `Partial` where `return_lse` asks for it, else None."""
+    max_scores: Tensor
+    """`max_j score[b, h, i, j]`, the largest score that each row sees, after scale and score_mod: natural units,
+    float32 (float64 for float64 inputs), (b, h_q, s_q) whatever the layout, packed (h_q, t_q). -inf where a row sees no
+    key; the sink is no score. It has no gradient."""
 
 
 def merge(*partials: Partial, layout: Dense | None = None) -> Partial:

@@ -41,6 +41,8 @@ class Problem:
     """What scores and dropout call the first batch row."""
     out: Tensor | None = None
     """(b, h_q, s_q, d_v): where the caller wants the result. A backend writes there, or returns another tensor."""
+    max_scores: bool = False
+    """Whether the forward is asked for the largest score of each row."""
 
     launches: dict[Any, Any] = field(default_factory=dict)
     """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors."""
@@ -56,7 +58,7 @@ class Problem:
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
             *(layout.text, mask and mask.identity, score and score.identity, sink is None, self.deterministic),
-            self.dropout is None,
+            *(self.dropout is None, self.max_scores),
             None if self.out is None else (self.out.stride(), _address(self.out) % ALIGNMENT),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
@@ -115,6 +117,7 @@ class Problem:
             sink=self.sink is not None,
             dropout=self.dropout is not None,
             deterministic=self.deterministic,
+            max_scores=self.max_scores,
             aligned=all(map(aligned, operands)),
             device=hardware.name(self.q.device),
         )
@@ -143,13 +146,14 @@ class Header:
     deterministic: bool = False
     dropout: bool = False
     """Its state is the last of the records, and p the second of the floats."""
+    max_scores: bool = False
 
     def programs(self) -> list[Any]:
         """What a backward has to keep alive besides tensors."""
         return [scores.program_of(self.score), *masks.programs(self.mask)]
 
     def __str__(self) -> str:
-        flags = (flag for flag in ("deterministic", "dropout") if getattr(self, flag))
+        flags = (flag for flag in ("deterministic", "dropout", "max_scores") if getattr(self, flag))
         return " ".join((self.layout, self.mask, self.score, self.backend, *flags))
 
     @staticmethod
@@ -178,7 +182,8 @@ class Header:
         mask = masks.from_records(self.mask, ints, records, floats)
         score = scores.from_records(self.score, captures, ints, floats)
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        return Problem(q, k, v, sink, mask, score, layout, scale, self.deterministic, dropout)
+        options = {"deterministic": self.deterministic, "dropout": dropout, "max_scores": self.max_scores}
+        return Problem(q, k, v, sink, mask, score, layout, scale, **options)
 
 
 ALIGNMENT = 16

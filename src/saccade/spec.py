@@ -46,6 +46,8 @@ class Spec:
     sink: bool = False
     dropout: bool = False
     deterministic: bool = False
+    max_scores: bool = False
+    """The largest score of each row is asked for."""
     aligned: bool = False
     """Pointers and strides of q, k and v are multiples of 16 bytes, as bulk copies need them."""
     device: str = "cpu"

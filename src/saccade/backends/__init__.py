@@ -92,6 +92,9 @@ class Saved:
     """Which of the score's tensors need a gradient."""
 
 
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+"""out (b, h_q, s_q, d_v); lse (b, h_q, s_q), which a backend may give unasked; and the largest score of each row,
+(b, h_q, s_q), where `problem.max_scores` asks for it."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[Tensor | None]]
 """dq, dk, dv, dsink, and those of the score's tensors, as far as they are wanted."""
 
@@ -114,7 +117,7 @@ class Backend(Protocol):
         """One line on the memory that a call needs besides its outputs."""
         ...
 
-    def forward(self, problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]: ...
+    def forward(self, problem: Problem, lse: bool) -> Outputs: ...
 
     def backward(self, problem: Problem, saved: Saved) -> Gradients: ...
 

@@ -3,10 +3,8 @@ one likes; it has no backward of its own."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from saccade import reference
-from saccade.backends import ANY_SCORE, Support
+from saccade.backends import ANY_SCORE, Outputs, Support
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -17,7 +15,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "aligned"),
     max_d=1 << 20,
 )
 GRADIENT = None
@@ -31,5 +29,5 @@ def workspace(spec: Spec) -> str:
     return "several times the score matrix b h_q s_q s_k"
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, lse: bool) -> Outputs:
     return reference.attention(problem)

@@ -38,7 +38,7 @@ SCORES_AT_ONCE = 1 << 22
 """The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
 
 Results = dict[str, Tensor]
-"""out, lse, and as far as they are asked for dq, dk, dv, dsink."""
+"""out, lse, and as far as they are asked for max_scores, dq, dk, dv, dsink."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Report:
     call: str
     """What the Spec leaves out: shapes and keywords."""
     ratios: dict[str, float]
-    """Error over tolerance of each of out, lse, dq, dk, dv, dsink, dscore0, dscore1, …; infinite for NaN and for
-    infinities out of place."""
+    """Error over tolerance of each of out, lse, max_scores, dq, dk, dv, dsink, dscore0, dscore1, …; infinite for NaN
+    and for infinities out of place."""
 
     @property
     def ratio(self) -> float:
@@ -96,7 +96,7 @@ def check(
     (group, s_q, s_k) must fit into memory.
 
     Args:
-        q: as `attention` takes it, and so k, v and `keywords`.
+        q: as `attention` takes it, and so k, v and `keywords`; with return_max_scores=True these are measured too.
         dout: gradient of out, of its shape; the same random numbers in every call when None.
         dlse: gradient of the LSE, (b, h_q, s_q); none when None.
         backward: False leaves the gradients out, which paged caches never have.
@@ -118,7 +118,8 @@ def check(
     function = _seeded(partial(function, backend=backend), q.device)
     found = _run(function, q, k, v, dout, dlse, keywords)
     with torch.no_grad():  # without an LSE it is often another path
-        found["alone"] = function(q.detach(), k.detach(), v.detach(), **keywords)
+        alone = function(q.detach(), k.detach(), v.detach(), **keywords)
+        found["alone"] = alone if isinstance(alone, Tensor) else alone.out
     _check_form(found, q, k, v, keywords)
 
     eps = torch.finfo(q.dtype).eps
@@ -135,7 +136,7 @@ def check(
                 at = (slice(None), part.rows_at[1]) if name == "dsink" else ...
                 totals[name][at] += torch.stack([way[name].double() ** (1 + (i == 2)) for i, way in enumerate(ways)])
                 continue
-            x = layout.canonical_lse(found[name]) if name == "lse" else layout.canonical(found[name])
+            x = layout.canonical_lse(found[name]) if name in ("lse", "max_scores") else layout.canonical(found[name])
             x = x[part.keys_at if name in ("dk", "dv") else part.rows_at]
             tally.add(x, *(way["out" if name == "alone" else name] for way in ways))
     for name, x, value in packed.beyond(found, layout):
@@ -183,9 +184,10 @@ def _run(
     q, k, v, *sink = leaves.values()
     keywords = keywords | ({"sink": sink[0]} if sink else {})
     leaves |= captured(keywords.get("score_mod"))
-    out, lse = function(q, k, v, return_lse=True, **keywords)
-    _check_form({"out": out, "lse": lse}, q, k, v, keywords)
-    return _with_gradients(out, lse, leaves, dout, dlse)
+    out, lse, *top = function(q, k, v, return_lse=True, **keywords)
+    of_rows = {"lse": lse} | ({"max_scores": top[0]} if top else {})
+    _check_form({"out": out, **of_rows}, q, k, v, keywords)
+    return of_rows | _with_gradients(out, lse, leaves, dout, dlse)
 
 
 def _with_gradients(
@@ -208,7 +210,7 @@ def _check_form(found: Results, q: Tensor, k: Tensor, v: Tensor, keywords: dict[
         tuple(layout.ordered_lse(layout.canonical(q)[..., 0]).shape),
         torch.float64 if q.dtype == torch.float64 else torch.float32,
     )
-    forms = {"out": out, "alone": out, "lse": lse}
+    forms = {"out": out, "alone": out, "lse": lse, "max_scores": lse}
     given = {"dq": q, "dk": k, "dv": v, "dsink": sink, **captured(keywords.get("score_mod"))}
     forms |= {name: (tuple(x.shape), x.dtype) for name, x in given.items() if x is not None}
     for name, x in found.items():
@@ -289,7 +291,7 @@ class _Part(NamedTuple):
         eps, lse_eps = (torch.finfo(dtype).eps for dtype in (self.problem.q.dtype, self.problem.lse_dtype()))
         problem, dout, dlse = self._wide()[2:]
         q, k, v = reference.operands(problem)
-        p, _ = reference.probability(problem, q, k)
+        p, *_ = reference.probability(problem, q, k)
         more_q, more_k, more_d, more_v = (
             n * (2 * lse_eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         )
@@ -305,6 +307,8 @@ class _Part(NamedTuple):
         lse_term = 1 + more_k + lse**2 + (p**2 * score_term).sum(-1, keepdim=True)
         out_term = (1 + more_k) * out**2 + ((p_term + more_k * p**2) * kept**2) @ v**2
         squares = {"out": out_term, "lse": lse_term[..., 0]}
+        seen_term = torch.where(p > 0, score_term, 0)
+        squares["max_scores"] = torch.nn.functional.pad(seen_term, (0, 1)).amax(-1)  # of no key, zero
         if dout is not None:
             dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
             dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
@@ -341,7 +345,8 @@ class _Part(NamedTuple):
         problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
         if isinstance(problem.score, Shifted):
             leaves |= problem.score.captured()
-        return _with_gradients(*reference.attention(problem), leaves, self.dout, self.dlse)
+        out, lse, largest = reference.attention(problem)
+        return {"max_scores": largest} | _with_gradients(out, lse, leaves, self.dout, self.dlse)
 
     def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """The modified score, and its derivative by the score."""

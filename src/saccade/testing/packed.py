@@ -118,8 +118,8 @@ def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tens
         for name, start in (("out", t_q), ("alone", t_q), ("dq", t_q), ("dk", t_k), ("dv", t_k)):
             if name in found:
                 yield name, found[name][start:], 0.0
-        yield "lse", found["lse"][:, t_q:], -torch.inf
+        yield from ((name, found[name][:, t_q:], -torch.inf) for name in ("lse", "max_scores") if name in found)
     elif isinstance(layout, Paged) and layout.cu_seqlens_q is not None:
         t_q = int(layout.cu_seqlens_q[-1])
         yield from ((name, found[name][t_q:], 0.0) for name in ("out", "alone") if name in found)
-        yield "lse", found["lse"][:, t_q:], -torch.inf
+        yield from ((name, found[name][:, t_q:], -torch.inf) for name in ("lse", "max_scores") if name in found)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from saccade.backends import ANY_SCORE, Gradients, Saved, Support
+from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
 from saccade.backends.cpu import native, packed, paged, tiled
 from saccade.layouts import Packed, Paged
 from saccade.masks import KINDS as MASKS
@@ -19,7 +17,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "aligned"),
     max_d=1 << 20,
 )
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
@@ -33,7 +31,7 @@ def workspace(spec: Spec) -> str:
     return f"a few tiles of scores, at most {4 * 4 * tiled.TILE_ELEMENTS >> 20} MB"
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, lse: bool) -> Outputs:
     if isinstance(problem.layout, Packed):
         return packed.forward(problem, lse, _forward)
     if isinstance(problem.layout, Paged):
@@ -48,9 +46,9 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
     return _backward(problem, saved)
 
 
-def _forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
-    if native.runs_forward(problem):
-        return native.forward(problem)
+def _forward(problem: Problem, lse: bool) -> Outputs:
+    if native.runs_forward(problem) and not problem.max_scores:
+        return *native.forward(problem), None
     return tiled.forward(problem, lse)
 
 

@@ -5,33 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from saccade.backends import Gradients, Saved
+from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
-Forward = Callable[[Problem, bool], tuple[Tensor, Tensor | None]]
+Forward = Callable[[Problem, bool], Outputs]
 Backward = Callable[[Problem, Saved], Gradients]
 
 
-def forward(problem: Problem, lse: bool, dense: Forward) -> tuple[Tensor, Tensor | None]:
-    """out (1, h_q, t_q, d_v) and, if asked for, lse (1, h_q, t_q); `dense` is what runs a sequence."""
+def forward(problem: Problem, lse: bool, dense: Forward) -> Outputs:
+    """out (1, h_q, t_q, d_v) and, if asked for, lse and max_scores (1, h_q, t_q); `dense` is what runs a sequence."""
     out = problem.empty_out()
-    found = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype()) if lse else None
+    asked = lse, problem.max_scores
+    found = [torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype()) if x else None for x in asked]
     end = 0
     for rows, _, sequence in problem.sequences():
         end = rows.stop
-        part, part_lse = dense(sequence, lse)
-        out[:, :, rows] = part
-        if found is not None:
-            assert part_lse is not None
-            found[:, :, rows] = part_lse
+        out[:, :, rows], *parts = dense(sequence, lse)
+        for whole, part in zip(found, parts, strict=True):
+            if whole is not None and part is not None:
+                whole[:, :, rows] = part
     out[:, :, end:] = 0
-    if found is not None:
-        found[:, :, end:] = -torch.inf
-    return out, found
+    return out, found[0], found[1]
 
 
 def backward(problem: Problem, saved: Saved, dense: Backward) -> Gradients:

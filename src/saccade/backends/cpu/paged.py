@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.backends import Outputs
 from saccade.backends.cpu import sink
 from saccade.backends.cpu.softmax import Softmax
 from saccade.backends.cpu.tiled import TILE_ELEMENTS, TILE_ROWS, compute_dtype
@@ -32,26 +33,28 @@ class Block(NamedTuple):
     height: int
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q); packed queries are one row of t_q."""
+def forward(problem: Problem, lse: bool) -> Outputs:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); packed queries are one row of t_q."""
     layout, extent = problem.layout, problem.extent
     assert isinstance(layout, Paged)
     out = problem.empty_out().zero_()
-    found = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    found, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
     packed, in_use = layout.cu_seqlens_q is not None, torch.zeros(found.shape[0], found.shape[2], dtype=torch.bool)
     for b, rows in enumerate(layout.rows(problem.q.shape[2])):
         place = slice(0, 1) if packed else slice(b, b + 1)
         at = place, slice(None), rows
         in_use[place, rows] = True
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
-        _sequence(problem, b, keys, problem.q[at][0], out[at][0], found[at][0])
+        _sequence(problem, b, keys, problem.q[at][0], (out[at][0], found[at][0], top[at][0]))
     if problem.sink is not None:
         found = sink.join(out, found, problem.sink).masked_fill_(~in_use[:, None], -torch.inf)
-    return out, found if lse else None
+    return out, found if lse else None, top if problem.max_scores else None
 
 
-def _sequence(problem: Problem, b: int, keys: int, q: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Fills out (h_q, rows, d_v) and lse (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a key."""
+def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Fills out (h_q, rows, d_v), lse and max_scores (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a
+    key."""
+    out, lse, largest = results
     mask, extent, group, compute = problem.mask, problem.extent, problem.group, compute_dtype(problem.q.dtype)
     h_q, s_q, _ = q.shape
     if mask is None:
@@ -83,7 +86,8 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, out: Tensor, lse: 
                 seen = seen & mask.sees(extent, b_idx, h_idx, q_idx[:, None], kv_idx)
             stream.add(score.masked_fill(~seen, -torch.inf).view(k.shape[0], -1, len(kv_idx)), v, None, only=False)
         out[:, block.rows] = stream.out().view(h_q, block.height, -1)[:, filled].to(out.dtype)
-        lse[:, block.rows] = stream.lse().view(h_q, block.height)[:, filled].to(lse.dtype)
+        for whole, part in ((lse, stream.lse()), (largest, stream.top)):
+            whole[:, block.rows] = part.view(h_q, block.height)[:, filled].to(whole.dtype)
 
 
 def _fixed(problem: Problem) -> bool:

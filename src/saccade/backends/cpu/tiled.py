@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade import blocks, hardware
-from saccade.backends import Gradients, Saved
+from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink
 from saccade.backends.cpu.softmax import Softmax, exp
 from saccade.layouts import empty_like_rows
@@ -50,16 +50,17 @@ class Tile(NamedTuple):
     """Whether some row sees no key at all, as far as the mask's intervals tell."""
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """out (b, h_q, s_q, d_v) and lse (b, h_q, s_q) if it is asked for or a sink needs it."""
+def forward(problem: Problem, lse: bool) -> Outputs:
+    """out (b, h_q, s_q, d_v), lse (b, h_q, s_q) if it is asked for or a sink needs it, and max_scores if asked for."""
     grid = _Grid(problem)
     out = problem.empty_out().zero_()
     want_lse = lse or problem.sink is not None
     found = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    top = torch.full_like(found, -torch.inf) if problem.max_scores else None
     for heads in grid.heads():
         k, v = grid.keys(problem.k, heads), grid.keys(problem.v, heads)
         for tile in grid.tiles(heads):
-            stream = Softmax(grid.softmax, want_lse or tile.empty_rows)
+            stream = Softmax(grid.softmax, want_lse or tile.empty_rows or top is not None)
             q = grid.queries(problem.q, heads, tile)
             parts = list(grid.parts(heads, tile))
             for part in parts:
@@ -71,12 +72,14 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
             grid.put(out, stream.out() * grid.rescale if problem.dropout else stream.out(), heads, tile)
             if want_lse:
                 grid.put(found[..., None], stream.lse(), heads, tile)
+            if top is not None:
+                grid.put(top[..., None], stream.top, heads, tile)
     if problem.sink is None:
-        return out, found if lse else None
+        return out, found if lse else None, top
     joined = sink.join(out, found, problem.sink)
     # Rows that are not in use have no sink either.
     unused = problem.extent.q_idx() >= problem.extent.rows
-    return out, joined.masked_fill_(unused[:, None], -torch.inf)
+    return out, joined.masked_fill_(unused[:, None], -torch.inf), top
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:

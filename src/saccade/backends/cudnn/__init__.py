@@ -6,9 +6,8 @@ Scores are modified inside of its kernels, by the pointwise operations that its 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from saccade.backends import ANY_SCORE, Gradients, Saved, Support
+from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
 from saccade.backends.cudnn.frontend import installed
 from saccade.masks import Window
 from saccade.problem import Problem
@@ -67,10 +66,10 @@ def workspace(spec: Spec) -> str:
     return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, lse: bool) -> Outputs:
     from saccade.backends.cudnn import launch
 
-    return launch.forward(problem, lse)
+    return *launch.forward(problem, lse), None
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:

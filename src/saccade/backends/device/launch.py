@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from saccade.problem import Problem
+
 
 def run(compiled: Any, grid: tuple[int, int, int], device: int, arguments: Any) -> None:
     """`compiled[grid](*arguments)` on torch's current stream, without its look-ups; a profiler that hooks launches gets
@@ -19,6 +21,16 @@ def run(compiled: Any, grid: tuple[int, int, int], device: int, arguments: Any) 
     stream = torch._C._cuda_getCurrentRawStream(device)
     handles = compiled.function, compiled.packed_metadata
     compiled.run(*grid, stream, *handles, None, None, None, *arguments)
+
+
+def per_row(problem: Problem, asked: bool) -> Tensor | None:
+    """Memory for a number of each row, (b, h_q, s_q) float32, contiguous."""
+    return torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.q.device) if asked else None
+
+
+def nothing_seen(x: Tensor | None) -> Tensor | None:
+    """-inf for every row, in place."""
+    return None if x is None else x.fill_(-torch.inf)
 
 
 def hooked() -> bool:

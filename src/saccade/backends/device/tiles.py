@@ -130,3 +130,39 @@ def log_sum(top, total, score):
         return (top + tl.log2(total)) / LOG2E
     else:
         return top + tl.log2(total) / LOG2E
+
+
+@triton.jit
+def natural(x, score):
+    """The inverse of `in_units`."""
+    if score.identity:
+        return x / LOG2E
+    else:
+        return x
+
+
+@triton.jit
+def largest(row_max, row_sum, live):
+    """max_scores [block_q], -inf where a row sees nothing, from row_max, natural, which leaves NaN out, and row_sum, which
+    does not. Neither holds the sink."""
+    seen = live & (row_sum != 0)
+    return tl.where(seen, tl.where((row_sum != row_sum) & (row_max < float("inf")), row_sum, row_max), float("-inf"))
+
+
+@triton.jit
+def store_largest(max_scores, place, there, acc, row_max, row_sum, score, live, sink, h, carries):
+    """Writes max_scores, if they are asked for, and lets the sink in, if there is one and this part `carries` it. It
+    comes behind all keys here: a maximum that began with it would not be theirs. Returns acc, row_max and row_sum."""
+    if max_scores is not None:
+        tl.store(max_scores + place, largest(natural(row_max, score), row_sum, live), mask=there)
+        if sink is not None:
+            # [block_q]
+            column = tl.zeros_like(row_max) + in_units(tl.load(sink + h).to(tl.float32), score)
+            column = tl.where(carries, column, float("-inf"))
+            new_max = tl.maximum(row_max, column)
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            alpha = power(row_max - shift, score)
+            acc *= alpha[:, None]
+            row_sum = row_sum * alpha + power(column - shift, score)
+            row_max = new_max
+    return acc, row_max, row_sum

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Saved, Support, captures_workspace
+from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, captures_workspace
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -17,6 +15,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed"),
     masks=MASKS,
     scores=(ANY_SCORE,),
+    # And max_scores, likewise.
     flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=256,
     multiple_of=8,
@@ -34,7 +33,7 @@ def workspace(spec: Spec) -> str:
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, lse: bool) -> Outputs:
     from saccade.backends.gluon import launch
 
     return launch.forward(problem, lse)

@@ -16,7 +16,7 @@ from saccade.backends.device.dropout import factor as dropout_factor
 from saccade.backends.device.dropout import opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import is_packed, numbered
-from saccade.backends.device.tiles import used_length
+from saccade.backends.device.tiles import largest, used_length
 from saccade.backends.gluon.forward_scores import hidden, modified, risen, row_terms, thinned, weighed
 from saccade.backends.gluon.forward_store import store_out
 from saccade.backends.gluon.listing import listed_tile, work_list
@@ -187,7 +187,8 @@ def leave(pipe, done):
 
 @gluon.jit
 def finish(acc, row_max, row_sum, score, terms, live, h, sink, dropout, DEAD: gl.constexpr):
-    """out [64, BLOCK_DV] and lse [64] from the sums; row_max [64] is natural. The sink is one more column.
+    """out [64, BLOCK_DV], lse and max_scores [64] from the sums; row_max [64] is natural. The sink is one more column,
+    and no score.
 
     DEAD: there are rows that are not in use, of which acc may be NaN.
     """
@@ -195,6 +196,7 @@ def finish(acc, row_max, row_sum, score, terms, live, h, sink, dropout, DEAD: gl
     if score.linear:  # -inf for all of a row hides it, and what is NaN stays NaN
         total = gl.where(terms[2] == float("-inf"), 0.0, total + terms[2] * 0)
         row_max = gl.maximum(row_max + terms[2], LOWEST)
+    top_score = largest(row_max, total, live)
     share = total * 0 + 1
     if sink is not None:
         column = gl.load(sink + h, mask=live, other=0.0).to(gl.float32)
@@ -210,7 +212,7 @@ def finish(acc, row_max, row_sum, score, terms, live, h, sink, dropout, DEAD: gl
         weight *= dropout_factor(dropout)
     if DEAD:
         acc = gl.where(gl.convert_layout(live, layout)[:, None], acc, 0.0)
-    return acc * weight[:, None], lse
+    return acc * weight[:, None], lse, top_score
 
 
 @gluon.jit
@@ -233,7 +235,8 @@ def destination(pipe, at, b, used_q, s_q):
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, out_desc, out, lse, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q, s_k, scale
+    c: gl.constexpr, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
+    s_k, scale,
 ):  # fmt: skip
     """Consumer c: the online softmax of its 64 query rows over every tile of keys that they see."""
     DTYPE: gl.constexpr = pipe.slots.tiles.dtype
@@ -320,13 +323,15 @@ def consume(
 
         batch, first_row, all_rows = destination(pipe, at, b, used_q, s_q)
         there = (q_idx < all_rows) & (h < h_k * group + group)
-        result, row_lse = finish(
+        result, row_lse, top_score = finish(
             acc, row_max * natural, row_sum, score, terms, there & (q_idx < rows), h, sink, dropout, used_q is not None
         )
         corner = [batch, h_k, in_group, row + first_row, 0]
         store_out(out_desc, out, pipe, slot * CONSUMERS + c, result, corner, all_rows - row, group)
         if lse is not None:
             gl.store(lse + (batch.to(gl.int64) * h_q + h) * s_q + first_row + q_idx, row_lse, mask=there)
+        if max_scores is not None:
+            gl.store(max_scores + (batch.to(gl.int64) * h_q + h) * s_q + first_row + q_idx, top_score, mask=there)
         if not EARLY:
             leave(pipe, done)
         slot = pipe.slots.wait(done)

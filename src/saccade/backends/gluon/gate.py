@@ -41,13 +41,14 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed"))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
+    yield "gluon forward 16bit d128/128 masked max_scores"
     yield from backward_gate.features()
 
 
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     _, kernel, _, dims, edges, *words = row.split()
-    score = [word for word in words if word != "dropout"]
+    score = [word for word in words if word not in ("dropout", "max_scores")]
     if kernel != "forward":
         return backward_gate.compiled(row)
     d, d_v = map(int, dims.removeprefix("d").split("/"))
@@ -73,6 +74,7 @@ def compiled(row: str) -> tuple[Any, int]:
         *(
             Head.of(out) if edges == "packed" else None,
             lse,
+            lse if "max_scores" in words else None,
             None,
             counter,
             *sequences.spans(problem),

@@ -13,8 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
+from saccade.backends import Outputs
 from saccade.backends.device import dropout, lists, masks, scores, sequences
-from saccade.backends.device.launch import on_device
+from saccade.backends.device.launch import nothing_seen, on_device, per_row
 from saccade.backends.device.records import Head
 from saccade.backends.gluon import schedule
 from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
@@ -30,17 +31,17 @@ PACKING_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
 
 
-def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> tuple[Tensor, Tensor | None]:
-    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
+def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> Outputs:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     q, k, v = problem.q, problem.k, problem.v
     out = empty_like_rows(q, v.shape[3])
-    row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
+    row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
     if not out.numel():
-        return out, row_lse
+        return out, row_lse, top
     layout = problem.layout
     packed = isinstance(layout, Packed)
     if not k.shape[2] or (packed and not layout.sequences):
-        return out.zero_(), _lse_without_keys(problem, row_lse)
+        return out.zero_(), _lse_without_keys(problem, row_lse), nothing_seen(top)
     with on_device(q):
         sink = None if problem.sink is None else problem.sink.contiguous()
         score = score_record(problem)
@@ -48,7 +49,7 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
         def tensors(made: Config) -> tuple[Any, ...]:
             rows = rows_of_a_consumer(problem, made.consumers) * made.consumers
             table = sequences.table(problem, 0, rows) if packed else None
-            lead = Head.of(out) if packed else None, row_lse, sink, counter(q.device)
+            lead = Head.of(out) if packed else None, row_lse, top, sink, counter(q.device)
             records = mask_record(problem, made), score, dropout.record(problem.dropout)
             return *lead, *sequences.spans(problem, table), *records
 
@@ -59,14 +60,14 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> t
         if found is not None:
             again, numbers, made = found
             again(q.device.index, (q, k, v, out), (*tensors(made), *numbers, problem.scale))
-            return out, row_lse
+            return out, row_lse, top
         made = tile or config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
         shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
         operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
         compiled = forward_kernel[grid](*operands, *tensors(made), *numbers, problem.scale, **fixed, **OPTIONS)
         if tile is None:
             problem.launches[key] = Relaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers, made
-    return out, row_lse
+    return out, row_lse, top
 
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -168,10 +169,8 @@ def multiprocessors(device: int) -> int:
 
 
 def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:
-    if lse is None:
-        return None
-    if problem.sink is None:
-        return lse.fill_(-torch.inf)
+    if lse is None or problem.sink is None:
+        return nothing_seen(lse)
     lse.copy_(problem.sink[:, None].expand_as(lse))
     layout = problem.layout
     if isinstance(layout, Packed):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Saved, Support, captures_workspace
+from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, captures_workspace
 from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
@@ -20,7 +18,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "aligned"),
     max_d=256,
     needs_with=(("paged", "aligned"),),
 )
@@ -33,7 +31,7 @@ def workspace(spec: Spec) -> str:
     return f"forward: none; backward: 8 bytes for every query row and head{captures_workspace(spec)}"
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, lse: bool) -> Outputs:
     if isinstance(problem.layout, Paged):
         from saccade.backends.triton import paged
 

@@ -17,6 +17,7 @@ from saccade.backends.device.tiles import (
     log_sum,
     logits,
     power,
+    store_largest,
     store_tile,
     tile_range,
     visible,
@@ -58,11 +59,12 @@ def _step(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def forward_kernel(
-    q, k, v, out, lse, sink, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
+    q, k, v, out, lse, max_scores, sink, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(q k^T) v and lse, (b, h_q, s_q) contiguous or None, for one block of rows of one head a program."""
+    """out = softmax(q k^T) v, lse and max_scores, (b, h_q, s_q) contiguous or None, for one block of rows of one head a
+    program."""
     # The last rows of a causal mask have the most keys: they start first.
     b, h, bh, start_q = tile_of(used_q, h_q, s_q, BLOCK_Q, True)
     batch, first_q, there, rows = extent(used_q, b, s_q)
@@ -88,7 +90,7 @@ def forward_kernel(
     k_head = head(k, batch, h // GROUP, first_k)
     v_head = head(v, batch, h // GROUP, first_k)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    if sink is None:
+    if sink is None or max_scores is not None:
         row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_Q], tl.float32)
     else:  # one more column, seen before all others
@@ -110,6 +112,10 @@ def forward_kernel(
             score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip
 
+    place = bh.to(tl.int64) * s_q + first_q + q_idx
+    acc, row_max, row_sum = store_largest(
+        max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, True
+    )
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     if dropout is not None:
@@ -117,5 +123,4 @@ def forward_kernel(
     store_tile(out, head(out, batch, h, first_q), start_q, there, acc, BLOCK_Q, D_V, BLOCK_DV)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))
-        place = bh.to(tl.int64) * s_q + first_q + q_idx
         tl.store(lse + place, row_lse, mask=q_idx < there)

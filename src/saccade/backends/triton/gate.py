@@ -25,6 +25,7 @@ _FUNCTIONS = {"forward": forward_kernel, "keys": keys_kernel, "rows": rows_kerne
 _OTHERS = {"order": sequences.compiled, "captures": captures.compiled}
 DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
+MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 _DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
 
 
@@ -44,6 +45,7 @@ def features() -> Iterator[str]:
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
     yield f"{key('keys', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
+    yield from (f"triton {words} max_scores" for words in MAX_SCORES)
 
 
 def compiled(row: str) -> tuple[Any, int]:
@@ -52,10 +54,12 @@ def compiled(row: str) -> tuple[Any, int]:
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     dtype = _DTYPES[size]
     if kernel == "paged":
-        return append.compiled(d, d_v, dtype) if edges == "append" else paged.compiled(edges, d, d_v, dtype), 0
+        if edges == "append":
+            return append.compiled(d, d_v, dtype), 0
+        return paged.compiled(edges, d, d_v, dtype, "max_scores" in words), 0
     q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
     layout = sequences.stand_in() if edges == "packed" else Dense()
-    score = score_of([word for word in words if word != "dropout"], q)
+    score = score_of([word for word in words if word not in ("dropout", "max_scores")], q)
     problem = Problem(q, k, v, None, lists.mask_of(edges), score, layout, 1.0)
     problem.dropout = stand_in(q.device) if "dropout" in words else None
     if kernel in _OTHERS:
@@ -65,7 +69,7 @@ def compiled(row: str) -> tuple[Any, int]:
     rows = torch.empty(1, 2, 512)
     operands = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(torch.empty_like(v))
     outputs = {
-        "forward": (rows, None),
+        "forward": (rows, rows if "max_scores" in words else None, None),
         "keys": (Rows.of(torch.empty_like(k)), Rows.of(torch.empty_like(v)), rows, rows),
         "rows": (Rows.of(torch.empty_like(q)), rows, rows),
     }
@@ -79,4 +83,4 @@ def compiled(row: str) -> tuple[Any, int]:
         num_stages=tile.stages,
         grid=(1,),
     )
-    return made, tile.spill + (DROPOUT_SPILL if words else 0)
+    return made, tile.spill + (DROPOUT_SPILL if "dropout" in words else 0)

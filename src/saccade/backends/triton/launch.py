@@ -12,10 +12,10 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from saccade import configs
-from saccade.backends import Saved
+from saccade.backends import Outputs, Saved
 from saccade.backends.device import dropout, lists, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
-from saccade.backends.device.launch import on_device, run
+from saccade.backends.device.launch import nothing_seen, on_device, per_row, run
 from saccade.backends.device.records import Rows
 from saccade.backends.triton.backward_kernels import delta_kernel, keys_kernel, rows_kernel
 from saccade.backends.triton.config import Config, block_d, config
@@ -27,20 +27,20 @@ Tiles = Mapping[str, Config]
 """Configs by kernel that take the place of the table's, for tuning."""
 
 
-def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> tuple[Tensor, Tensor | None]:
-    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
+def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> Outputs:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     q = problem.q
     out = problem.empty_out()
-    row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
+    row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
     if isinstance(problem.layout, Packed) and not problem.layout.sequences:
-        return out.zero_(), None if row_lse is None else row_lse.fill_(-torch.inf)
+        return out.zero_(), nothing_seen(row_lse), nothing_seen(top)
     if out.numel():
         with on_device(q):
             operands = (operand(problem, name) for name in ("q", "k", "v"))
             sink = None if problem.sink is None else problem.sink.contiguous()
-            tensors = (*operands, known(problem, "out", out), row_lse, sink)
+            tensors = (*operands, known(problem, "out", out), row_lse, top, sink)
             _launch("forward", forward_kernel, tensors, problem, tiles)
-    return out, row_lse
+    return out, row_lse, top
 
 
 def backward(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from saccade.backends import Outputs
 from saccade.backends.device import masks, scores, sequences
-from saccade.backends.device.launch import on_device, run
+from saccade.backends.device.launch import nothing_seen, on_device, per_row, run
 from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import Config, block_d, formula
@@ -90,16 +90,17 @@ def config(problem: Problem, rows: int) -> Config:
     return Config(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else Config(FIXED_ROWS, block_k, 4, 3)
 
 
-def forward(problem: Problem, lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q); queries end to end are one row of t_q."""
+def forward(problem: Problem, lse: bool = True) -> Outputs:
+    """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); queries end to end are one row of
+    t_q."""
     q, layout = problem.q, problem.layout
     assert isinstance(layout, Paged)
     out = problem.empty_out()
-    row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse else None
+    row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
     if not layout.sequences:
-        return out.zero_(), None if row_lse is None else row_lse.fill_(-torch.inf)
+        return out.zero_(), nothing_seen(row_lse), nothing_seen(top)
     if not out.numel():
-        return out, row_lse
+        return out, row_lse, top
     with on_device(q):
         made = problem.launches.get("cut")
         if made is None:
@@ -109,14 +110,15 @@ def forward(problem: Problem, lse: bool = True) -> tuple[Tensor, Tensor | None]:
         sink = None if problem.sink is None else problem.sink.contiguous()
         numbers = arguments(problem, made)
         if made.splits == 1:
-            _run("paged", paged_kernel, problem, made, (*operands, target, row_lse, sink, *numbers))
-            return out, row_lse
+            _run("paged", paged_kernel, problem, made, (*operands, target, row_lse, top, sink, *numbers))
+            return out, row_lse, top
         parts = torch.empty(made.splits, *q.shape[:3], problem.v.shape[3], dtype=torch.float32, device=q.device)
         part_lse = torch.empty(made.splits, *q.shape[:3], dtype=torch.float32, device=q.device)
-        _run("paged", paged_kernel, problem, made, (*operands, parts, part_lse, sink, *numbers))
-        rows = part_lse[0].numel()
-        _run("merge", merge_kernel, problem, made, (parts, part_lse, target, row_lse, rows, made.splits, *q.shape[1:3]))
-    return out, row_lse
+        part_top = None if top is None else torch.empty_like(part_lse)
+        _run("paged", paged_kernel, problem, made, (*operands, parts, part_lse, part_top, sink, *numbers))
+        given = parts, part_lse, part_top, target, row_lse, top
+        _run("merge", merge_kernel, problem, made, (*given, part_lse[0].numel(), made.splits, *q.shape[1:3]))
+    return out, row_lse, top
 
 
 def arguments(problem: Problem, made: Cut) -> tuple[Any, ...]:
@@ -154,8 +156,8 @@ def many(layout: Paged) -> int:
 def _run(name: str, kernel: Any, problem: Problem, made: Cut, given: tuple[Any, ...]) -> None:
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     # What Triton specialises for and the Problem's key does not hold.
-    out = given[2] if name == "merge" else given[3]
-    key = name, given[3 if name == "merge" else 4] is None, precision, out.unit.value if isinstance(out, Rows) else None
+    out, lse = given[3:5]
+    key = name, lse is None, precision, out.unit.value if isinstance(out, Rows) else None
     found = problem.launches.get(key)
     if found is not None:
         compiled, grid, fixed = found
@@ -179,7 +181,7 @@ def processors(device: torch.device) -> int:
 ROWS = "decode", "fixed", "prompt", "merge"
 
 
-def compiled(word: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
+def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) -> Any:
     """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
     query each; a chunk of a prompt over pages of 64; or the merge."""
     b, s_q, size = (4, 1, 16) if word != "prompt" else (1, 512, 64)
@@ -192,12 +194,13 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
     problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0)
     made = cut(problem, 132)
     lse, parts = torch.empty(made.splits, *shape), torch.empty(made.splits, *shape, d_v)
+    top = lse if max_scores else None
     if word == "merge":
         name, kernel, tile = "merge", merge_kernel, MERGE
-        given: Any = parts, lse, Rows.of(out), lse, out[..., 0].numel(), made.splits, *shape[1:]
+        given: Any = parts, lse, top, Rows.of(out), lse, top, out[..., 0].numel(), made.splits, *shape[1:]
     else:
         name, kernel, tile = "paged", paged_kernel, made.config
         target = (Rows.of(out), None) if made.splits == 1 else (parts, lse)
-        given = Rows.of(q), *map(Rows.of, caches), *target, None, *arguments(problem, made)
+        given = Rows.of(q), *map(Rows.of, caches), *target, top, None, *arguments(problem, made)
     fixed = constants(name, problem, made, "ieee")
     return kernel.warmup(*given, **fixed, num_warps=tile.warps, num_stages=tile.stages, grid=(1,))

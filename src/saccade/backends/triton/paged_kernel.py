@@ -17,7 +17,17 @@ import triton.language as tl
 
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
-from saccade.backends.device.tiles import head, in_units, log_sum, logits, places, power, tile_range, visible
+from saccade.backends.device.tiles import (
+    head,
+    in_units,
+    log_sum,
+    logits,
+    places,
+    power,
+    store_largest,
+    tile_range,
+    visible,
+)
 
 
 class Pages(NamedTuple):
@@ -176,18 +186,25 @@ def _flat_rows(x, batch, h, row):
     return x.ptr + (batch * stride_b + h * stride_h + row * stride_s) * x.unit
 
 
+@triton.jit
+def _store_nothing(x, place, there):
+    """-inf [block_q] for rows of which this part sees nothing, if x is asked for."""
+    if x is not None:
+        tl.store(x + place, tl.full(place.shape, float("-inf"), tl.float32), mask=there)
+
+
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def paged_kernel(
-    q, k, v, out, lse, sink, used_q, used_k, pages, mask, score, h_q, s_q, scale,
+    q, k, v, out, lse, max_scores, sink, used_q, used_k, pages, mask, score, h_q, s_q, scale,
     GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     SPLIT: tl.constexpr, FAIR: tl.constexpr, LEAST: tl.constexpr, EDGES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of flat query rows against one part of its keys, for one key head.
 
-    out: Rows, and lse (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b, h_q, s_q), each
-    part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of the mask's core
-    are plain ones; for tiles of many rows.
+    out: Rows, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b, h_q,
+    s_q), each part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of the
+    mask's core are plain ones; for tiles of many rows.
     """
     heads = h_q // GROUP
     head_k = tl.program_id(0) % heads
@@ -215,7 +232,8 @@ def paged_kernel(
             share = _share(mask, used_q, used_k, heads, s_q, pages, GROUP, BLOCK_Q, BLOCK_K, N, LEAST)
             parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // BLOCK_K, share), 1))
         if split >= parts:
-            tl.store(lse + place, tl.full([BLOCK_Q], float("-inf"), tl.float32), mask=q_idx < there)
+            _store_nothing(lse, place, q_idx < there)
+            _store_nothing(max_scores, place, q_idx < there)
             return
         tiles = (end - first) // BLOCK_K
         end = first + (split + 1) * tiles // parts * BLOCK_K
@@ -231,7 +249,7 @@ def paged_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
-    if sink is not None:  # one more column, seen before all others, in the first part alone
+    if sink is not None and max_scores is None:  # one more column, seen before all others, in the first part alone
         row_max = in_units(tl.load(sink + h).to(tl.float32), score)
         row_max = tl.where(split == 0, row_max, float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
@@ -257,6 +275,9 @@ def paged_kernel(
             scale, mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
 
+    acc, row_max, row_sum = store_largest(
+        max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, split == 0
+    )
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     columns = tl.arange(0, BLOCK_DV)[None, :]
@@ -273,10 +294,11 @@ def paged_kernel(
 
 @triton.jit(do_not_specialize=["rows", "splits", "h_q", "s_q"])
 def merge_kernel(
-    parts, part_lse, out, lse, rows, splits, h_q, s_q, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    parts, part_lse, part_max, out, lse, max_scores, rows, splits, h_q, s_q, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`lse = log sum_i exp(lse_i)`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts: `saccade.merge`.
+    """`lse = log sum_i exp(lse_i)`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts: `saccade.merge`; and the
+    largest of their max_scores.
 
     parts: float32 (splits, b, h_q, s_q, d_v), not written where the part's LSE, (splits, b, h_q, s_q), is -inf.
     """
@@ -307,3 +329,8 @@ def merge_kernel(
     tl.store(_flat_rows(out, batch, h, row) + column, acc.to(out.ptr.dtype.element_ty), mask=column < D_V)
     if lse is not None:
         tl.store(lse + place, tl.where(empty, float("-inf"), top + tl.log(total)))
+    if max_scores is not None:
+        found = tl.load(part_max + i * rows.to(tl.int64) + place, mask=i < splits, other=float("-inf"))
+        # tl.max leaves a NaN out.
+        broken = tl.max((found != found).to(tl.int32), 0) > 0
+        tl.store(max_scores + place, tl.where(broken, float("nan"), tl.max(found, 0)))

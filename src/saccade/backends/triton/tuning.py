@@ -43,7 +43,7 @@ class Row(tuning.Row):
     def call(self, problem: Problem, best: Mapping[str, Config]) -> Callable[[Config], object]:
         if self.kernel == "forward":
             return lambda tile: launch.forward(problem, tiles={self.kernel: tile})
-        out, lse = launch.forward(problem, tiles=best)
+        out, lse, _ = launch.forward(problem, tiles=best)
         assert lse is not None
         saved = Saved(torch.randn_like(out), None, out, lse)
         return lambda tile: launch.backward(problem, saved, {**best, self.kernel: tile})
