@@ -8,7 +8,6 @@ are torch's own.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from saccade.api import ScoreFunction, attention
 from saccade.block_masks import block_mask as with_states
-from saccade.compat.max_scores import max_scores
 from saccade.masks import FULL, PARTIAL, TILE, Blocked, as_mask, mask_mod, remember
 
 __all__ = [
@@ -85,12 +83,14 @@ def flex_attention(
             )
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = None if block_mask is None or block_mask.BLOCK_SIZE[0] == _WHOLE else as_mask(block_mask)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     want_lse = return_lse or (return_aux is not None and return_aux.lse)
-    found = attention(query, key, value, mask=mask, score_mod=score_mod, scale=scale, return_lse=True)
+    given: dict[str, Any] = {"mask": mask, "score_mod": score_mod, "scale": scale}
+    if return_aux is not None and return_aux.max_scores:
+        found = attention(query, key, value, return_lse=want_lse, return_max_scores=True, **given)
+        return found.out, AuxOutput(found.lse, found.max_scores)
+    found = attention(query, key, value, return_lse=True, **given)
     if return_aux is not None:
-        top = max_scores(query, key, score_mod=score_mod, mask=mask, scale=scale) if return_aux.max_scores else None
-        return found.out, AuxOutput(found.lse if want_lse else None, top)
+        return found.out, AuxOutput(found.lse if want_lse else None, None)
     return tuple(found) if want_lse else found.out
 
 

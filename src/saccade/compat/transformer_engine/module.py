@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from saccade.api import Explanation, attention, explain
-from saccade.compat.max_scores import max_scores
 from saccade.compat.transformer_engine.call import Call, WrongCall, check_tensors, mask_type
 from saccade.compat.transformer_engine.modifications import modification
 from saccade.compat.transformer_engine.visibility import visible
 from saccade.dispatch import Unsupported
+from saccade.partial import Scored
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -46,7 +46,8 @@ class DotProductAttention(torch.nn.Module):
         softmax_scale: 1/sqrt(d) when None.
         softmax_type: "vanilla"; "off-by-one": `exp / (1 + sum exp)`; "learnable": `exp / (exp(offset_h) + sum exp)`,
             with the parameter `softmax_offset`, (h_q).
-        return_max_logit: return (out, max_logit), the largest score that each head sees, (h_q) float32.
+        return_max_logit: return (out, max_logit), the largest score that each head sees, (h_q) float32 (float64 for
+            float64 inputs).
         name: not read.
         backend: saccade's own: "auto", or the one that runs or raises.
 
@@ -136,21 +137,18 @@ class DotProductAttention(torch.nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, Tensor]:
         (q, k, v), given, saves = self._attention(*arguments, **keywords)
-        out = self._checkpointed(q, k, v, given) if saves else self._attend(q, k, v, given)
-        out = out.flatten(-2)
-        if not self.return_max_logit:
-            return out
-        scored = {name: given[name] for name in ("mask", "score_mod", "scale", "layout")}
-        largest = max_scores(q, k, **scored)
-        heads = 0 if largest.dim() == 2 else 1
-        return out, largest.movedim(heads, 0).flatten(1).amax(1) if largest.numel() else largest.new_zeros(q.shape[-2])
+        found = self._checkpointed(q, k, v, given) if saves else self._attend(q, k, v, given)
+        if isinstance(found, Tensor):
+            return found.flatten(-2)
+        largest = found.max_scores.movedim(-2, 0).flatten(1)  # (h_q, all rows)
+        return found.out.flatten(-2), largest.amax(1) if largest.numel() else largest.new_zeros(q.shape[-2])
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor | Scored:
         tracker = self.get_rng_state_tracker if given["dropout_p"] else None
         with tracker().fork() if tracker is not None else nullcontext():
             return attention(q, k, v, **given)
 
-    def _checkpointed(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
+    def _checkpointed(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor | Scored:
         return checkpoint(self._attend, q, k, v, given, use_reentrant=False)
 
     def _attention(self, *arguments: Any, **keywords: Any) -> tuple[tuple[Tensor, ...], dict[str, Any], bool]:
@@ -177,6 +175,7 @@ class DotProductAttention(torch.nn.Module):
             "scale": self.softmax_scale,
             "sink": None if self.softmax_offset is None else self.softmax_offset.to(q.device),
             "dropout_p": self.attention_dropout if self.training else 0.0,
+            "return_max_scores": bool(self.return_max_logit),
             "backend": self.backend,
         }
         if seen.keys is not None:
