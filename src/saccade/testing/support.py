@@ -77,6 +77,7 @@ def _declared(support: Support) -> dict[str, str]:
         "sink": flag("sink"),
         "dropout": flag("dropout"),
         "deterministic gradients": flag("deterministic"),
+        "largest scores": flag("max_scores"),
     }
 
 
