@@ -203,6 +203,11 @@ GRIDS = {
         (*FUSED, "flex"),
         "causal window of 1024 at s = 8192: d 128, and d 64 with a sink",
     ),
+    "max-scores": Grid(
+        _cells([_tokens(128, 8192, mask) for mask in ("none", "causal")], "forward"),
+        ("saccade-gluon", "saccade-triton", "max-scores-*"),
+        "what the largest score of each row costs as one more output: d 128, s 8192",
+    ),
     "dims": Grid(
         _cells(_DIMS, "forward", "backward"),
         FUSED,

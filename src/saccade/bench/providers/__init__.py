@@ -12,7 +12,7 @@ from saccade.bench.providers.base import Call, Prepared, Provider, prepared
 from saccade.bench.providers.ceilings import Copy, Matmul
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4
 from saccade.bench.providers.flex import Flex
-from saccade.bench.providers.own import Naive, Saccade
+from saccade.bench.providers.own import MaxScores, Naive, Saccade
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
 from saccade.bench.providers.varlen import TorchVarlen
 
@@ -21,6 +21,8 @@ __all__ = ["CEILINGS", "PROVIDERS", "Call", "Prepared", "Provider", "matching", 
 _ALL: list[Provider] = [
     *(Saccade(backend) for backend in dispatch.NAMES if backend != "reference"),
     Saccade("auto"),
+    MaxScores("gluon"),
+    MaxScores("triton"),
     FlashAttention3(),
     FlashAttention4(),
     Sdpa(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from saccade import dispatch, hardware
 from saccade.api import attention, explain
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Operands, Prepared, Provider, learned, prepared
+from saccade.partial import Scored
 from saccade.testing.cases import Inputs
 
 _COPIES = 8
@@ -37,20 +39,36 @@ class Saccade(Provider):
             return str(missing)
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        found = explain(inputs.q, inputs.k, inputs.v, deterministic=cell.deterministic, **inputs.keywords)
+        keywords = self.keywords(cell, inputs)
+        found = explain(inputs.q, inputs.k, inputs.v, **keywords)
         if self.backend == "auto":
             return None if found.backend else "no backend runs it"
         return "; ".join(found.reasons[self.backend]) or None
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        keywords = inputs.keywords | {"backend": self.backend, "deterministic": cell.deterministic}
+        keywords = self.keywords(cell, inputs)
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, **keywords)
+            found = attention(q, k, v, **keywords)
+            return found.out if isinstance(found, Scored) else found
 
         tables = learned(inputs, cell.mode)
         given = Operands(inputs.q, inputs.k, inputs.v, inputs.dout, cell.case.order, learned=tables)
         return prepared(function, cell.mode, given)
+
+    def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
+        return inputs.keywords | {"backend": self.backend, "deterministic": cell.deterministic}
+
+
+class MaxScores(Saccade):
+    """The same asked for the largest score of each row, which is to cost nothing."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self.name = f"max-scores-{backend}"
+
+    def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
+        return super().keywords(cell, inputs) | {"return_max_scores": True}
 
 
 class Naive(Saccade):
