@@ -24,7 +24,7 @@ LAYERS = [
     {"reference"},
     {"backends"},
     {"dispatch"},
-    {"ops"},
+    {"ops", "explanation"},
     {"api", "block_masks", "caches"},
     {"compat", "integrations", "parallel"},
     {"__init__"},

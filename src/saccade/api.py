@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade import dispatch, masks, ops, packed, paged, scores, shapes
-from saccade.dispatch import Unsupported
 from saccade.dropout import Dropout
+from saccade.explanation import Explanation
 from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged
 from saccade.masks import Mask, as_mask
 from saccade.partial import Partial, Scored
@@ -208,51 +208,6 @@ def attention(
     if return_max_scores:
         return Scored(found, lse if return_lse else None, cast(Tensor, top))
     return Partial(found, cast(Tensor, lse)) if return_lse else found
-
-
-class Explanation:
-    """Why a backend was chosen, and why not the others; prints as a small table.
-
-    Attributes:
-        spec: the call's Spec.
-        backend: the chosen one's name, or None.
-        gradient: the name of the backend whose backward its gradients take, or None.
-        reasons: backend name -> the reasons against it; an empty list is one that runs.
-    """
-
-    def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
-        self.spec = call if isinstance(call, Spec) else call.spec()
-        self.reasons = {name: dispatch.reasons_against(name, call) for name in dispatch.NAMES}
-        plan = _plan_if_any(call, backend)
-        self.backend = plan.backend if plan else None
-        self.workspace = plan.module.workspace(self.spec) if plan else None
-        self.gradient = self.backend
-        if plan and plan.backend != "reference":  # which PyTorch differentiates itself
-            gradient = _plan_if_any(call, plan.backend, gradient=True)
-            self.gradient = gradient.backend if gradient else None
-
-    def __str__(self) -> str:
-        lines = [str(self.spec)]
-        for name, against in self.reasons.items():
-            verdict = "; ".join(against) or (self._chosen() if name == self.backend else "runs it, not chosen")
-            lines.append(f"  {name}: {verdict}")
-        if self.workspace:
-            lines.append(f"  memory besides the outputs: {self.workspace}")
-        return "\n".join(lines)
-
-    def _chosen(self) -> str:
-        if self.gradient == self.backend:
-            return "chosen"
-        return f"chosen, with the backward of {self.gradient}" if self.gradient else "chosen, without a backward"
-
-    __repr__ = __str__
-
-
-def _plan_if_any(call: Spec | Problem, backend: str, gradient: bool = False) -> dispatch.Plan | None:
-    try:
-        return dispatch.plan_for(call, backend, gradient)
-    except Unsupported:
-        return None
 
 
 def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> Explanation:

@@ -21,6 +21,7 @@ from saccade.problem import Problem
 from saccade.testing import accuracy, packed
 from saccade.testing.cases import Inputs
 from saccade.testing.shifted import shifted, shifted_mask
+from saccade.testing.tally import Tally
 
 _GROUPS = 4
 """Key heads, with all of their query heads, that are looked at."""
@@ -72,7 +73,7 @@ class Yardstick:
         layout = form(order)
         for name, result in zip(self.names, results, strict=False):
             x = layout.canonical(result.detach())
-            tally = accuracy._Tally(self.eps)
+            tally = Tally(self.eps)
             for truth in self.truths:
                 ways = truth.ways[name]
                 part = x[truth.keys_at if name in ("dk", "dv") else truth.rows_at]

@@ -33,6 +33,7 @@ from saccade.masks import as_mask
 from saccade.problem import Problem
 from saccade.testing import packed, paged
 from saccade.testing.shifted import Shifted, captured, places, shifted, shifted_dropout, shifted_mask
+from saccade.testing.tally import Tally
 
 SCORES_AT_ONCE = 1 << 22
 """The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
@@ -123,7 +124,7 @@ def check(
     _check_form(found, q, k, v, keywords)
 
     eps = torch.finfo(q.dtype).eps
-    tallies = {name: _Tally(eps) for name in found}
+    tallies = {name: Tally(eps) for name in found}
     captures = captured(keywords.get("score_mod"))
     sums = {"dsink": sink} if sink is not None else {}
     sums |= captures
@@ -369,37 +370,3 @@ class _Part(NamedTuple):
 
         tensors: dict[str, Any] = {name: wide(getattr(self.problem, name)) for name in ("q", "k", "v", "sink")}
         return self._replace(problem=replace(self.problem, **tensors), dout=wide(self.dout), dlse=wide(self.dlse))
-
-
-class _Tally:
-    """Largest elements and sums of squares of a tensor's errors and terms, part after part."""
-
-    def __init__(self, eps: float) -> None:
-        self.eps = eps
-        self.top = torch.zeros(3, dtype=torch.float64)
-        self.squares = torch.zeros(3, dtype=torch.float64)
-        self.broken = False
-
-    def add(self, x: Tensor, exact: Tensor, eager: Tensor, terms: Tensor) -> None:
-        if not x.numel():
-            return
-        x, exact, eager = x.double(), exact.double(), eager.double()
-        finite = exact.isfinite()
-        self.broken |= bool((x.isfinite() != finite).any()) or bool((x != exact)[~finite].any())
-        for i, row in enumerate((x - exact, eager - exact, terms)):
-            # Where the plain run overflows, it says nothing.
-            row = row.double().nan_to_num(0, 0, 0).abs()
-            self.top[i] = max(self.top[i], row.max().cpu())
-            self.squares[i] += row.square().sum().cpu()
-
-    def ratio(self) -> float:
-        if self.broken:
-            return math.inf
-
-        def share(error: float, eager: float, terms: float) -> float:
-            return error / (2 * (eager + self.eps / 2 * terms)) if error else 0.0
-
-        try:  # the roots of the sums stand for the roots of the means
-            return max(share(*self.top.tolist()), share(*self.squares.sqrt().tolist()))
-        except ZeroDivisionError:
-            return math.inf

@@ -143,8 +143,8 @@ def natural(x, score):
 
 @triton.jit
 def largest(row_max, row_sum, live):
-    """max_scores [block_q], -inf where a row sees nothing, from row_max, natural, which leaves NaN out, and row_sum, which
-    does not. Neither holds the sink."""
+    """max_scores [block_q], -inf where a row sees nothing; from row_max, natural, which leaves NaN out, and row_sum,
+    which does not. Neither holds the sink."""
     seen = live & (row_sum != 0)
     return tl.where(seen, tl.where((row_sum != row_sum) & (row_max < float("inf")), row_sum, row_max), float("-inf"))
 

@@ -1,0 +1,53 @@
+"""Why a backend was chosen, and why not the others."""
+
+from __future__ import annotations
+
+from saccade import dispatch
+from saccade.dispatch import Unsupported
+from saccade.problem import Problem
+from saccade.spec import Spec
+
+
+class Explanation:
+    """Why a backend was chosen, and why not the others; prints as a small table.
+
+    Attributes:
+        spec: the call's Spec.
+        backend: the chosen one's name, or None.
+        gradient: the name of the backend whose backward its gradients take, or None.
+        reasons: backend name -> the reasons against it; an empty list is one that runs.
+    """
+
+    def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
+        self.spec = call if isinstance(call, Spec) else call.spec()
+        self.reasons = {name: dispatch.reasons_against(name, call) for name in dispatch.NAMES}
+        plan = _plan_if_any(call, backend)
+        self.backend = plan.backend if plan else None
+        self.workspace = plan.module.workspace(self.spec) if plan else None
+        self.gradient = self.backend
+        if plan and plan.backend != "reference":  # which PyTorch differentiates itself
+            gradient = _plan_if_any(call, plan.backend, gradient=True)
+            self.gradient = gradient.backend if gradient else None
+
+    def __str__(self) -> str:
+        lines = [str(self.spec)]
+        for name, against in self.reasons.items():
+            verdict = "; ".join(against) or (self._chosen() if name == self.backend else "runs it, not chosen")
+            lines.append(f"  {name}: {verdict}")
+        if self.workspace:
+            lines.append(f"  memory besides the outputs: {self.workspace}")
+        return "\n".join(lines)
+
+    def _chosen(self) -> str:
+        if self.gradient == self.backend:
+            return "chosen"
+        return f"chosen, with the backward of {self.gradient}" if self.gradient else "chosen, without a backward"
+
+    __repr__ = __str__
+
+
+def _plan_if_any(call: Spec | Problem, backend: str, gradient: bool = False) -> dispatch.Plan | None:
+    try:
+        return dispatch.plan_for(call, backend, gradient)
+    except Unsupported:
+        return None
