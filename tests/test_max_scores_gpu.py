@@ -22,8 +22,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "gluon":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs a Hopper GPU (sm_90)")
-        flags = *gluon.SUPPORT.flags, "max_scores"
-        monkeypatch.setattr(gluon, "SUPPORT", replace(gluon.SUPPORT, flags=flags))
+        more = {"layouts": ("packed",), "flags": ("max_scores",)}
+        lifted = {name: (*getattr(gluon.SUPPORT, name), *words) for name, words in more.items()}
+        monkeypatch.setattr(gluon, "SUPPORT", replace(gluon.SUPPORT, **lifted))
     dispatch.plan.cache_clear()
     yield request.param
     dispatch.plan.cache_clear()

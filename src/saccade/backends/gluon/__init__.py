@@ -15,7 +15,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    # The kernel has max_scores, and no H200 ran it yet.
+    # And max_scores, likewise.
     flags=("sink", "dropout", "deterministic", "aligned"),
     max_d=256,
     multiple_of=8,
