@@ -222,14 +222,14 @@ class StandIn:
         used = (given[name].flatten() if name in given else None for name in ("rows", "keys"))
         call = Problem(q, k, v, None, mask, None, Dense("bhsd", *used), form.scale)
         if "dout" not in given:
-            out, lse = reference(call)
+            out, lse, _ = reference(call)
             blind = lse == -torch.inf
             given["out"].copy_(out.masked_fill(blind[..., None], torch.nan))
             if "stats" in given:
                 given["stats"].copy_(lse.masked_fill(blind, torch.nan)[..., None])
             return
         queries, every_k, every_v = operands(call)
-        p, lse = probability(call, queries, every_k)
+        p, lse, _ = probability(call, queries, every_k)
         p = p * torch.exp(lse - given["stats"][..., 0]).nan_to_num(0)[..., None]
         dout, group = given["dout"], q.shape[1] // k.shape[1]
         ds = p * (dout @ every_v.mT - (dout * given["out"]).sum(-1, keepdim=True)) * form.scale
