@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import pytest
 import torch
 
-from saccade import attention, causal, dispatch, mask_mod, softcap
-from saccade.backends import gluon
+from saccade import attention, causal, mask_mod, softcap
 from saccade.testing.accuracy import check
 from saccade.testing.cases import Case
 
@@ -17,18 +13,10 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["gluon", "triton"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """gluon without its refusal, which stands until these have passed."""
-    if request.param == "gluon":
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs a Hopper GPU (sm_90)")
-        more = {"layouts": ("packed",), "flags": ("max_scores",)}
-        lifted = {name: (*getattr(gluon.SUPPORT, name), *words) for name, words in more.items()}
-        monkeypatch.setattr(gluon, "SUPPORT", replace(gluon.SUPPORT, **lifted))
-    dispatch.plan.cache_clear()
-    yield request.param
-    dispatch.plan.cache_clear()
-    dispatch._plans.clear()
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (sm_90)")
+    return request.param
 
 
 DENSE = Case("", h_q=4, h_k=2, s_q=300, s_k=333, d=128)

@@ -15,8 +15,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    # And max_scores, likewise.
-    flags=("sink", "dropout", "deterministic", "aligned"),
+    flags=("sink", "dropout", "max_scores", "deterministic", "aligned"),
     max_d=256,
     multiple_of=8,
     needs=("aligned",),
