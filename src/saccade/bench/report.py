@@ -163,11 +163,11 @@ def _caption(rows: list[Row]) -> str:
     """What the figures are, and of which runs."""
     units = {"host": "microseconds", "first": "seconds"}
     unit = ", ".join(sorted({units.get(row.mode.split()[0], "TFLOP/s") for row in rows}))
-    runs = {(row.gpu, row.torch, row.triton, row.commit, row.date[:10]) for row in rows}
-    return "; ".join(
-        f"{unit} on {gpu}, torch {torch}, triton {triton}, commit {commit}, {date}"
-        for gpu, torch, triton, commit, date in sorted(runs)
-    )
+    commits: dict[str, set[str]] = {}
+    for row in rows:
+        place = f"{row.gpu}, torch {row.torch}, triton {row.triton}"
+        commits.setdefault(f"{unit} on {place}, {row.date[:10]}", set()).add(row.commit[:7])
+    return "; ".join(f"{run}, commit {', '.join(sorted(held))}" for run, held in sorted(commits.items()))
 
 
 def main(arguments: list[str] | None = None) -> None:
