@@ -122,7 +122,7 @@ def rows(cells: list[Cell], device: str = "cuda", clock: Clock | None = None) ->
         source = torch.empty(max(bytes_read // 2, 1), dtype=torch.uint8, device=device)  # read and written
         target = torch.empty_like(source)
         # Not captured: in a graph the copy engines do it, at 0.6 of the rate.
-        ways["copy"] = Prepared(lambda target=target, source=source: target.copy_(source), "bshd")
+        ways["copy"] = Prepared(lambda target=target, source=source: (target.copy_(source),), "bshd")
         failed: dict[str, Exception] = {}
         times = measure(ways, torch.device(device), clock or Clock(), failed.__setitem__)
         gpu = torch.cuda.get_device_name() if device == "cuda" else device
