@@ -31,6 +31,8 @@ PROGRAMS = 2
 """Programs that a multiprocessor runs at a time, by their shared memory."""
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
+LONG, FEW = 2048, 2048
+"""Keys from which, and sequences below which, it is worth its while to put these in order."""
 MERGE = Config(1, 1, 4, 1)
 CHUNK = 16
 """Parts that the merge adds up at a time."""
@@ -49,6 +51,8 @@ class Cut:
     fair: bool
     """Sequences have parts by their lengths, up to `splits`."""
     edges: bool
+    bits: int
+    """of lengths, by which sequences are put in order, or 0"""
 
 
 def cut(problem: Problem, processors: int) -> Cut:
@@ -65,14 +69,17 @@ def cut(problem: Problem, processors: int) -> Cut:
     else:
         tiles = least = b * -(-flat // tile.block_q)
     slots = processors * PROGRAMS
+    room = layout.capacity(problem.k.shape[2])
     if layout.num_splits is None:
-        room = layout.capacity(problem.k.shape[2])
         most = min(2 * slots // (least * h_k), room // (tile.block_k * LEAST_TILES), MAX_SPLITS)
         splits = max(1, most)
     else:
         splits = min(layout.num_splits, MAX_SPLITS)
     edges = layout.num_splits != 1 and tile.block_q > FIXED_ROWS
-    return Cut(tile, tiles, splits, slots, layout.num_splits is None, edges)
+    # The longest first, where programs come one after the other, and may be long.
+    ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
+    bits = -(-room.bit_length() // 4) * 4 if ordered else 0
+    return Cut(tile, tiles, splits, slots, layout.num_splits is None, edges, bits)
 
 
 def config(problem: Problem, rows: int) -> Config:
@@ -144,7 +151,7 @@ def constants(name: str, problem: Problem, made: Cut, precision: str) -> dict[st
         "GROUP": problem.group, "PAGE": problem.k.shape[2], "D": d, "D_V": d_v, "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v), "PRECISION": precision,
         "SPLIT": made.splits > 1, "FAIR": made.fair, "LEAST": LEAST_TILES, "EDGES": made.edges,
-        "N": many(layout),
+        "N": many(layout), "BITS": made.bits,
     }  # fmt: skip
 
 
@@ -184,7 +191,7 @@ ROWS = "decode", "fixed", "prompt", "merge"
 def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) -> Any:
     """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
     query each; a chunk of a prompt over pages of 64; or the merge."""
-    b, s_q, size = (4, 1, 16) if word != "prompt" else (1, 512, 64)
+    b, s_q, size = {"prompt": (1, 512, 64), "fixed": (128, 1, 16)}.get(word, (4, 1, 16))
     offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
     splits = 1 if word == "fixed" else None
     layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)

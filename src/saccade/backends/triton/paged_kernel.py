@@ -2,8 +2,8 @@
 
 The query rows of all heads that share keys are rows of one tile: row `i` of member `m` is flat row `i * GROUP + m`.
 Tiles of keys are visited from the first to the last, so that a row's sums have the same order in every call. What a
-program has to know of all sequences it reads at once, N of them: behind a loop Triton 3.9 forgets which addresses are
-aligned, and fetches nothing ahead.
+program has to know of all sequences it reads at once, N of them: behind a loop or a branch Triton 3.9 forgets which
+addresses are aligned, and fetches nothing ahead.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -91,31 +91,27 @@ def _share(
 
 
 @triton.jit
-def _by_length(rank, used_k, pages, BLOCK_K: tl.constexpr, N: tl.constexpr):
-    """The sequence of which `rank` others have more keys: the longest start first. As its program searches for it, only
-    where lengths differ and are worth it."""
+def _by_length(rank, used_k, pages, N: tl.constexpr, BITS: tl.constexpr):
+    """The sequence of which `rank` others have more keys: the longest start first. Lengths have up to BITS bits.
+
+    Neither a loop nor a branch: see the top of this file.
+    """
     count = plain_int(pages.sequences)
     # [N]
     i = tl.arange(0, N)
     _, _, _, keys = extent(used_k, tl.minimum(i, count - 1), plain_int(pages.capacity))
     keys = tl.where(i < count, keys + i * 0, -1)
-    longest = tl.max(keys, 0)
-    number = rank
-    even = tl.sum(tl.maximum(keys, 0).to(tl.float32), 0) > longest.to(tl.float32) * (0.75 * count)
-    if (longest >= 8 * BLOCK_K) & (even == 0):
-        # The least length of which at most `rank` sequences have more.
-        least = longest * 0
-        most = longest
-        while least < most:
-            middle = (least + most) // 2
-            if tl.sum((keys > middle).to(tl.int32), 0) <= rank:
-                most = middle
-            else:
-                least = middle + 1
-        before = tl.sum((keys > least).to(tl.int32), 0)
-        equal = (keys == least).to(tl.int32)
-        number = tl.sum(tl.where((equal == 1) & (tl.cumsum(equal, 0) == rank - before + 1), i, 0), 0)
-    return number
+    # The least length of which at most `rank` sequences have more.
+    least = rank * 0
+    most = tl.max(keys, 0)
+    for bit in tl.static_range(BITS):  # noqa: B007 - `_` is a tensor here
+        middle = (least + most) // 2
+        enough = tl.sum((keys > middle).to(tl.int32), 0) <= rank
+        most = tl.where(enough, middle, most)
+        least = tl.where(enough, least, tl.minimum(middle + 1, most))
+    before = tl.sum((keys > least).to(tl.int32), 0)
+    equal = (keys == least).to(tl.int32)
+    return tl.sum(tl.where((equal == 1) & (tl.cumsum(equal, 0) == rank - before + 1), i, 0), 0)
 
 
 @triton.jit
@@ -199,12 +195,13 @@ def paged_kernel(
     GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     SPLIT: tl.constexpr, FAIR: tl.constexpr, LEAST: tl.constexpr, EDGES: tl.constexpr, N: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """One tile of flat query rows against one part of its keys, for one key head.
 
     out: Rows, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b, h_q,
     s_q), each part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of the
-    mask's core are plain ones; for tiles of many rows.
+    mask's core are plain ones; for tiles of many rows. BITS: of lengths, by which sequences are put in order, or 0.
     """
     heads = h_q // GROUP
     head_k = tl.program_id(0) % heads
@@ -212,8 +209,8 @@ def paged_kernel(
     split = tl.program_id(0) // heads // plain_int(pages.tiles)
     count = plain_int(pages.sequences)
     number, start_q = _sequence_of(used_q, tile, s_q, count, GROUP, BLOCK_Q, N)
-    if used_q is None and not SPLIT and N <= 2048:
-        number = _by_length(number, used_k, pages, BLOCK_K, N)
+    if BITS > 0:
+        number = _by_length(number, used_k, pages, N, BITS)
     batch, first_q, there, rows = extent(used_q, number, s_q)
     b = tl.minimum(number, count - 1)
     _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
