@@ -14,6 +14,7 @@ from saccade import (
     Paged,
     Unsupported,
     attention,
+    bias,
     block_mask,
     causal,
     documents,
@@ -89,6 +90,15 @@ def test_pages_that_are_not_there_are_clamped():
             for table in ([2, 1 << 30, -5], [2, 3, 0])
         ]
         assert torch.equal(*found)
+
+
+def test_functions_see_no_index_beyond_the_call():
+    """Rows and keys that only fill a tile of `num_splits=1` have none of their own."""
+    k, v, q = torch.randn(4, 8, 1, 16), torch.randn(4, 8, 1, 16), torch.randn(1, 3, 2, 16)
+    layout = Paged(torch.arange(4)[None], torch.tensor([32]), num_splits=1)
+    check(q, k, v, layout=layout, mask=causal(), score_mod=bias(torch.randn(1, 2, 3, 32))).assert_ok()
+    seen = torch.rand(3, 32) < 0.5
+    check(q, k, v, layout=layout, mask=mask_mod(lambda b, h, q_idx, kv_idx: seen[q_idx, kv_idx])).assert_ok()
 
 
 def test_a_dense_cache_is_one_page_for_each_sequence():

@@ -69,7 +69,8 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
         seeing = block_hi > block_lo
         if not bool(seeing.any()):
             continue
-        q_idx = torch.arange(block.height) - block.first + block.rows.start
+        # Rows and keys that only fill a tile take the index of a neighbour, which functions may read tensors at.
+        q_idx = (torch.arange(block.height) - block.first + block.rows.start).clamp(0, s_q - 1)
         stream = Softmax(lambda score: score.softmax(-1), streaming=True)
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=compute)
         rows[:, filled] = q[:, block.rows].to(compute)
@@ -80,10 +81,10 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
             k, v = (_tile(problem, x, b, start, len(kv_idx), keys).to(compute) for x in (problem.k, problem.v))
             score = torch.bmm(rows, k.mT).mul_(problem.scale).view(1, h_q, block.height, -1)
             if problem.score is not None:
-                score = problem.score.tile(score, b_idx, h_idx, q_idx[:, None], kv_idx)
+                score = problem.score.tile(score, b_idx, h_idx, q_idx[:, None], kv_idx.clamp(max=keys - 1))
             seen = (kv_idx >= block_lo[:, None]) & (kv_idx < block_hi[:, None])
             if mask is not None and not mask.exact:
-                seen = seen & mask.sees(extent, b_idx, h_idx, q_idx[:, None], kv_idx)
+                seen = seen & mask.sees(extent, b_idx, h_idx, q_idx[:, None], kv_idx.clamp(max=keys - 1))
             stream.add(score.masked_fill(~seen, -torch.inf).view(k.shape[0], -1, len(kv_idx)), v, None, only=False)
         out[:, block.rows] = stream.out().view(h_q, block.height, -1)[:, filled].to(out.dtype)
         for whole, part in ((lse, stream.lse()), (largest, stream.top)):
