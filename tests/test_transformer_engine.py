@@ -303,7 +303,6 @@ def called(constructor=None, order="bshd", **forward):
 
 
 WRONG = {
-    "inference parameters": (called(inference_params=object()), Unsupported, "inference_params needs paged caches"),
     "fp8": (called(fp8_output=True), Unsupported, "fp8_output"),
     "bf16 backward": (called(bf16_backward=True), Unsupported, "bf16_backward"),
     "policies": (called(thd_attention_policies=[1]), Unsupported, "thd_attention_policies"),

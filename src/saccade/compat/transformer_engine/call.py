@@ -50,10 +50,14 @@ class Call:
         core_attention_bias: what broadcasts to (b, h_q, s_q, s_k); it gets a gradient if it requires one.
         alibi_slopes: (h_q) or (b, h_q); those of the paper when None.
         fast_zero_fill: not read.
-        inference_params: refused.
+        inference_params: an `InferenceParams`: key_layer and value_layer are those of query_layer's tokens, which
+            attend to all that the cache has. "padding_causal" is aligned at the bottom right then, lengths are those of
+            `pre_step`, and of cu_seqlens_q only their number is read.
         pad_between_seqs: not read; cu_seqlens_*_padded say it.
         fp8_output: refused, and so is bf16_backward.
-        num_splits: not read: keys are not split, so that results never depend on the batch.
+        num_splits: with inference_params, into how many parts a GPU cuts keys: 1, and results never depend on the
+            batch; None or 0, and the backend chooses, which is faster for few sequences. Else not read: keys are not
+            split.
         score_mod: `score_mod(graph, score, tensors) -> score`, as `saccade.compat.cudnn.score_callback` takes it, and
             so the other three.
         qkv_layer: q, k and v as one tensor, with a dimension of 3 at qkv_interleave_dim, in the place of the three.
@@ -120,7 +124,6 @@ class Call:
 
     def _refuse(self) -> None:
         refused = {
-            "inference_params needs paged caches, which this interface does not have yet": self.inference_params,
             "thd_attention_policies: one mask type and window serves all sequences": self.thd_attention_policies,
             "fp8_output: no backend has FP8 yet": self.fp8_output,
             "bf16_backward is for FP8, which no backend has yet": self.bf16_backward,

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from saccade.compat.transformer_engine.call import Call, WrongCall
 from saccade.compat.transformer_engine.visibility import Visible
-from saccade.layouts import ORDERS, Packed
 from saccade.scores import ScoreMod, bias, compose, score_callback, softcap
 
 
-def modification(call: Call, seen: Visible, scale: float, q: Tensor, k: Tensor) -> Any:
+def modification(call: Call, seen: Visible, scale: float, q: Tensor) -> Any:
     """All that happens between scale and mask: a bias before the scale, score_mod, softcap, a bias after it, ALiBi.
 
     Raises:
@@ -24,12 +23,12 @@ def modification(call: Call, seen: Visible, scale: float, q: Tensor, k: Tensor) 
     mods: list[Any] = []
     given = call.core_attention_bias
     if given is not None:
-        _check(call, seen, q, k, {"core_attention_bias": given})
+        _check(seen, q, {"core_attention_bias": given})
     if given is not None and call.core_attention_bias_type == "pre_scale_bias":
         mods.append(bias(given * scale))
     if call.score_mod is not None:
         named = {**(call.score_mod_tensors or {}), **(call.score_mod_bprop_tensors or {})}
-        _check(call, seen, q, k, named)
+        _check(seen, q, named)
         callbacks = call.score_mod, call.score_mod_bprop
         mods.append(score_callback(*callbacks, call.score_mod_tensors, call.score_mod_bprop_tensors))
     if call.softcap:
@@ -43,15 +42,11 @@ def modification(call: Call, seen: Visible, scale: float, q: Tensor, k: Tensor) 
     return mods[0] if len(mods) == 1 else compose(*mods) if mods else None
 
 
-def _check(call: Call, seen: Visible, q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:
-    layout = seen.layout
-    if isinstance(layout, Packed):
-        if call.max_seqlen_q is None or call.max_seqlen_kv is None:
-            return  # how long sequences are, only the device knows
-        shape = layout.sequences, q.shape[-2], call.max_seqlen_q, call.max_seqlen_kv
-    else:
-        b, s = (ORDERS[call.order][i] for i in (0, 2))
-        shape = q.shape[b], q.shape[-2], q.shape[s], k.shape[s]
+def _check(seen: Visible, q: Tensor, tensors: dict[str, Tensor]) -> None:
+    if seen.shape is None:
+        return
+    b, s_q, s_k = seen.shape
+    shape = b, q.shape[-2], s_q, s_k
     for name, x in tensors.items():
         fits = x.dim() <= 4 and all(n in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False))
         if not fits:

@@ -6,20 +6,36 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from saccade.api import Explanation, attention, explain
+from saccade.compat.transformer_engine.cached import cached
 from saccade.compat.transformer_engine.call import Call, WrongCall, check_tensors, mask_type
 from saccade.compat.transformer_engine.modifications import modification
+from saccade.compat.transformer_engine.step import Step
 from saccade.compat.transformer_engine.visibility import visible
 from saccade.dispatch import Unsupported
 from saccade.partial import Scored
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class Attention(NamedTuple):
+    """One call in saccade's words."""
+
+    operands: tuple[Tensor, Tensor, Tensor]
+    """q, k and v, or q and the caches"""
+    given: dict[str, Any]
+    """`attention`'s keywords"""
+    saves: bool
+    """Whether to compute it again in the backward."""
+    step: Step | None
+    """Where new keys and values go; None without inference parameters."""
+    new: tuple[Tensor, Tensor]
 
 
 class DotProductAttention(torch.nn.Module):
@@ -39,7 +55,7 @@ class DotProductAttention(torch.nn.Module):
         tp_size: tensor-parallel ranks, each with its own heads.
         get_rng_state_tracker: a function; its result's `fork()` is entered for dropout.
         tp_group: gives tp_size.
-        layer_number: not read.
+        layer_number: which of a cache's layers this one is.
         attention_type: "self" or "cross"; not read: a call has the lengths that it has.
         cp_group: refused if it has more than one rank, when it is called.
         cp_global_ranks: for cp_group, and so cp_stream and cp_comm_type.
@@ -57,7 +73,7 @@ class DotProductAttention(torch.nn.Module):
 
     Raises:
         WrongCall: arguments that do not fit, a ValueError and an AssertionError.
-        Unsupported: FP8, context parallelism, inference parameters; or no backend runs the call.
+        Unsupported: FP8, context parallelism; or no backend runs the call.
 
     >>> core = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal")
     >>> q, k, v = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
@@ -120,6 +136,7 @@ class DotProductAttention(torch.nn.Module):
         }
         self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
         self.softmax_scale = 1 / math.sqrt(self.head_dims[0]) if softmax_scale is None else softmax_scale
+        self.layer_number = layer_number
         self.softmax_type, self.return_max_logit, self.backend = softmax_type, return_max_logit, backend
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         zeros = torch.zeros(num_attention_heads // self.tp_size)
@@ -136,12 +153,17 @@ class DotProductAttention(torch.nn.Module):
         self.cp_group = cp_group
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, Tensor]:
-        (q, k, v), given, saves = self._attention(*arguments, **keywords)
-        found = self._checkpointed(q, k, v, given) if saves else self._attend(q, k, v, given)
+        made = self._attention(*arguments, **keywords)
+        (q, k, v), given = made.operands, made.given
+        if made.step is not None:
+            made.step.append(*made.new)
+        found = self._checkpointed(q, k, v, given) if made.saves else self._attend(q, k, v, given)
+        out = found if isinstance(found, Tensor) else found.out
+        out = (out if made.step is None else made.step.given(out)).flatten(-2)
         if isinstance(found, Tensor):
-            return found.flatten(-2)
+            return out
         largest = found.max_scores.movedim(-2, 0).flatten(1)  # (h_q, all rows)
-        return found.out.flatten(-2), largest.amax(1) if largest.numel() else largest.new_zeros(q.shape[-2])
+        return out, largest.amax(1) if largest.numel() else largest.new_zeros(q.shape[-2])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor | Scored:
         tracker = self.get_rng_state_tracker if given["dropout_p"] else None
@@ -151,8 +173,8 @@ class DotProductAttention(torch.nn.Module):
     def _checkpointed(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor | Scored:
         return checkpoint(self._attend, q, k, v, given, use_reentrant=False)
 
-    def _attention(self, *arguments: Any, **keywords: Any) -> tuple[tuple[Tensor, ...], dict[str, Any], bool]:
-        """What `attention` takes, and whether to compute it twice."""
+    def _attention(self, *arguments: Any, **keywords: Any) -> Attention:
+        """What a call means; nothing is computed or written."""
         if self.cp_group is not None and (ranks := _ranks(self.cp_group)) > 1:
             raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: no context parallelism yet")
         call = Call(*arguments, **keywords).settled(self.defaults)
@@ -167,10 +189,13 @@ class DotProductAttention(torch.nn.Module):
                 f"keys and values must have {groups} heads of dims {self.head_dims}, got {tuple(k.shape)} and "
                 f"{tuple(v.shape)}"
             )
-        seen = visible(call, q, k)
+        if call.inference_params is None:
+            step, seen = None, visible(call, q, k)
+        else:
+            step, seen = cached(call, self.layer_number, q, k)
         given = {
             "mask": seen.mask,
-            "score_mod": modification(call, seen, self.softmax_scale, q, k),
+            "score_mod": modification(call, seen, self.softmax_scale, q),
             "layout": seen.layout,
             "scale": self.softmax_scale,
             "sink": None if self.softmax_offset is None else self.softmax_offset.to(q.device),
@@ -178,10 +203,14 @@ class DotProductAttention(torch.nn.Module):
             "return_max_scores": bool(self.return_max_logit),
             "backend": self.backend,
         }
-        if seen.keys is not None:
+        if step is not None:
+            operands = step.rows(q), *step.params.caches(step.layer)
+        elif seen.keys is not None:
             s = call.order.index("s")
-            k, v = (x.narrow(s, 0, seen.keys) for x in (k, v))
-        return (q, k, v), given, call.checkpoint_core_attention
+            operands = q, k.narrow(s, 0, seen.keys), v.narrow(s, 0, seen.keys)
+        else:
+            operands = q, k, v
+        return Attention(operands, given, call.checkpoint_core_attention, step, (k, v))
 
 
 DotProductAttention.forward.__signature__ = inspect.Signature(
@@ -203,8 +232,8 @@ def get_attention_backend(core: DotProductAttention, *arguments: Any, **keywords
     Raises:
         WrongCall, Unsupported: as the call itself.
     """
-    (q, k, v), given, _ = core._attention(*arguments, **keywords)
-    return explain(q, k, v, **given)
+    made = core._attention(*arguments, **keywords)
+    return explain(*made.operands, **made.given)
 
 
 def _ranks(group: Any) -> int:

@@ -28,6 +28,8 @@ class Visible(NamedTuple):
     causal: bool
     """Whether ALiBi's distances all have one sign."""
     bottom_right: bool
+    shape: tuple[int, int, int] | None
+    """Sequences, and the longest one's queries and keys; None where only the device knows them."""
 
 
 def visible(call: Call, q: Tensor, k: Tensor) -> Visible:
@@ -37,7 +39,7 @@ def visible(call: Call, q: Tensor, k: Tensor) -> Visible:
     """
     kind = call.attn_mask_type or ""
     layout, offset = _packed(call, kind) if call.order == "thd" else _dense(call, kind, q, k)
-    left, right = _bounds(kind, call.window_size)
+    left, right = bounds(kind, call.window_size)
     bottom_right = "bottom_right" in kind or ("causal" not in kind and call.bottom_right_diagonal is not False)
     mask, band, keys = None, None, None
     if (left, right) == (None, None):
@@ -49,9 +51,9 @@ def visible(call: Call, q: Tensor, k: Tensor) -> Visible:
         s_q, s_k = (x.shape[ORDERS[call.order][2]] for x in (q, k))
         keys = s_k if right is None else min(s_k, s_q + right)
         shift = keys - s_q
-        bounds = None if left is None else left + shift, None if right is None else right - shift
-        if min((x for x in bounds if x is not None), default=0) >= 0:
-            mask = window(*bounds)
+        moved = None if left is None else left + shift, None if right is None else right - shift
+        if min((x for x in moved if x is not None), default=0) >= 0:
+            mask = window(*moved)
         else:
             band = _band(left, right)
     else:
@@ -66,10 +68,19 @@ def visible(call: Call, q: Tensor, k: Tensor) -> Visible:
         assert seen is not None
         mask = seen if mask is None else seen & mask
     causal = right == 0 and (bottom_right or isinstance(offset, int)) and band is None
-    return Visible(layout, mask, band, keys, offset, causal, bottom_right)
+    return Visible(layout, mask, band, keys, offset, causal, bottom_right, _shape(call, layout, q, k))
 
 
-def _bounds(kind: str, given: tuple[int, int] | None) -> tuple[int | None, int | None]:
+def _shape(call: Call, layout: Layout, q: Tensor, k: Tensor) -> tuple[int, int, int] | None:
+    if not isinstance(layout, Packed):
+        b, s = (ORDERS[call.order][i] for i in (0, 2))
+        return q.shape[b], q.shape[s], k.shape[s]
+    if call.max_seqlen_q is None or call.max_seqlen_kv is None:
+        return None
+    return layout.sequences, call.max_seqlen_q, call.max_seqlen_kv
+
+
+def bounds(kind: str, given: tuple[int, int] | None) -> tuple[int | None, int | None]:
     """TransformerEngine's: causal masks have nothing on the right, and others take (-1, 0) for no window."""
     left, right = given or (-1, -1)
     if "causal" in kind:

@@ -1,0 +1,266 @@
+"""TransformerEngine's `InferenceParams`: which sequences are in a cache, and where."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.compat.transformer_engine.call import WrongCall
+from saccade.compat.transformer_engine.step import Step
+from saccade.dispatch import Unsupported
+
+Sequences = OrderedDict[Hashable, int]
+"""Lengths by the names that the caller gives sequences, in the order of the batch."""
+
+
+class Cache:
+    """Pages, whose they are, and one pair of caches for each layer; an InferenceParams has one, as `cache_manager`.
+
+    Attributes:
+        cache: by layer number, k (pages, page_size, h_k, d) and v (pages, page_size, h_k, d_v).
+        page_table: (max_batch_size, pages of a sequence) int32, row i those of the batch's sequence i, then -1.
+        sequences: the lengths.
+    """
+
+    def __init__(self, pages: int, page_size: int, table: Tensor) -> None:
+        self.page_size, self.page_table = page_size, table
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.pages = pages
+        self.reset()
+
+    def reset(self) -> None:
+        self.free = list(reversed(range(self.pages)))
+        self.sequences = Sequences()
+        self.held: dict[Hashable, list[int]] = {}
+        self.page_table.fill_(-1)
+
+    def take(self, lengths: Sequences) -> None:
+        """Pages for these sequences; those of all others become free.
+
+        Raises:
+            RuntimeError: there are not enough, and nothing has changed.
+        """
+        left = [page for name in self.held.keys() - lengths.keys() for page in self.held[name]]
+        missing = {name: -(-n // self.page_size) - len(self.held.get(name, ())) for name, n in lengths.items()}
+        if sum(missing.values()) > len(self.free) + len(left):
+            raise RuntimeError(
+                f"the cache is full: {sum(missing.values())} more pages of {self.page_size} rows are needed, "
+                f"{len(self.free) + len(left)} are free. Step with fewer sequences, or give more total_num_pages"
+            )
+        self.free += left
+        self.held = {
+            name: [*self.held.get(name, ()), *(self.free.pop() for _ in range(n))] for name, n in missing.items()
+        }
+        self.sequences = lengths
+        table = torch.full(self.page_table.shape, -1, dtype=torch.int32)
+        for row, pages in zip(table, self.held.values(), strict=False):
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.page_table.copy_(table)
+
+    def print_cache(self) -> None:
+        """To the log, at the level of debugging."""
+        logging.getLogger(__name__).debug("%d of %d pages are free; %s", len(self.free), self.pages, self.held)
+
+
+class InferenceParams:
+    """A cache of keys and values for `DotProductAttention`, and which sequences the next step has.
+
+        params = InferenceParams(64, 8192, h_k, d, torch.bfloat16, is_paged=True, page_size=64)
+        while sequences:
+            params.pre_step({name: how many tokens it has in this step, …})
+            for layer in layers:
+                core(q, k, v, inference_params=params)  # q, k and v of these tokens
+
+    `pre_step` names the sequences of a step, in the order of the batch. New names enter, names that are missing leave
+    and free their pages, and any sequence may have any number of tokens: prompts, chunks of them, single ones. Each
+    layer's call then writes its new keys and values behind those that the sequences have, and attends to all of
+    them. Tensors of the state keep their addresses, so that a CUDA graph of the calls can be replayed after another
+    `pre_step`.
+
+    Args:
+        max_batch_size: sequences of a step, at most.
+        max_sequence_length: tokens of a sequence, at most.
+        num_heads_kv: h_k.
+        head_dim_k: d.
+        dtype: that of queries, keys and values.
+        head_dim_v: d_v; d when None.
+        is_paged: pages of page_size rows, taken as sequences grow; else one room of max_sequence_length each.
+        total_num_pages: for all sequences; `max_batch_size * max_sequence_length / page_size` when None. Here there may
+            be fewer.
+        page_size: rows of a page; divides max_sequence_length.
+        max_ctx_len: not read.
+        qkv_format: how a step's tensors lie, until a call says it.
+        custom_cache_manager: refused.
+        device: of the caches; the current CUDA device, or the CPU where there is none.
+
+    Attributes:
+        batch_size, sequences: those of the step, with the lengths after it.
+        sequences_pre_step: the lengths before it.
+        cu_seqlens_q: (max_batch_size + 1,) int32, sums of the step's tokens.
+        cu_seqlens_kv: the same of the lengths after it.
+        cache_manager: a `Cache`.
+
+    Raises:
+        WrongCall: numbers that do not fit.
+        Unsupported: custom_cache_manager.
+
+    >>> from saccade.compat.transformer_engine import DotProductAttention
+    >>> params = InferenceParams(2, 64, 2, 16, torch.float32, is_paged=True, page_size=8, device="cpu")
+    >>> core = DotProductAttention(4, 16, 2, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1)
+    >>> for step in ({"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 1, "c": 9}):
+    ...     params.pre_step(step)
+    ...     q, k, v = (torch.randn(2, max(step.values()), h, 16) for h in (4, 2, 2))
+    ...     print(tuple(core(q, k, v, inference_params=params).shape), dict(params.sequences))
+    (2, 5, 64) {'a': 5, 'b': 3}
+    (2, 1, 64) {'a': 6, 'b': 4}
+    (2, 9, 64) {'b': 5, 'c': 9}
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if custom_cache_manager is not None:
+            raise Unsupported("InferenceParams: custom_cache_manager: leave it away; the caches are saccade's own")
+        if num_heads_kv is None or head_dim_k is None or dtype is None:
+            raise WrongCall("InferenceParams needs num_heads_kv, head_dim_k and dtype")
+        if is_paged and (page_size is None or page_size < 1 or max_sequence_length % page_size):
+            raise WrongCall(
+                f"a paged cache needs a page_size that divides max_sequence_length={max_sequence_length}, "
+                f"got {page_size}"
+            )
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        # A cache without pages is one whose pages hold a whole sequence.
+        self.is_paged, self.page_size = is_paged, page_size if is_paged and page_size else max_sequence_length
+        width = max_sequence_length // self.page_size
+        given = total_num_pages if is_paged else None
+        self.total_num_pages = max_batch_size * width if given is None else given
+        self.input_qkv_format, self.batch_size = qkv_format, 0
+        self.sequences, self.sequences_pre_step = Sequences(), Sequences()
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.empty(0, device=device).device  # with its number
+
+        def zeros(n: int) -> Tensor:
+            return torch.zeros(n, dtype=torch.int32, device=self.device)
+
+        self.cu_seqlens_q, self.cu_seqlens_kv = zeros(max_batch_size + 1), zeros(max_batch_size + 1)
+        self.pre_step_seqlens, self.post_step_seqlens = zeros(max_batch_size), zeros(max_batch_size)
+        self.cache_manager = Cache(self.total_num_pages, self.page_size, zeros(max_batch_size * width).view(-1, width))
+
+    @property
+    def output_qkv_format(self) -> str:
+        """TransformerEngine's word for a step's queries beside a cache."""
+        return "bshd" if self.input_qkv_format == "bshd" else f"{self.input_qkv_format}_2bshd"
+
+    def reset(self) -> None:
+        """No sequences; layers keep their memory."""
+        self.cache_manager.reset()
+        self._follow(Sequences())
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """A layer's caches; the first call with a layer does it too. Nothing is read before it is written."""
+        sizes = self.total_num_pages, self.page_size, self.num_heads_kv
+        self.cache_manager.cache[layer_number] = (
+            torch.empty(*sizes, self.head_dim_k, dtype=self.dtype, device=self.device),
+            torch.empty(*sizes, self.head_dim_v, dtype=self.dtype, device=self.device),
+        )
+
+    def caches(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """k and v of a layer, (pages, page_size, h_k, d); without pages a page is as long as a sequence may be."""
+        if layer_number not in self.cache_manager.cache:
+            self.allocate_memory(layer_number)
+        return self.cache_manager.cache[layer_number]
+
+    def pre_step(self, step_dict: Mapping[Any, int]) -> None:
+        """Which sequences the step has, and how many tokens of each, from 1 on.
+
+        Raises:
+            WrongCall: too many sequences, or too long ones.
+            RuntimeError: too few pages. Neither changes anything.
+        """
+        if len(step_dict) > self.max_batch_size:
+            raise WrongCall(f"a step has up to max_batch_size={self.max_batch_size} sequences, got {len(step_dict)}")
+        lengths = Sequences((name, self.sequences.get(name, 0) + int(n)) for name, n in step_dict.items())
+        for name, n in step_dict.items():
+            if n < 1 or lengths[name] > self.max_sequence_length:
+                raise WrongCall(
+                    f"a sequence has at least one token in a step and max_sequence_length={self.max_sequence_length} "
+                    f"altogether; {name!r} has {n} and {lengths[name]}"
+                )
+        self.cache_manager.take(lengths)
+        self._follow(lengths)
+
+    def _follow(self, lengths: Sequences) -> None:
+        """The state of a step after which sequences have these lengths."""
+        before = Sequences((name, self.sequences.get(name, 0)) for name in lengths)
+        self.sequences, self.sequences_pre_step, self.batch_size = lengths, before, len(lengths)
+        none = [0] * (self.max_batch_size - len(lengths))
+        vectors = torch.tensor([[0, *x, *none] for x in (before.values(), lengths.values(), self.step_lengths)])
+        self.pre_step_seqlens.copy_(vectors[0, 1:])
+        self.post_step_seqlens.copy_(vectors[1, 1:])
+        self.cu_seqlens_kv.copy_(vectors[1].cumsum(0))
+        self.cu_seqlens_q.copy_(vectors[2].cumsum(0))
+
+    @property
+    def step_lengths(self) -> list[int]:
+        """Tokens of each sequence in this step."""
+        return [n - self.sequences_pre_step[name] for name, n in self.sequences.items()]
+
+    def get_seqlens_pre_step(self) -> Tensor:
+        """The lengths before the step, (max_batch_size,) int32, 0 where there is no sequence: rotary positions of its
+        first tokens."""
+        return self.pre_step_seqlens
+
+    def step(
+        self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, str]:
+        """Writes a layer's new keys and values, as `DotProductAttention` does by itself.
+
+        Args:
+            layer_number: whose.
+            new_k: (b, s, h_k, d), (s, b, h_k, d) or (t, h_k, d), as qkv_format says.
+            new_v: with d_v.
+            qkv_format: "bshd", "sbhd" or "thd".
+
+        Returns:
+            k and v, the caches, or copies (b, max_sequence_length, h_k, d) in the order of the batch if there are no
+            pages; cu_seqlens_q, cu_seqlens_kv, max_sequence_length and the format of queries beside a cache.
+        """
+        Step(self, layer_number, qkv_format, new_k.shape).append(new_k, new_v)
+        caches = self.caches(layer_number) if self.is_paged else self.convert_paged_to_nonpaged(layer_number)
+        return *caches, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, self.output_qkv_format
+
+    def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Copies of k and v, (batch_size, max_sequence_length, h_k, d); any numbers behind a sequence's last row."""
+        table = self.cache_manager.page_table[: self.batch_size].long().clamp(min=0)
+        k, v = (x[table].flatten(1, 2) for x in self.caches(layer_number))
+        return k, v
+
+    def __repr__(self) -> str:
+        pages = f"{self.total_num_pages} pages of {self.page_size}" if self.is_paged else "no pages"
+        return (
+            f"InferenceParams({self.batch_size} of {self.max_batch_size} sequences of up to "
+            f"{self.max_sequence_length} tokens, {pages}, {self.num_heads_kv} heads of {self.head_dim_k} and "
+            f"{self.head_dim_v}, {self.dtype})"
+        )
