@@ -74,6 +74,37 @@ def test_out(made):
         varlen_attn_out(out, made.q.requires_grad_(), made.k, made.v, *arguments(made), enable_gqa=True)
 
 
+def test_out_is_written_in_place(made, monkeypatch):
+    """Between canaries, as the slice of a larger tensor, of another dtype, and where q is."""
+    wanted = varlen_attn(made.q, made.k, made.v, *arguments(made), enable_gqa=True)
+    q, shape = made.q.clone(), made.q.shape
+    held = torch.full((shape[0] + 2, shape[1], shape[2] + 3), 7.0, dtype=q.dtype, device=q.device)
+    buffers = {
+        "plain": (torch.empty_like(q), True),
+        "slice": (held[1:-1, :, : shape[2]], True),
+        "dtype": (torch.empty_like(q, dtype=torch.float64), False),
+        "strides": (torch.empty(shape[0], shape[2], shape[1], dtype=q.dtype, device=q.device).mT, False),
+        "q itself": (q, False),
+    }
+    targets = []
+
+    def watched(*tensors, **given):
+        targets.append(given["out"])
+        return attention(*tensors, **given)
+
+    monkeypatch.setattr(torch_varlen, "attention", watched)
+    for name, (out, direct) in buffers.items():
+        aux = AuxRequest(lse=True) if name == "slice" else None
+        found = varlen_attn_out(out, q, made.k, made.v, *arguments(made), enable_gqa=True, return_aux=aux)
+        assert (found if aux is None else found[0]) is out
+        assert targets.pop() is (out if direct else None), name
+        assert torch.equal(out.to(wanted.dtype), wanted), name
+    assert (held[[0, -1]] == 7).all()
+    assert (held[..., shape[2] :] == 7).all()
+    with pytest.raises(ValueError, match="out must be"):
+        varlen_attn_out(held, made.q, made.k, made.v, *arguments(made), enable_gqa=True)
+
+
 def test_wrong_calls(made):
     cu_q, cu_k, max_q, max_k = arguments(made)
     tensors = made.q, made.k, made.v

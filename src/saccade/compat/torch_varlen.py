@@ -82,19 +82,32 @@ def varlen_attn(
     >>> varlen_attn(q, k, v, offsets, offsets, 7, 7, window_size=(-1, 0)).shape
     torch.Size([10, 2, 16])
     """
+    layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
     lse = return_aux is not None and return_aux.lse
+    return _attend(query, key, value, layout, _mask(window_size, is_causal), scale, enable_gqa, lse)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Packed | Paged,
+    mask: masks.Mask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    lse: bool,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     if scale is not None and not scale > 0:
         raise ValueError(f"varlen_attn: scale must be above 0, got {scale}")
     if query.dim() == 3 and key.dim() in (3, 4) and query.shape[1] != key.shape[-2] and not enable_gqa:
         raise ValueError(
             f"varlen_attn: {query.shape[1]} query heads and {key.shape[-2]} key heads need enable_gqa=True, or be equal"
         )
-    layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
-    mask = _mask(window_size, is_causal)
     if lse:
-        out, found = attention(query, key, value, mask=mask, layout=layout, scale=scale, return_lse=True)
-        return out, found
-    return attention(query, key, value, mask=mask, layout=layout, scale=scale)
+        made, found = attention(query, key, value, mask=mask, layout=layout, scale=scale, return_lse=True, out=out)
+        return made, found
+    return attention(query, key, value, mask=mask, layout=layout, scale=scale, out=out)
 
 
 def _layout(
@@ -138,8 +151,12 @@ def varlen_attn_out(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`varlen_attn` into a given tensor, without gradients: `out` (t_q, h_q, d_v) is overwritten and returned.
 
+    Kernels write to `out` itself where it has q's dtype, its last dimension is contiguous, and it shares no memory with
+    q, k and v; else the result is copied.
+
     Raises:
         RuntimeError: an operand requires a gradient.
+        ValueError: as `varlen_attn`, or an out of another shape or device.
 
     >>> offsets, x = torch.tensor([0, 3, 10]), torch.randn(10, 2, 16)
     >>> out = torch.empty_like(x)
@@ -148,19 +165,33 @@ def varlen_attn_out(
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise RuntimeError("varlen_attn_out has no gradient: call varlen_attn, or inside of torch.no_grad()")
-    found = varlen_attn(
-        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal),
-        return_aux=return_aux,
-        scale=scale,
-        window_size=window_size,
-        enable_gqa=enable_gqa,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        num_splits=num_splits,
-    )
-    if isinstance(found, tuple):
-        return out.copy_(found[0]), found[1]
-    return out.copy_(found)
+    layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
+    lse = return_aux is not None and return_aux.lse
+    call = query, key, value, layout, _mask(window_size, is_causal), scale, enable_gqa, lse
+    wanted = (*query.shape[:-1], value.shape[-1])
+    if out.shape != wanted or out.device != query.device:
+        raise ValueError(
+            f"varlen_attn_out: out must be {wanted} on {query.device}, got {tuple(out.shape)} on {out.device}"
+        )
+    if _takes(out, query, key, value):
+        found = _attend(*call, out)
+        return (out, found[1]) if isinstance(found, tuple) else out
+    found = _attend(*call)
+    return (out.copy_(found[0]), found[1]) if isinstance(found, tuple) else out.copy_(found)
+
+
+def _takes(out: Tensor, *operands: Tensor) -> bool:
+    """Whether attention may write to out itself."""
+    if out.requires_grad or out.dtype != operands[0].dtype or torch.is_autocast_enabled(out.device.type):
+        return False
+    if out.stride(-1) != 1 and out.shape[-1] != 1:
+        return False
+    # A compiled graph looks after memory that is shared.
+    return torch.compiler.is_compiling() or not any(_share(out, x) for x in operands)
+
+
+def _share(x: Tensor, y: Tensor) -> bool:
+    return torch._C._is_alias_of(x, y)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _mask(window_size: tuple[int, int], is_causal: bool) -> masks.Mask | None:
