@@ -6,7 +6,7 @@ program has to know of all sequences it reads at once, N of them: behind a loop 
 addresses are aligned, and fetches nothing ahead.
 """
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
