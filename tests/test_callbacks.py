@@ -368,3 +368,17 @@ def test_wrong_callbacks(name):
     wrong, kind, told = WRONG[name]
     with pytest.raises(kind, match=re.escape(told)):
         wrong()
+
+
+def test_tensors_in_another_order():
+    """The same callback, whose dictionary lists its tensors in another order, is another program of the same kernel."""
+    q = torch.randn(1, 1, 4, 8)
+
+    def scaled(graph, score, tensors):
+        return graph.add(graph.mul(score, tensors["factor"]), tensors["more"])
+
+    for shape in ((1, 1, 1, 1), (1, 1, 4, 1)):
+        given = {"factor": torch.full(shape, 2.0), "more": torch.full(shape, 0.0)}
+        orders = given, dict(reversed(given.items())), {"unused": torch.ones(shape), **given}
+        first, *others = (attention(q, q, q, score_mod=score_callback(scaled, None, x)) for x in orders)
+        assert all(torch.equal(first, other) for other in others)

@@ -35,7 +35,7 @@ from saccade.reference import operands, probability
 from saccade.scores import Graph, bind, data_type, score_callback
 from saccade.scores.graph import Recording
 from saccade.testing import check
-from saccade.testing.callbacks import NAMES, Softcap, added, case, one
+from saccade.testing.callbacks import NAMES, USUAL, Softcap, added, case, one, scaled_causal, scaled_causal_bprop
 
 
 def test_it_is_never_chosen():
@@ -75,8 +75,9 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert "score(relative_bias)" in told or "relative_bias" in told
     assert "not at computed indices" in told
     everything = problem(case("everything", 4, 7, 9).score())
-    assert cudnn.refusals(everything, False) == []
-    (told,) = cudnn.refusals(everything, True)
+    (told,) = cudnn.refusals(everything, False)
+    assert told.startswith("has not been right forward on a GPU, or not run there, with cmp_le, ")
+    told, _ = cudnn.refusals(everything, True)
     assert told.startswith("has graphs of up to 220 operations on scores, not ")
     assert "has no backward of one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
     assert cudnn.refusals(problem(s_q=1, s_k=1), False) == []
@@ -96,6 +97,64 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert plan_of(problem(alibi(torch.rand(4))), "cudnn", gradient=True).backend == "cudnn"
 
 
+TENSOR, ENDS = "a tensor as a first operand", "lengths that are no multiples of 128"
+
+
+def words(score_mod, gradient, s=128):
+    """What is refused of functions of `tests/test_cudnn_gpu.py`."""
+    call = problem(score_mod, None, s, s)
+    return [x.partition(", with ")[2].split(", ") for x in cudnn.refusals(call, gradient)]
+
+
+def test_what_no_gpu_has_computed_right_is_refused():
+    for name in (*USUAL, "derivatives"):
+        for s in (128, 16):
+            score_mod = case(name, 4, s, s).score()
+            forward, backward = words(score_mod, False, s), words(score_mod, True, s)
+            if name == "band":
+                assert forward
+                assert backward
+            else:
+                assert forward == []
+                assert backward == ([[ENDS]] if (name, s) == ("derivatives", 16) else [])
+    rows, near = torch.rand(128), torch.rand(128, 128) > 0.5
+    for score_mod, forward, backward in (
+        (lambda s, b, h, q, k: torch.where((q >= k) & (q - k < 90), 2 * s, -1e9), [], []),
+        (lambda s, b, h, q, k: torch.where(near[q, k], rows[q], s), [], [[TENSOR, "cmp_neq"]]),
+        (lambda s, b, h, q, k: s + h, [["an index of batches or heads"]], [["an index of batches or heads"]]),
+    ):
+        assert words(score_mod, False) == forward
+        assert words(score_mod, True) == backward
+    given = {"neg_inf": one(5.0), "factor": one(1.5)}
+    chosen = score_callback(scaled_causal, None, given)
+    assert words(chosen, False) == [["a choice of numbers other than zero and large negative ones"]]
+
+
+def test_ends_of_lengths():
+    """Where a score of -inf becomes something else, what lies beside the tensors is hidden: in a backward alone."""
+    factors = {factor: {"neg_inf": one(-1e9), "zero": one(0.0), "factor": one(factor)} for factor in (1.5, -1.5)}
+    for factor, given in factors.items():
+        call = problem(score_callback(scaled_causal, scaled_causal_bprop, given, given), None, 16, 128)
+        plain, mod = modification(call.score, True), launch._modification(call, True)
+        assert launch._modification(call, False) is modification(call.score, False)
+        assert (mod is plain) == (factor > 0)
+    call = problem(case("derivatives", 4, 200, 300).score(), None, 200, 300)
+    mod = launch._modification(call, True)
+    graph, known = Graph(), {x.value: x for x in data_type}
+    inputs = [graph._input("tensor", i, made=known[x.dtype]) for i, x in enumerate(mod.tensors(call.score))]
+    replay = Replay(mod, inputs, data_type)
+    forward = Recording.of("forward", replay.forward(graph, graph._input("score")), False)
+    backward = Recording.of("backward", replay.backward(graph, graph._input("gradient")), True)
+    x = torch.randn(1, 1, 256, 384)
+    at = [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(x.shape)]
+    there = (at[2] < 200) & (at[3] < 300)
+    values = [y.reshape(()) for y in mod.tensors(call.score)]
+    beside = torch.where(there, x, -torch.inf)
+    torch.testing.assert_close(forward(beside, *at, *values), torch.where(there, call.score(x, *at), -torch.inf))
+    found = backward(torch.where(there, 1.0, 0.0), beside, *at, *values)
+    torch.testing.assert_close(found, torch.where(there, call.score.derivative(x, *at), 0.0))
+
+
 ROWS, NEAR = torch.rand(7), torch.rand(7, 9) > 0.5
 SCORES = {
     **{name: (lambda name=name: case(name, 4, 7, 9).score()) for name in NAMES},
@@ -107,6 +166,7 @@ SCORES = {
     "read first": lambda: (
         lambda s, b, h, q, k: torch.where(ROWS[q] > k, 2 - ROWS[q] / (s * s + 1), NEAR[q, k] & (s > 0))
     ),
+    "not": lambda: lambda s, b, h, q, k: torch.where(~((q >= k) & ~NEAR[q, k]), s * 2, torch.where(~(s > 0), 0.5, s)),
     "inverted": lambda: lambda s, b, h, q, k: torch.where(NEAR[q, k], -1e9, s),
     "remainders": lambda: lambda s, b, h, q, k: s * ((k - q) % 3) + (q // 2) % 5 + torch.remainder(s, 0.7),
     "function": lambda: lambda s, b, h, q, k: torch.where((q >= k) & (q - k < 3), s * (b + 1), (k - q).clamp(min=-1)),

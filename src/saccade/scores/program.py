@@ -179,6 +179,8 @@ class Program:
         """Equal for equal programs, in every process."""
         text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]
         text += [str(self.integral), str(self.dtype)]
+        # The same expression of what is captured in another order is another program.
+        text += [f"{places} {module and module.graph}" for places, module in (self.before, self.numbers)]
         return f"{self.name}~{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:12]}"
 
 

@@ -17,7 +17,7 @@ RAN = {
     "gluon": f"{_HOPPER}; compiled only on Triton 3.9",
     "triton": f"{_HOPPER}; the interpreter, in every CI run; other GPUs compiled only",
     "cpu": "CPU, in every CI run",
-    "cudnn": "no GPU yet; cuDNN 9.19 compiles its graphs for Hopper",
+    "cudnn": "H200 (PyTorch 2.11, cuDNN 9.19): plain attention, and scores but for those that it refuses",
     "reference": "CPU, in every CI run; H200",
 }
 

@@ -42,15 +42,19 @@ def obstacle() -> str | None:
 def refusals(problem: Problem, gradient: bool) -> list[str]:
     """What no Spec says: operations of the score, lengths."""
     from saccade.backends.cudnn.modification import NoOperation, modification
+    from saccade.backends.cudnn.unproven import unproven
 
     found = []
     if problem.mask is not None and not isinstance(problem.mask, Window):
         found.append(f"has one window of keys for each row, not {problem.mask.kind}")
     if problem.score is not None:
         try:
-            operations = modification(problem.score, gradient).operations
-            if operations > OPERATIONS:
-                found.append(f"has graphs of up to {OPERATIONS} operations on scores, not {operations}")
+            mod = modification(problem.score, gradient)
+            if mod.operations > OPERATIONS:
+                found.append(f"has graphs of up to {OPERATIONS} operations on scores, not {mod.operations}")
+            if words := unproven(problem, mod, gradient):
+                which = "backward" if gradient else "forward"
+                found.append(f"has not been right {which} on a GPU, or not run there, with {', '.join(words)}")
         except NoOperation as reason:
             found.append(f"cannot run {problem.score.kind}: {reason}")
     if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:

@@ -20,6 +20,7 @@ from saccade.backends.cudnn.graphs import Built, Form, Place, built
 from saccade.backends.cudnn.handles import handle
 from saccade.backends.cudnn.masked import masked
 from saccade.backends.cudnn.modification import Modification, modification
+from saccade.backends.cudnn.tiles import beside_tiles, inside
 from saccade.backends.device.gradients import sink_gradient
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
@@ -158,16 +159,18 @@ def _run(problem: Problem, given: dict[str, Tensor], use: Use | None, gradient: 
 
 
 def _modification(problem: Problem, gradient: bool) -> Modification:
-    """Of the score and, if there is one, of the mask."""
+    """Of the score and, if there is one, of the mask and of the tensors' ends."""
     assert problem.score is not None
     mod, window = modification(problem.score, gradient), problem.mask
-    if not isinstance(window, Window):
+    rows, keys = problem.q.shape[2], problem.k.shape[2]
+    ends = gradient and beside_tiles(problem, mod)
+    if not isinstance(window, Window) and not ends:
         return mod
-    key = "masked", gradient, window.left, window.right
+    key = "masked", gradient, window, ends
     found = problem.launches.get(key)
     if found is None:
-        off = problem.k.shape[2] - problem.q.shape[2]
-        found = problem.launches[key] = masked(mod, window, off)
+        found = masked(mod, window, keys - rows) if isinstance(window, Window) else mod
+        found = problem.launches[key] = inside(found, rows, keys) if ends else found
     return found
 
 

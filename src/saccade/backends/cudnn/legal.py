@@ -2,6 +2,8 @@
 
 - The first operand of an operation is computed, never read. So are both numbers of a selection, but that the second
   may be passed by value, and what selects. Graphs with others are refused, or crash the engine that looks at them.
+  What a GPU has chosen that way are zeros and large negative numbers: other constants are computed.
+- `logical_not` and `scale` are not used, which stood in a graph of wrong numbers: there are a comparison, and `mul`.
 - Tensors of bool, which crash one, are given as integers.
 - What is true or false is computed as FLOAT: a backward takes nothing else of comparisons of floats and of logic.
 """
@@ -23,6 +25,12 @@ _MIRRORED = {
     "cmp_gt": "cmp_lt", "cmp_lt": "cmp_gt", "cmp_ge": "cmp_le", "cmp_le": "cmp_ge",
 }  # fmt: skip
 """The same operation with its operands the other way round."""
+_LARGE = -1e9
+
+
+def selectable(value: float) -> bool:
+    """Whether a GPU has run selections of such a number that is passed by value."""
+    return value == 0 or value <= _LARGE
 
 
 def legal(program: Program, steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -55,10 +63,26 @@ class _Legal:
         name, inputs = step.name, [self.places[i] for i in step.inputs]
         if len(inputs) == 2 and name in _MIRRORED and self.held(inputs[0]) and not self.held(inputs[1]):
             name, inputs = _MIRRORED[name], inputs[::-1]
+        if name == "logical_not":
+            self.places.append(self.inverse(inputs[0], _types(step)[1]))
+            return
+        name = "mul" if name == "scale" else name
         for port, i in enumerate(inputs):
-            if port == 0 or (name == "binary_select" and not (port == 1 and self.steps[i].name in BY_VALUE)):
+            if port == 0 or (name == "binary_select" and not (port == 1 and self.by_value(i))):
                 inputs[port] = self.computed(i)
         self.places.append(self.add(name, tuple(inputs), step.attributes, *_types(step)))
+
+    def inverse(self, i: int, made: data_type) -> int:
+        """Where a step is not true: of numbers, where it is zero."""
+        if self.steps[i].made != BOOLEAN:
+            return self.add("cmp_eq", (self.computed(i), self.add("number", (), (0, "0"))), (), FLOAT, made)
+        one, none = self.computed(self.add("number", (), (1.0, "1.0"))), self.add("number", (), (0.0, "0.0"))
+        truth = self.add("binary_select", (one, none, i), (), FLOAT, FLOAT)
+        return self.add("cmp_lt", (truth, self.add("number", (), (1, "1"))), (), FLOAT, made)
+
+    def by_value(self, i: int) -> bool:
+        step = self.steps[i]
+        return step.name == "runtime" or (step.name == "number" and selectable(step.attributes[0]))
 
     def held(self, i: int) -> bool:
         return self.steps[i].name in HELD

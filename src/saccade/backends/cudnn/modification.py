@@ -55,7 +55,7 @@ class Modification:
     def tensors(self, score: Score) -> list[Tensor]:
         """What is given to a graph: views of four dimensions on the device, then on the CPU numbers and constants."""
         given = [_view(score.tensors[i].detach(), axes) for i, axes in self.reads]
-        values = _numbers(score)
+        values = numbers(score)
         for i, integral in zip(self.numbers, self.integral, strict=True):
             dtype = torch.int32 if integral else torch.float32
             given.append(torch.full((1, 1, 1, 1), values[i], dtype=dtype))
@@ -146,7 +146,7 @@ def _softcap() -> Modification:
 SOFTCAP = _softcap()
 
 
-def _numbers(score: Score) -> Sequence[Any]:
+def numbers(score: Score) -> Sequence[Any]:
     return score.numbers if isinstance(score, Traced) else score.floats
 
 
