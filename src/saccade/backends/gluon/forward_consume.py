@@ -279,7 +279,7 @@ def consume(
         q_idx = row + place % ROWS
         h = h_k * group + in_group + place // ROWS
         q_at = (slot * CONSUMERS + c) * pipe.slots.CHUNKS
-        listing = work_list(mask, pipe, b, h_k * group + in_group, row)
+        listing = work_list(mask, pipe, at, b, h_k * group + in_group, row, used_q)
 
         n = skip(c, pipe, n, hi - end)
         tile = end - 1

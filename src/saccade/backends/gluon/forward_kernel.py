@@ -30,7 +30,7 @@ from saccade.backends.gluon.pipeline import (
     new_barriers,
     new_ring,
 )
-from saccade.backends.gluon.schedule import NUMBERS, PACKED_NUMBERS, Work
+from saccade.backends.gluon.schedule import Work, numbers_of_item
 
 NUMBERS_OF_A_CALL = ["items", "blocks", "heads", "section", "h_k", "packs", "group", "h_q", "s_q", "s_k"]
 
@@ -59,7 +59,7 @@ def forward_kernel(
     q_tiles = gl.allocate_shared_memory(DTYPE, q_shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, BLOCK_K, D_CHUNK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
-    HELD: gl.constexpr = PACKED_NUMBERS if is_packed(used_q) else NUMBERS
+    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.listed)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pipe = Pipeline(
         Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, HELD, CHUNKS),

@@ -11,9 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from saccade.backends.device.lists_kernel import list_of
 from saccade.backends.device.sequences import extent, is_packed, numbered, placed
 from saccade.backends.device.tiles import tile_range
-from saccade.backends.gluon.listing import list_of_item, listed_tile
+from saccade.backends.gluon.listing import list_of_item, listed_tile, work_list
 from saccade.backends.gluon.schedule import (
     BATCH,
+    BLOCK,
     CONSUMER,
     CORE,
     CORE_END,
@@ -28,6 +29,7 @@ from saccade.backends.gluon.schedule import (
     ROW,
     THERE,
     USED,
+    packed_list,
     packed_place,
 )
 from saccade.backends.gluon.shim import count_up, tma_load
@@ -99,7 +101,9 @@ def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
     pipe.slots.put(at, IN_GROUP, in_group)
     pipe.slots.put(at, ROW, row)
     if mask.listed:
-        _, some, tiles = list_of(mask.lists, list_of_item(mask, pipe, b, h_k * work.packs + in_group, row))
+        if is_packed(used_q):
+            pipe.slots.put(at, BLOCK, packed_list(work, item, used_q, row, there, ROWS * pipe.shape.CONSUMERS))
+        _, some, tiles = list_of(mask.lists, list_of_item(mask, pipe, at, b, h_k * work.packs + in_group, row, used_q))
         lo, hi, skipped = plan_list(pipe, at, some, tiles)
     else:
         lo, hi, skipped = plan_tiles(pipe, at, mask, numbered(used_q, b), row, rows, keys)
@@ -189,7 +193,8 @@ def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q,
         ahead = gl.maximum(begun, skipped) if EARLY else hi - lo - 1
         next_b, next_h, next_keys, next_lo, next_hi = b, h_k, keys, lo, hi
         if mask.listed:
-            listing, _, _ = list_of(mask.lists, list_of_item(mask, pipe, b, h_k * work.packs + in_group, row))
+            at = pipe.slots.record_of(drawn)
+            listing = work_list(mask, pipe, at, b, h_k * work.packs + in_group, row, used_q)
         else:
             listing = None
         for j in range(hi - lo):

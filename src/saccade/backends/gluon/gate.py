@@ -48,7 +48,8 @@ def features() -> Iterator[str]:
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     _, kernel, _, dims, edges, *words = row.split()
-    score = [word for word in words if word not in ("dropout", "max_scores")]
+    packed = "packed" in (edges, *words)
+    score = [word for word in words if word not in ("dropout", "max_scores", "packed")]
     if kernel != "forward":
         return backward_gate.compiled(row)
     d, d_v = map(int, dims.removeprefix("d").split("/"))
@@ -60,7 +61,7 @@ def compiled(row: str) -> tuple[Any, int]:
         None,
         lists.mask_of(edges),
         score_of(score, q),
-        sequences.stand_in() if edges == "packed" else Dense(),
+        sequences.stand_in() if packed else Dense(),
         1.0,
     )
     problem.dropout = stand_in(q.device) if "dropout" in words else None
@@ -72,7 +73,7 @@ def compiled(row: str) -> tuple[Any, int]:
     return forward_kernel.warmup(
         *descriptors,
         *(
-            Head.of(out) if edges == "packed" else None,
+            Head.of(out) if packed else None,
             lse,
             lse if "max_scores" in words else None,
             None,
@@ -85,4 +86,4 @@ def compiled(row: str) -> tuple[Any, int]:
         **fixed,
         **launch.OPTIONS,
         grid=(1,),
-    ), LISTED_SPILL if edges == "listed" else made.spill + (PACKED_SPILL if edges == "packed" else 0)
+    ), (LISTED_SPILL if edges == "listed" else made.spill) + (PACKED_SPILL if packed else 0)

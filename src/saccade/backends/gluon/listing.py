@@ -8,19 +8,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.lists_kernel import list_number, list_of
+from saccade.backends.device.sequences import is_packed
+from saccade.backends.gluon.schedule import BLOCK
 
 
 @gluon.jit
-def list_of_item(mask, pipe, b, h, row):
-    """The number of the list of the work item that holds `row` of query head h; items with lists have one head."""
-    return list_number(mask.lists, b, h, row // (pipe.shape.ROWS * pipe.shape.CONSUMERS))
+def list_of_item(mask, pipe, at, b, h, row, used_q):
+    """The number of the list of the work item that holds `row` of query head h; items with lists have one head. Packed,
+    its record `at` knows which it is."""
+    if is_packed(used_q):
+        return list_number(mask.lists, b, h, pipe.slots.get(at, BLOCK))
+    else:
+        return list_number(mask.lists, b, h, row // (pipe.shape.ROWS * pipe.shape.CONSUMERS))
 
 
 @gluon.jit
-def work_list(mask, pipe, b, h, row):
+def work_list(mask, pipe, at, b, h, row, used_q):
     """Where the list of a work item begins, if it has one."""
     if mask.listed:
-        listing, _, _ = list_of(mask.lists, list_of_item(mask, pipe, b, h, row))
+        listing, _, _ = list_of(mask.lists, list_of_item(mask, pipe, at, b, h, row, used_q))
         return listing
     else:
         return 0

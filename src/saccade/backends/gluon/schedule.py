@@ -17,11 +17,21 @@ from saccade.backends.gluon.shim import aggregate
 # need the mask and [core, core_end) that do not.
 BATCH, KEY_HEAD, IN_GROUP, ROW, LO, HI, CONSUMER = (gl.constexpr(i) for i in range(7))
 FIRST, CORE, CORE_END, END = (gl.constexpr(i) for i in range(4))
-NUMBERS = gl.constexpr(18)
 # And of packed sequences, whose lengths are not where the batch row says: the first row, how many rows there are, how
 # many of them are in use, and how many keys.
 FIRST_ROW, THERE, USED, KEYS = (gl.constexpr(18 + i) for i in range(4))
-PACKED_NUMBERS = gl.constexpr(22)
+# And of those with lists of tiles: which of a head's lists is the item's.
+BLOCK = gl.constexpr(22)
+
+
+@gluon.constexpr_function
+def numbers_of_item(packed, listed):
+    """How many numbers a work item has."""
+    if not packed:
+        return 18
+    return 23 if listed else 22
+
+
 
 L2_BYTES = 32 << 20
 """K and V of the heads that are worked on at one time: half of what the L2 cache of an H200 holds."""
@@ -65,6 +75,14 @@ class Work:
         head = number * self.section + rest % size
         row = (self.blocks - 1 - rest // size) * ROWS
         return head // (self.h_k * self.packs), head // self.packs % self.h_k, head % self.packs * PACK, row
+
+
+@gluon.jit
+def packed_list(work, item, span_q, row, there, ROWS: gl.constexpr):
+    """Which of a head's lists is that of an item: they lie in the order of the table, in which the last rows of each
+    sequence come first."""
+    first = gl.load(span_q.tiles + 3 + 2 * (item // work.heads))
+    return first + gl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
 
 
 @gluon.jit
