@@ -86,7 +86,7 @@ def test_ranks():
     mask = mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q = torch.empty(1, 1, 192, 1)
     made = lists.lists(Problem(q, q, q, None, mask, None, Dense(), 1.0), 64, 64, by_keys=True)
-    assert lists.ranks(made)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert lists.ranks(made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
 
 
 LAYOUT = Packed(
@@ -124,6 +124,28 @@ def test_packed_lists(by_keys):
             assert torch.equal(made.index[0, h, number, : counts[1]], alone.index[0, h, block, : counts[1]])
     assert len(seen) == sum(lists.lists(one, 64, 32, by_keys).count.shape[2] for one in ones)
     assert not made.count[:, :, total:].any()
+
+
+def test_packed_ranks():
+    """Those of each sequence alone; programs without a block come one after the other."""
+    q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
+    problem = Problem(q, k, k, None, mask_mod(of_sequence), None, LAYOUT, 1.0)
+    table, made = sequences.table(problem, 1, 32), lists.lists(problem, 64, 32, by_keys=True)
+    (total, _), *entries = table.tolist()
+    found = lists.ranks(made, 9, table)
+    assert found.shape == (1, 2, sequences.slots(problem, 1, 32) + 1, 9)
+    visits = [
+        [set(made.index[0, h, n, : max(made.count[0, h, n, 1], 1)].tolist()) for n in range(found.shape[2])]
+        for h in range(2)
+    ]
+    for number in range(total):
+        later = [n for n in range(number + 1, total) if entries[n] == entries[number]]
+        for h in range(2):
+            for i in visits[h][number]:
+                assert found[0, h, number, i] == sum(i in visits[h][n] for n in later)
+    for h in range(2):
+        assert visits[h][total:] == [{0}] * (found.shape[2] - total)
+        assert found[0, h, total:, 0].tolist() == list(range(found.shape[2] - total))
 
 
 def test_packed_sequences():

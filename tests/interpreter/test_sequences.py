@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from saccade import Packed
 from saccade.backends.device import sequences
+from saccade.backends.gluon import schedule
 from saccade.problem import Problem
 
 BLOCK = 16
@@ -29,6 +30,36 @@ def blocks_kernel(found, span, s, BLOCK: tl.constexpr):
     tl.store(place + 3, row)
     tl.store(place + 4, there)
     tl.store(place + 5, rows)
+
+
+@triton.jit
+def places_kernel(found, span, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    b, h, _, start = sequences.tile_of(span, heads, s, BLOCK, LAST_FIRST)
+    place = found + tl.program_id(0) * 4
+    tl.store(place, b)
+    tl.store(place + 1, h)
+    tl.store(place + 2, start)
+    tl.store(place + 3, sequences.place_of(span, heads, start, BLOCK))
+
+
+class Work(NamedTuple):
+    """What an order of work items knows."""
+
+    heads: Any
+    section: Any
+    packs: Any
+
+
+@triton.jit
+def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: tl.constexpr):
+    item, work = tl.program_id(0), Work(heads, section, packs)
+    b, h_k, in_group, row = schedule.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1)
+    _, _, there, _ = sequences.extent(span_q, b, s_q)
+    place = found + item * 4
+    tl.store(place, b)
+    tl.store(place + 1, h_k * packs + in_group)
+    tl.store(place + 2, row)
+    tl.store(place + 3, schedule.packed_list(work, item, span_q, row, there, BLOCK))
 
 
 def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple[Any, Problem]:
@@ -56,6 +87,50 @@ def test_blocks_of_rows(seed: int) -> None:
             rows = 0 if b == len(lengths) else (used or lengths)[b]
             assert left.pop(first // BLOCK + b + row // BLOCK)[:6] == [0, 5, first, row, stop - first, rows]
     assert not left, "blocks that are no sequence's"
+
+
+LENGTHS = [40, 0, 16, 100, 1]
+
+
+def packed(t: int) -> tuple[Problem, torch.Tensor]:
+    """Sequences of LENGTHS, and how many blocks each has; the last one's are behind them."""
+    x, offsets = torch.zeros(1, 1, t, 16), torch.tensor([0, *LENGTHS]).cumsum(0)
+    ends = torch.tensor([*LENGTHS, t - sum(LENGTHS)])
+    return Problem(x, x, x, None, None, None, Packed(offsets, offsets, t, t), 1.0), (ends + BLOCK - 1) // BLOCK
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_places_of_programs(last_first: bool) -> None:
+    """Each program's tile is where the table has it, whichever rows come first; who has none is behind all."""
+    heads, (problem, blocks) = 3, packed(180)
+    table = sequences.table(problem, 1, BLOCK)
+    many, total = sequences.slots(problem, 1, BLOCK) + 1, int(blocks.sum())
+    found = torch.full((many * heads, 4), -1, dtype=torch.int32)
+    span = sequences.spans(problem, table)[1]
+    places_kernel[(many * heads,)](found, span, heads, 180, BLOCK, last_first)
+    assert total == table[0, 0]
+    for program, (b, h, start, place) in enumerate(found.tolist()):
+        assert h == program % heads
+        if program // heads < total:
+            assert [b, place - start // BLOCK] == table[1 + place].tolist()
+        else:
+            assert (start, place) == (180, program // heads)
+    assert len({(h, place) for _, h, _, place in found.tolist()}) == many * heads
+
+
+@pytest.mark.parametrize("section", [0, 100, 10_000])
+def test_lists_of_work_items(section: int) -> None:
+    """The Hopper forward's items: each block of each head once, and its list where `tile_of`, the last rows first, has
+    that block."""
+    heads, packs, (problem, blocks) = 6, 3, packed(180)
+    spans = sequences.spans(problem, sequences.table(problem, 0, BLOCK))
+    total = int(blocks.sum())
+    tiles, items = torch.full((2, total * heads, 4), -1, dtype=torch.int32)
+    places_kernel[(total * heads,)](tiles, spans[0], heads, 180, BLOCK, True)
+    items_kernel[(total * heads,)](items, *spans, heads, section, packs, 180, 180, BLOCK)
+    wanted = {(b, h, start, n // heads) for n, (b, h, start, _) in enumerate(tiles.tolist())}
+    assert {tuple(item) for item in items.tolist()} == wanted
+    assert len(wanted) == total * heads
 
 
 def test_broken_offsets_stay_inside() -> None:

@@ -68,7 +68,8 @@ def lists(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -
     blocks_of = (block_k, block_q) if by_keys else (block_q, block_k)
     make = _made
     if isinstance(problem.layout, Packed):
-        outers, make = sequences.slots(problem, by_keys, blocks_of[0]), partial(_packed, problem)
+        # And an empty one, for programs that surely have no tile.
+        outers, make = sequences.slots(problem, by_keys, blocks_of[0]) + 1, partial(_packed, problem)
     index, count = blocks.kept(
         ("lists", block_q, block_k, by_keys, q.shape[2], k.shape[2]),
         [held],
@@ -120,15 +121,25 @@ def record(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) 
 LISTED = tl.constexpr(True)
 
 
-def ranks(held: Lists) -> Tensor:
-    """int32 (b or 1, h_q or 1, blocks of keys, blocks of rows): how many later blocks of keys visit a block of rows. Of
-    lists by keys; who has no tile visits tile 0."""
+def ranks(held: Lists, blocks: int, table: Tensor | None = None) -> Tensor:
+    """int32 (b or 1, h_q or 1, blocks of keys, blocks): how many later blocks of keys visit a block of rows. Of lists by
+    keys; who has no tile visits tile 0.
+
+    With the `table` of packed sequences, how many of the same one; who has no block comes after those before him.
+    """
     *outer, inners = held.index.shape
     listed = torch.arange(inners, device=held.index.device) < held.count[..., 1:].clamp(min=1)
-    visits = torch.zeros(*outer, inners + 1, dtype=torch.int32, device=held.index.device)
-    visits.scatter_(3, torch.where(listed, held.index, inners).long(), 1)
-    visits = visits[..., :inners]
-    return visits.flip(2).cumsum(2, dtype=torch.int32).flip(2) - visits
+    visits = torch.zeros(*outer, blocks + 1, dtype=torch.int32, device=held.index.device)
+    visits.scatter_(3, torch.where(listed, held.index, blocks).long(), 1)
+    visits = visits[..., :blocks]
+    later = visits.flip(2).cumsum(2, dtype=torch.int32).flip(2) - visits
+    if table is None:
+        return later
+    place, total = torch.arange(outer[2], device=table.device), table[0, 0]
+    # [blocks of keys]: the first one of the sequence, and its last one
+    first = torch.where(place < total, torch.nn.functional.pad(table[1:, 1], (0, outer[2] + 1 - len(table))), total)
+    last = torch.searchsorted(first, first, right=True) - 1
+    return torch.where((place < total)[:, None], later - later[:, :, last], (place - total)[:, None]).int()
 
 
 def mask_of(edges: str) -> Mask | None:

@@ -144,6 +144,16 @@ def tile_of(span, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
+def place_of(span, heads, start, BLOCK: tl.constexpr):
+    """Where this program's tile, which `tile_of` gave it, has its place in the table, the first rows of each sequence
+    first; packed. Without a tile a program has a place of its own behind all of them."""
+    number = tl.program_id(0) // heads
+    total = tl.load(span.tiles)
+    first = tl.load(span.tiles + 3 + 2 * tl.minimum(number, total - 1))
+    return tl.where(number < total, first + start // BLOCK, number)
+
+
+@triton.jit
 def _dense_tile(heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     blocks = tl.cdiv(s, BLOCK)
     block = tl.program_id(0) % blocks
@@ -210,6 +220,11 @@ def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[Span | None, S
         count = runtime_int(layout.sequences)
         return None if offsets is None else _packed(offsets.contiguous(), None, tiles, count), _padded(layout.seqused_k)
     return _padded(layout.seqused_q), _padded(layout.seqused_k)
+
+
+def tiles_of(span: Span | None) -> Tensor | None:
+    """The table of packed sequences, if they are."""
+    return span.tiles if span is not None and span.packed.value else None
 
 
 def _padded(used: Tensor | None) -> Span | None:

@@ -56,12 +56,12 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index)), [])
         cut = Cut.of(q.shape[3], v.shape[3])
         mask = lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
-        space = workspace(plan, q.device, mask)
+        spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
+        space = workspace(plan, q.device, mask, spans)
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
-        spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
         calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans)
         if found:
             for launch, call in zip(again, calls, strict=True):
@@ -235,14 +235,19 @@ def share_by_share(x: Tensor, divided: int) -> Tensor:
     return torch.empty(b, h_k * divided, s_k, d, dtype=x.dtype, device=x.device)
 
 
-def workspace(plan: Plan, device: torch.device, mask: masks.DeviceMask) -> tuple[Tensor, Tensor, Tensor, Queue | None]:
+def workspace(
+    plan: Plan, device: torch.device, mask: masks.DeviceMask, spans: tuple[Any, Any]
+) -> tuple[Tensor, Tensor, Tensor, Queue | None]:
     """delta, start, dq_sum and the queue for it."""
     delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
     start = torch.empty(plan.rows, dtype=torch.float32, device=device)
     dq_sum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
     if plan.ranks is None:
         return delta, start, dq_sum, None
-    ranks = lists.ranks(mask.lists) if mask.listed.value else torch.empty(plan.ranks, dtype=torch.int32, device=device)
+    if mask.listed.value:
+        ranks = lists.ranks(mask.lists, plan.ranks[2], sequences.tiles_of(spans[1]))
+    else:
+        ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     passed = torch.zeros(plan.turns, dtype=torch.int32, device=device)
     return delta, start, dq_sum, Queue(ranks, passed, runtime_int(plan.ranks[1]))
 

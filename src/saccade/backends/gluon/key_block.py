@@ -216,6 +216,60 @@ class PackedKeyBlock:
         return self.b * 0, self.first_key + key
 
 
+@aggregate
+class PackedListedKeyBlock:
+    """Both: of a packed sequence, whose blocks of rows a list has."""
+
+    b: gl.tensor
+    h_k: gl.tensor
+    share: gl.tensor
+    start: gl.tensor
+    rows: gl.tensor
+    keys: gl.tensor
+    first: gl.tensor
+    core: gl.tensor
+    core_end: gl.tensor
+    end: gl.tensor
+    first_row: gl.tensor
+    first_key: gl.tensor
+    first_block: gl.tensor
+    there: gl.tensor
+    listing: gl.tensor
+    list_number: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block, there,
+        listing, list_number,
+    ):  # fmt: skip
+        self.b = b
+        self.h_k = h_k
+        self.share = share
+        self.start = start
+        self.rows = rows
+        self.keys = keys
+        self.first = first
+        self.core = core
+        self.core_end = core_end
+        self.end = end
+        self.first_row = first_row
+        self.first_key = first_key
+        self.first_block = first_block
+        self.there = there
+        self.listing = listing
+        self.list_number = list_number
+
+    steps = ListedKeyBlock.steps
+    edges = ListedKeyBlock.edges
+    edge = ListedKeyBlock.edge
+    inner = ListedKeyBlock.inner
+    place = ListedKeyBlock.place
+    number = ListedKeyBlock.number
+    rows_number = PackedKeyBlock.rows_number
+    rows_at = PackedKeyBlock.rows_at
+    keys_at = PackedKeyBlock.keys_at
+
+
 # Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of their
 # rows cost 15 % at d = 64 (docs/findings/gluon_backward.md).
 

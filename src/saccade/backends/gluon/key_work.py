@@ -9,9 +9,9 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.lists_kernel import list_number, list_of
 from saccade.backends.device.records import plain_int
-from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, tile_of
+from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, place_of, tile_of
 from saccade.backends.device.tiles import tile_range, used_length
-from saccade.backends.gluon.key_block import KeyBlock, ListedKeyBlock, PackedKeyBlock
+from saccade.backends.gluon.key_block import KeyBlock, ListedKeyBlock, PackedKeyBlock, PackedListedKeyBlock
 
 
 @gluon.jit
@@ -22,11 +22,12 @@ def key_block(
     """This program's KeyBlock. In a section of heads the first keys come first, as a causal mask gives them most rows,
     or the last ones."""
     if is_packed(used_k):
-        seq, share, _, start = tile_of(used_k, plain_int(order.shares), s_k, BLOCK_K, LAST_FIRST)
+        shares = plain_int(order.shares)
+        seq, share, _, start = tile_of(used_k, shares, s_k, BLOCK_K, LAST_FIRST)
         h_k = share // plain_int(order.divided)
-        blocks = plain_int(order.blocks)
+        number = place_of(used_k, shares, start, BLOCK_K)
         return packed_key_block(
-            seq, h_k, share, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K
+            seq, h_k, share, start, number, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K
         )
     else:
         b, h_k, share, start = key_place(order, BLOCK_K, LAST_FIRST)
@@ -62,12 +63,18 @@ def key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: 
 @gluon.jit
 def listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K: gl.constexpr):
     number = list_number(mask.lists, b, share, start // BLOCK_K)
-    listing, some, tiles = list_of(mask.lists, number)
-    none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
-    end = tiles + none
+    listing, edge, end = listed_blocks(mask, number)
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
-    return ListedKeyBlock(b, h_k, share, start, rows, keys, end * 0, some + none, end, end, listing, number)
+    return ListedKeyBlock(b, h_k, share, start, rows, keys, end * 0, edge, end, end, listing, number)
+
+
+@gluon.jit
+def listed_blocks(mask, number):
+    """Where a list of blocks of rows begins, how many need the mask, and how many there are."""
+    listing, some, tiles = list_of(mask.lists, number)
+    none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
+    return listing, some + none, tiles + none
 
 
 @gluon.jit
@@ -103,23 +110,31 @@ def row_blocks(mask, b, start, rows, keys, BLOCK_Q: gl.constexpr, BLOCK_K: gl.co
 
 @gluon.jit
 def packed_key_block(
-    seq, h_k, share, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks,
+    seq, h_k, share, start, number, mask, used_q, used_k, s_q, s_k, q_blocks,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The PackedKeyBlock of the keys from `start` on of sequence `seq`. Behind the last key, where programs without a
-    tile have theirs, it is of no rows and no keys, and has the last blocks of all, which are no sequence's."""
+    """The PackedKeyBlock of the keys from `start` on of sequence `seq`, whose place in the table is `number`. Behind
+    the last key, where programs without a tile have theirs, it is of no rows and no keys, and has the last block of
+    rows of all, which is no sequence's."""
     _, first_row, _, rows = extent(used_q, seq, s_q)
     _, first_key, there, keys = extent(used_k, seq, s_k)
     first_block = blocks_before(used_q, seq, first_row, BLOCK_Q)
-    number = blocks_before(used_k, seq, first_key, BLOCK_K) + start // BLOCK_K
     if start >= s_k:
         rows = rows * 0
         keys = rows
         there = rows
         first_block = q_blocks - 1
-        number = blocks - 1
     b = numbered(used_k, seq)
-    first, core, core_end, end = row_blocks(mask, b, start, rows, keys, BLOCK_Q, BLOCK_K)
-    return PackedKeyBlock(
-        b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block, number, there
-    )
+    if mask.listed:
+        number = list_number(mask.lists, b, share, number)
+        listing, edge, end = listed_blocks(mask, number)
+        return PackedListedKeyBlock(
+            b, h_k, share, start, rows, keys, end * 0, edge, end, end, first_row, first_key, first_block, there,
+            listing, number,
+        )  # fmt: skip
+    else:
+        first, core, core_end, end = row_blocks(mask, b, start, rows, keys, BLOCK_Q, BLOCK_K)
+        return PackedKeyBlock(
+            b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block, number,
+            there,
+        )  # fmt: skip

@@ -61,29 +61,34 @@ def rank_kernel(ranks, mask, used_q, used_k, blocks, q_blocks, s_q, s_k, BLOCK_Q
     if is_packed(used_k):
         b, _, _, start = tile_of(used_k, 1, s_k, BLOCK_K, False)
         _, _, end, _ = extent(used_k, b, s_k)
+        # Programs without a tile add zeros to one piece, those with smaller numbers first.
+        before = gl.maximum(gl.program_id(0) - gl.load(used_k.tiles), 0)
     else:
         b = gl.program_id(0) // blocks
         start = gl.program_id(0) % blocks * BLOCK_K
         end = s_k
-    own = ranked_block(b, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K)
+        before = 0
+    own = ranked_block(b, start, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K)
     for first in range(own.first // ROWS * ROWS, own.end, ROWS):
         # [ROWS]
         q_block = first + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
-        rank = q_block * 0
+        rank = q_block * 0 + before
         for later in range(start + BLOCK_K, end, BLOCK_K):
-            block = ranked_block(b, later, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K)
+            block = ranked_block(b, later, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K)
             rank += ((q_block >= block.first) & (q_block < block.end)).to(gl.int32)
         gl.store(ranks + own.number(blocks, BLOCK_K) * q_blocks + q_block, rank, mask=q_block < q_blocks)
 
 
 @gluon.jit
 def ranked_block(
-    b, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
+    b, start, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
 ):
-    """The block of keys from `start` on of batch row or sequence b, whatever the head."""
+    """The block of keys from `start` on of batch row or sequence b, whatever the head; packed, its number is that of
+    this program, which has one head and the first keys first."""
     if is_packed(used_k):
+        number = gl.program_id(0)
         return packed_key_block(
-            b, b * 0, b * 0, start, mask, used_q, used_k, s_q, s_k, blocks, q_blocks, BLOCK_Q, BLOCK_K
+            b, b * 0, b * 0, start, number, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K
         )
     else:
         return key_block_at(b, b * 0, b * 0, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)

@@ -5,6 +5,8 @@
 
 from typing import Any, NamedTuple
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -77,28 +79,28 @@ class Work:
         return head // (self.h_k * self.packs), head // self.packs % self.h_k, head % self.packs * PACK, row
 
 
-@gluon.jit
-def packed_list(work, item, span_q, row, there, ROWS: gl.constexpr):
+@triton.jit
+def packed_list(work, item, span_q, row, there, ROWS: tl.constexpr):
     """Which of a head's lists is that of an item: they lie in the order of the table, in which the last rows of each
     sequence come first."""
-    first = gl.load(span_q.tiles + 3 + 2 * (item // work.heads))
-    return first + gl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
+    first = tl.load(span_q.tiles + 3 + 2 * (item // work.heads))
+    return first + tl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
 
 
-@gluon.jit
-def packed_place(work, item, span_q, s_q, span_k, s_k, ROWS: gl.constexpr, PACK: gl.constexpr):
+@triton.jit
+def packed_place(work, item, span_q, s_q, span_k, s_k, ROWS: tl.constexpr, PACK: tl.constexpr):
     """The same as Work.place, of packed sequences: one after the other in the order of their table, each with sections
     of its own. work.section is here how many keys fit the L2 cache together."""
     entry = span_q.tiles + 2 + 2 * (item // work.heads)
-    b = gl.load(entry)
-    rest = item - gl.load(entry + 1) * work.heads
+    b = tl.load(entry)
+    rest = item - tl.load(entry + 1) * work.heads
     _, _, there, _ = extent(span_q, b, s_q)
     _, _, _, keys = extent(span_k, b, s_k)
-    blocks = gl.maximum((there + ROWS - 1) // ROWS, 1)
-    section = gl.minimum(gl.maximum(work.section // gl.maximum(keys, 1), 1) * work.packs, work.heads)
+    blocks = tl.maximum((there + ROWS - 1) // ROWS, 1)
+    section = tl.minimum(tl.maximum(work.section // tl.maximum(keys, 1), 1) * work.packs, work.heads)
     number = rest // (blocks * section)
     rest -= number * (blocks * section)
-    size = gl.minimum(section, work.heads - number * section)
+    size = tl.minimum(section, work.heads - number * section)
     head = number * section + rest % size
     row = (blocks - 1 - rest // size) * ROWS
     return b, head // work.packs, head % work.packs * PACK, row
