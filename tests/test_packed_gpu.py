@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from saccade import Packed, attention, causal, explain, mask_mod, window
+from saccade import Packed, attention, causal, dispatch, explain, mask_mod, window
+from saccade.backends import gluon
 from saccade.masks import Mask
 from saccade.testing import check
 from saccade.testing.cases import Case
@@ -20,6 +22,17 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(params=["auto", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def everything_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """gluon without its refusals, which stand until these have passed."""
+    monkeypatch.setattr(gluon, "SUPPORT", replace(gluon.SUPPORT, apart=()))
+    monkeypatch.setattr(gluon, "GRADIENT", gluon.SUPPORT)
+    dispatch.plan.cache_clear()
+    yield
+    dispatch.plan.cache_clear()
+    dispatch._plans.clear()
 
 
 def offsets_of(lengths: Sequence[int]) -> Tensor:
@@ -53,19 +66,35 @@ def tiles(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 MASKS: dict[str, Mask] = {
     "intervals": window(700, 0),
     "listed": mask_mod(tiles) & causal(),
+    "shared": mask_mod(lambda b, h, q_idx, kv_idx: (q_idx + 7 * b ^ kv_idx) & 192 != 0),
+    "all-but": ~(mask_mod(tiles) | window(3, 0)),
     "nowhere": mask_mod(lambda b, h, q_idx, kv_idx: q_idx < 0),
 }
 
 
-@pytest.mark.parametrize("name", ["listed", "nowhere"])
-@pytest.mark.parametrize("d", [64, 128])
-def test_predicates(name: str, d: int, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("d", "name"),
+    [*((d, name) for d in (64, 128, 256) for name in ("listed", "all-but")), (128, "nowhere"), (128, "shared")],
+)
+def test_predicates(d: int, name: str, backend: str) -> None:
     """Other lengths of queries and keys, of which some are not in use."""
     case = Case("", b=9, h_q=8, h_k=2, s_q=900, s_k=1300, d=d, order="thd", used="qk", sink=True, score="alibi",
-                tail=90)  # fmt: skip
-    made = case.inputs("cuda", requires_grad=True)
-    keywords = made.keywords | {"mask": MASKS[name]}
-    check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=backend, **keywords).assert_ok()
+                tail=90, dropout_p=0.2 if name == "all-but" else 0.0)  # fmt: skip
+    for deterministic in (False, True):
+        made = case.inputs("cuda", requires_grad=True)
+        keywords = made.keywords | {"mask": MASKS[name], "backend": backend, "deterministic": deterministic}
+        check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, **keywords).assert_ok()
+
+
+@pytest.mark.parametrize(("d", "mask"), [(64, "none"), (128, "causal"), (256, "window(200,0)")])
+def test_dropout(d: int, mask: str, backend: str) -> None:
+    """Its bits are those of a place in the sequence, wherever that begins."""
+    case = Case("", b=7, h_q=8, h_k=2, s_q=700, s_k=500, d=d, mask=mask, order="thd", used="k", sink=True,
+                tail=40, dropout_p=0.3)  # fmt: skip
+    for deterministic in (False, True):
+        made = case.inputs("cuda")
+        keywords = made.keywords | {"backend": backend, "deterministic": deterministic}
+        check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, **keywords).assert_ok()
 
 
 def gradients(x: list[Tensor], layout: Packed, backend: str, **keywords: Any) -> list[Tensor]:
@@ -74,12 +103,17 @@ def gradients(x: list[Tensor], layout: Packed, backend: str, **keywords: Any) ->
     return [out.detach(), lse.detach(), *torch.autograd.grad(out.float().square().sum() + lse[:, :9].sum(), leaves)]
 
 
-def test_repeats_are_bitwise_equal(backend: str) -> None:
-    offsets = offsets_of([900, 0, 33, 400, 1])
-    layout, x = Packed(offsets, offsets, 900, 900), operands(1400)
-    first = gradients(x, layout, backend, mask=causal(), deterministic=True)
+@pytest.mark.parametrize(
+    ("d", "name", "whole"),
+    [(128, "intervals", False), (128, "intervals", True), (128, "listed", True), (256, "listed", True)],
+)
+def test_repeats_are_bitwise_equal(d: int, name: str, whole: bool, backend: str) -> None:
+    """With whole blocks, half of the programs have none, and come in several rounds: all add to one piece of dq."""
+    offsets = offsets_of([128] * 200 if whole else [900, 0, 33, 400, 1])
+    layout, x = Packed(offsets, offsets, 900, 900), operands(int(offsets[-1]) + 66, d=d)
+    first = gradients(x, layout, backend, mask=MASKS[name], deterministic=True)
     for _ in range(20):
-        again = gradients(x, layout, backend, mask=causal(), deterministic=True)
+        again = gradients(x, layout, backend, mask=MASKS[name], deterministic=True)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 

@@ -122,8 +122,8 @@ LISTED = tl.constexpr(True)
 
 
 def ranks(held: Lists, blocks: int, table: Tensor | None = None) -> Tensor:
-    """int32 (b or 1, h_q or 1, blocks of keys, blocks): how many later blocks of keys visit a block of rows. Of lists by
-    keys; who has no tile visits tile 0.
+    """int32 (b or 1, h_q or 1, blocks of keys, `blocks` of rows): how many later blocks of keys visit a block of rows.
+    Of lists by keys; who has no tile visits tile 0.
 
     With the `table` of packed sequences, how many of the same one; who has no block comes after those before him.
     """

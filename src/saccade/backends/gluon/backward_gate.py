@@ -24,6 +24,8 @@ ALLOWED = {
     "gluon backward 16bit d64/64 masked relative_bias": 452,
     "gluon backward 16bit d128/128 packed": 12,
     "gluon backward 16bit d128/128 listed": 12,
+    "gluon backward 16bit d128/128 listed packed": 104,
+    "gluon backward 16bit d128/128 packed dropout": 308,  # 196 in 3.6, but 448 in 3.9
     "gluon backward 16bit d256/256 listed": 12,
     "gluon backward 16bit d256/256 queued": 8,
     "gluon backward 16bit d256/256 masked dropout": 208,
@@ -49,6 +51,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
+    yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("listed packed", "packed dropout"))
 
 
 def compiled(row: str) -> tuple[Any, int]:

@@ -42,6 +42,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED)
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
     yield "gluon forward 16bit d128/128 masked max_scores"
+    yield "gluon forward 16bit d128/128 listed packed"
     yield from backward_gate.features()
 
 

@@ -80,9 +80,7 @@ def rank_kernel(ranks, mask, used_q, used_k, blocks, q_blocks, s_q, s_k, BLOCK_Q
 
 
 @gluon.jit
-def ranked_block(
-    b, start, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr
-):
+def ranked_block(b, start, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """The block of keys from `start` on of batch row or sequence b, whatever the head; packed, its number is that of
     this program, which has one head and the first keys first."""
     if is_packed(used_k):

@@ -34,7 +34,6 @@ def numbers_of_item(packed, listed):
     return 23 if listed else 22
 
 
-
 L2_BYTES = 32 << 20
 """K and V of the heads that are worked on at one time: half of what the L2 cache of an H200 holds."""
 
