@@ -19,8 +19,9 @@ from saccade.testing.scores import NAMES, made
 
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_oracle(name):
-    q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 37), (1, 45), (1, 45)))
-    check(q, k, v, mask=causal(), score_mod=made(name, 2, 37, 45, b=1), backend="triton").assert_ok()
+    # Of fewer elements the plain run's largest error, by which the tolerance goes, is luck.
+    q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 90), (1, 110), (1, 110)))
+    check(q, k, v, mask=causal(), score_mod=made(name, 2, 90, 110, b=1), backend="triton").assert_ok()
 
 
 @pytest.mark.parametrize("name", ["relative_bias", "ids", "bias", "temperature"])
