@@ -130,7 +130,7 @@ def test_who_runs_it() -> None:
     told = explain(q, k, v, return_max_scores=True)
     assert told.backend == told.gradient == "cpu"
     assert told.spec == Spec.parse("fp32 group2 d16 max_scores aligned cpu")
-    with pytest.raises(Unsupported, match="cudnn: .*has no max_scores"):
+    with pytest.raises(Unsupported, match=r"cudnn: .*has no max_scores"):
         plan("bf16 d128 max_scores aligned sm90", backend="cudnn")
 
 
