@@ -159,7 +159,7 @@ def test_what_the_hopper_backward_prepares() -> None:
     parts = 2
     prepare_kernel[(h_q * blocks * parts,)](
         Rows.of(dout), Rows.of(out), dlse, lse, delta, start, dq_sum, sequences.spans(problem)[0], h_q, t,
-        blocks * parts, 2.0, D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16,
+        blocks * parts, 2.0, D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16, CHAINED=False,
     )  # fmt: skip
     assert not dq_sum.any()
     wanted_delta, wanted_start = torch.zeros_like(delta), torch.full_like(start, -torch.inf)

@@ -40,7 +40,7 @@ from saccade.backends.gluon.key_block import following, hidden, onto
 from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on, wait_for_turn
-from saccade.backends.gluon.shim import aggregate, tma_reduce_add, wait_until_written
+from saccade.backends.gluon.shim import aggregate, start_next, tma_reduce_add, wait_for_last, wait_until_written
 
 BLOCK_K = gl.constexpr(128)
 """Keys of one program, 64 for each consumer."""
@@ -85,6 +85,7 @@ def dq_tile(c: gl.constexpr, n, block, group, h_q, q_blocks):
 @gluon.jit
 def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, group, h_q, q_blocks):
     """Adds consumer c's halves of dq to global memory. Without a queue the consumer adds the last itself."""
+    wait_for_last()  # for the zeros that dq is added to
     steps = block.steps(group)
     if queue is None:
         steps -= 1
@@ -231,6 +232,7 @@ def consume(
     steps = block.steps(group)
     if dropout is not None:
         dropout = opened(dropout)
+    wait_for_last()
     mbarrier.wait(shared.keys_full, 0)
     shared.shares.give(c, -1)
     # [BLOCK_Q]
@@ -320,6 +322,7 @@ def backward_kernel(
         Outbox(dq_tiles, new_barriers(2, 1)),
     )
     block = key_block(order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, queue is not None)
+    start_next()
     gl.warp_specialize([
         (consume, (
             0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,

@@ -205,7 +205,7 @@ class Plan:
                 *({"BLOCK_Q": block_q, "BLOCK_K": block_k} for _ in queued),
                 {
                     "D_V": d_v, "ROWS": cut.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": cut.columns,
-                    "BLOCK_DV": next_power_of_2(cut.v_columns),
+                    "BLOCK_DV": next_power_of_2(cut.v_columns), "CHAINED": True,
                 },
                 {"FOLD": fold, "MASKED": masked, **cut.constants},
                 {"D": d, "BLOCK_Q": block_q, "PIECES": cut.pieces},
@@ -220,8 +220,9 @@ class Plan:
 
 
 def options(kernel: Any) -> dict[str, Any]:
-    """How a kernel is compiled; ranks are one warp's work."""
-    return {**OPTIONS, "num_warps": 1 if kernel is rank_kernel else OPTIONS["num_warps"]}
+    """How a kernel is compiled; ranks are one warp's work. What follows `prepare_kernel` starts before its end."""
+    chained = kernel is not rank_kernel and kernel is not prepare_kernel
+    return {**OPTIONS, "num_warps": 1 if kernel is rank_kernel else OPTIONS["num_warps"], "launch_pdl": chained}
 
 
 def shares_of(group: int, programs: int, least: float) -> int:

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.gluon.shim import tma_load
+from saccade.backends.gluon.shim import tma_load, wait_for_last
 from saccade.backends.gluon.tiles import zero_tail
 
 
@@ -90,6 +90,7 @@ def load(
 ):  # fmt: skip
     """The producer: k and v once, then q and dout with what goes with their rows, head after head."""
     q_tails = load_keys(k_desc, v_desc, shared, block, used_k, BLOCK_K, COLUMNS, CHUNKS, V_CHUNKS)
+    wait_for_last()  # for start and delta; k and v come meanwhile
     dout_tails = gl.to_tensor(0)
     for n in range(block.steps(group)):
         h, q_block = block.place(n, group)

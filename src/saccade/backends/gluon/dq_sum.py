@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import block_of_rows
 from saccade.backends.device.tiles import head, load_tile
+from saccade.backends.gluon.shim import start_next, wait_for_last
 
 PIECE = gl.constexpr(64 * 64)
 """Numbers of a piece."""
@@ -22,12 +23,15 @@ PIECE = gl.constexpr(64 * 64)
 def prepare_kernel(
     dout, out, dlse, lse, delta, start, dq_sum, used_q, h_q, s_q, blocks, unit,
     D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """delta = dlse - rowsum(dout out) and start = lse unit, both ready to be added; clears dq_sum.
 
     delta and start have whole blocks of rows for each head: beyond the rows in use, and where a row has no keys, start
-    is -inf, so that p = 0, and delta is 0.
+    is -inf, so that p = 0, and delta is 0. CHAINED: the next kernel may start, which waits for this one's end.
     """
+    if CHAINED:
+        start_next()
     # Blocks of BLOCK_Q rows, and parts of them; `blocks` counts the parts.
     PARTS: tl.constexpr = BLOCK_Q // ROWS
     bh = tl.program_id(0) // blocks
@@ -73,6 +77,7 @@ def finish_kernel(
     D: gl.constexpr, BLOCK_Q: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dq_sum, in the order and dtype of dq, for one piece; zero in rows that are not in use."""
+    wait_for_last()
     # Blocks of BLOCK_Q rows have PIECES, of rows where there are 128, else of columns.
     COLUMNS: gl.constexpr = 64
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -14,12 +14,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as gl_core
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # A record of values with methods: private until 3.8.
 aggregate: Any = getattr(gluon, "aggregate", None) or tl_core._aggregate
 # Bulk copies between global and shared memory: renamed in 3.8, the old names raise in 3.9.
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+# Programmatic dependent launch: a kernel starts when all programs of the one before it have said so, and reads what
+# that one wrote behind the wait.
+start_next, wait_for_last = gdc_launch_dependents, gdc_wait
 
 
 @gl_core.builtin

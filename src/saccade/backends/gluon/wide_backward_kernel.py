@@ -43,7 +43,7 @@ from saccade.backends.gluon.key_block import following, hidden, onto
 from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Ring, Trade, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on_fenced, wait_for_turn
-from saccade.backends.gluon.shim import aggregate, view
+from saccade.backends.gluon.shim import aggregate, start_next, view, wait_for_last
 
 BLOCK = gl.constexpr(64)
 """Rows and keys of a tile, and columns of a chunk."""
@@ -260,6 +260,7 @@ def consume_for_values(
     steps = block.steps(group)
     if dropout is not None:
         dropout = opened(dropout)
+    wait_for_last()
     mbarrier.wait(shared.keys_full, 0)
     # [64]
     start = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, SCORES))
@@ -349,6 +350,7 @@ def consume_for_keys(
     # [64, D]
     dk = zeros(D)
     steps = block.steps(group)
+    wait_for_last()
     mbarrier.wait(shared.keys_full, 0)
     # Zeros, which the first step adds to the sums of its own block of rows: cheaper than a test in every step.
     shared.trade.give_ds(-1, gl.zeros([BLOCK, BLOCK], shared.k_tiles.dtype, SCORES))
@@ -391,6 +393,7 @@ def wide_backward_kernel(
         ),
     )
     block = key_block(order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK, BLOCK, queue is not None)
+    start_next()
     gl.warp_specialize([
         (consume_for_keys, (
             dk_desc, dk_rows, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale, D, D_V,
