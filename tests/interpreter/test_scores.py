@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from saccade import alibi, attention, causal, relative_bias
 from saccade.backends.device import scores as device_scores
+from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind, source
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, made
@@ -155,3 +158,69 @@ def test_large_tensors_have_wide_places(monkeypatch):
     monkeypatch.setattr(device_scores, "NARROW_LIMIT", 0)
     q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
     check(q, k, v, score_mod=made("bias", 2, 33, 33, b=1), backend="triton").assert_ok()
+
+
+@triton.jit
+def quotient_kernel(i, out, j, N: tl.constexpr):
+    """floor(i / j) of N integers; j: a pointer to one."""
+    place = tl.arange(0, N)
+    tl.store(out + place, quotient(index_float(tl.load(i + place)), tl.load(j)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_quotients(fused, monkeypatch):
+    """By one multiply-add, at whole quotients and beside them. Where it is rounded twice, as here, it holds while
+    |i| + |j| / 2 < 2^22; rounded once, as on a GPU, for all: float64 holds the product, and more of the sum than
+    decides."""
+    if fused:
+        monkeypatch.setattr(InterpreterBuilder, "create_fma", lambda self, *x: _once(*x), raising=True)
+    made, whole = torch.Generator().manual_seed(0), 1 << 22
+    for size in (1, 2, 3, 7, 64, 127, 128, 4095, (1 << 21) + 1, whole - 1, whole):
+        for j in (size, -size):
+            most = whole if fused else whole - 1 - size // 2
+            near = torch.randint(-(most // size), most // size + 1, (4000,), generator=made) * size
+            ends = torch.tensor([0, 1, most - 1, most])
+            drawn = torch.randint(-most, most + 1, (177,), generator=made)
+            i = torch.cat([near, near - 1, near + 1, near + size - 1, ends, -ends, drawn]).clamp(-most, most).int()
+            i = torch.cat([i, i.new_zeros((1 << 14) - len(i))])
+            out, divisor = torch.empty_like(i), torch.tensor([j], dtype=torch.int32)
+            quotient_kernel[(1,)](i, out, divisor, len(i))
+            assert torch.equal(out, torch.div(i, j, rounding_mode="floor")), j
+
+
+def _once(x, y, z):
+    total = x.data.astype(np.float64) * y.data + z.data
+    return TensorHandle(total.astype(np.float32), z.dtype.scalar)
+
+
+def divided(n: int):
+    """Quotients and remainders of indices, of their distance and of a table, for the sign of any n."""
+    table = torch.arange(-20, 20)
+
+    def function(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance, read = kv_idx - q_idx, table[kv_idx]
+        total = distance // n + 3 * (distance % n) + torch.fmod(distance, n) * 7 + kv_idx // n * 11
+        total = total + torch.div(distance, n, rounding_mode="trunc") * 13 + read // n * 17 + read % n * 19
+        total = total + (read.clamp(-5, 5) + 1) * 23 + torch.fmod(kv_idx, n) * 29 + kv_idx // table[(kv_idx + 30) % 40]
+        return score + total + table[(q_idx // n) % 8]
+
+    return function
+
+
+@pytest.mark.parametrize("n", [1, 5, -3])
+def test_integer_division(n):
+    score = torch.randn(16, 16)
+    bound = bind(divided(n), score)
+    value, slope = torch.empty(2, 1, 16, 16)
+    faces_kernel[(1,)](score, value, slope, device_scores.record(bound), 16, 16)
+    at = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), torch.arange(16)[:, None]
+    torch.testing.assert_close(value[0], bound.tile(score, *at, torch.arange(16)[None]))
+
+
+def test_division_by_zero_stays_inside():
+    """It may give anything that is a place in the table."""
+    text = source.value_source(bind(divided(0), torch.zeros(1)).program, (False,))
+    assert "widened(q_idx)" not in text
+    value, slope = torch.empty(2, 1, 16, 16)
+    faces_kernel[(1,)](torch.randn(16, 16), value, slope, device_scores.record(bind(divided(0), value)), 16, 16)
+    assert value.isfinite().all()

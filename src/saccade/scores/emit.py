@@ -168,7 +168,7 @@ class Emitter:
             wide = not fits(span)
             a, b = (self.int(x, wide) for x in args[1:])
             return self._keep(f"tl.where({self.bool(args[0])}, {a}, {b})", "wide" if wide else "int", shape, span)
-        spans = [None if x is None else (0, 1) if x.kind == "bool" else x.span for x in args]
+        spans = [None if x is None else _span(x) for x in args]
         if node.kwargs.get("alpha", 1) != 1:
             raise Refused(f"{name} with alpha has no device form", None)
         span = range_of(name, spans, node)
@@ -190,18 +190,29 @@ class Emitter:
                 text = f"tl.maximum({text}, {given[1]})"
             if len(given) > 2 and given[2] is not None:
                 text = f"tl.minimum({text}, {given[2]})"
-        elif name in ("floor_divide", "div"):
-            kind = "trunc" if node.kwargs.get("rounding_mode") == "trunc" else "floor"
-            plain = kind == "trunc" or all(x[0] >= 0 for x in spans)
-            text = f"({given[0]} // {given[1]})" if plain else f"floor_divided({given[0]}, {given[1]})"
-        elif name in ("remainder", "fmod"):
-            plain = name == "fmod" or all(x[0] >= 0 for x in spans)
-            text = f"({given[0]} % {given[1]})" if plain else f"floor_remainder({given[0]}, {given[1]})"
+        elif name in ("floor_divide", "div", "remainder", "fmod"):
+            floors = name != "fmod" and node.kwargs.get("rounding_mode") != "trunc"
+            text = self._divided(name in ("remainder", "fmod"), floors, args, given)
         elif name == "pow" and isinstance(node.args[1], int) and 0 < node.args[1] <= 4:
             text = "(" + " * ".join([str(given[0])] * node.args[1]) + ")"
         else:
             raise Refused(f"{name} of integers has no device form; write it with other operations", None)
+        if wide and fits(span):
+            text, wide = f"{text}.to(tl.int32)", False
         return self._keep(text, "wide" if wide else "int", shape, span, parts)
+
+    def _divided(self, rest: bool, floors: bool, args: Sequence[Any], given: Sequence[str]) -> str:
+        """A quotient or what it leaves, rounded down or towards zero."""
+        (a, b), (i, j) = args, given
+        alike = all(_span(x)[0] >= 0 for x in args)
+        if _span(b)[0] <= 0 <= _span(b)[1]:
+            j = f"divisor({j})"
+        if b.shape == () and not _is_literal(b) and all(exact(_span(x)) for x in args) and (floors or alike):
+            down = f"quotient({self.float(a)}, {j})"
+            return f"({i} - {down} * {j})" if rest else down
+        if floors and not alike:
+            return f"{'floor_remainder' if rest else 'floor_divided'}({i}, {j})"
+        return f"({i} {'%' if rest else '//'} {j})"
 
     def _boolean(self, name: str, node: fx.Node, args: list[Any]) -> Value:
         shape = self._shape(args)
@@ -290,7 +301,7 @@ class Emitter:
             return x.text
         if x.kind == "bool":
             return f"tl.where({x.text}, 1.0, 0.0)"
-        if x.shape == () and x.text.lstrip("-").isdigit():
+        if _is_literal(x):
             return f"{x.text}.0"
         if x.parts and x.kind == "int":
             name, a, b = x.parts
@@ -304,7 +315,7 @@ class Emitter:
     def int(self, x: Value, wide: bool) -> str:
         if x.kind == "float":
             raise Refused("a float where an integer is needed", None)
-        if x.shape == () and x.text.lstrip("-").isdigit():
+        if _is_literal(x):
             return x.text
         text = f"tl.where({x.text}, 1, 0)" if x.kind == "bool" else x.text
         return f"widened({text})" if wide and x.kind != "wide" else text
@@ -329,6 +340,14 @@ class Emitter:
         """The whole function; its last line returns, or is, `result`."""
         body = [f"{used} = {text}" for used, text in self.used.items()] + self.lines + [result]
         return f"@triton.jit\ndef {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
+
+
+def _span(x: Value) -> tuple[int, int]:
+    return (0, 1) if x.kind == "bool" else x.span
+
+
+def _is_literal(x: Value) -> bool:
+    return x.shape == () and x.text.lstrip("-").isdigit()
 
 
 def _kind(dtype: torch.dtype) -> str:

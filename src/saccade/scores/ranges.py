@@ -56,20 +56,25 @@ def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901
             return -1, 1
         case "relu":
             return max(a[0], 0), max(a[1], 0)
-        case "remainder" if b is not None and b[0] > 0:
-            return 0, b[1] - 1
-        case "fmod" if b is not None and b[0] > 0:
-            return (0 if a[0] >= 0 else 1 - b[1]), b[1] - 1
+        case "remainder":  # of the divisor's sign, and smaller; a divisor of 0 counts as 1
+            most = max(b[1] - 1, 0)
+            return min(b[0] + 1, 0), min(a[1], most) if a[0] >= 0 and b[0] >= 0 else most
+        case "fmod":  # of the other's
+            most = max(min(_size(a), _size(b) - 1), 0)
+            return (0 if a[0] >= 0 else -most), (0 if a[1] <= 0 else most)
         case "bitwise_and" if a[0] >= 0 or b[0] >= 0:
             return 0, min(x[1] for x in (a, b) if x[0] >= 0)
         case "bitwise_or" | "bitwise_xor" if a[0] >= 0 and b[0] >= 0:
             return 0, (1 << max(a[1], b[1]).bit_length()) - 1
         case "bitwise_right_shift":
             return min(a[0], 0), max(a[1], 0)
-        case "floor_divide" | "div" if b is not None and (b[0] > 0 or b[1] < 0):
-            most = max(abs(a[0]), abs(a[1])) + 1
-            return (0 if a[0] >= 0 and b[0] > 0 else -most), most
+        case "floor_divide" | "div":
+            return (0 if a[0] >= 0 and b[0] >= 0 else -_size(a)), _size(a)
         case "pow":
-            most = max(abs(a[0]), abs(a[1])) ** (node.args[1] if isinstance(node.args[1], int) else 64)
+            most = _size(a) ** (node.args[1] if isinstance(node.args[1], int) else 64)
             return -most, most
     return ANY
+
+
+def _size(span: Range) -> int:
+    return max(abs(span[0]), abs(span[1]))

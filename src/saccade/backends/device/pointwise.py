@@ -106,6 +106,24 @@ def fmod(x, y):
 
 
 @triton.jit
+def divisor(j):
+    """What divides: 0 counts as 1, so that results stay in the ranges that places in memory rely on."""
+    return tl.where(j == 0, 1, j)
+
+
+@triton.jit
+def quotient(x, j):
+    """floor(x / j) of whole float32 and an integer that is one number, up to 2^22 in size, by one multiply-add.
+
+    (x + c) / j lies 1 / |2j| or more off all ties, and the integer next to it is the floor. x + c is exact and below
+    2^23, so that r, off by 2^-24 of itself, moves the product by less than that; the multiply-add rounds once.
+    """
+    r = tl.div_rn(1.0, j.to(tl.float32))
+    c = tl.where(j < 0, -0.5, 0.5) - 0.5 * j.to(tl.float32)
+    return tl.fma(x + c, r, _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+
+
+@triton.jit
 def floor_divided(i, j):
     quotient = i // j
     rest = i - quotient * j
@@ -168,8 +186,8 @@ NAMES = {
     name: globals()[name]
     for name in (
         "INF", "index_float", "widened", "inside", "wrapped", "tanh", "sigmoid", "expm1", "log1p",
-        "truncated", "rounded", "signed", "larger", "smaller", "remainder", "fmod", "floor_divided",
-        "floor_remainder", "power", "distances", "add_diagonals",
+        "truncated", "rounded", "signed", "larger", "smaller", "remainder", "fmod", "divisor", "quotient",
+        "floor_divided", "floor_remainder", "power", "distances", "add_diagonals",
     )
 } | {"tl": tl, "triton": triton, "plain_int": plain_int}  # fmt: skip
 """What emitted source may name."""
