@@ -16,6 +16,7 @@ from saccade import alibi, attention, causal, relative_bias
 from saccade.backends.device import scores as device_scores
 from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind, source
+from saccade.scores.emit import Form
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, made
 
@@ -141,7 +142,7 @@ def test_random_functions(unary, join):
 
 
 def test_equal_sources_are_one_function():
-    text = source.value_source(bind(made("alibi", 2, 8, 8), torch.zeros(1)).program, (False,))
+    text = source.value_source(bind(made("alibi", 2, 8, 8), torch.zeros(1)).program, Form((False,)))
     assert device_scores.jit(text)["apply"] is device_scores.jit(text)["apply"]
     assert device_scores.jit(text)["apply"] is not device_scores.jit(text.replace("x0", "y0"))["apply"]
 
@@ -219,7 +220,7 @@ def test_integer_division(n):
 
 def test_division_by_zero_stays_inside():
     """It may give anything that is a place in the table."""
-    text = source.value_source(bind(divided(0), torch.zeros(1)).program, (False,))
+    text = source.value_source(bind(divided(0), torch.zeros(1)).program, Form((False,)))
     assert "widened(q_idx)" not in text
     value, slope = torch.empty(2, 1, 16, 16)
     faces_kernel[(1,)](torch.randn(16, 16), value, slope, device_scores.record(bind(divided(0), value)), 16, 16)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,6 +23,15 @@ from torch import fx
 from saccade.scores.program import Program
 from saccade.scores.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
 from saccade.scores.trace import TILE, K, Q, Refused, name_of
+
+
+class Form(NamedTuple):
+    """What a program is written for."""
+
+    wide: tuple[bool, ...]
+    """Which captured tensors need 64-bit places."""
+    fast: bool = False
+    """tanh is one instruction, to 11 bits, and a quotient by what is not one number for each score a product."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,8 @@ _BITS = {
 class Emitter:
     """Writes one function: the nodes that its outputs need, once each, in order."""
 
-    def __init__(self, program: Program, wide: Sequence[bool]) -> None:
-        self.program, self.wide = program, wide
+    def __init__(self, program: Program, form: Form) -> None:
+        self.program, self.form = program, form
         self.lines: list[str] = []
         self.made: dict[fx.Node, Value] = {}
         self.used: dict[str, str] = {}
@@ -135,12 +144,15 @@ class Emitter:
             given[1] = f"({given[1]} * {self.float(self.value(alpha))})"
         if name in _BINARY:
             return _BINARY[name].format(*given)
+        if name == "tanh" and self.form.fast:
+            return f"fast_tanh({given[0]})"
         if name in _FLOAT:
             return _FLOAT[name].format(given[0])
         match name:
             case "div":
                 mode = node.kwargs.get("rounding_mode")
-                exact = f"({given[0]} / {given[1]})"
+                few = self.form.fast and args[1].shape != self._shape(args)
+                exact = f"({given[0]} * (1.0 / {given[1]}))" if few and not mode else f"({given[0]} / {given[1]})"
                 return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
             case "floor_divide":
                 return f"tl.floor({given[0]} / {given[1]})"
@@ -290,7 +302,8 @@ class Emitter:
                     self.used[f"t{tensor}_n{other}"] = f"plain_int(data[{start + 2 + 2 * other}])"
                 stride = " * ".join(["1", *(f"t{tensor}_n{other}" for other in range(dim + 1, rank))])
             index = f"{'inside' if value.span[0] >= 0 else 'wrapped'}({value.text}, {size})"
-            terms.append((value.shape.count(1), f"{f'widened({index})' if self.wide[tensor] else index} * {stride}"))
+            index = f"widened({index})" if self.form.wide[tensor] else index
+            terms.append((value.shape.count(1), f"{index} * {stride}"))
         # What fewer elements share is added first.
         return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
 

@@ -9,13 +9,12 @@ product; what is the same for a row goes into the softmax's shift. ALiBi is one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from saccade.scores.emit import Emitter, Value
+from saccade.scores.emit import Emitter, Form, Value
 from saccade.scores.program import Program
 from saccade.scores.trace import name_of
 
@@ -28,17 +27,17 @@ class _Other(Exception):
     """Not linear."""
 
 
-def linear_source(program: Program, wide: Sequence[bool]) -> str | None:
+def linear_source(program: Program, form: Form) -> str | None:
     """`pitch`, and `level`: what is added to a score of product 0; None for a score that is not linear."""
     (out,) = next(x for x in program.value_decomposed.graph.nodes if x.op == "output").args[0]
-    made = Emitter(program, wide)
+    made = Emitter(program, form)
     try:
         scores, pitch = _terms(out, made)
     except _Other:
         return None
     if scores != 1:
         return None
-    level = Emitter(program, wide)
+    level = Emitter(program, form)
     level.made = {x: Value("0.0", "float") for x in program.value_decomposed.graph.nodes if x.name == _SCORE}
     added = level.float(level.value(out))
     sources = (

@@ -23,8 +23,8 @@ from saccade.problem import Problem, aligned
 from saccade.scores import Traced
 
 
-def gradients(problem: Problem, saved: Saved) -> Sequence[Tensor | None]:
-    """Of each of the score's tensors, in its dtype, or None where it is not wanted.
+def gradients(problem: Problem, saved: Saved, fast: bool = False) -> Sequence[Tensor | None]:
+    """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says.
 
     A launch of its own: only who captures what learns pays for it. Sums are float32, and added up by atomics in
     whatever order the programs come. Where they are to be the same bits each time, a first launch finds the largest
@@ -36,7 +36,7 @@ def gradients(problem: Problem, saved: Saved) -> Sequence[Tensor | None]:
     wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
     held = [x for x, want in zip(score.tensors, wanted, strict=True) if want]
     with on_device(problem.q):
-        launch = _launch_of(problem, saved, score, wanted)
+        launch = _launch_of(problem, saved, score, wanted, fast)
         many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
         sums = iter(_repeatable(held, launch, many) if problem.deterministic else _in_any_order(held, launch))
     return [next(sums).to(x.dtype) if want else None for x, want in zip(score.tensors, wanted, strict=True)]
@@ -68,7 +68,7 @@ def _repeatable(held: Sequence[Tensor], launch: Launch, many: int) -> list[Tenso
     return [(x.double() / unit[i] + broken[i]).float() for i, x in enumerate(sums)]
 
 
-def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool]) -> Launch:
+def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool], fast: bool) -> Launch:
     q, k = problem.q, problem.k
     if not q.numel() or not k.numel():
         return lambda add, sums: None
@@ -79,8 +79,8 @@ def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[b
         blocks = sequences.slots(problem, 0, block_q)
     grid = (q.shape[1] * blocks,)
     mask = lists.record(problem, block_q, options["BLOCK_K"])
-    given = _arguments(problem, saved, score, (*spans, mask))
-    scatter = scores.scatter(score, wanted)
+    given = _arguments(problem, saved, (*spans, mask, scores.record(score, fast)))
+    scatter = scores.scatter(score, wanted, fast)
 
     def launch(add: Any, sums: Sequence[Any]) -> None:
         captures_kernel[grid](
@@ -90,11 +90,11 @@ def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[b
     return launch
 
 
-def _arguments(problem: Problem, saved: Saved, score: Traced, records: tuple[Any, ...]) -> tuple[Any, ...]:
+def _arguments(problem: Problem, saved: Saved, records: tuple[Any, ...]) -> tuple[Any, ...]:
     tensors = problem.q, problem.k, problem.v, saved.dout, saved.out
     operands = [Rows.of(x if aligned(x) else padded(x)) for x in tensors]
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    return *operands, saved.lse.contiguous(), dlse, *records, scores.record(score), dropout.record(problem.dropout)
+    return *operands, saved.lse.contiguous(), dlse, *records, dropout.record(problem.dropout)
 
 
 def _numbers(problem: Problem) -> tuple[Any, ...]:
@@ -105,8 +105,8 @@ def compiled(problem: Problem) -> Any:
     """The kernel as the compile gate sees it, adding to all that the problem's score captures."""
     score, lse = problem.score, torch.empty(problem.q.shape[:3])
     assert isinstance(score, Traced)
-    records = *sequences.spans(problem), lists.stand_in(problem)
-    given = _arguments(problem, Saved(problem.v, None, problem.v, lse), score, records)
+    records = *sequences.spans(problem), lists.stand_in(problem), scores.record(score)
+    given = _arguments(problem, Saved(problem.v, None, problem.v, lse), records)
     sums = tuple(torch.empty(x.shape) for x in score.tensors)
     scatter = scores.scatter(score, [True] * len(sums))
     options = tile(problem)[1]

@@ -253,7 +253,7 @@ def record(mask: masks.Mask | None) -> DeviceMask:
 
 def _predicate(predicate: Traced) -> tuple[Any, ...]:
     """The program's function, made once."""
-    key = "sees", scores.wide(predicate)
+    key = "sees", scores.form(predicate)
     made = predicate.program.emitted.get(key)
     if made is None:
         sees = scores.jit(source.sees_source(predicate.program, key[1]))["sees"]

@@ -1,6 +1,6 @@
 """Score modifications on the device: a record of two functions and the values they capture."""
 
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import scores
-from saccade.backends.device.pointwise import NAMES, tanh
+from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
 from saccade.backends.device.records import LOG2E, NARROW_LIMIT, runtime_int
 from saccade.scores import LONGEST, source
+from saccade.scores.emit import Form
 from saccade.scores.linear import linear_source
 
 
@@ -72,12 +73,6 @@ def _softcap(data, score, b, h, q_idx, kv_idx):
 
 
 @triton.jit
-def fast_tanh(x):
-    """One instruction since sm_75, to 11 bits: as many as the fp16 that a probability is rounded to."""
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def _softcap_parts(data):
     return 1 / data[0], data[0]
 
@@ -93,24 +88,40 @@ def _softcap_slope(data, score, b, h, q_idx, kv_idx):
     return 1 - t * t
 
 
+@triton.jit
+def _fast_softcap(data, score, b, h, q_idx, kv_idx):
+    return data[0] * fast_tanh(score * (1 / data[0]))
+
+
+@triton.jit
+def _fast_softcap_slope(data, score, b, h, q_idx, kv_idx):
+    t = fast_tanh(score * (1 / data[0]))
+    return 1 - t * t
+
+
 def _functions(*functions: Any) -> tuple[Any, ...]:
     return tuple(map(tl.constexpr, functions))
 
 
 _BENT = _functions(False, _none, _none)
 _SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, False, True), *_BENT, ())
-_SOFTCAP = *_functions(_softcap, _softcap_slope, False, _softcap_parts, _softcap_core, False, False), *_BENT
+_CORE = False, _softcap_parts, _softcap_core, False, False
+_SOFTCAP = {
+    False: (*_functions(_softcap, _softcap_slope, *_CORE), *_BENT),
+    True: (*_functions(_fast_softcap, _fast_softcap_slope, *_CORE), *_BENT),
+}
 
 
-def record(score: scores.Score | None) -> DeviceScore:
-    """The device form of a score modification; None is the identity."""
+def record(score: scores.Score | None, fast: bool = False) -> DeviceScore:
+    """The device form of a score modification; None is the identity. All kernels of a call are to have the same tanh:
+    `fast`, or to float32's accuracy, as the backward takes exp(score - lse)."""
     match score:
         case None:
             return _SAME
         case scores.Softcap():
-            return DeviceScore(*_SOFTCAP, (score.cap,))
+            return DeviceScore(*_SOFTCAP[fast], (score.cap,))
         case scores.Traced():
-            return DeviceScore(*_emitted(score), data(score))
+            return DeviceScore(*_emitted(score, form(score, fast)), data(score))
     raise TypeError(f"no device form of {score!r}")
 
 
@@ -132,7 +143,7 @@ def weight(score: scores.Score | None) -> str:
         return ""
     if source.reads_tiles(score.program):
         return "table"
-    return "linear" if record(score).linear.value else "traced"
+    return "linear" if record(score, fast=True).linear.value else "traced"
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
@@ -150,17 +161,17 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def wide(score: scores.Traced) -> tuple[bool, ...]:
-    """Which captured tensors are so large that places in them, or in a contiguous one of their shape, need 64 bits."""
-    return tuple(
+def form(score: scores.Traced, fast: bool = False) -> Form:
+    """Tensors are wide that are so large that places in them, or in a contiguous one of their shape, need 64 bits."""
+    wide = (
         max(sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True)), x.numel()) >= NARROW_LIMIT
         for x in score.tensors
     )
+    return Form(tuple(wide), fast)
 
 
-def _emitted(score: scores.Traced) -> tuple[Any, ...]:
+def _emitted(score: scores.Traced, key: Form) -> tuple[Any, ...]:
     """The program's functions, made once."""
-    key = wide(score)
     made = score.program.emitted.get(key)
     if made is None:
         found = jit(source.value_source(score.program, key))
@@ -175,11 +186,11 @@ def _emitted(score: scores.Traced) -> tuple[Any, ...]:
     return made
 
 
-def scatter(score: scores.Traced, wanted: Sequence[bool]) -> Any:
+def scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False) -> Any:
     """constexpr: what adds to the gradients of captured tensors, made once for each choice of them."""
-    key = "scatter", wide(score), tuple(wanted)
+    key = "scatter", form(score, fast), tuple(wanted)
     if key not in score.program.emitted:
-        text = source.scatter_source(score.program, wide(score), wanted)
+        text = source.scatter_source(score.program, form(score, fast), wanted)
         score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
     return score.program.emitted[key]
 

@@ -48,4 +48,4 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.device import captures
     from saccade.backends.gluon import backward_launch
 
-    return *backward_launch.backward(problem, saved), captures.gradients(problem, saved)
+    return *backward_launch.backward(problem, saved), captures.gradients(problem, saved, fast=True)

@@ -282,7 +282,7 @@ def arguments(
         used_q, *prepare, -1 / scale if plan.fold else -scores.unit(problem.score),
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
-    records = mask, scores.record(problem.score), dropout.record(problem.dropout), plan.order, queue
+    records = mask, scores.record(problem.score, fast=True), dropout.record(problem.dropout), plan.order, queue
     rows = (Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else (None, None)
     yield tensors[: len(plan.shapes)], (*rows, dq_sum, used_q, used_k, *records, *main, scale)
     yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
