@@ -56,6 +56,20 @@ def _same_numbers_alone_and_in_company():
 
 
 @pytest.fixture
+def company():
+    """Another process has work for the GPU all the time, products and copies: it takes turns with this one, and
+    interrupts launches."""
+    work = (
+        "import torch; x = torch.randn(4096, 4096, device='cuda'); y = torch.empty(1 << 29, device='cuda')\n"
+        "while True: torch.mm(x, x).sum().item(); y[: 1 << 28].copy_(y[1 << 28 :])"
+    )
+    other = subprocess.Popen([sys.executable, "-c", work])
+    yield
+    other.kill()
+    other.wait()
+
+
+@pytest.fixture
 def poison(monkeypatch):
     """Fresh memory is NaN, or the largest integer: what is read before it is written shows."""
 

@@ -6,8 +6,6 @@ can, and ask for the LSE always: without it there is another kernel of each.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,16 +222,6 @@ def test_nothing_reads_fresh_memory(name: str) -> None:
 
 
 # Repeats, streams and graphs
-
-
-@pytest.fixture
-def company() -> Iterator[None]:
-    """Another process has work for the GPU all the time: it takes turns with this one, and interrupts launches."""
-    work = "import torch; x = torch.randn(4096, 4096, device='cuda')\nwhile True: torch.mm(x, x).sum().item()"
-    other = subprocess.Popen([sys.executable, "-c", work])
-    yield
-    other.kill()
-    other.wait()
 
 
 @edges
