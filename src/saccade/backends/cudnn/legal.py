@@ -6,6 +6,7 @@
 - `logical_not` and `scale` are not used, which stood in a graph of wrong numbers: there are a comparison, and `mul`.
 - Tensors of bool, which crash one, are given as integers.
 - What is true or false is computed as FLOAT: a backward takes nothing else of comparisons of floats and of logic.
+- Whole numbers below zero, which came out wrong, are compared with as floats.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def legal(program: Program, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     for step in steps:
         made.take(step)
     made.computed(len(made.steps) - 1)
-    return tuple(made.steps)
+    return _in_use(made.steps)
 
 
 class _Legal:
@@ -67,6 +68,8 @@ class _Legal:
             self.places.append(self.inverse(inputs[0], _types(step)[1]))
             return
         name = "mul" if name == "scale" else name
+        if name.startswith("cmp_"):
+            inputs[1] = self.comparable(inputs[1])
         for port, i in enumerate(inputs):
             if port == 0 or (name == "binary_select" and not (port == 1 and self.by_value(i))):
                 inputs[port] = self.computed(i)
@@ -79,6 +82,14 @@ class _Legal:
         one, none = self.computed(self.add("number", (), (1.0, "1.0"))), self.add("number", (), (0.0, "0.0"))
         truth = self.add("binary_select", (one, none, i), (), FLOAT, FLOAT)
         return self.add("cmp_lt", (truth, self.add("number", (), (1, "1"))), (), FLOAT, made)
+
+    def comparable(self, i: int) -> int:
+        """A number to compare with, as a float where it is below zero: of those that are whole an H200 went wrong."""
+        step = self.steps[i]
+        if step.name != "number" or not isinstance(step.attributes[0], int) or step.attributes[0] >= 0:
+            return i
+        x = float(step.attributes[0])
+        return self.add("number", (), (x, repr(x)))
 
     def by_value(self, i: int) -> bool:
         step = self.steps[i]
@@ -104,6 +115,14 @@ class _Legal:
             return FLOAT if self.program.dtypes[value].is_floating_point else INT32
         whole = self.program.integral[value] if step.name == "runtime" else isinstance(value, int)
         return INT32 if whole else FLOAT
+
+
+def _in_use(steps: list[Step]) -> tuple[Step, ...]:
+    """Without numbers that others have taken the place of: a graph is given all that it has."""
+    read = {i for step in steps for i in step.inputs}
+    kept = [i for i, step in enumerate(steps) if step.name != "number" or i in read or i == len(steps) - 1]
+    now = {i: place for place, i in enumerate(kept)}
+    return tuple(steps[i]._replace(inputs=tuple(now[j] for j in steps[i].inputs)) for i in kept)
 
 
 def _types(step: Step) -> tuple[data_type, data_type]:
