@@ -76,7 +76,7 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert "not at computed indices" in told
     everything = problem(case("everything", 4, 7, 9).score())
     (told,) = cudnn.refusals(everything, False)
-    assert told.startswith("has not been right forward on a GPU, or not run there, with log, ")
+    assert told.startswith("came out wrong forward on an H200 with rounding")
     told, _ = cudnn.refusals(everything, True)
     assert told.startswith("has graphs of up to 220 operations on scores, not ")
     assert "has no backward of one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
@@ -97,27 +97,28 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert plan_of(problem(alibi(torch.rand(4))), "cudnn", gradient=True).backend == "cudnn"
 
 
-TENSOR, BELOW = "a tensor of rows or keys as a first operand", "a whole number below zero"
+KEYS, BELOW = "a tensor of keys that is none of rows", "a comparison with a whole number below zero"
+HALF = "rounding to fp16 or bf16"
 
 
 def words(score_mod, gradient, s=128):
     """What is refused of functions of `tests/test_cudnn_gpu.py`."""
     call = problem(score_mod, None, s, s)
-    return [x.partition(", with ")[2].split(", ") for x in cudnn.refusals(call, gradient)]
+    return [x.partition(" with ")[2].split(", ") for x in cudnn.refusals(call, gradient)]
 
 
-def test_what_no_gpu_has_computed_right_is_refused():
+def test_what_came_out_wrong_is_refused():
     for name in (*USUAL, "derivatives"):
         for s in (128, 16):
             score_mod = case(name, 4, s, s).score()
             assert words(score_mod, False, s) == words(score_mod, True, s) == []
-    rows, near = torch.rand(128), torch.rand(128, 128) > 0.5
+    rows, near, below = torch.rand(128), torch.rand(128, 128) > 0.5, -1
     for score_mod, forward, backward in (
         (lambda s, b, h, q, k: torch.where((q >= k) & (q - k < 90), 2 * s, -1e9), [], []),
-        (lambda s, b, h, q, k: torch.where(near[q, k], rows[q], s), [], [[TENSOR]]),
+        (lambda s, b, h, q, k: torch.where(near[q, k], rows[q], s), [], []),
+        (lambda s, b, h, q, k: torch.where(near[q, k], rows[k], s), [], [[KEYS]]),
         (lambda s, b, h, q, k: s * torch.where(q - k >= -1, 2.0, 1.0), [], []),
-        (lambda s, b, h, q, k: s + (q - k) * -2, [[BELOW]], [[BELOW]]),
-        (lambda s, b, h, q, k: torch.log(s * s + 1), [["log"]], [["log"]]),
+        (lambda s, b, h, q, k: s * torch.where(q - k >= below, 2.0, 1.0), [[BELOW]], [[BELOW]]),
     ):
         assert words(score_mod, False) == forward
         assert words(score_mod, True) == backward

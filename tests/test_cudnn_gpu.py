@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from saccade import Dense, Unsupported, alibi, attention, bias, causal, softcap, window
+from saccade import Dense, alibi, attention, bias, causal, softcap, window
 from saccade.compat.cudnn import graph_clear, graph_info, score_callback
 from saccade.compat.transformer_engine import DotProductAttention, get_attention_backend
 from saccade.testing import check
@@ -21,14 +21,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def operands(order="bshd", dtype=BF16, h_q=4, h_k=2, s_q=256, s_k=256, d=64, d_v=None, b=2):
     shapes = (b, h_q, s_q, d), (b, h_k, s_k, d), (b, h_k, s_k, d_v or d)
     return [Dense(order).ordered(torch.randn(shape, device="cuda", dtype=dtype)).contiguous() for shape in shapes]
-
-
-def right_or_refused(*tensors, **keywords):
-    """Words of `saccade.backends.cudnn.unproven` refuse a call until they are deleted there; then it is run."""
-    try:
-        check(*tensors, backend="cudnn", **keywords).assert_ok()
-    except Unsupported as refused:
-        assert "on a GPU" in str(refused)  # noqa: PT017 (either is right)
 
 
 # The plainest first: what fails here fails everywhere below.
@@ -77,7 +69,7 @@ def test_callbacks(name, dtype):
     for order, s_q, s_k in (("bshd", 200, 300), ("sbhd", 256, 256)):
         score_mod = case(name, 4, s_q, s_k, "cuda").score()
         tensors = operands(order, dtype, s_q=s_q, s_k=s_k)
-        right_or_refused(*tensors, score_mod=score_mod, layout=Dense(order))
+        check(*tensors, score_mod=score_mod, layout=Dense(order), backend="cudnn").assert_ok()
 
 
 @pytest.mark.parametrize("name", USUAL)
@@ -85,7 +77,34 @@ def test_lengths_of_callbacks(name):
     for s in (16, 8192):
         tensors = operands(s_q=s, s_k=s, h_q=2, h_k=1, d=128, b=1)
         score_mod = case(name, 2, s, s, "cuda", b=1).score()
-        right_or_refused(*tensors, score_mod=score_mod, layout=Dense("bshd"))
+        check(*tensors, score_mod=score_mod, layout=Dense("bshd"), backend="cudnn").assert_ok()
+
+
+UNARY = ("abs", "ceil", "cos", "erf", "floor", "neg", "sin"), ("log", "sqrt", "rsqrt", "reciprocal")
+OPERATIONS = {
+    **{name: lambda g, s, x, name=name: getattr(g, name)(input=s) for name in UNARY[0]},
+    **{name: lambda g, s, x, name=name: getattr(g, name)(input=g.add(g.mul(s, s), 0.5)) for name in UNARY[1]},
+    "exp": lambda g, s, x: g.exp(input=g.min(s, 1.0)),
+    "tan": lambda g, s, x: g.tan(input=g.div(s, 8.0)),
+    "add_square": lambda g, s, x: g.add_square(s, g.mul(s, 0.25)),
+    "pow": lambda g, s, x: g.pow(input0=g.add(g.mul(s, s), 0.5), input1=0.75),
+    "mod": lambda g, s, x: g.mul(s, g.mod(input0=g.gen_index(s, 3), input1=3)),
+    "max": lambda g, s, x: g.max(g.mul(s, 0.5), s),
+    "not": lambda g, s, x: g.mul(s, g.logical_not(g.cmp_ge(g.gen_index(s, 2), 9))),
+    "or": lambda g, s, x: g.mul(s, g.logical_or(g.cmp_eq(g.gen_index(s, 2), 9), g.cmp_gt(s, -0.5))),
+    "below zero": lambda g, s, x: g.mul(s, g.cmp_neq(g.sub(g.gen_index(s, 2), g.gen_index(s, 3)), -1)),
+    "batches and heads": lambda g, s, x: g.add(s, g.mul(g.gen_index(s, 1), g.gen_index(s, 0))),
+    "rows first": lambda g, s, x: g.mul(s, g.sub(x, 2.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name):
+    """As callbacks write them, with derived derivatives."""
+    for s_q, s_k in ((256, 256), (200, 300)):
+        rows = torch.randn(1, 1, s_q, 1, device="cuda")
+        score_mod = score_callback(lambda g, s, tensors: OPERATIONS[name](g, s, tensors["x"]), None, {"x": rows})
+        check(*operands(s_q=s_q, s_k=s_k), score_mod=score_mod, layout=Dense("bshd"), backend="cudnn").assert_ok()
 
 
 def test_every_derivative_that_cudnn_has():

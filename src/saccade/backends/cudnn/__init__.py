@@ -42,7 +42,7 @@ def obstacle() -> str | None:
 def refusals(problem: Problem, gradient: bool) -> list[str]:
     """What no Spec says: operations of the score, lengths."""
     from saccade.backends.cudnn.modification import NoOperation, modification
-    from saccade.backends.cudnn.unproven import unproven
+    from saccade.backends.cudnn.wrong import wrong
 
     found = []
     if problem.mask is not None and not isinstance(problem.mask, Window):
@@ -52,9 +52,9 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
             mod = modification(problem.score, gradient)
             if mod.operations > OPERATIONS:
                 found.append(f"has graphs of up to {OPERATIONS} operations on scores, not {mod.operations}")
-            if words := unproven(problem, mod, gradient):
+            if words := wrong(problem, mod, gradient):
                 which = "backward" if gradient else "forward"
-                found.append(f"has not been right {which} on a GPU, or not run there, with {', '.join(words)}")
+                found.append(f"came out wrong {which} on an H200 with {', '.join(words)}")
         except NoOperation as reason:
             found.append(f"cannot run {problem.score.kind}: {reason}")
     if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:
