@@ -121,15 +121,14 @@ def run_of_tiles(
     LOWER: gl.constexpr, mask, score, dropout, terms, inside, factor, b, h, q_idx, rows, keys,
 ):  # fmt: skip
     """The tiles of keys before `tile` down to `end`, all of them with the mask or without."""
-    for _ in range(tile - end):
-        tile -= 1
-        number = listed_tile(mask, listing, hi, tile)
+    # All numbers from the loop's own: with one of them carried along, d = 64 lost 4 %.
+    for i in range(tile - end):
+        number = listed_tile(mask, listing, hi, tile - 1 - i)
         acc, row_max, row_sum, p = step(
-            c, acc, row_max, row_sum, p, pipe, q_at, n, number, MASKED, LOWER, mask, score, dropout, terms, inside,
+            c, acc, row_max, row_sum, p, pipe, q_at, n + i, number, MASKED, LOWER, mask, score, dropout, terms, inside,
             factor, b, h, q_idx, rows, keys,
         )  # fmt: skip
-        n += 1
-    return acc, row_max, row_sum, p, n, tile
+    return acc, row_max, row_sum, p, n + gl.maximum(tile - end, 0), gl.minimum(tile, end)
 
 
 @gluon.jit
