@@ -44,11 +44,16 @@ def plan(spec: Spec, backend: str = "auto", gradient: bool = False) -> Plan:
     """
     if backend not in ("auto", *NAMES):
         raise ValueError(f"unknown backend {backend!r}; it is one of auto, {', '.join(NAMES)}")
+    return Plan(spec, _first(spec, spec, backend, gradient))
+
+
+def _first(call: Spec | Problem, spec: Spec, backend: str, gradient: bool) -> str:
+    """The backend that runs the call."""
     tried = BACKENDS if backend == "auto" else (backend, *BACKENDS) if gradient else (backend,)
-    reasons = {name: reasons_against(name, spec, gradient) for name in tried}
+    reasons = {name: reasons_against(name, call, gradient) for name in tried}
     for name, against in reasons.items():
         if not against:
-            return Plan(spec, name)
+            return name
     raise Unsupported(refusal(spec, reasons))
 
 
@@ -67,11 +72,9 @@ def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
 def _plan_of(problem: Problem, backend: str, gradient: bool) -> Plan:
     spec = problem.spec()
     found = plan(spec, backend, gradient)
-    if not (against := reasons_against(found.backend, problem, gradient)):
+    if not reasons_against(found.backend, problem, gradient):
         return found
-    if gradient:  # another backend's, as where it has none for the Spec
-        return plan(spec, "auto", gradient)
-    raise Unsupported(refusal(spec, {found.backend: against}))
+    return Plan(spec, _first(problem, spec, backend, gradient))
 
 
 def plan_for(call: Spec | Problem, backend: str = "auto", gradient: bool = False) -> Plan:

@@ -38,6 +38,8 @@ class DeviceMask(NamedTuple):
     """see `saccade.backends.device.lists`"""
     lower: Any = tl.constexpr(True)
     """constexpr: rows may not see the first keys, so that tiles before the core need the mask"""
+    unlisted: Any = tl.constexpr(False)
+    """constexpr: a predicate all of whose tiles are visited, without lists; for kernels that make such a difference"""
 
 
 @triton.jit

@@ -35,7 +35,9 @@ class Span(NamedTuple):
     """int32 (1 + tiles, 2): packed: how many tiles there are, then each one's sequence and that one's first tile; of
     the operand whose tiles the programs are"""
     count: Any
-    """packed: how many sequences; a runtime_int"""
+    """packed or bounded: how many sequences; a runtime_int"""
+    bounded: Any
+    """constexpr: `used` has `count` numbers, and who asks for a sequence behind them gets no rows; not packed"""
     ragged: Any
     """constexpr: `used` says something; else it is some other tensor, as records hold no None on Triton 3.6"""
     packed: Any
@@ -51,7 +53,12 @@ def extent(span, b, s):
     if span is None:
         return b, 0, s, s
     elif not span.packed:
-        return b, 0, s, tl.minimum(tl.maximum(tl.load(span.used + b).to(tl.int32), 0), s)
+        if span.bounded:
+            count = plain_int(span.count)
+            used = tl.load(span.used + tl.minimum(b, count - 1)).to(tl.int32)
+            return b, 0, s, tl.where(b < count, tl.minimum(tl.maximum(used, 0), s), 0)
+        else:
+            return b, 0, s, tl.minimum(tl.maximum(tl.load(span.used + b).to(tl.int32), 0), s)
     else:
         count = plain_int(span.count)
         first = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(b, count)), 0), s).to(tl.int32)
@@ -209,16 +216,19 @@ RAGGED = {flag: tl.constexpr(flag) for flag in (False, True)}
 
 
 def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[Span | None, Span | None]:
-    """Of the queries and of the keys."""
+    """Of the queries and of the keys. With a table of `tiles` the keys know of the rows behind the last sequence."""
     layout = problem.layout
     if isinstance(layout, Packed):
         sides = (layout.cu_seqlens_q, layout.seqused_q), (layout.cu_seqlens_k, layout.seqused_k)
         count = runtime_int(layout.sequences)
         return tuple(_packed(starts.contiguous(), used, tiles, count) for starts, used in sides)  # pyright: ignore[reportReturnType]
     if isinstance(layout, Paged):
-        offsets = layout.cu_seqlens_q
-        count = runtime_int(layout.sequences)
-        return None if offsets is None else _packed(offsets.contiguous(), None, tiles, count), _padded(layout.seqused_k)
+        offsets, keys, count = layout.cu_seqlens_q, _padded(layout.seqused_k), runtime_int(layout.sequences)
+        if offsets is None or keys is None:
+            return None, keys
+        if tiles is not None:
+            keys = keys._replace(count=count, bounded=RAGGED[True])
+        return _packed(offsets.contiguous(), None, tiles, count), keys
     return _padded(layout.seqused_q), _padded(layout.seqused_k)
 
 
@@ -231,28 +241,34 @@ def _padded(used: Tensor | None) -> Span | None:
     if used is None:
         return None
     used = used.contiguous()
-    return Span(used, used, used, runtime_int(0), RAGGED[True], RAGGED[False])
+    return Span(used, used, used, runtime_int(0), RAGGED[False], RAGGED[True], RAGGED[False])
 
 
 def _packed(starts: Tensor, used: Tensor | None, tiles: Tensor | None, count: int) -> Span:
     ragged = RAGGED[used is not None]
     used = starts if used is None else used.contiguous()
-    return Span(used, starts, starts if tiles is None else tiles, count, ragged, RAGGED[True])
+    return Span(used, starts, starts if tiles is None else tiles, count, RAGGED[False], ragged, RAGGED[True])
 
 
 def slots(problem: Problem, side: int, block: int) -> int:
     """How many tiles of `block` rows there may be, of queries (0) or keys (1)."""
     layout = problem.layout
-    assert isinstance(layout, Packed)
+    assert isinstance(layout, Packed | Paged)
     return (problem.q, problem.k)[side].shape[2] // block + layout.sequences + 1
+
+
+def lengths(problem: Problem) -> tuple[int, int]:
+    """How many rows and keys there are, of a batch row or of all sequences; in pages, as many as a sequence may have."""
+    layout, s_k = problem.layout, problem.k.shape[2]
+    return problem.q.shape[2], layout.capacity(s_k) if isinstance(layout, Paged) else s_k
 
 
 def table(problem: Problem, side: int, block: int) -> Tensor:
     """The tiles of queries (0) or keys (1), in the order in which they are worked on."""
-    own, other = spans(problem) if side == 0 else reversed(spans(problem))
-    s, other_s = (x.shape[2] for x in ((problem.q, problem.k) if side == 0 else (problem.k, problem.q)))
     many = slots(problem, side, block)
     tiles = torch.empty(1 + many, 2, dtype=torch.int32, device=problem.q.device)
+    own, other = spans(problem, tiles) if side == 0 else reversed(spans(problem, tiles))
+    s, other_s = lengths(problem) if side == 0 else reversed(lengths(problem))
     arguments = tiles, own, other, s, other_s, many
     key = "tiles", side, block
     found = problem.launches.get(key)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, captures_workspace
+from saccade.backends.gluon import pages
+from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -20,7 +24,11 @@ SUPPORT = Support(
     multiple_of=8,
     needs=("aligned",),
 )
-GRADIENT = SUPPORT
+GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
+
+
+def refusals(problem: Problem, gradient: bool) -> list[str]:
+    return pages.refusals(problem) if isinstance(problem.layout, Paged) and not gradient else []
 
 
 def workspace(spec: Spec) -> str:

@@ -77,7 +77,7 @@ def config(spec: Spec, gpu: str, score: str = "") -> Config:
         return scored(spec, gpu, score)
     made = Config(**row) if row else formula(spec.d, spec.d_v)
     listed = "mask_mod" in spec.mask or "~" in spec.mask
-    if spec.layout == "packed" and listed and (made.consumers, made.block_k) == (3, 128):
+    if spec.layout in ("packed", "paged") and listed and (made.consumers, made.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both
     return made
 

@@ -37,8 +37,8 @@ NUMBERS_OF_A_CALL = ["items", "blocks", "heads", "section", "h_k", "packs", "gro
 
 @gluon.jit(do_not_specialize=NUMBERS_OF_A_CALL)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, mask, score, dropout, items,
-    blocks, heads, section, h_k, packs, group, h_q, s_q, s_k, scale,
+    q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask, score, dropout,
+    items, blocks, heads, section, h_k, packs, group, h_q, s_q, s_k, scale,
     D_CHUNK: gl.constexpr, D_CHUNKS: gl.constexpr, D_LAST: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
@@ -47,7 +47,7 @@ def forward_kernel(
     else None.
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
-    v_desc: (b, h_k, s_k, d). counter: two zeros, which are zeros again in the end.
+    v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. counter: two zeros, which are zeros again in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     work = Work(items, blocks, heads, section, h_k, packs)
@@ -78,7 +78,7 @@ def forward_kernel(
                 1, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
                 s_k, scale,
             )),
-            (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k)),
+            (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, pages, mask, s_q, s_k)),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -94,5 +94,5 @@ def forward_kernel(
                 2, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
                 s_k, scale,
             )),
-            (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k)),
+            (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, pages, mask, s_q, s_k)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -12,6 +12,7 @@ from saccade.backends.device.lists_kernel import list_of
 from saccade.backends.device.sequences import extent, is_packed, numbered, placed
 from saccade.backends.device.tiles import tile_range
 from saccade.backends.gluon.listing import list_of_item, listed_tile, work_list
+from saccade.backends.gluon.page_boxes import load_boxes, pages_of
 from saccade.backends.gluon.schedule import (
     BATCH,
     BLOCK,
@@ -85,7 +86,8 @@ def plan_tiles(pipe, at, mask, b, row, rows, keys):
 
 @gluon.jit
 def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
-    """Writes the numbers of a work item. Returns those by which it is loaded: batch row (packed: first key), …"""
+    """Writes the numbers of a work item. Returns those by which it is loaded: batch row (packed: first key; of pages:
+    sequence), …"""
     ROWS: gl.constexpr = pipe.shape.ROWS
     if is_packed(used_q):
         b, h_k, in_group, row = packed_place(
@@ -112,6 +114,7 @@ def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
         pipe.slots.put(at, THERE, there)
         pipe.slots.put(at, USED, rows)
         pipe.slots.put(at, KEYS, keys)
+    if is_packed(used_k):
         b = first_key
     return b, h_k, in_group, row + first_row, keys, lo, hi, skipped
 
@@ -134,40 +137,57 @@ def load_queries(q_desc, pipe, drawn, b, h_k, in_group, row, used_q):
 
 
 @gluon.jit
-def load_keys(k_desc, pipe, n, b, h_k, start, used_k):
+def load_keys(k_desc, pipe, n, b, h_k, start, keys, used_k, pages):
     """Fills the stage of tile n with keys from `start` on."""
-    b, start = placed(used_k, b, start)
+    page = pages_of(pages, b, start, keys, pipe.shape.BLOCK_K)
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
     CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
     stage = pipe.keys.claim(n)
     full = pipe.keys.announce(stage, pipe.shape.BLOCK_K * CHUNKS * CHUNK * 2)
-    for chunk in gl.static_range(CHUNKS):
-        tma_load(k_desc, [b, h_k, start, chunk * CHUNK], full, pipe.keys.tiles.index(stage * CHUNKS + chunk))
+    if pages is None:
+        b, start = placed(used_k, b, start)
+        for chunk in gl.static_range(CHUNKS):
+            tma_load(k_desc, [b, h_k, start, chunk * CHUNK], full, pipe.keys.tiles.index(stage * CHUNKS + chunk))
+    else:
+        tiles = pipe.keys.tiles
+        load_boxes(k_desc, tiles, stage, page, h_k, start, pages.size, CHUNKS * CHUNK, pipe.shape.BLOCK_K, full)
 
 
 @gluon.jit
-def load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k):
+def fetch(v_desc, pipe, stage, tile, b, row, h_k, start, pages, page, barrier):
+    """Fills the `tile` of a stage with values from `start` on, which is `row` of v, and counts them in at `barrier`."""
+    if pages is None:
+        tma_load(v_desc, [b, h_k, row, 0], barrier, tile)
+    else:
+        tiles = pipe.values.tiles
+        load_boxes(v_desc, tiles, stage, page, h_k, start, pages.size, pipe.shape.BLOCK_DV, pipe.shape.BLOCK_K, barrier)
+
+
+@gluon.jit
+def load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k, pages):
     """Fills the stage of tile n with values from `start` on, zeros behind `keys`. Returns the tails so far."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    page = pages_of(pages, b, start, keys, BLOCK_K)  # once more: what a loader holds, it spills
     stage = pipe.values.claim(n)
     tile = pipe.values.tiles.index(stage)
     b, row = placed(used_k, b, start)
     if used_k is not None and start + BLOCK_K > keys:
         landing = pipe.values.landing()
         mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
-        tma_load(v_desc, [b, h_k, row, 0], landing, tile)
+        fetch(v_desc, pipe, stage, tile, b, row, h_k, start, pages, page, landing)
         mbarrier.wait(landing, tails & 1)
         zero_tail(tile.reshape([BLOCK_K, BLOCK_DV]), keys - start, BLOCK_K, BLOCK_DV)
         pipe.values.fill(stage)
         tails += 1
     else:
-        tma_load(v_desc, [b, h_k, row, 0], pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2), tile)
+        full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2)
+        fetch(v_desc, pipe, stage, tile, b, row, h_k, start, pages, page, full)
     return tails
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q, s_k):
+def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, pages, mask, s_q, s_k):
     """The producer: draws work, loads its query rows into a slot and its keys and values into the rings.
 
     With two slots an item's queries come before its keys, while those of the item before are in use. With one, they
@@ -199,8 +219,8 @@ def load(q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, mask, s_q,
             listing = None
         for j in range(hi - lo):
             start = listed_tile(mask, listing, hi, hi - 1 - j) * pipe.shape.BLOCK_K
-            load_keys(k_desc, pipe, n, b, h_k, start, used_k)
-            tails = load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k)
+            load_keys(k_desc, pipe, n, b, h_k, start, keys, used_k, pages)
+            tails = load_values(v_desc, pipe, n, b, h_k, start, keys, tails, used_k, pages)
             n += 1
             if not EARLY and j == begun:
                 load_queries(q_desc, pipe, drawn, b, h_k, in_group, row, used_q)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.tiles import visible
 from saccade.backends.gluon.dropping import dropped
+from saccade.backends.gluon.shim import opaque
 from saccade.backends.gluon.tiles import between
 
 
@@ -79,6 +80,8 @@ def hidden(s, tile, LOWER: gl.constexpr, mask, b, h, q_idx, rows, keys):
         lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, keys - rows)
         return between(s, lo - start, gl.minimum(hi, keys) - start, LOWER)
     else:
+        if mask.unlisted:
+            start = opaque(start)
         kv_idx = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
         return gl.where(visible(mask, b, h[:, None], q_idx[:, None], kv_idx, rows, keys, keys - rows), s, float("-inf"))
 

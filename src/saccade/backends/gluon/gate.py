@@ -12,11 +12,11 @@ from saccade.backends.device import dropout, lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.records import Head
 from saccade.backends.device.scores import SCORED, score_of, weight
-from saccade.backends.gluon import backward_gate, launch
+from saccade.backends.gluon import backward_gate, launch, page_boxes
 from saccade.backends.gluon.config import config, key
 from saccade.backends.gluon.forward_kernel import forward_kernel
 from saccade.configs import table
-from saccade.layouts import Dense
+from saccade.layouts import Dense, Paged
 from saccade.problem import Problem
 from saccade.spec import Spec
 
@@ -25,6 +25,8 @@ PACKED_SPILL = 180
 """Bytes that packed sequences may spill besides: 8 on Triton 3.6, and up to 316 on 3.9, of the loader's numbers."""
 LISTED_SPILL = 40
 """Bytes that the place in a list costs: 36 in Triton 3.6."""
+PAGED_SPILL = 20
+"""Bytes that pages cost: 16 in Triton 3.6, of the loader's numbers."""
 _DIMS = (64, 64), (128, 128), (256, 256), (192, 128)
 
 
@@ -43,14 +45,21 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
     yield "gluon forward 16bit d128/128 masked max_scores"
     yield "gluon forward 16bit d128/128 listed packed"
+    yield from (f"gluon forward 16bit d128/128 {words}" for words in ("causal paged", "listed paged packed"))
     yield from backward_gate.features()
+
+
+def _pages(packed: bool) -> Paged:
+    """Two sequences, whose queries are end to end, or one of a batch."""
+    offsets, b = (torch.zeros(3, dtype=torch.int32), 2) if packed else (None, 1)
+    return Paged(torch.zeros(b, 32, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets)
 
 
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     _, kernel, _, dims, edges, *words = row.split()
-    packed = "packed" in (edges, *words)
-    score = [word for word in words if word not in ("dropout", "max_scores", "packed")]
+    packed, paged = "packed" in (edges, *words), "paged" in words
+    score = [word for word in words if word not in ("dropout", "max_scores", "packed", "paged")]
     if kernel != "forward":
         return backward_gate.compiled(row)
     d, d_v = map(int, dims.removeprefix("d").split("/"))
@@ -62,15 +71,19 @@ def compiled(row: str) -> tuple[Any, int]:
         None,
         lists.mask_of(edges),
         score_of(score, q),
-        sequences.stand_in() if packed else Dense(),
+        _pages(packed) if paged else sequences.stand_in() if packed else Dense(),
         1.0,
     )
+    if paged:  # of 16 rows each
+        problem.k, problem.v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
     problem.dropout = stand_in(q.device) if "dropout" in words else None
     out, lse, counter = torch.empty_like(v), torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     made = config(problem.spec(), GPU, weight(problem.score))
     shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
-    descriptors = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
-    records = lists.stand_in(problem), launch.score_record(problem), dropout.record(problem.dropout)
+    operands = zip((q, problem.k, problem.v, out), shapes, strict=True)
+    descriptors = (TensorDescriptor(x, **shape) for x, shape in operands)
+    mask = launch.mask_record(problem, made) if paged else lists.stand_in(problem)
+    records = mask, launch.score_record(problem), dropout.record(problem.dropout)
     return forward_kernel.warmup(
         *descriptors,
         *(
@@ -79,7 +92,8 @@ def compiled(row: str) -> tuple[Any, int]:
             lse if "max_scores" in words else None,
             None,
             counter,
-            *sequences.spans(problem),
+            *sequences.spans(problem, counter if packed else None),
+            page_boxes.record(problem),
             *records,
             *numbers,
             problem.scale,
@@ -87,4 +101,4 @@ def compiled(row: str) -> tuple[Any, int]:
         **fixed,
         **launch.OPTIONS,
         grid=(1,),
-    ), (LISTED_SPILL if edges == "listed" else made.spill) + (PACKED_SPILL if packed else 0)
+    ), (LISTED_SPILL if edges == "listed" else made.spill) + PACKED_SPILL * packed + PAGED_SPILL * paged

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,32 +16,37 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from saccade import configs
 from saccade.backends import Outputs
 from saccade.backends.device import dropout, lists, masks, scores, sequences
+from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import nothing_seen, on_device, per_row
 from saccade.backends.device.records import Head
-from saccade.backends.gluon import schedule
+from saccade.backends.gluon import page_boxes, schedule
 from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
 from saccade.backends.gluon.forward_kernel import forward_kernel
+from saccade.backends.gluon.pages import box_rows
 from saccade.backends.gluon.relaunch import Relaunch
-from saccade.layouts import Packed, empty_like_rows
-from saccade.problem import Problem
+from saccade.layouts import Packed, Paged, empty_like_rows
+from saccade.problem import Problem, aligned
 
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 LEAST_SCALE = 1e-6
 """Below, numbers that are divided by the scale may leave float32."""
+STRIPE = 64
+"""Columns of a swizzled tile in shared memory that lie side by side."""
 PACKING_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
 
 
 def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
+    out = _destination(problem)
+    if not aligned(problem.q):  # which the Spec of a cache leaves open
+        problem = replace(problem, q=padded(problem.q))
     q, k, v = problem.q, problem.k, problem.v
-    out = empty_like_rows(q, v.shape[3])
     row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
     if not out.numel():
         return out, row_lse, top
-    layout = problem.layout
-    packed = isinstance(layout, Packed)
-    if not k.shape[2] or (packed and not layout.sequences):
+    packed = packed_sequences(problem)
+    if not k.shape[2] or packed == 0:
         return out.zero_(), _lse_without_keys(problem, row_lse), nothing_seen(top)
     with on_device(q):
         sink = None if problem.sink is None else problem.sink.contiguous()
@@ -48,10 +54,10 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> O
 
         def tensors(made: Config) -> tuple[Any, ...]:
             rows = rows_of_a_consumer(problem, made.consumers) * made.consumers
-            table = sequences.table(problem, 0, rows) if packed else None
-            lead = Head.of(out) if packed else None, row_lse, top, sink, counter(q.device)
+            table = None if packed is None else sequences.table(problem, 0, rows)
+            lead = None if packed is None else Head.of(out), row_lse, top, sink, counter(q.device)
             records = mask_record(problem, made), score, dropout.record(problem.dropout)
-            return *lead, *sequences.spans(problem, table), *records
+            return *lead, *sequences.spans(problem, table), page_boxes.record(problem), *records
 
         # What is compiled for, and the Problem's key does not hold.
         lower = problem.mask is not None and problem.mask.lower
@@ -70,11 +76,21 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> O
     return out, row_lse, top
 
 
+def _destination(problem: Problem) -> Tensor:
+    """Memory for the result: of a paged call the caller's, where bulk copies can write there."""
+    if isinstance(problem.layout, Paged) and problem.out is not None and aligned(problem.out):
+        return problem.out
+    return empty_like_rows(problem.q, problem.v.shape[3])
+
+
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def mask_record(problem: Problem, made: Config) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this Config."""
+    if isinstance(problem.layout, Paged):  # whose tiles are tested one by one: lists of one call would cost more
+        listed = problem.mask is not None and problem.mask.listed
+        return masks.record(problem.mask)._replace(unlisted=masks.FLAGS[listed])
     return lists.record(problem, 64 * made.consumers, made.block_k)
 
 
@@ -84,15 +100,18 @@ def arguments(
     """The shapes of the four descriptors, the numbers, the constants and the grid."""
     q, k, v = problem.q, problem.k, problem.v
     b, h_q, s_q, d = q.shape
-    h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-    packed = problem.layout if isinstance(problem.layout, Packed) else None
+    h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(problem), v.shape[3]
+    packed = packed_sequences(problem) is not None
+    paged = isinstance(problem.layout, Paged)
     rows = rows_of_a_consumer(problem, made.consumers)
     heads = 64 // rows
     columns = block_dv(d_v)
+    # Of pages, in whose boxes one stripe of columns comes at a time.
+    box, width = (box_rows(k.shape[2], made.block_k), STRIPE) if paged else (made.block_k, 256)
     shapes = [
         shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
-        shape_of(k, (1, 1, made.block_k, chunk(d))),
-        shape_of(v, (1, 1, made.block_k, columns)),
+        shape_of(k, (1, 1, box, min(chunk(d), width))),
+        shape_of(v, (1, 1, box, min(columns, width))),
         shape_of(grouped(out, problem.group), (1, 1, heads, rows, columns)),
     ]
     blocks = -(-s_q // (rows * made.consumers))
@@ -112,14 +131,22 @@ def arguments(
     return shapes, numbers, fixed, (min(blocks * b * h_k * packs, processors), 1, 1)
 
 
+def packed_sequences(problem: Problem) -> int | None:
+    """How many sequences of queries there are end to end; None of a batch."""
+    layout = problem.layout
+    packed = isinstance(layout, Packed) or (isinstance(layout, Paged) and layout.cu_seqlens_q is not None)
+    return layout.sequences if packed else None
+
+
 def rows_of_a_consumer(problem: Problem, consumers: int) -> int:
     """How many of a consumer's 64 rows are one head's."""
     # A list is of one head; with dropout 16 rows that belong together are those of one.
-    if problem.dropout is not None or (problem.mask is not None and problem.mask.listed):
+    listed = problem.mask is not None and problem.mask.listed and not isinstance(problem.layout, Paged)
+    if problem.dropout is not None or listed:
         return 64
-    s_q = problem.q.shape[2]
-    if isinstance(problem.layout, Packed):  # of its lengths only the mean is known here
-        s_q = -(-s_q // problem.layout.sequences)
+    s_q, packed = problem.q.shape[2], packed_sequences(problem)
+    if packed is not None:  # of their lengths only the mean is known here
+        s_q = -(-s_q // packed)
     return rows_of_a_head(problem.group, s_q, consumers)
 
 
@@ -169,10 +196,10 @@ def multiprocessors(device: int) -> int:
 
 
 def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:
-    if lse is None or problem.sink is None:
+    layout = problem.layout
+    if lse is None or problem.sink is None or isinstance(layout, Paged):  # a cache has keys, or there is no sequence
         return nothing_seen(lse)
     lse.copy_(problem.sink[:, None].expand_as(lse))
-    layout = problem.layout
     if isinstance(layout, Packed):
         return lse.masked_fill_(~layout.rows_in_use(lse.shape[2]), -torch.inf)
     used = layout.seqused_q

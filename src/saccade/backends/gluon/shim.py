@@ -100,6 +100,15 @@ def fast_log2(x):
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+@gluon.jit
+def opaque(number):
+    """An int32 of which the compiler knows nothing: of one that grows with a loop it keeps every sum with a constant,
+    each in a register of its own."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _count_text(order):
     return (
