@@ -579,3 +579,12 @@ def test_decoding_is_measured_beside_a_copy():
     assert [row["provider"] for row in found] == ["saccade", "copy"] * 2
     assert all(row["gb_s"] > 0 for row in found)
     assert all(row["error_ratio"] <= 1 for row in found if row["provider"] == "saccade")
+
+
+def test_prompts_over_pages_are_measured_backend_by_backend():
+    from saccade.bench import decode
+
+    cells = [decode.Cell(2, 150, h_q=8, page_size=16, new=100), decode.Cell(2, -120, h_q=8, new=3)]
+    found = list(decode.rows(cells, "cpu", Clock(rounds=1, sample=1e-4)))
+    assert [(row["what"], row["provider"]) for row in found] == [("prompt", "saccade-cpu")] * 2
+    assert all(row["tflop_s"] > 0 and row["error_ratio"] <= 1 for row in found)

@@ -146,6 +146,24 @@ def test_plans_of_forward_and_backward_are_kept_apart(everywhere):
     assert plan_of(problem, "auto") is ahead
 
 
+def test_auto_goes_on_where_a_problem_is_refused(everywhere):
+    """By what no Spec says: the next backend is asked, and all of their reasons are told where none is left."""
+    from saccade import dispatch
+
+    everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
+    everywhere.setattr(import_module("saccade.backends.cpu"), "refusals", lambda *a: ["not today"], raising=False)
+    made = NAMED["causal"].inputs()
+    problem = Problem(made.q, made.k, made.v, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
+    assert plan_spec(problem.spec()).backend == "cpu"
+    assert plan_of(problem, "auto").backend == "reference"
+    with pytest.raises(Unsupported, match="cpu: not today"):
+        plan_of(problem, "cpu")
+    everywhere.setattr(dispatch, "BACKENDS", ("cpu",))
+    dispatch._plans.clear()
+    with pytest.raises(Unsupported, match="cpu: not today"):
+        plan_of(problem, "auto")
+
+
 def test_gradients_go_to_the_backward_that_is_planned(everywhere):
     """The operator asks for two Plans: a forward of `cpu` whose backward is another's."""
     cpu, triton = (import_module(f"saccade.backends.{name}") for name in ("cpu", "triton"))

@@ -23,7 +23,9 @@ from saccade import (
     prefix,
     window,
 )
+from saccade.backends import gluon
 from saccade.layouts import from_records
+from saccade.problem import Problem
 from saccade.testing import check, paged
 from saccade.testing.cases import NAMED, Case
 
@@ -240,3 +242,27 @@ def test_refused_by_name():
     case = Case("", order="paged", dtype="bf16")
     given = case.inputs()
     assert "has no paged layout" in explain(given.q, given.k, given.v, **given.keywords).reasons["gluon"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"lengths": (700, 700, 0, 700)}, None),
+        ({"page_size": 1}, "takes page sizes that are multiples of 8, not 1"),
+        ({"splits": 1}, "not with num_splits=1"),
+        ({"splits": 7}, "not with num_splits=7"),
+        ({"s_q": 1}, "not 4 and 8"),
+        ({"s_q": 17, "h_q": 8}, "not 68 and 8"),
+        ({"b": 0}, None),
+    ],
+)
+def test_which_calls_come_in_bulk(changes, reason):
+    """What Hopper's kernels say of shapes: they are for prompts, and other kernels for decoding."""
+    case = Case("", b=4, h_q=8, h_k=2, s_q=600, s_k=700, d=8, order="paged", page_size=16).replace(**changes)
+    made = case.inputs()
+    layout = made.keywords["layout"]
+    problem = Problem(*map(layout.canonical, (made.q, made.k, made.v)), None, None, None, layout, 1.0)
+    found = gluon.refusals(problem, False)
+    assert not found if reason is None else reason in "; ".join(found)
+    assert gluon.refusals(problem, True) == []

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from saccade import Paged, append_kv, attention, causal, explain, window
+from saccade import Paged, append_kv, attention, causal, dispatch, explain, mask_mod, window
+from saccade.backends import gluon
+from saccade.backends.gluon import pages
 from saccade.testing import check, paged
 from saccade.testing.cases import Case
 
@@ -163,3 +168,164 @@ def test_nothing_else_is_written() -> None:
     attention(q, cache.k, cache.v, layout=Paged(table.int(), cache.used, num_splits=3), out=held[1:3])
     torch.cuda.synchronize()
     assert (held[[0, 3]] == 7).all()
+
+
+@pytest.fixture
+def with_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """gluon without its refusal of all pages, which stands until these have passed."""
+    layouts = tuple(dict.fromkeys((*gluon.SUPPORT.layouts, "paged")))
+    monkeypatch.setattr(gluon, "SUPPORT", replace(gluon.SUPPORT, layouts=layouts))
+    dispatch.plan.cache_clear()
+    dispatch._plans.clear()
+    yield
+    dispatch.plan.cache_clear()
+    dispatch._plans.clear()
+
+
+@pytest.fixture
+def hopper(with_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it refuse calls of few query rows."""
+    monkeypatch.setattr(pages, "FEW_ROWS", -1)
+    monkeypatch.setattr(pages, "FEW_ITEMS", 0)
+
+
+def in_bulk(case: Case) -> Case:
+    """The same with pages that gluon takes, and keys in one piece."""
+    return case.replace(page_size=case.page_size if case.page_size % 8 == 0 else 8, splits=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_named_cases_in_bulk(case: Case, hopper: None) -> None:
+    for dtype in ("bf16", "fp16") if case.name in ("chunk", "mixed") else ("bf16",):
+        given = in_bulk(case).replace(dtype=dtype).inputs("cuda")
+        check(given.q, given.k, given.v, backend="gluon", **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize(
+    ("d", "size"), [*((128, size) for size in (8, 16, 24, 32, 64, 128, 256)), (64, 16), (256, 16), (192, 64)]
+)
+def test_page_sizes_in_bulk(d: int, size: int, hopper: None) -> None:
+    """Prompts and chunks of them, as batches and end to end; lengths that are no multiples of anything."""
+    for lengths, s_q, s_k, mask in (
+        ((), 300, 2300, "causal"),
+        ((700, 0, 1, 129, 64), 0, 1100, "causal"),
+        ((), 150, 150, "none"),
+        ((), 200, 1100, "window(100,0)"),
+    ):
+        case = Case("", dtype="bf16", b=5 if lengths else 4, h_q=8, h_k=2, s_q=s_q or 700, s_k=s_k, d=d, mask=mask,
+                    order="paged", page_size=size, lengths=lengths, tail=9 if lengths else 0)  # fmt: skip
+        given = case.inputs("cuda", seed=s_k)
+        check(given.q, given.k, given.v, backend="gluon", **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize("lengths", [(), (90, 0, 260, 1)], ids=["batch", "end-to-end"])
+def test_predicates_and_scores_in_bulk(size: int, lengths: tuple[int, ...], hopper: None) -> None:
+    predicate = mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx ^ h) % 8 != 3)
+    base = Case("", dtype="bf16", b=4, h_q=8, h_k=2, s_q=260, s_k=900, d=128, sink=True, order="paged", page_size=size,
+                lengths=lengths)  # fmt: skip
+    for score in ("none", "softcap(5)", "alibi"):
+        for mask in (predicate, predicate & window(300, 0), predicate | window(9, 0), causal()):
+            given = base.replace(score=score).inputs("cuda")
+            check(given.q, given.k, given.v, backend="gluon", **given.keywords | {"mask": mask}).assert_ok()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drawn_case_in_bulk(seed: int, hopper: None) -> None:
+    case = in_bulk(paged.draw(seed, ("bf16", "fp16")[seed % 2]).replace(s_k=40 + 97 * seed))
+    given = case.inputs("cuda", seed=seed)
+    report = check(given.q, given.k, given.v, backend="gluon", **given.keywords)
+    assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_graph_of_prompts_is_replayed(flat: bool, hopper: None) -> None:
+    """Captured with empty requests; nothing in it waits for the host, and rows that nobody uses stay out of it."""
+    cache, t = Cache(4, 2000, d=128), 1200
+    q = torch.randn(*((t,) if flat else (4, t // 4)), 8, 128, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.zeros(5, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q)
+
+    def step() -> list[Tensor]:
+        layout = Paged(cache.table, cache.used, offsets if flat else None)
+        given = {"mask": causal(), "layout": layout, "return_lse": True, "backend": "gluon"}
+        held, lse = attention(q, cache.k, cache.v, out=out, **given)
+        assert held is out
+        return [held, lse]
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    steps = ([0] * 4, [0] * 4), ([5, 900, 0, 295], [5, 1900, 0, 700]), ([1, 1, 400, 1], [9, 64, 400, 1])
+    for new, keys in steps:
+        cache.used.zero_()
+        cache.fill(keys)
+        offsets[1:] = torch.tensor(new, device="cuda").cumsum(0)
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        held = [x.clone() for x in found]
+        for x, wanted in zip(held, step(), strict=True):
+            assert not x.isnan().any()
+            assert torch.equal(x, wanted), (new, keys)
+        layout = Paged(cache.table, cache.used, offsets if flat else None)
+        check(q, cache.k, cache.v, mask=causal(), layout=layout, backend="gluon").assert_ok()
+        cache.table.copy_(cache.table[torch.randperm(4, device="cuda")])
+        cache.k.fill_(torch.nan)
+        cache.v.fill_(torch.nan)
+
+
+def test_prompts_between_canaries(hopper: None) -> None:
+    """Outputs that lie apart, queries that do not lie at multiples of 16 bytes, tables that name pages beyond the
+    cache, and repeats."""
+    cache = Cache(2, 500)
+    cache.fill([500, 330])
+    table = torch.where(torch.arange(cache.table.shape[1], device="cuda") % 5 == 4, 1 << 29, cache.table).int()
+    cache.k.nan_to_num_()
+    cache.v.nan_to_num_()
+    held = torch.full((4, 130, 8, 72), 7.0, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(2, 130, 8, 65, device="cuda", dtype=torch.bfloat16)[..., 1:]
+    layout, out = Paged(table, cache.used), held[1:3, ..., :64]
+    first = attention(q, cache.k, cache.v, layout=layout, out=out, backend="gluon").clone()
+    inside = Paged(table.clamp(max=len(cache.k) - 1), cache.used)
+    assert torch.equal(attention(q, cache.k, cache.v, layout=inside, backend="gluon"), first)
+    for _ in range(20):
+        assert torch.equal(attention(q, cache.k, cache.v, layout=layout, backend="gluon"), first)
+    assert torch.equal(out, first)
+    assert (held[[0, 3]] == 7).all()
+    assert (held[..., 64:] == 7).all()
+    check(q, cache.k, cache.v, layout=inside, backend="gluon").assert_ok()
+
+
+def test_caches_beyond_32_bits_in_bulk(hopper: None) -> None:
+    size, h_k, d = 64, 8, 128
+    count = (1 << 31) // (size * h_k * d) + 9
+    k, v = (torch.zeros(count, size, h_k, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.tensor([[count - 1, count - 2], [0, count - 3]], device="cuda", dtype=torch.int32)
+    used = torch.full((2,), 100, device="cuda")
+    written = torch.tensor([0, count - 3, count - 2, count - 1], device="cuda")
+    for x in (k, v):
+        x[written] = torch.randn(4, size, h_k, d, device="cuda", dtype=torch.bfloat16)
+    near = Paged(torch.tensor([[3, 2], [0, 1]], device="cuda"), used)
+    q = torch.randn(2, 90, 32, d, device="cuda", dtype=torch.bfloat16)
+    found = attention(q, k, v, layout=Paged(table, used), backend="gluon")
+    assert torch.equal(found, attention(q, k[written], v[written], layout=near, backend="gluon"))
+    check(q, k[written], v[written], layout=near, backend="gluon").assert_ok()
+
+
+def test_what_auto_takes(with_pages: None) -> None:
+    """Prompts in bulk; decoding, parts, and the bits that are the same in every batch elsewhere."""
+    cache = Cache(4, 2000, d=128)
+    cache.fill([2000] * 4)
+
+    def chosen(s_q: int, num_splits: int | None = None) -> str | None:
+        q = torch.randn(4, s_q, 8, 128, device="cuda", dtype=torch.bfloat16)
+        return explain(q, cache.k, cache.v, layout=cache.layout(num_splits)).backend
+
+    assert [chosen(1), chosen(1000), chosen(1000, 1), chosen(1000, 2)] == ["triton", "gluon", "triton", "triton"]

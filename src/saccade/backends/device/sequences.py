@@ -258,7 +258,7 @@ def slots(problem: Problem, side: int, block: int) -> int:
 
 
 def lengths(problem: Problem) -> tuple[int, int]:
-    """How many rows and keys there are, of a batch row or of all sequences; in pages, as many as a sequence may have."""
+    """How many rows and keys there are, of a batch row or of all sequences; in pages, what a sequence may have."""
     layout, s_k = problem.layout, problem.k.shape[2]
     return problem.q.shape[2], layout.capacity(s_k) if isinstance(layout, Paged) else s_k
 

@@ -47,7 +47,8 @@ def forward_kernel(
     else None.
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
-    v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. counter: two zeros, which are zeros again in the end.
+    v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. counter: two zeros, which are
+    zeros again in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     work = Work(items, blocks, heads, section, h_k, packs)

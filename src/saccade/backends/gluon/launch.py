@@ -133,9 +133,10 @@ def arguments(
 
 def packed_sequences(problem: Problem) -> int | None:
     """How many sequences of queries there are end to end; None of a batch."""
-    layout = problem.layout
-    packed = isinstance(layout, Packed) or (isinstance(layout, Paged) and layout.cu_seqlens_q is not None)
-    return layout.sequences if packed else None
+    match problem.layout:
+        case Packed() | Paged(cu_seqlens_q=Tensor()) as layout:
+            return layout.sequences
+    return None
 
 
 def rows_of_a_consumer(problem: Problem, consumers: int) -> int:

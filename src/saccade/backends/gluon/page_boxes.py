@@ -4,7 +4,7 @@ A tile in shared memory is stripes of WIDTH columns, each with all of its rows o
 of 8 rows may come from anywhere.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
