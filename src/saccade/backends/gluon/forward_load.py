@@ -114,8 +114,8 @@ def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
         pipe.slots.put(at, THERE, there)
         pipe.slots.put(at, USED, rows)
         pipe.slots.put(at, KEYS, keys)
-    if is_packed(used_k):
-        b = first_key
+        if is_packed(used_k):
+            b = first_key
     return b, h_k, in_group, row + first_row, keys, lo, hi, skipped
 
 
@@ -140,14 +140,14 @@ def load_queries(q_desc, pipe, drawn, b, h_k, in_group, row, used_q):
 def load_keys(k_desc, pipe, n, b, h_k, start, keys, used_k, pages):
     """Fills the stage of tile n with keys from `start` on."""
     page = pages_of(pages, b, start, keys, pipe.shape.BLOCK_K)
+    b, row = placed(used_k, b, start)
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
     CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
     stage = pipe.keys.claim(n)
     full = pipe.keys.announce(stage, pipe.shape.BLOCK_K * CHUNKS * CHUNK * 2)
     if pages is None:
-        b, start = placed(used_k, b, start)
         for chunk in gl.static_range(CHUNKS):
-            tma_load(k_desc, [b, h_k, start, chunk * CHUNK], full, pipe.keys.tiles.index(stage * CHUNKS + chunk))
+            tma_load(k_desc, [b, h_k, row, chunk * CHUNK], full, pipe.keys.tiles.index(stage * CHUNKS + chunk))
     else:
         tiles = pipe.keys.tiles
         load_boxes(k_desc, tiles, stage, page, h_k, start, pages.size, CHUNKS * CHUNK, pipe.shape.BLOCK_K, full)
