@@ -20,7 +20,7 @@ LAYERS = [
     {"spec", "partial", "shapes"},
     {"packed", "paged"},
     {"problem"},
-    {"blocks"},
+    {"blocks", "hidden"},
     {"reference"},
     {"backends"},
     {"dispatch"},

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from saccade.backends import Backend, Unsupported
+from saccade.hidden import hide
 from saccade.problem import Problem
 from saccade.spec import Spec
 
@@ -58,7 +59,9 @@ def _first(call: Spec | Problem, spec: Spec, backend: str, gradient: bool) -> st
 
 
 def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
-    """`plan(problem.spec(), …)`, by way of the Problem's key, which costs less to make than a Spec."""
+    """`plan(problem.spec(), …)`, by way of the Problem's key, which costs less to make than a Spec. What the score
+    hides as a mask does becomes a part of the Problem's mask."""
+    hide(problem, backend)
     key = problem.key, backend, gradient
     found = _plans.get(key)
     if found is None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from saccade import dispatch
 from saccade.dispatch import Unsupported
+from saccade.hidden import WHOLE, hide
 from saccade.problem import Problem
 from saccade.spec import Spec
 
@@ -16,11 +19,17 @@ class Explanation:
         backend: the chosen one's name, or None.
         gradient: the name of the backend whose backward its gradients take, or None.
         reasons: backend name -> the reasons against it; an empty list is one that runs.
+        hidden: the part of the mask that the score function is, or None.
     """
 
     def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
+        whole, self.hidden = call, None
+        if isinstance(call, Problem):
+            whole = replace(call)
+            self.hidden = hide(call, backend)
         self.spec = call if isinstance(call, Spec) else call.spec()
-        self.reasons = {name: dispatch.reasons_against(name, call) for name in dispatch.NAMES}
+        calls = {name: whole if name in WHOLE else call for name in dispatch.NAMES}
+        self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}
         plan = _plan_if_any(call, backend)
         self.backend = plan.backend if plan else None
         self.workspace = plan.module.workspace(self.spec) if plan else None
@@ -34,6 +43,8 @@ class Explanation:
         for name, against in self.reasons.items():
             verdict = "; ".join(against) or (self._chosen() if name == self.backend else "runs it, not chosen")
             lines.append(f"  {name}: {verdict}")
+        if self.hidden is not None:
+            lines.append(f"  the score function hides keys: that part of it runs as the mask {self.hidden!r}")
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
         return "\n".join(lines)

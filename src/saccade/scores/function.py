@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._guards import tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
+from saccade.scores.hiding import Hidden, hiding
 from saccade.scores.program import Program
 from saccade.scores.survey import Survey, replaced, survey
 from saccade.scores.trace import Refused, traced
@@ -167,6 +168,8 @@ class _Cache:
             made, family.constants, family.shapes = _traced(fn, name, found, dtype, family)
         # Equal programs are one, so that they share what is compiled.
         made = self.by_identity.setdefault(made.identity, made)
+        if made.hiding is not None and (rest := made.hiding.rest) is not None:
+            made.hiding = made.hiding._replace(rest=self.by_identity.setdefault(rest.identity, rest))
         if len(family.programs) >= MAXSIZE:
             family.programs.clear()
         family.programs[_values(family, found)] = made
@@ -252,6 +255,7 @@ def _traced(
             shapes = True
     program = Program(name, raw, dtype)
     program.constants = constants
+    program.hiding = hiding(program, raw)
     return program, constants, shapes
 
 
@@ -265,6 +269,12 @@ class Score:
     tensors: Any = ()
     ints: Any = ()
     floats: Any = ()
+    own: bool = False
+    """Whether its derivative is the user's own."""
+
+    def split(self) -> tuple[Hidden, Score | None] | None:
+        """What it hides as a mask does, and the rest of it, None for the score itself; None where it does not."""
+        return None
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The modified score, of its shape and dtype; all arguments broadcast to (b, h, q, k)."""
@@ -292,7 +302,7 @@ class Traced(Score):
         self, program: Program, tensors: Sequence[Tensor], numbers: Sequence[Any], fn: Function | None = None
     ) -> None:
         self.program, self.tensors, self.numbers, self.fn = program, tensors, numbers, fn
-        self.kind, self.identity = program.name, program.identity
+        self.kind, self.identity, self.own = program.name, program.identity, program.own
         self.ints = [int(x) for x, integral in zip(numbers, program.integral, strict=True) if integral]
         self.floats = [float(x) for x, integral in zip(numbers, program.integral, strict=True) if not integral]
 
@@ -306,6 +316,12 @@ class Traced(Score):
             )
         numbers = [(ints if integral else floats).pop(0) for integral in program.integral]
         return Traced(program, [tensors.pop(0) for _ in program.ranks], numbers)
+
+    def split(self) -> tuple[Hidden, Score | None] | None:
+        found, numbers = self.program.hiding, self.numbers
+        if found is None or (hidden := found.hidden(tuple(numbers))) is None:
+            return None
+        return hidden, found.rest and Traced(found.rest, self.tensors, [numbers[i] for i in found.picks])
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """By the user's own function where there is one."""

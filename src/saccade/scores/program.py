@@ -28,6 +28,8 @@ class Program:
     """Which of the function's numbers are part of the program."""
     recorded: Any = None
     """`recorded.Recorded`, where callbacks are behind it."""
+    hiding: Any = None
+    """`hiding.Hiding`, where it hides keys as a mask does."""
 
     def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
@@ -86,7 +88,7 @@ class Program:
             if x.meta["kind"] == "tensor":
                 val = x.meta["val"]
                 made[x] = read(x, (0,) * val.dim(), torch.zeros((1, 1), dtype=val.dtype))
-            elif (known := _constant(raw, x)) is not None:
+            elif (known := constant_of(raw, x)) is not None:
                 made[x] = graph.call_function(aten.scalar_tensor.default, (known,), {"dtype": x.meta["val"].dtype})
                 made[x].meta = {"val": torch.zeros((), dtype=x.meta["val"].dtype), "kind": "number"}
             else:
@@ -184,7 +186,7 @@ class Program:
         return f"{self.name}~{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:12]}"
 
 
-def _constant(raw: Raw, node: fx.Node) -> Any:
+def constant_of(raw: Raw, node: fx.Node) -> Any:
     """The Python number that a node of numbers always is, or None."""
     if node.op == "get_attr":
         return getattr(raw.module, str(node.target)).item()

@@ -1,9 +1,10 @@
-"""The ranges of integers: what 32 bits hold, and what float32 holds exactly."""
+"""The ranges of numbers: what 32 bits hold, what float32 holds exactly, and between which numbers a score lies."""
 
 # pyright: reportOptionalSubscript=false
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx
@@ -78,3 +79,48 @@ def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901
 
 def _size(span: Range) -> int:
     return max(abs(span[0]), abs(span[1]))
+
+
+Span = tuple[float, float]
+
+
+def spread(name: str, spans: list[Span], keywords: Any) -> Span:  # noqa: C901 (a table of operations)
+    """Between which numbers the results of an operation on floats lie.
+
+    Raises:
+        ValueError: not known, or not finite.
+    """
+    a = spans[0] if spans else (0.0, 0.0)
+    b = spans[1] if len(spans) > 1 else a
+    match name:
+        case "add" | "sub" if keywords.get("alpha", 1) == 1 and len(spans) == 2:
+            found = (a[0] + b[0], a[1] + b[1]) if name == "add" else (a[0] - b[1], a[1] - b[0])
+        case "mul":
+            found = _hull([x * y for x in a for y in b])
+        case "div" if len(spans) == 2 and not keywords and not b[0] <= 0 <= b[1]:
+            found = _hull([x / y for x in a for y in b])
+        case "neg":
+            found = -a[1], -a[0]
+        case "abs":
+            found = 0.0, max(-a[0], a[1])
+        case "maximum" | "clamp_min":
+            found = max(a[0], b[0]), max(a[1], b[1])
+        case "minimum" | "clamp_max":
+            found = min(a[0], b[0]), min(a[1], b[1])
+        case "where" if len(spans) == 3:
+            found = _hull([*spans[1], *spans[2]])
+        case "tanh" | "erf" | "sigmoid" | "sin" | "cos" | "ge" | "gt" | "le" | "lt" | "eq" | "ne" | "bitwise_and":
+            found = -1.0, 1.0
+        case "scalar_tensor" | "full_like" | "_to_copy" | "alias" | "clone" | "detach" | "lift_fresh_copy":
+            found = a
+        case "ones_like" | "zeros_like":
+            found = 0.0, 1.0
+        case _:
+            raise ValueError(name)
+    if not all(map(math.isfinite, found)):
+        raise ValueError(f"{name} of {spans}")
+    return found
+
+
+def _hull(values: list[float]) -> Span:
+    return min(values), max(values)

@@ -303,13 +303,12 @@ class _Part(NamedTuple):
         score = q @ k.mT * problem.scale
         modified, slope = self._modified(score)
         score_term = (1 + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
-        score_term = modified**2 + slope**2 * score_term
+        score_term = torch.where(p > 0, modified**2 + slope**2 * score_term, 0)  # a score may be -inf
         p_term = p**2 * (1 + score_term)
         lse_term = 1 + more_k + lse**2 + (p**2 * score_term).sum(-1, keepdim=True)
         out_term = (1 + more_k) * out**2 + ((p_term + more_k * p**2) * kept**2) @ v**2
         squares = {"out": out_term, "lse": lse_term[..., 0]}
-        seen_term = torch.where(p > 0, score_term, 0)
-        squares["max_scores"] = torch.nn.functional.pad(seen_term, (0, 1)).amax(-1)  # of no key, zero
+        squares["max_scores"] = torch.nn.functional.pad(score_term, (0, 1)).amax(-1)  # of no key, zero
         if dout is not None:
             dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
             dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])

@@ -150,7 +150,10 @@ class _Modification(NamedTuple):
         """The gradient of the scaled scores, in place, from that of the modified ones; adds to captured tensors'."""
         if any(x is not None for x in sums):
             self.score.accumulate(sums, ds.view_as(self.scaled), self.scaled, *self.at)
-        return ds.mul_(self.slope.view_as(ds))
+        slope = self.slope.view_as(ds)
+        if self.score.own:  # of scores that nobody sees it may be anything
+            slope = slope.masked_fill(ds == 0, 0)
+        return ds.mul_(slope)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,79 @@
+"""What a score function hides by distance, as a part of the mask: tiles of it are never visited."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from saccade.layouts import Dense, Packed
+from saccade.masks import UNBOUNDED, Blocked, Combined, Documents, Mask, Prefix, Window
+from saccade.problem import Problem
+
+WHOLE = ("cudnn", "reference")
+"""Backends that take score functions as they were written."""
+
+
+def hide(problem: Problem, backend: str) -> Mask | None:
+    """Moves what the score hides into the mask, where that is the same; returns what was added to the mask."""
+    if problem.score is None or backend in WHOLE or isinstance(problem.mask, Blocked):
+        return None
+    found = problem.score.split()
+    if found is None:
+        return None
+    hidden, rest = found
+    off = _offset(problem)
+    added = None if off is None else _window(hidden.left, hidden.right, off)
+    if added is None or off is None or not (hidden.empty_rows or _every_row_sees(problem, added, off)):
+        return None
+    problem.mask = added if problem.mask is None else problem.mask & added
+    problem.score = rest
+    return added
+
+
+@lru_cache(maxsize=1024)
+def _window(left: int | None, right: int | None, off: int) -> Window | None:
+    """From the top left to the bottom right; None where it does not hold the diagonal there, as windows do."""
+    moved = left if left is None else left + off, right if right is None else right - off
+    if any(x is not None and x < 0 for x in moved):
+        return None
+    return Window(*(None if x is None or x >= UNBOUNDED else x for x in moved))
+
+
+def _offset(problem: Problem) -> int | None:
+    """Keys less query rows, where it is the same in every sequence and the host knows it."""
+    layout, difference = problem.layout, problem.k.shape[2] - problem.q.shape[2]
+    if isinstance(layout, Packed):
+        lengths = (layout.cu_seqlens_q, layout.cu_seqlens_k), (layout.seqused_q, layout.seqused_k)
+        return 0 if all(_same(*pair) for pair in lengths) else None
+    if not isinstance(layout, Dense) or not _same(layout.seqused_q, layout.seqused_k):
+        return None
+    return difference if layout.seqused_q is None or difference == 0 else None
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether they are one vector, as far as can be told without reading it."""
+    if a is None or b is None:
+        return a is b
+    return a is b or ((a.data_ptr(), a.dtype, a.shape) == (b.data_ptr(), b.dtype, b.shape) and a.stride() == b.stride())
+
+
+def _every_row_sees(problem: Problem, window: Window, off: int) -> bool:
+    """Whether every row that sees a key at all sees one in the window too."""
+    own = problem.mask
+    if off == 0 and (own is None or _on_diagonal(own)):
+        return True  # its own
+    if not (own is None or isinstance(own, Window)):
+        return False
+    s_q, s_k = problem.q.shape[2], problem.k.shape[2]
+    left, right = (UNBOUNDED, UNBOUNDED) if own is None else own.bounds
+    first, last = max(0, -off - right), min(s_q - 1, s_k - 1 - off + left)  # of the rows that see a key
+    left, right = min(left, window.bounds[0]), min(right, window.bounds[1])
+    return first > last or (first + off + right >= 0 and last + off - left <= s_k - 1)
+
+
+def _on_diagonal(mask: Mask) -> bool:
+    """Whether every row sees the key of its own number, of as many rows as keys."""
+    if isinstance(mask, Combined):
+        return all(map(_on_diagonal, mask.parts))
+    return isinstance(mask, (Window, Prefix, Documents))
