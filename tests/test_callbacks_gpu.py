@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from saccade import Dense, Packed, attention, causal
+from saccade import Dense, Packed, attention, causal, explain
 from saccade.compat.cudnn import cache_clear, cache_info, score_callback
 from saccade.compat.transformer_engine import DotProductAttention, get_attention_backend
 from saccade.testing import check
@@ -45,6 +45,29 @@ def test_lengths(name, s, backend):
     q, k, v = operands("bshd", torch.bfloat16, 2, 1, s, s, 128)
     score_mod = case(name, 2, s, s, "cuda").score()
     check(q[:1], k[:1], v[:1], score_mod=score_mod, layout=Dense("bshd"), backend=backend).assert_ok()
+
+
+def test_what_hides_runs_as_a_mask(backend):
+    """Plain kernels where nothing is left of the score, and a table's gradient where that is; fewer keys than rows."""
+    q, k, v = operands("bhsd", torch.bfloat16, 4, 2, 700, 700, 64)
+    score_mod = case("causal", 4, 700, 700, "cuda").score()
+    assert explain(q, k, v, score_mod=score_mod).spec == explain(q, k, v, mask=causal()).spec
+    outs = attention(q, k, v, score_mod=score_mod, backend=backend), attention(q, k, v, mask=causal(), backend=backend)
+    assert torch.equal(*outs)
+    q, k, v = operands("bhsd", torch.bfloat16, 4, 2, 700, 600, 64)
+    table = torch.randn(4, 600, device="cuda", requires_grad=True)
+
+    def tabled(score, b, h, q_idx, kv_idx):
+        return torch.where((q_idx >= kv_idx) & (q_idx - kv_idx < 300), score + table[h, kv_idx], -torch.inf)
+
+    for score_mod in (tabled, case("scaled_causal", 4, 700, 600, "cuda").score()):
+        assert explain(q, k, v, score_mod=score_mod).hidden.kind == "window"
+        check(q, k, v, score_mod=score_mod, backend=backend).assert_ok()
+    offsets = torch.tensor([0, 300, 300, 600], device="cuda", dtype=torch.int32)
+    packed = Packed(offsets, offsets, 300, 300)
+    q, k, v = (x[0, :, :600].transpose(0, 1).contiguous() for x in (q, k, v))
+    assert explain(q, k, v, score_mod=tabled, layout=packed).hidden.kind == "window"
+    check(q, k, v, score_mod=tabled, layout=packed, backend=backend).assert_ok()
 
 
 def test_with_what_others_refuse(backend):
