@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from saccade import Packed, attention, causal, dispatch, explain, mask_mod, window
-from saccade.backends import gluon
+from saccade import Packed, attention, causal, explain, mask_mod, window
 from saccade.masks import Mask
 from saccade.testing import check
 from saccade.testing.cases import Case
@@ -22,17 +20,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(params=["auto", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def everything_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """gluon without its refusals, which stand until these have passed."""
-    monkeypatch.setattr(gluon, "SUPPORT", replace(gluon.SUPPORT, apart=()))
-    monkeypatch.setattr(gluon, "GRADIENT", gluon.SUPPORT)
-    dispatch.plan.cache_clear()
-    yield
-    dispatch.plan.cache_clear()
-    dispatch._plans.clear()
 
 
 def offsets_of(lengths: Sequence[int]) -> Tensor:

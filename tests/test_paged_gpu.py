@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from saccade import Paged, append_kv, attention, causal, dispatch, explain, mask_mod, window
-from saccade.backends import gluon
+from saccade import Paged, append_kv, attention, causal, explain, mask_mod, window
 from saccade.backends.gluon import pages
 from saccade.testing import check, paged
 from saccade.testing.cases import Case
@@ -171,20 +167,8 @@ def test_nothing_else_is_written() -> None:
 
 
 @pytest.fixture
-def with_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """gluon without its refusal of all pages, which stands until these have passed."""
-    layouts = tuple(dict.fromkeys((*gluon.SUPPORT.layouts, "paged")))
-    monkeypatch.setattr(gluon, "SUPPORT", replace(gluon.SUPPORT, layouts=layouts))
-    dispatch.plan.cache_clear()
-    dispatch._plans.clear()
-    yield
-    dispatch.plan.cache_clear()
-    dispatch._plans.clear()
-
-
-@pytest.fixture
-def hopper(with_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it refuse calls of few query rows."""
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gluon without its refusal of few query rows."""
     monkeypatch.setattr(pages, "FEW_ROWS", -1)
     monkeypatch.setattr(pages, "FEW_ITEMS", 0)
 
@@ -319,7 +303,7 @@ def test_caches_beyond_32_bits_in_bulk(hopper: None) -> None:
     check(q, k[written], v[written], layout=near, backend="gluon").assert_ok()
 
 
-def test_what_auto_takes(with_pages: None) -> None:
+def test_what_auto_takes() -> None:
     """Prompts in bulk; decoding, parts, and the bits that are the same in every batch elsewhere."""
     cache = Cache(4, 2000, d=128)
     cache.fill([2000] * 4)
