@@ -138,23 +138,29 @@ def tile_of(span, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     if span is None or not span.packed:
         return _dense_tile(heads, s, BLOCK, LAST_FIRST)
     else:
-        number = tl.program_id(0) // heads
-        total = tl.load(span.tiles)
-        entry = span.tiles + 2 + 2 * tl.minimum(number, total - 1)
-        b = tl.load(entry)
-        block = number - tl.load(entry + 1)
-        if LAST_FIRST:
-            _, _, there, _ = extent(span, b, s)
-            block = tl.cdiv(there, BLOCK) - 1 - block
-        h = tl.program_id(0) % heads
-        return b, h, h, tl.where(number < total, block * BLOCK, s)
+        return packed_tile(span, tl.program_id(0), heads, s, BLOCK, LAST_FIRST)
 
 
 @triton.jit
-def place_of(span, heads, start, BLOCK: tl.constexpr):
-    """Where this program's tile, which `tile_of` gave it, has its place in the table, the first rows of each sequence
+def packed_tile(span, item, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The same of the program whose number is `item`; packed."""
+    number = item // heads
+    total = tl.load(span.tiles)
+    entry = span.tiles + 2 + 2 * tl.minimum(number, total - 1)
+    b = tl.load(entry)
+    block = number - tl.load(entry + 1)
+    if LAST_FIRST:
+        _, _, there, _ = extent(span, b, s)
+        block = tl.cdiv(there, BLOCK) - 1 - block
+    h = item % heads
+    return b, h, h, tl.where(number < total, block * BLOCK, s)
+
+
+@triton.jit
+def place_of(span, item, heads, start, BLOCK: tl.constexpr):
+    """Where the tile that `packed_tile` gave for `item` has its place in the table, the first rows of each sequence
     first; packed. Without a tile a program has a place of its own behind all of them."""
-    number = tl.program_id(0) // heads
+    number = item // heads
     total = tl.load(span.tiles)
     first = tl.load(span.tiles + 3 + 2 * tl.minimum(number, total - 1))
     return tl.where(number < total, first + start // BLOCK, number)

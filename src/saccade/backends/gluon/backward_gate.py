@@ -11,7 +11,7 @@ from saccade.backends import Saved
 from saccade.backends.device import lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
-from saccade.backends.gluon.backward_launch import Plan, arguments, options, workspace
+from saccade.backends.gluon.backward_launch import Cut, Plan, arguments, options, workspace
 from saccade.backends.gluon.relaunch import descriptor
 from saccade.layouts import Dense
 from saccade.problem import Problem
@@ -65,12 +65,14 @@ def compiled(row: str) -> tuple[Any, int]:
     layout = sequences.stand_in() if "packed" in (edges, *words) else Dense()
     problem = Problem(q, k, v, None, mask, score_of(score, q), layout, 1.0, deterministic=deterministic)
     problem.dropout = stand_in(q.device) if "dropout" in words else None
+    cut = Cut.of(d, d_v)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    plan = Plan.of(problem, out, out, gradients, processors=1)
+    plan = Plan.of(problem, out, out, gradients, 1, cut)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
     record = lists.stand_in(problem)
     spans = sequences.spans(problem)
-    space = workspace(plan, q.device, record, spans)
+    counter = torch.zeros(2, dtype=torch.int32) if cut.slots else None
+    space = *workspace(plan, q.device, record, spans), counter
     calls = arguments(problem, plan, saved, gradients, space, record, spans)
     made = zip(plan.kernels, calls, plan.fixed, strict=True)
     kernel, (operands, rest), fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")

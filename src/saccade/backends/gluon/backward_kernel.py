@@ -6,6 +6,9 @@ everything transposed so that p and ds are left operands without a detour. dq ne
 therefore also goes through shared memory; each consumer takes a half of `dq = ds^T k`, and a warp of its own adds that
 half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
 
+Programs stay on their multiprocessors and take one block of keys after the other, so that the next k is loaded while
+the last one is in use, and the next q and dout while the last dk and dv leave (SLOTS; without, a program has one block).
+
 A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv; ds
 while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier between
 `ds` and `dq` would make them meet. docs/findings/gluon_backward.md has what each choice was worth.
@@ -32,13 +35,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits, power
-from saccade.backends.gluon.backward_load import load
+from saccade.backends.gluon.backward_load import load, load_items
 from saccade.backends.gluon.backward_store import store_keys
 from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed
 from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
 from saccade.backends.gluon.key_block import following, hidden, onto
+from saccade.backends.gluon.key_items import BATCH, NUMBERS, block_of
 from saccade.backends.gluon.key_work import key_block
-from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, new_barriers, new_ring
+from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, Slots, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on, wait_for_turn
 from saccade.backends.gluon.shim import aggregate, start_next, tma_reduce_add, wait_for_last, wait_until_written
 
@@ -75,6 +79,37 @@ class Shared:
         self.outbox = outbox
 
 
+@aggregate
+class Lasting:
+    """The same where programs stay."""
+
+    q_ring: Ring
+    dout_ring: Ring
+    keys: Slots
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    values_empty: gl.shared_memory_descriptor
+    starts: gl.shared_memory_descriptor
+    deltas: gl.shared_memory_descriptor
+    shares: Exchange
+    outbox: Outbox
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q_ring, dout_ring, keys, k_tiles, v_tiles, values_empty, starts, deltas, shares, outbox
+    ):  # fmt: skip
+        self.q_ring = q_ring
+        self.dout_ring = dout_ring
+        self.keys = keys
+        self.k_tiles = k_tiles
+        self.v_tiles = v_tiles
+        self.values_empty = values_empty
+        self.starts = starts
+        self.deltas = deltas
+        self.shares = shares
+        self.outbox = outbox
+
+
 @gluon.jit
 def dq_tile(c: gl.constexpr, n, block, group, h_q, q_blocks):
     """Which tile of dq_sum consumer c's half of dq of step n is."""
@@ -89,6 +124,26 @@ def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, group, h_q, q_blocks
     steps = block.steps(group)
     if queue is None:
         steps -= 1
+    add_all(c, sum_desc, outbox, block, steps, queue, group, h_q, q_blocks)
+
+
+@gluon.jit
+def reduce_items(c: gl.constexpr, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks):
+    """The same of one item after the other, and of every step."""
+    wait_for_last()
+    item = gl.to_tensor(0)
+    shared.keys.wait(0)
+    while shared.keys.get(shared.keys.record_of(item), BATCH) >= 0:
+        block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)
+        shared.keys.release(item)
+        add_all(c, sum_desc, shared.outbox, block, block.steps(group), queue, group, h_q, q_blocks)
+        item += 1
+        shared.keys.wait(item)
+
+
+@gluon.jit
+def add_all(c: gl.constexpr, sum_desc, outbox, block, steps, queue, group, h_q, q_blocks):
+    """Adds consumer c's halves of dq of so many steps of a block."""
     for n in range(steps):
         tile = dq_tile(c, n, block, group, h_q, q_blocks)
         if queue is not None:
@@ -106,13 +161,13 @@ def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, group, h_q, q_blocks
 
 
 @gluon.jit
-def own_rows(c: gl.constexpr, tiles):
+def own_rows(c: gl.constexpr, tiles, slot):
     """Consumer c's 64 rows of k or v, [64, BLOCK_D]."""
-    return tiles.index(0).reshape([BLOCK_K, tiles.shape[4]]).slice(c * 64, 64, 0)
+    return tiles.index(slot).reshape([BLOCK_K, tiles.shape[4]]).slice(c * 64, 64, 0)
 
 
 @gluon.jit
-def issue_dq(c: gl.constexpr, shared, n, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
+def issue_dq(c: gl.constexpr, shared, slot, n, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
     """Starts consumer c's half of dq = ds^T k of step n: of its 128 rows, or of the columns of its 64."""
     COLUMNS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
     # [64, COLUMNS]
@@ -120,7 +175,7 @@ def issue_dq(c: gl.constexpr, shared, n, BLOCK_Q: gl.constexpr, BLOCK_D: gl.cons
     # [BLOCK_K, BLOCK_Q]
     ds = shared.shares.tiles.index(n & 1)
     # [BLOCK_K, BLOCK_D]
-    k = shared.k_tiles.index(0).reshape([BLOCK_K, BLOCK_D])
+    k = shared.k_tiles.index(slot).reshape([BLOCK_K, BLOCK_D])
     if BLOCK_Q == 128:
         ds = ds.slice(c * 64, 64, 1)
     else:
@@ -130,10 +185,11 @@ def issue_dq(c: gl.constexpr, shared, n, BLOCK_Q: gl.constexpr, BLOCK_D: gl.cons
 
 @gluon.jit
 def step(
-    c: gl.constexpr, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, row, kv_idx, scale,
+    c: gl.constexpr, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, row, kv_idx, scale,
     BLOCK_Q: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """One more block of rows: its dk and dv, and dq of the step before. Returns dk, dv and the next step's start."""
+    """One more block of rows, of those from `first` to `end`: its dk and dv, and dq of the step before. Returns dk, dv
+    and the next step's start."""
     DTYPE: gl.constexpr = shared.k_tiles.dtype
     BLOCK_D: gl.constexpr = dk.shape[1]
     BLOCK_DV: gl.constexpr = dv.shape[1]
@@ -142,9 +198,9 @@ def step(
     zero = gl.zeros([64, BLOCK_Q], gl.float32, s_layout)
     stage = n % 2
     # [64, BLOCK_D]
-    k = own_rows(c, shared.k_tiles)
+    k = own_rows(c, shared.k_tiles, slot)
     # [64, BLOCK_DV]
-    v = own_rows(c, shared.v_tiles)
+    v = own_rows(c, shared.v_tiles, 0)
     # [BLOCK_Q, BLOCK_D]
     q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
     # [BLOCK_Q, BLOCK_DV]
@@ -159,7 +215,7 @@ def step(
         shared.q_ring.wait(n)
         s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     shared.shares.take(c, n - 1)
-    dq = issue_dq(c, shared, n - 1, BLOCK_Q, BLOCK_D)
+    dq = issue_dq(c, shared, slot, n - 1, BLOCK_Q, BLOCK_D)
     s = warpgroup_mma_wait(1, [s])
     if FOLD:
         p = gl.exp2(s * (scale * LOG2E))
@@ -179,7 +235,7 @@ def step(
         slope = score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
         p = bent(p, slope, dropout is not None)
     dq = warpgroup_mma_wait(0, [dq])
-    if n > 0:
+    if n > first:
         shared.outbox.claim(c, n - 1)
         shared.outbox.send(c, packed(dq))
     shared.dout_ring.wait(n)
@@ -206,7 +262,7 @@ def step(
     dv = warpgroup_mma_wait(1, [dv])
     shared.dout_ring.release(n)
     if FOLD:
-        start = shared.starts.index(shared.q_ring.wait(n + 1, n + 1 < steps)).load(columns)
+        start = shared.starts.index(shared.q_ring.wait(n + 1, n + 1 < end)).load(columns)
     dk = warpgroup_mma_wait(0, [dk])
     shared.q_ring.release(n)
     return dk, dv, start
@@ -219,6 +275,58 @@ def consume(
     MASKED: gl.constexpr, QUEUED: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: dk and dv of its 64 keys, and its half of every dq."""
+    if dropout is not None:
+        dropout = opened(dropout)
+    wait_for_last()
+    mbarrier.wait(shared.keys_full, 0)
+    consume_block(
+        c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, 0, 0, mask, score, dropout, group, h_q, q_blocks,
+        scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, QUEUED, 0,
+    )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_items(
+    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, mask, used_k, score, dropout, group, h_q,
+    q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr,
+    MASKED: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The same of one item after the other. Steps count on from item to item, as all that warps hand over does."""
+    if dropout is not None:
+        dropout = opened(dropout)
+    wait_for_last()
+    n = gl.to_tensor(0)
+    item = gl.to_tensor(0)
+    shared.keys.wait(0)
+    while shared.keys.get(shared.keys.record_of(item), BATCH) >= 0:
+        block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)
+        n = consume_block(
+            c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, n, mask, score, dropout, group, h_q,
+            q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, True, SLOTS,
+        )  # fmt: skip
+        item += 1
+        shared.keys.wait(item)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def leave(shared, item):
+    """Gives k's slot of an item back, once dk has left from there."""
+    tma.store_wait(0)
+    shared.keys.release(item)
+
+
+@gluon.jit
+def consume_block(
+    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, first, mask, score, dropout,
+    group, h_q, q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    FOLD: gl.constexpr, MASKED: gl.constexpr, ALL_SENT: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """One block of keys, whose first step is `first`. Returns the step behind its last.
+
+    ALL_SENT: the last dq too goes by way of the outbox. SLOTS: places for k, or 0: there is no other block.
+    """
     DTYPE: gl.constexpr = shared.k_tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -229,113 +337,144 @@ def consume(
     dv = gl.zeros([64, BLOCK_DV], gl.float32, v_layout)
     # [64]
     kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    steps = block.steps(group)
-    if dropout is not None:
-        dropout = opened(dropout)
-    wait_for_last()
-    mbarrier.wait(shared.keys_full, 0)
-    shared.shares.give(c, -1)
+    end = first + block.steps(group)
+    slot = item % SLOTS if SLOTS else 0
+    shared.shares.give(c, first - 1)
+    if SLOTS > 1:
+        if item > 0:
+            leave(shared, item - 1)
     # [BLOCK_Q]
     start = gl.zeros([BLOCK_Q], gl.float32, gl.SliceLayout(0, s_layout))
     if FOLD:
-        start = shared.starts.index(shared.q_ring.wait(0)).load(start.type.layout)
+        start = shared.starts.index(shared.q_ring.wait(first)).load(start.type.layout)
     if MASKED:
-        masked = block.edges(group)
+        masked = first + block.edges(group)
         blocks = block.edges(1)
         h = block.share * group
         i = gl.to_tensor(0)
-        for n in tl.range(0, masked, disable_licm=True):
+        for n in tl.range(first, masked, disable_licm=True):
             dk, dv, start = step(
-                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, block.edge(i) * BLOCK_Q, kv_idx,
-                scale, BLOCK_Q, FOLD, True,
+                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, block.edge(i) * BLOCK_Q,
+                kv_idx, scale, BLOCK_Q, FOLD, True,
             )  # fmt: skip
             h, i = following(h, i, blocks)
         blocks = block.steps(1) - blocks
         h = block.share * group
         i = gl.to_tensor(0)
-        for n in tl.range(masked, steps, disable_licm=True):
+        for n in tl.range(masked, end, disable_licm=True):
             dk, dv, start = step(
-                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, block.inner(i) * BLOCK_Q, kv_idx,
-                scale, BLOCK_Q, FOLD, False,
+                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, block.inner(i) * BLOCK_Q,
+                kv_idx, scale, BLOCK_Q, FOLD, False,
             )  # fmt: skip
             h, i = following(h, i, blocks)
     else:
-        for n in tl.range(steps, disable_licm=True):
-            h, q_block = block.place(n, group)
+        for n in tl.range(first, end, disable_licm=True):
+            h, q_block = block.place(n - first, group)
             dk, dv, start = step(
-                c, dk, dv, start, n, steps, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx, scale,
-                BLOCK_Q, FOLD, False,
+                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx,
+                scale, BLOCK_Q, FOLD, False,
             )  # fmt: skip
-    shared.shares.take(c, steps - 1)
-    dq = issue_dq(c, shared, steps - 1, BLOCK_Q, BLOCK_D)
+    shared.shares.take(c, end - 1)
+    dq = issue_dq(c, shared, slot, end - 1, BLOCK_Q, BLOCK_D)
     if dropout is not None:
         dv *= factor(dropout)
-    own_rows(c, shared.v_tiles).store(dv.to(DTYPE))
+    own_rows(c, shared.v_tiles, 0).store(dv.to(DTYPE))
     fence_async_shared()
     leaving = shared.v_tiles.index(0).slice(c * 64, 64, 2)
-    store_keys(dv_desc, dv_rows, leaving, own_rows(c, shared.v_tiles), block, block.start + c * 64, 0)
+    store_keys(dv_desc, dv_rows, leaving, own_rows(c, shared.v_tiles, 0), block, block.start + c * 64, 0)
     dq = warpgroup_mma_wait(0, [dq])
-    if QUEUED:
-        shared.outbox.claim(c, steps - 1)
+    if ALL_SENT:
+        shared.outbox.claim(c, end - 1)
         shared.outbox.send(c, packed(dq))
     else:  # straight from registers: nothing is left to overlap a bulk addition with
-        add_dq(dq, dq_sum + dq_tile(c, steps - 1, block, group, h_q, q_blocks).to(gl.int64) * PIECE)
+        add_dq(dq, dq_sum + dq_tile(c, end - 1, block, group, h_q, q_blocks).to(gl.int64) * PIECE)
     # Both consumers have read all of k when both have come here.
-    shared.shares.give(c, steps)
-    shared.shares.take(c, steps)
-    own_rows(c, shared.k_tiles).store((dk * scale).to(DTYPE))
+    shared.shares.give(c, end)
+    shared.shares.take(c, end)
+    if SLOTS:
+        tma.store_wait(0)
+        mbarrier.arrive(shared.values_empty, count=1)
+    own_rows(c, shared.k_tiles, slot).store((dk * scale).to(DTYPE))
     fence_async_shared()
-    leaving = shared.k_tiles.index(0).slice(c * 64, 64, 2)
-    store_keys(dk_desc, dk_rows, leaving, own_rows(c, shared.k_tiles), block, block.start + c * 64, 0)
-    tma.store_wait(0)
+    leaving = shared.k_tiles.index(slot).slice(c * 64, 64, 2)
+    store_keys(dk_desc, dk_rows, leaving, own_rows(c, shared.k_tiles, slot), block, block.start + c * 64, 0)
+    if SLOTS == 1:
+        leave(shared, item)
+    return end
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dk_rows, dv_rows, dq_sum,
-    used_q, used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    counter, used_q, used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_sum += ds^T k.
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. start and
     delta: what `prepare_kernel` made. dk_rows and dv_rows: dk and dv once more: packed, else None. dq_sum: tiles as
-    `packed` makes them, two for each block of rows. queue: None where they may be added to in any order.
+    `packed` makes them, two for each block of rows. queue: None where they may be added to in any order. counter: two
+    zeros, which are zeros again in the end, or None where a program has one block of keys (SLOTS = 0).
     """
     DTYPE: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_Q], DTYPE)
     q_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_D], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_DV], dout_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [1, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
+    K_TILES: gl.constexpr = max(SLOTS, 1)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [K_TILES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [1, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_Q * BLOCK_D // 2], sum_desc.layout)
-    shared = Shared(
-        new_ring(q_tiles, Q_EMPTY, 2, THREADS),
-        new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS),
-        k_tiles,
-        v_tiles,
-        new_barriers(1, 1).index(0),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], start_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], delta_desc.layout),
-        Exchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
-        Outbox(dq_tiles, new_barriers(2, 1)),
-    )
-    block = key_block(order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, queue is not None)
-    start_next()
-    gl.warp_specialize([
-        (consume, (
-            0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
-            scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
-        )),
-        (consume, (
-            1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
-            scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
-        )),
-        (load, (
-            q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,
-            q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, 1, 1,
-        )),
-        (reduce, (0, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
-        (reduce, (1, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
-    ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+    q_ring = new_ring(q_tiles, Q_EMPTY, 2, THREADS)
+    dout_ring = new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS)
+    starts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], start_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], delta_desc.layout)
+    shares = Exchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS))
+    outbox = Outbox(dq_tiles, new_barriers(2, 1))
+    if SLOTS:
+        records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        # Of k: both consumers, and the warps that send what they make, need the record.
+        keys = Slots(k_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, 4), SLOTS, NUMBERS, 1)
+        values_empty = new_barriers(1, 2).index(0)
+        shared = Lasting(q_ring, dout_ring, keys, k_tiles, v_tiles, values_empty, starts, deltas, shares, outbox)
+        start_next()
+        gl.warp_specialize([
+            (consume_items, (
+                0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, mask, used_k, score, dropout, group, h_q,
+                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, SLOTS,
+            )),
+            (consume_items, (
+                1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, mask, used_k, score, dropout, group, h_q,
+                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, SLOTS,
+            )),
+            (load_items, (
+                q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, counter, order, mask, used_q, used_k,
+                group, h_q, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, queue is not None,
+            )),
+            (reduce_items, (0, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
+            (reduce_items, (1, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
+        ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+    else:
+        keys_full = new_barriers(1, 1).index(0)
+        shared = Shared(q_ring, dout_ring, k_tiles, v_tiles, keys_full, starts, deltas, shares, outbox)
+        item = gl.program_id(0)
+        block = key_block(
+            item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, queue is not None
+        )
+        start_next()
+        gl.warp_specialize([
+            (consume, (
+                0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
+                scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
+            )),
+            (consume, (
+                1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
+                scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
+            )),
+            (load, (
+                q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,
+                q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, 1, 1,
+            )),
+            (reduce, (0, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
+            (reduce, (1, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
+        ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -23,7 +23,7 @@ from saccade.backends.device.records import Head, Rows, runtime_int
 from saccade.backends.gluon import GRADIENT, schedule
 from saccade.backends.gluon.backward_kernel import backward_kernel
 from saccade.backends.gluon.dq_sum import PIECE, finish_kernel, prepare_kernel
-from saccade.backends.gluon.launch import LEAST_SCALE, OPTIONS, multiprocessors, shape_of
+from saccade.backends.gluon.launch import LEAST_SCALE, OPTIONS, counter, multiprocessors, shape_of
 from saccade.backends.gluon.queue import Queue, rank_kernel
 from saccade.backends.gluon.relaunch import Relaunch, descriptor
 from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
@@ -34,12 +34,16 @@ BALANCE = 7
 """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
 SECTION = 4
 """Heads whose blocks of keys take turns, where no two share keys."""
+SLOTS = 2
+"""Places for k in the shared memory of a program that stays; 0: programs have one block of keys each."""
 MANY = 96
 """Blocks of keys above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
 
-def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and dsink."""
+def backward(
+    problem: Problem, saved: Saved, slots: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dsink. slots: as `Cut.slots`, if not of the usual Cut."""
     q, k, v = problem.q, problem.k, problem.v
     assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
     gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
@@ -51,13 +55,14 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
         # What is compiled for, or kept, and the Problem's key does not hold.
-        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
+        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride(), slots
         found = problem.launches.get(key)
-        plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index)), [])
-        cut = Cut.of(q.shape[3], v.shape[3])
+        cut = Cut.of(q.shape[3], v.shape[3], slots)
+        plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index), cut), [])
         mask = lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
         spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
+        space = *space, counter(q.device) if cut.slots else None
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
@@ -99,13 +104,16 @@ class Cut:
     """Columns of one bulk copy."""
     prepared_rows: int
     """of one program of prepare_kernel"""
+    slots: int = 0
+    """Places for the k of programs that stay on a multiprocessor, or 0: each has one block of keys."""
 
     @staticmethod
-    def of(d: int, d_v: int) -> Cut:
+    def of(d: int, d_v: int, slots: int | None = None) -> Cut:
+        slots = SLOTS if slots is None else slots
         if max(d, d_v) <= 64:
-            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64)
+            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64, slots)
         if max(d, d_v) <= 128:
-            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64)
+            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64, slots)
         columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
         return Cut(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
 
@@ -119,7 +127,8 @@ class Cut:
         registers = {"CONSUMER_REGISTERS": 240, "OTHER_REGISTERS": 24}
         if self.kernel is wide_backward_kernel:
             return {"D": self.columns, "D_V": self.v_columns, **registers}
-        return {"BLOCK_Q": self.block_q, "BLOCK_D": self.columns, "BLOCK_DV": self.v_columns, **registers}
+        dims = {"BLOCK_Q": self.block_q, "BLOCK_D": self.columns, "BLOCK_DV": self.v_columns}
+        return {**dims, "SLOTS": self.slots, **registers}
 
 
 @dataclass(frozen=True)
@@ -149,11 +158,12 @@ class Plan:
     grids: tuple[tuple[int, int, int], ...]
 
     @staticmethod
-    def of(problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int) -> Plan:
+    def of(
+        problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int, cut: Cut
+    ) -> Plan:
         q, k, v = problem.q, problem.k, problem.v
         b, h_q, s_q, d = q.shape
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-        cut = Cut.of(d, d_v)
         block_q, block_k = cut.block_q, cut.block_k
         packed = isinstance(problem.layout, Packed)
         if packed:  # and one of each that is no sequence's
@@ -213,7 +223,7 @@ class Plan:
             grids=(
                 *((b * key_blocks, 1, 1) for _ in queued),
                 (b * h_q * ends, 1, 1),
-                (programs * divided, 1, 1),
+                (min(programs * divided, processors) if cut.slots else programs * divided, 1, 1),
                 (b * h_q * blocks * cut.pieces, 1, 1),
             ),
         )  # fmt: skip
@@ -270,7 +280,7 @@ def arguments(
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
     """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
     so that a kernel runs while the next one's are made."""
-    scale, (dq, dk, dv), (delta, start, dq_sum, queue) = problem.scale, gradients, space
+    scale, (dq, dk, dv), (delta, start, dq_sum, queue, drawn) = problem.scale, gradients, space
     used_q, used_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
@@ -284,7 +294,11 @@ def arguments(
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
     records = mask, scores.record(problem.score, fast=True), dropout.record(problem.dropout), plan.order, queue
     rows = (Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else (None, None)
-    yield tensors[: len(plan.shapes)], (*rows, dq_sum, used_q, used_k, *records, *main, scale)
+    if len(plan.shapes) == len(tensors):  # the wide kernel draws nothing
+        rows = *rows, dq_sum, drawn
+    else:
+        rows = *rows, dq_sum
+    yield tensors[: len(plan.shapes)], (*rows, used_q, used_k, *records, *main, scale)
     yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
 
 

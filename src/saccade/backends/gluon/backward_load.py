@@ -1,4 +1,4 @@
-"""The producer of the backward: one warp that brings in k and v once, and q and dout block by block of rows.
+"""The producer of the backward: one warp that brings in k and v, and q and dout block by block of rows.
 
 A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that ends in rows which are not in use lands
 for the producer alone, and is cleared before anyone else sees it.
@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from saccade.backends.gluon.key_items import close, first_item, items_of, next_item, put_block
+from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.shim import tma_load, wait_for_last
 from saccade.backends.gluon.tiles import zero_tail
 
@@ -104,3 +106,104 @@ def load(
             dout_desc, delta_desc, shared.dout_ring, shared.deltas, dout_tails, n, block, h, row, place, used_q,
             BLOCK_Q, COLUMNS, V_CHUNKS,
         )  # fmt: skip
+
+
+@gluon.jit
+def load_next_keys(k_desc, shared, drawn, tails, block, used_k, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr):
+    """Fills the slot of item `drawn` with k. Returns tails, counted on."""
+    slot = shared.keys.claim(drawn)
+    tile = shared.keys.tiles.index(slot)
+    full = shared.keys.full.index(slot)
+    b, at = block.keys_at(block.start)
+    if used_k is None or block.start + BLOCK_K <= block.keys:
+        mbarrier.expect(full, BLOCK_K * COLUMNS * 2)
+        tma_load(k_desc, [b, block.h_k, at, 0], full, tile)
+    else:
+        tails = load_tail(k_desc, shared.q_ring, tile, tails, b, at, block, BLOCK_K, COLUMNS)
+        mbarrier.arrive(full, count=1)
+    return tails
+
+
+@gluon.jit
+def load_tail(desc, ring, tile, tails, b, at, block, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr):
+    """Fills a tile of k or v whose last rows are not in use, and waits for it. Returns tails, counted on."""
+    landing = ring.landing()
+    mbarrier.expect(landing, BLOCK_K * COLUMNS * 2)
+    tma_load(desc, [b, block.h_k, at, 0], landing, tile)
+    mbarrier.wait(landing, tails & 1)
+    zero_tail(tile.reshape([BLOCK_K, COLUMNS]), block.keys - block.start, BLOCK_K, COLUMNS)
+    return tails + 1
+
+
+@gluon.jit
+def load_with_values(
+    v_desc, dout_desc, numbers_desc, shared, drawn, tails, n, block, h, row, place, used_q, used_k,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Fills v, and stage n of dout's ring, the first of an item: who waits for this one need not wait for v. Returns
+    tails, counted on."""
+    BYTES: gl.constexpr = (BLOCK_Q + BLOCK_K) * COLUMNS * 2 + BLOCK_Q * 4
+    ring = shared.dout_ring
+    mbarrier.wait(shared.values_empty, (drawn & 1) ^ 1)
+    tile = shared.v_tiles.index(0)
+    b, at = block.keys_at(block.start)
+    whole = (used_k is None or block.start + BLOCK_K <= block.keys) & (used_q is None or row + BLOCK_Q <= block.rows)
+    if whole:
+        stage = ring.claim(n)
+        full = ring.announce(stage, BYTES)
+        tma_load(v_desc, [b, block.h_k, at, 0], full, tile)
+        b, at = block.rows_at(row)
+        tma_load(dout_desc, [b, h, at, 0], full, ring.tiles.index(stage))
+        tma_load(numbers_desc, [place], full, shared.deltas.index(stage))
+    else:
+        tails = load_tail(v_desc, ring, tile, tails, b, at, block, BLOCK_K, COLUMNS)
+        tails = load_rows(
+            dout_desc, numbers_desc, ring, shared.deltas, tails, n, block, h, row, place, used_q, BLOCK_Q, COLUMNS, 1
+        )
+    return tails
+
+
+@gluon.jit
+def load_items(
+    q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, counter, order, mask, used_q, used_k, group, h_q,
+    s_q, s_k, q_blocks,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr, QUEUED: gl.constexpr,
+):  # fmt: skip
+    """The producer of programs that stay: draws items, and loads k and v of each, and what `load` does.
+
+    k of the next item comes while this one is worked on. v, for which there is no second place, comes behind the next
+    item's first q, as soon as the last dv has left from there; it is needed later than k.
+    """
+    n = gl.to_tensor(0)
+    q_tails = gl.to_tensor(0)
+    dout_tails = gl.to_tensor(0)
+    drawn = gl.to_tensor(0)
+    items = items_of(order, used_k)
+    item = first_item(counter, QUEUED)
+    while item < items:
+        block = key_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, QUEUED)
+        put_block(shared.keys, drawn, block, mask, used_k)
+        q_tails = load_next_keys(k_desc, shared, drawn, q_tails, block, used_k, BLOCK_K, COLUMNS)
+        wait_for_last()  # for start and delta; the first k comes meanwhile
+        for i in range(block.steps(group)):
+            h, q_block = block.place(i, group)
+            row = q_block * BLOCK_Q
+            place = block.rows_number(h, h_q, q_blocks, q_block) * BLOCK_Q
+            q_tails = load_rows(
+                q_desc, start_desc, shared.q_ring, shared.starts, q_tails, n, block, h, row, place, used_q,
+                BLOCK_Q, COLUMNS, 1,
+            )  # fmt: skip
+            if i == 0:
+                dout_tails = load_with_values(
+                    v_desc, dout_desc, delta_desc, shared, drawn, dout_tails, n, block, h, row, place, used_q, used_k,
+                    BLOCK_Q, BLOCK_K, V_COLUMNS,
+                )  # fmt: skip
+            else:
+                dout_tails = load_rows(
+                    dout_desc, delta_desc, shared.dout_ring, shared.deltas, dout_tails, n, block, h, row, place, used_q,
+                    BLOCK_Q, V_COLUMNS, 1,
+                )  # fmt: skip
+            n += 1
+        drawn += 1
+        item = next_item(counter, QUEUED)
+    close(counter, shared.keys, drawn)

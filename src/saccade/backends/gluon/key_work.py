@@ -9,38 +9,38 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.lists_kernel import list_number, list_of
 from saccade.backends.device.records import plain_int
-from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, place_of, tile_of
+from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, packed_tile, place_of
 from saccade.backends.device.tiles import tile_range, used_length
 from saccade.backends.gluon.key_block import KeyBlock, ListedKeyBlock, PackedKeyBlock, PackedListedKeyBlock
 
 
 @gluon.jit
 def key_block(
-    order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     LAST_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """This program's KeyBlock. In a section of heads the first keys come first, as a causal mask gives them most rows,
+    """The KeyBlock of work item `item`. In a section of heads the first keys come first, as a causal mask gives them most rows,
     or the last ones."""
     if is_packed(used_k):
         shares = plain_int(order.shares)
-        seq, share, _, start = tile_of(used_k, shares, s_k, BLOCK_K, LAST_FIRST)
+        seq, share, _, start = packed_tile(used_k, item, shares, s_k, BLOCK_K, LAST_FIRST)
         h_k = share // plain_int(order.divided)
-        number = place_of(used_k, shares, start, BLOCK_K)
+        number = place_of(used_k, item, shares, start, BLOCK_K)
         return packed_key_block(
             seq, h_k, share, start, number, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K
         )
     else:
-        b, h_k, share, start = key_place(order, BLOCK_K, LAST_FIRST)
+        b, h_k, share, start = key_place(item, order, BLOCK_K, LAST_FIRST)
         return key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
 
 
 @gluon.jit
-def key_place(order, BLOCK_K: gl.constexpr, LAST_FIRST: gl.constexpr):
-    """Batch row, key head, share and first key of this program."""
+def key_place(item, order, BLOCK_K: gl.constexpr, LAST_FIRST: gl.constexpr):
+    """Batch row, key head, share and first key of a work item."""
     blocks = plain_int(order.blocks)
     size = plain_int(order.section)
-    number = gl.program_id(0) // (blocks * size)
-    rest = gl.program_id(0) - number * (blocks * size)
+    number = item // (blocks * size)
+    rest = item - number * (blocks * size)
     size = gl.minimum(size, plain_int(order.heads) - number * size)
     bh = number * plain_int(order.section) + rest % size
     b = bh // plain_int(order.shares)

@@ -392,7 +392,8 @@ def wide_backward_kernel(
             ),
         ),
     )
-    block = key_block(order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK, BLOCK, queue is not None)
+    item = gl.program_id(0)
+    block = key_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK, BLOCK, queue is not None)
     start_next()
     gl.warp_specialize([
         (consume_for_keys, (
