@@ -17,20 +17,23 @@ from saccade.layouts import Dense
 from saccade.problem import Problem
 
 ALLOWED = {
-    "gluon backward 16bit d64/64 full": 8,
-    "gluon backward 16bit d64/64 masked": 16,
-    "gluon backward 16bit d64/64 queued": 40,
+    "gluon backward 16bit d64/64 full": 32,
+    "gluon backward 16bit d64/64 masked": 52,
+    "gluon backward 16bit d64/64 queued": 44,
     "gluon backward 16bit d64/64 full dropout": 288,  # 108 in 3.6, but 428 in 3.9
-    "gluon backward 16bit d64/64 masked relative_bias": 452,
-    "gluon backward 16bit d128/128 packed": 12,
-    "gluon backward 16bit d128/128 listed": 12,
-    "gluon backward 16bit d128/128 listed packed": 104,
-    "gluon backward 16bit d128/128 packed dropout": 308,  # 196 in 3.6, but 448 in 3.9
+    "gluon backward 16bit d64/64 masked relative_bias": 460,
+    "gluon backward 16bit d128/128 masked": 16,
+    "gluon backward 16bit d128/128 queued": 16,
+    "gluon backward 16bit d128/128 packed": 124,  # 40 in 3.6, but 264 in 3.9
+    "gluon backward 16bit d128/128 listed": 40,
+    "gluon backward 16bit d128/128 listed packed": 180,  # 44 in 3.6, but 320 in 3.9
+    "gluon backward 16bit d128/128 packed dropout": 472,  # 224 in 3.6, but 612 in 3.9
     "gluon backward 16bit d256/256 listed": 12,
     "gluon backward 16bit d256/256 queued": 8,
     "gluon backward 16bit d256/256 masked dropout": 208,
 }
-"""Bytes that rows may spill: what Triton 3.6 leaves; at d = 256 outside of the loops."""
+"""Bytes that rows may spill: what Triton 3.6 leaves; at d = 256, and without score and dropout, outside of the loops
+over steps or where these have the mask."""
 
 
 SCORE_SPILL = 192

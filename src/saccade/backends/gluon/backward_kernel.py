@@ -1,4 +1,4 @@
-"""The Hopper backward up to d = 128: a program owns 128 keys of one head and walks over the query rows that see them.
+"""The Hopper backward up to d = 128: a program owns 128 keys of a head at a time and walks over the rows that see them.
 
 Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk and dv
 stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
@@ -280,8 +280,8 @@ def consume(
     wait_for_last()
     mbarrier.wait(shared.keys_full, 0)
     consume_block(
-        c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, 0, 0, mask, score, dropout, group, h_q, q_blocks,
-        scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, QUEUED, 0,
+        c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, 0, 0, mask, None, score, dropout, group, h_q,
+        q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, QUEUED, 0,
     )  # fmt: skip
     tma.store_wait(0)
 
@@ -302,8 +302,8 @@ def consume_items(
     while shared.keys.get(shared.keys.record_of(item), BATCH) >= 0:
         block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)
         n = consume_block(
-            c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, n, mask, score, dropout, group, h_q,
-            q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, True, SLOTS,
+            c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, n, mask, used_k, score, dropout,
+            group, h_q, q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, True, SLOTS,
         )  # fmt: skip
         item += 1
         shared.keys.wait(item)
@@ -319,8 +319,8 @@ def leave(shared, item):
 
 @gluon.jit
 def consume_block(
-    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, first, mask, score, dropout,
-    group, h_q, q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, first, mask, used_k, score,
+    dropout, group, h_q, q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     FOLD: gl.constexpr, MASKED: gl.constexpr, ALL_SENT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """One block of keys, whose first step is `first`. Returns the step behind its last.
@@ -378,6 +378,8 @@ def consume_block(
     dq = issue_dq(c, shared, slot, end - 1, BLOCK_Q, BLOCK_D)
     if dropout is not None:
         dv *= factor(dropout)
+    if SLOTS:  # read once more: the loops need the registers
+        block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)
     own_rows(c, shared.v_tiles, 0).store(dv.to(DTYPE))
     fence_async_shared()
     leaving = shared.v_tiles.index(0).slice(c * 64, 64, 2)

@@ -136,30 +136,45 @@ def load_tail(desc, ring, tile, tails, b, at, block, BLOCK_K: gl.constexpr, COLU
 
 
 @gluon.jit
-def load_with_values(
-    v_desc, dout_desc, numbers_desc, shared, drawn, tails, n, block, h, row, place, used_q, used_k,
+def load_dout(
+    v_desc, dout_desc, numbers_desc, shared, drawn, i, tails, n, block, h, row, place, used_q, used_k,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Fills v, and stage n of dout's ring, the first of an item: who waits for this one need not wait for v. Returns
-    tails, counted on."""
-    BYTES: gl.constexpr = (BLOCK_Q + BLOCK_K) * COLUMNS * 2 + BLOCK_Q * 4
+    """Fills stage n of dout's ring for step i of item `drawn`, and v with the first one, so that who waits for that
+    need not wait for v. Returns tails, counted on."""
+    BYTES: gl.constexpr = BLOCK_Q * (2 * COLUMNS + 4)
+    V_BYTES: gl.constexpr = BLOCK_K * COLUMNS * 2
     ring = shared.dout_ring
-    mbarrier.wait(shared.values_empty, (drawn & 1) ^ 1)
-    tile = shared.v_tiles.index(0)
-    b, at = block.keys_at(block.start)
-    whole = (used_k is None or block.start + BLOCK_K <= block.keys) & (used_q is None or row + BLOCK_Q <= block.rows)
-    if whole:
-        stage = ring.claim(n)
-        full = ring.announce(stage, BYTES)
-        tma_load(v_desc, [b, block.h_k, at, 0], full, tile)
-        b, at = block.rows_at(row)
-        tma_load(dout_desc, [b, h, at, 0], full, ring.tiles.index(stage))
+    v_tile = shared.v_tiles.index(0)
+    # Clearing waits for copies: v then comes before dout, and not with it.
+    rows_whole = used_q is None or row + BLOCK_Q <= block.rows
+    keys_whole = used_k is None or block.start + BLOCK_K <= block.keys
+    v_b, v_at = block.keys_at(block.start)
+    if i == 0:
+        mbarrier.wait(shared.values_empty, (drawn & 1) ^ 1)
+        if not (rows_whole and keys_whole):
+            tails = load_tail(v_desc, ring, v_tile, tails, v_b, v_at, block, BLOCK_K, COLUMNS)
+    stage = ring.claim(n)
+    tile = ring.tiles.index(stage)
+    b, at = block.rows_at(row)
+    if rows_whole:
+        full = ring.full.index(stage)
+        if (i == 0) & keys_whole:
+            mbarrier.expect(full, BYTES + V_BYTES)
+            tma_load(v_desc, [v_b, block.h_k, v_at, 0], full, v_tile)
+        else:
+            mbarrier.expect(full, BYTES)
+        tma_load(dout_desc, [b, h, at, 0], full, tile)
         tma_load(numbers_desc, [place], full, shared.deltas.index(stage))
     else:
-        tails = load_tail(v_desc, ring, tile, tails, b, at, block, BLOCK_K, COLUMNS)
-        tails = load_rows(
-            dout_desc, numbers_desc, ring, shared.deltas, tails, n, block, h, row, place, used_q, BLOCK_Q, COLUMNS, 1
-        )
+        landing = ring.landing()
+        mbarrier.expect(landing, BYTES)
+        tma_load(dout_desc, [b, h, at, 0], landing, tile)
+        tma_load(numbers_desc, [place], landing, shared.deltas.index(stage))
+        mbarrier.wait(landing, tails & 1)
+        zero_tail(tile.reshape([BLOCK_Q, COLUMNS]), block.rows - row, BLOCK_Q, COLUMNS)
+        ring.fill(stage)
+        tails += 1
     return tails
 
 
@@ -193,16 +208,10 @@ def load_items(
                 q_desc, start_desc, shared.q_ring, shared.starts, q_tails, n, block, h, row, place, used_q,
                 BLOCK_Q, COLUMNS, 1,
             )  # fmt: skip
-            if i == 0:
-                dout_tails = load_with_values(
-                    v_desc, dout_desc, delta_desc, shared, drawn, dout_tails, n, block, h, row, place, used_q, used_k,
-                    BLOCK_Q, BLOCK_K, V_COLUMNS,
-                )  # fmt: skip
-            else:
-                dout_tails = load_rows(
-                    dout_desc, delta_desc, shared.dout_ring, shared.deltas, dout_tails, n, block, h, row, place, used_q,
-                    BLOCK_Q, V_COLUMNS, 1,
-                )  # fmt: skip
+            dout_tails = load_dout(
+                v_desc, dout_desc, delta_desc, shared, drawn, i, dout_tails, n, block, h, row, place, used_q, used_k,
+                BLOCK_Q, BLOCK_K, V_COLUMNS,
+            )  # fmt: skip
             n += 1
         drawn += 1
         item = next_item(counter, QUEUED)

@@ -1,8 +1,9 @@
 """The order in which programs add their share to a piece of dq, where every run has to add in the same one.
 
 The programs of a key head go from its last keys to its first, and add in that order. Under a causal mask nobody waits
-then: the last keys that see a row are those on the diagonal, where their program begins. A program waits only for
-programs with smaller numbers, which have started.
+then: the last keys that see a row are those on the diagonal, where their program begins. A block of keys waits
+only for those before it, which programs that run work on (key_items.py), or, above d = 128, for programs with smaller
+numbers, which have started.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
