@@ -7,7 +7,7 @@ therefore also goes through shared memory; each consumer takes a half of `dq = d
 half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
 
 Programs stay on their multiprocessors and take one block of keys after the other, so that the next k is loaded while
-the last one is in use, and the next q and dout while the last dk and dv leave (SLOTS; without, a program has one block).
+the last one is in use, and the next q and dout while the last dk and dv leave (SLOTS; with 0 a program has one block).
 
 A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv; ds
 while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier between
@@ -269,6 +269,47 @@ def step(
 
 
 @gluon.jit
+def all_steps(
+    c: gl.constexpr, dk, dv, first, end, slot, shared, block, mask, score, dropout, group, kv_idx, scale,
+    BLOCK_Q: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """The steps of a block, those with the mask first. Returns dk and dv."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    # [BLOCK_Q]
+    start = gl.zeros([BLOCK_Q], gl.float32, gl.SliceLayout(0, s_layout))
+    if FOLD:
+        start = shared.starts.index(shared.q_ring.wait(first)).load(start.type.layout)
+    if MASKED:
+        masked = first + block.edges(group)
+        blocks = block.edges(1)
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(first, masked, disable_licm=True):
+            dk, dv, start = step(
+                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, block.edge(i) * BLOCK_Q,
+                kv_idx, scale, BLOCK_Q, FOLD, True,
+            )  # fmt: skip
+            h, i = following(h, i, blocks)
+        blocks = block.steps(1) - blocks
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(masked, end, disable_licm=True):
+            dk, dv, start = step(
+                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, block.inner(i) * BLOCK_Q,
+                kv_idx, scale, BLOCK_Q, FOLD, False,
+            )  # fmt: skip
+            h, i = following(h, i, blocks)
+    else:
+        for n in tl.range(first, end, disable_licm=True):
+            h, q_block = block.place(n - first, group)
+            dk, dv, start = step(
+                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, q_block * BLOCK_Q,
+                kv_idx, scale, BLOCK_Q, FOLD, False,
+            )  # fmt: skip
+    return dk, dv
+
+
+@gluon.jit
 def consume(
     c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q,
     q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr,
@@ -340,40 +381,11 @@ def consume_block(
     end = first + block.steps(group)
     slot = item % SLOTS if SLOTS else 0
     shared.shares.give(c, first - 1)
-    if SLOTS > 1:
-        if item > 0:
-            leave(shared, item - 1)
-    # [BLOCK_Q]
-    start = gl.zeros([BLOCK_Q], gl.float32, gl.SliceLayout(0, s_layout))
-    if FOLD:
-        start = shared.starts.index(shared.q_ring.wait(first)).load(start.type.layout)
-    if MASKED:
-        masked = first + block.edges(group)
-        blocks = block.edges(1)
-        h = block.share * group
-        i = gl.to_tensor(0)
-        for n in tl.range(first, masked, disable_licm=True):
-            dk, dv, start = step(
-                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, block.edge(i) * BLOCK_Q,
-                kv_idx, scale, BLOCK_Q, FOLD, True,
-            )  # fmt: skip
-            h, i = following(h, i, blocks)
-        blocks = block.steps(1) - blocks
-        h = block.share * group
-        i = gl.to_tensor(0)
-        for n in tl.range(masked, end, disable_licm=True):
-            dk, dv, start = step(
-                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, block.inner(i) * BLOCK_Q,
-                kv_idx, scale, BLOCK_Q, FOLD, False,
-            )  # fmt: skip
-            h, i = following(h, i, blocks)
-    else:
-        for n in tl.range(first, end, disable_licm=True):
-            h, q_block = block.place(n - first, group)
-            dk, dv, start = step(
-                c, dk, dv, start, n, first, end, slot, shared, block, mask, score, dropout, h, q_block * BLOCK_Q, kv_idx,
-                scale, BLOCK_Q, FOLD, False,
-            )  # fmt: skip
+    if SLOTS > 1 and item > 0:
+        leave(shared, item - 1)
+    dk, dv = all_steps(
+        c, dk, dv, first, end, slot, shared, block, mask, score, dropout, group, kv_idx, scale, BLOCK_Q, FOLD, MASKED
+    )
     shared.shares.take(c, end - 1)
     dq = issue_dq(c, shared, slot, end - 1, BLOCK_Q, BLOCK_D)
     if dropout is not None:
@@ -460,18 +472,16 @@ def backward_kernel(
         keys_full = new_barriers(1, 1).index(0)
         shared = Shared(q_ring, dout_ring, k_tiles, v_tiles, keys_full, starts, deltas, shares, outbox)
         item = gl.program_id(0)
-        block = key_block(
-            item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, queue is not None
-        )
+        block = key_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, queue is not None)
         start_next()
         gl.warp_specialize([
             (consume, (
-                0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
-                scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
+                0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q,
+                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
             )),
             (consume, (
-                1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q, q_blocks,
-                scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
+                1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q,
+                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
             )),
             (load, (
                 q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,

@@ -40,9 +40,7 @@ MANY = 96
 """Blocks of keys above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
 
-def backward(
-    problem: Problem, saved: Saved, slots: int | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(problem: Problem, saved: Saved, slots: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink. slots: as `Cut.slots`, if not of the usual Cut."""
     q, k, v = problem.q, problem.k, problem.v
     assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
@@ -294,11 +292,8 @@ def arguments(
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
     records = mask, scores.record(problem.score, fast=True), dropout.record(problem.dropout), plan.order, queue
     rows = (Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else (None, None)
-    if len(plan.shapes) == len(tensors):  # the wide kernel draws nothing
-        rows = *rows, dq_sum, drawn
-    else:
-        rows = *rows, dq_sum
-    yield tensors[: len(plan.shapes)], (*rows, used_q, used_k, *records, *main, scale)
+    drawn = (drawn,) if len(plan.shapes) == len(tensors) else ()  # the wide kernel draws nothing
+    yield tensors[: len(plan.shapes)], (*rows, dq_sum, *drawn, used_q, used_k, *records, *main, scale)
     yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
 
 

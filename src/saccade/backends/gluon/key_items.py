@@ -124,8 +124,6 @@ def block_of(slots, at, mask, used_k):
     elif mask.listed:
         number = slots.get(at, NUMBER)
         listing, _, _ = list_of(mask.lists, number.to(gl.int64))
-        return ListedKeyBlock(
-            b, h_k, share, start, rows, keys, first, core, core_end, end, listing, number
-        )
+        return ListedKeyBlock(b, h_k, share, start, rows, keys, first, core, core_end, end, listing, number)
     else:
         return KeyBlock(b, h_k, share, start, rows, keys, first, core, core_end, end)

@@ -19,8 +19,8 @@ def key_block(
     item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     LAST_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The KeyBlock of work item `item`. In a section of heads the first keys come first, as a causal mask gives them most rows,
-    or the last ones."""
+    """The KeyBlock of work item `item`. In a section of heads the first keys come first, as a causal mask gives them
+    most rows, or the last ones."""
     if is_packed(used_k):
         shares = plain_int(order.shares)
         seq, share, _, start = packed_tile(used_k, item, shares, s_k, BLOCK_K, LAST_FIRST)
