@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade import Dense, attention, causal, dispatch, documents, prefix, softcap, window
 from saccade.api import plan
+from saccade.backends.gluon import backward_launch
 from saccade.masks import Mask
 from saccade.testing.accuracy import check
 
@@ -245,6 +246,35 @@ def test_packed_projections() -> None:
 def test_keys_for_every_batch_row() -> None:
     q, k, v = operands(3, (4, 2), (320, 448), 128)
     right(q, k[:1].expand(3, -1, -1, -1), v, mask=causal())
+
+
+# Programs that stay
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three programs up to d = 128, so that each has many blocks of keys; plans that are kept know another number."""
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
+    dispatch._plans.clear()
+    yield
+    dispatch._plans.clear()
+
+
+@masks
+@dims
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_blocks_one_after_the_other(deterministic: bool, d: int, mask: Mask | None, few_programs: None) -> None:
+    q, k, v = operands(3, (4, 2), (650, 910), d)
+    used = torch.tensor([650, 0, 77], device=DEVICE), torch.tensor([910, 300, 1], device=DEVICE)
+    right(q, k, v, mask=mask, deterministic=deterministic)
+    right(q, k, v, mask=mask, layout=Dense("bhsd", *used), deterministic=deterministic)
+    keywords = {"mask": mask, "layout": Dense("bhsd", *used), "deterministic": deterministic}
+    dout = torch.randn_like(q)
+    many = [gradients(q, k, v, dout, **keywords) for _ in range(20)]
+    for dq, dk, dv in many:
+        assert torch.equal(dk, many[0][1])
+        assert torch.equal(dv, many[0][2])
+        assert not deterministic or torch.equal(dq, many[0][0])
 
 
 # Padding and fresh memory
