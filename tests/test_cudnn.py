@@ -132,6 +132,14 @@ def test_ends_of_lengths():
         plain, mod = modification(call.score, True), launch._modification(call, True)
         assert launch._modification(call, False) is modification(call.score, False)
         assert (mod is plain) == (factor > 0)
+    for score_mod, unchanged in (
+        (lambda s, b, h, q, k: s * (q - k != -1), False),  # -inf by zero, somewhere
+        (lambda s, b, h, q, k: s * ((k - q) % 3), False),
+        (lambda s, b, h, q, k: torch.where(q - k != -1, s, -1e9), True),
+        (lambda s, b, h, q, k: s + (k - q) * ROWS[q], True),
+    ):
+        call = problem(score_mod, None, 7, 9)
+        assert (launch._modification(call, True) is modification(call.score, True)) == unchanged
     call = problem(case("derivatives", 4, 200, 300).score(), None, 200, 300)
     mod = launch._modification(call, True)
     graph, known = Graph(), {x.value: x for x in data_type}

@@ -181,8 +181,8 @@ def test_graphs_are_built_once():
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
     assert graph_info().misses == 4
-    for rows in (1, 256):
-        step(score_callback(added, None, {"bias": torch.zeros(1, 1, rows, 256, device="cuda")}))
+    for keys in (1, 256):
+        step(score_callback(added, None, {"bias": torch.zeros(1, 1, 256, keys, device="cuda")}))
     assert graph_info().misses == 8
 
 

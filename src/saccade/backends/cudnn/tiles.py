@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,8 +23,8 @@ from saccade.scores.operations import computed
 INT32, BOOLEAN, FLOAT = data_type.INT32, data_type.BOOLEAN, data_type.FLOAT
 TILE = 128
 _MOST = 4
-"""Tensors of which every combination of signs is tried."""
-_BESIDE = ((0, 0, 0, 1000), (0, 0, 1000, 0), (0, 0, 1000, 1000))
+"""Operands of which every combination of values is tried."""
+_TRUTHS, _SIGNS = (False, True), (-1.0, 0.0, 1.0)
 
 
 def beside_tiles(problem: Problem, mod: Modification) -> bool:
@@ -36,42 +37,52 @@ def beside_tiles(problem: Problem, mod: Modification) -> bool:
 
 @lru_cache(maxsize=256)
 def steady(mod: Modification, values: tuple[float, ...]) -> bool:
-    """Whether a score of -inf, whatever tensors hold, becomes neither +inf nor NaN, and a gradient of zero zero."""
-    if len(mod.reads) > _MOST:
-        return False
-    for at in _BESIDE:
-        for held in itertools.product((-1.0, 0.0, 1.0), repeat=len(mod.reads)):
-            given = mod, values, at, held
-            found = _value(mod.forward, *given)
-            slope = 0.0 if mod.backward is None else _value(mod.backward, *given)
-            if not (found < math.inf and slope == 0):
-                return False
-    return True
+    """Whether a score of -inf becomes neither +inf nor NaN, and a gradient of zero zero, whatever tensors
+    hold there, and indices."""
+    slopes = _values(mod.backward, mod, values) if mod.backward else ()
+    return all(x < math.inf for x in _values(mod.forward, mod, values)) and all(x == 0 for x in slopes)
+
+
+def _values(steps: Steps, mod: Modification, values: tuple[float, ...]) -> Iterator[float]:
+    """What the last step may be; NaN if there are too many."""
+    scored: set[int] = set()
+    fixed: set[int] = set()
+    for i, step in enumerate(steps):
+        if step.name in ("score", "gradient") or not scored.isdisjoint(step.inputs):
+            scored.add(i)
+        elif step.name in ("number", "runtime") or (step.inputs and fixed.issuperset(step.inputs)):
+            fixed.add(i)
+    read = {i for at in scored for i in steps[at].inputs} | {len(steps) - 1}
+    free = sorted(read - scored - fixed)
+    if len(free) > _MOST:
+        yield math.nan
+        return
+    for drawn in itertools.product(*(_TRUTHS if steps[i].made == BOOLEAN else _SIGNS for i in free)):
+        yield _value(steps, mod, values, dict(zip(free, drawn, strict=True)), scored | fixed)
 
 
 def _value(
-    steps: Steps, mod: Modification, values: tuple[float, ...], at: tuple[int, ...], held: tuple[float, ...]
+    steps: Steps, mod: Modification, values: tuple[float, ...], drawn: dict[int, float], known: set[int]
 ) -> float:
-    made: list[torch.Tensor] = []
-    for step in steps:
+    made: dict[int, torch.Tensor] = {}
+    for i, step in enumerate(steps):
         match step.name:
+            case _ if i in drawn:
+                made[i] = torch.tensor(drawn[i])
+            case _ if i not in known:
+                continue
             case "score":
-                x = torch.tensor(-math.inf)
+                made[i] = torch.tensor(-math.inf)
             case "gradient":
-                x = torch.tensor(0.0)
-            case "tensor":
-                x = torch.tensor(held[step.attributes[0]])
+                made[i] = torch.tensor(0.0)
             case "runtime":
-                x = torch.tensor(values[mod.numbers[step.attributes[0]]])
+                made[i] = torch.tensor(values[mod.numbers[step.attributes[0]]])
             case "number":
-                x = mod.constants[step.attributes[0]].reshape(())
-            case "gen_index":
-                x = torch.tensor(at[step.attributes[0]])
+                made[i] = mod.constants[step.attributes[0]].reshape(())
             case name:
-                inputs = [made[i] for i in step.inputs]
-                x = computed(name, inputs, step.attributes, step.computed == INT32, torch.float32)
-        made.append(x)
-    return made[-1].item()
+                inputs = [made[j] for j in step.inputs]
+                made[i] = computed(name, inputs, step.attributes, step.computed == INT32, torch.float32)
+    return made[len(steps) - 1].item()
 
 
 def inside(mod: Modification, rows: int, keys: int) -> Modification:
