@@ -228,6 +228,55 @@ def test_what_globals_hold(monkeypatch):
     Config.nested["layers"].pop()
 
 
+def test_a_key_that_is_kept_is_that_of_what_a_function_is_now(monkeypatch):
+    helper, held = (lambda graph, score: graph.mul(score, FACTOR)), 1.5
+
+    def callback(graph, score, tensors, offset=2.0):
+        return graph.add(helper(graph, score), held + offset)
+
+    def key():
+        assert callback_key(callback) == callback_key(callback)
+        return callback_key(callback)
+
+    known = [key()]
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    known.append(key())
+    held = 2.5
+    known.append(key())
+    callback.__defaults__ = (4.0,)
+    known.append(key())
+    helper.__code__ = (lambda graph, score: graph.add(score, FACTOR)).__code__
+    known.append(key())
+    monkeypatch.setitem(globals(), "add", 1.0)  # a name that the code has, as an attribute until now
+    known.append(key())
+    callback.scale = 1.0
+    known.append(key())
+    assert len(set(known)) == len(known) - 1  # nothing reads that attribute
+
+
+def test_values_are_those_of_the_call():
+    """Of numbers on the CPU, of other tensors, and of what is computed of tensors beforehand."""
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    number, held = torch.full((1, 1, 1, 1), 0.5), torch.rand(1, 2, 8, 8)
+    temperature = torch.rand(2, 1, 1).requires_grad_()
+
+    def callback(graph, score, tensors):
+        warmed = graph.mul(graph.mul(score, tensors["number"]), graph.exp(tensors["temperature"]))
+        return graph.add(warmed, tensors["held"])
+
+    given = {"number": number, "held": held, "temperature": temperature}
+    kept = score_callback(callback, None, given)
+    for change in (lambda: number.fill_(2.0), held.zero_, lambda: temperature.data.add_(1), lambda: None):
+        change()
+        fresh = attention(q, k, v, score_mod=score_callback(callback, None, given))
+        found = attention(q, k, v, score_mod=kept)
+        assert torch.equal(found, fresh)
+        (gradient,) = torch.autograd.grad(found.sum(), temperature)
+        assert gradient.abs().max() > 0
+    temperature.requires_grad_(False)
+    assert not attention(q, k, v, score_mod=kept).requires_grad
+
+
 def test_scalars_and_equal_graphs_build_nothing():
     """A new value is neither recorded, nor traced; nor is the same graph of another callback's."""
 

@@ -42,6 +42,18 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
         from saccade.scores import compiled
 
         return compiled.bind(score_mod, q)
+    if not isinstance(score_mod, CallbackMod):
+        return _bound(score_mod, q)
+    values, kept = score_mod.values(q), score_mod.bound
+    if kept is not None and kept[0] == values:
+        return kept[1]
+    made = _bound(score_mod, q)
+    # What is computed of a tensor beforehand is of what it holds now.
+    score_mod.bound = (values, made) if made.program.before[1] is made.program.numbers[1] is None else None
+    return made
+
+
+def _bound(score_mod: Function, q: Tensor) -> Traced:
     fn: Any = score_mod
     if isinstance(score_mod, ScoreMod) and score_mod.bprop is not None:
         fn = _WithDerivative(score_mod)

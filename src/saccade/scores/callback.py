@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.scores.callback_key import Callback, callback_key
 from saccade.scores.constant import callable_of, compile_constant, standing_for
-from saccade.scores.function import CacheInfo, ScoreMod, name_of
+from saccade.scores.function import CacheInfo, Score, ScoreMod, name_of
 from saccade.scores.graph import Graph, Recording, data_type
 from saccade.scores.survey import Survey, survey_of
 
@@ -25,11 +25,24 @@ class CallbackMod(ScoreMod):
     """A ScoreMod of recorded callbacks; `score_callback` makes it."""
 
     keeps_derivative = True
+    bound: tuple[Any, Score] | None = None
+    """What it was bound to last, and of which values."""
 
     def survey(self, zero_dim: bool) -> Survey:
         """Of the tensors alone: recordings hold nothing else."""
         found = survey_of(self.tensors, (("attr", "tensors"),), zero_dim)
         return Survey((self.fn, self.bprop, *found.key), found.leaves)
+
+    def values(self, q: Tensor) -> tuple[Any, ...]:
+        """All that a Score for this q is made of but the tensors themselves, which stay: numbers by their bits."""
+        found: list[Any] = [q.device, q.dtype == torch.float64]
+        for x in self.tensors:
+            if x.dim() == 0 and not x.requires_grad and x.device.type == "cpu":
+                value = x.item()
+                found.append((x.dtype, value.hex() if isinstance(value, float) else value))
+            else:
+                found.append((x.dtype, x.shape, x.device, x.requires_grad))
+        return tuple(found)
 
     def sample(self) -> tuple[int, int]:
         """No further than its tensors reach."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,10 +43,59 @@ def callback_key(callback: Callback | None) -> Any:
         return "own", type(owner), code, *names, frozen(own() if callable(own) else own)
     if method or not isinstance(callback, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
         return None
+    kept = _kept.get(callback)
+    if kept is not None and kept[1].holds():
+        return kept[0]
+    seen = _Seen()
     try:
-        return "contents", _contents(callback, _NONE, {})
+        key = "contents", _contents(callback, _NONE, seen)
     except _Unkeyed:
         return None
+    if seen.lasting:
+        if len(_kept) >= _MOST:
+            _kept.clear()
+        _kept[callback] = key, seen
+    return key
+
+
+_MISSING = object()
+
+
+class _Seen:
+    """What a walk has come across: objects by their number, and all that it read, so that a key may be kept for as long
+    as each of these reads would give the same object."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.names: list[tuple[Mapping[str, Any], str, Any]] = []
+        """A name in a scope, and what it stood for."""
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.functions: list[tuple[types.FunctionType, types.CodeType, Any]] = []
+        """Code and defaults of a function that has no attributes, nor defaults by keyword."""
+        self.lasting = True
+        """Whether all that it read can change in these places alone."""
+
+    def read(self, scope: Mapping[str, Any], names: frozenset[str]) -> list[tuple[str, Any]]:
+        """What names stand for, of those that are there; that the others are not is a read too."""
+        self.names += ((scope, name, scope.get(name, _MISSING)) for name in names)
+        return [(name, scope[name]) for name in sorted(names & scope.keys())]
+
+    def holds(self) -> bool:
+        for scope, name, value in self.names:
+            if scope.get(name, _MISSING) is not value:
+                return False
+        for fn, code, defaults in self.functions:
+            if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ or fn.__dict__:
+                return False
+        try:
+            return all(cell.cell_contents is value for cell, value in self.cells)
+        except ValueError:  # nothing is assigned any more
+            return False
+
+
+_kept: dict[Callback, tuple[Any, _Seen]] = {}
+"""Keys of functions, which are hashed by what they are."""
+_MOST = 256
 
 
 def frozen(value: Any) -> Any:
@@ -74,7 +123,7 @@ _PLAIN = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtyp
 _NONE: frozenset[str] = frozenset()
 
 
-def _contents(value: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
+def _contents(value: Any, names: frozenset[str], seen: _Seen) -> Any:
     """What a value is, to code that names these attributes.
 
     Raises:
@@ -88,15 +137,17 @@ def _contents(value: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
         isinstance(value, types.FunctionType) and of_library(value)
     ):
         return Same(value)
-    if id(value) in seen:
-        return "again", seen[id(value)]
-    seen[id(value)] = len(seen)
+    if id(value) in seen.numbers:
+        return "again", seen.numbers[id(value)]
+    seen.numbers[id(value)] = len(seen.numbers)
     match value:
         case types.FunctionType():
             return _of_function(value, names, seen)
         case types.ModuleType() | type():
+            seen.lasting &= not isinstance(value, type)  # whose bases may change too
             return Same(value), _attributes(value, names, seen)
         case _:
+            seen.lasting &= isinstance(value, tuple)
             return type(value), tuple(_contents(x, names, seen) for x in _parts(value))
 
 
@@ -122,19 +173,21 @@ def _parts(value: Any) -> Iterable[Any]:
     raise _Unkeyed
 
 
-def _of_function(fn: types.FunctionType, outer: frozenset[str], seen: dict[int, int]) -> Any:
+def _of_function(fn: types.FunctionType, outer: frozenset[str], seen: _Seen) -> Any:
     names = names_of(fn.__code__)
     try:
-        cells = tuple(cell.cell_contents for cell in fn.__closure__ or ())
+        cells = [(cell, cell.cell_contents) for cell in fn.__closure__ or ()]
     except ValueError as unassigned:
         raise _Unkeyed from unassigned
-    held = [_contents(x, names, seen) for x in (fn.__defaults__, fn.__kwdefaults__, cells)]
-    found = ((name, fn.__globals__[name]) for name in sorted(names & fn.__globals__.keys()))
-    held += ((name, _contents(x, names, seen)) for name, x in found)
+    seen.cells += cells
+    seen.functions.append((fn, fn.__code__, fn.__defaults__))
+    seen.lasting &= not fn.__kwdefaults__ and not fn.__dict__
+    held = [_contents(x, names, seen) for x in (fn.__defaults__, fn.__kwdefaults__, tuple(x for _, x in cells))]
+    held += ((name, _contents(x, names, seen)) for name, x in seen.read(fn.__globals__, names))
     return fn.__code__, tuple(held), _attributes(fn, outer | names, seen) if fn.__dict__ else ()
 
 
-def _attributes(owner: Any, names: frozenset[str], seen: dict[int, int]) -> tuple[Any, ...]:
+def _attributes(owner: Any, names: frozenset[str], seen: _Seen) -> tuple[Any, ...]:
     """What code reads of a module, a class or a function, by itself and by the methods that it calls."""
     if isinstance(owner, types.ModuleType) and owner.__name__.partition(".")[0] in LIBRARIES:
         return ()
@@ -145,5 +198,5 @@ def _attributes(owner: Any, names: frozenset[str], seen: dict[int, int]) -> tupl
         if more == names:
             break
         names = more
-    found = ((name, scope[name]) for scope in scopes for name in sorted(names & scope.keys()))
+    found = (item for scope in scopes for item in seen.read(scope, names))
     return tuple((name, _contents(x, names, seen)) for name, x in found)
