@@ -147,17 +147,28 @@ def test_nothing_waits_for_the_host(backend: str) -> None:
 
 @pytest.mark.parametrize(
     "offsets",
-    [[5, 100, 400], [0, 300, 100], [0, -7, 400], [0, 200, 1 << 20], [400, 400, 400], [0, 1 << 40, 9]],
+    [
+        [5, 100, 400],
+        [0, 300, 100],
+        [0, -7, 400],
+        [0, 200, 1 << 20],
+        [400, 400, 400],
+        [0, 1 << 40, 9],
+        [0, 300, 100, 400],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["intervals", "listed"])
-def test_broken_offsets_stay_inside(offsets: list[int], name: str, backend: str) -> None:
-    """What comes out means nothing, but no row before or behind the tensors is written."""
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "in order"])
+def test_broken_offsets_stay_inside(offsets: list[int], name: str, deterministic: bool, backend: str) -> None:
+    """What comes out means nothing, but no row before or behind the tensors is written, and nobody waits for ever."""
     cu = torch.tensor(offsets, device="cuda")
     memory = [torch.zeros(1200, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2)]
     x = [y[400:800].normal_() for y in memory]
-    gradients(x, Packed(cu, cu, 400, 400), backend, mask=MASKS[name])
-    gradients(x, Packed(torch.tensor([0, 390, 400], device="cuda"), cu, 400, 400), backend, mask=MASKS[name])
+    keywords = {"mask": MASKS[name], "deterministic": deterministic}
+    gradients(x, Packed(cu, cu, 400, 400), backend, **keywords)
+    whole = torch.tensor([0, *[390] * (len(offsets) - 2), 400], device="cuda")
+    gradients(x, Packed(whole, cu, 400, 400), backend, **keywords)
     torch.cuda.synchronize()
     for y in memory:
         assert not y[:400].any()

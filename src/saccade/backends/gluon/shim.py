@@ -131,11 +131,17 @@ def count_up(counter, ORDER: gl.constexpr):
 
 @gluon.jit
 def wait_until(counter, number):
-    """Waits until an int32 in global memory is `number`; all that was written before the count is seen after it, by
-    bulk copies too."""
+    """Waits until an int32 in global memory is `number` or more; all that was written before the count is seen after
+    it, by bulk copies too.
+
+    Sequences that overlap, by offsets that are broken, may wait for who never comes: so after 2^22 looks, some seconds,
+    the count is taken for reached, by all.
+    """
     text: gl.constexpr = (
-        "{ .reg .pred early; again: ld.global.acquire.gpu.s32 $0, [$1]; setp.ne.s32 early, $0, $2; @early bra again; "
-        "fence.proxy.async; }"
+        "{ .reg .pred early; .reg .u32 left; mov.u32 left, 0x400000; "
+        "again: ld.global.acquire.gpu.s32 $0, [$1]; setp.lt.s32 early, $0, $2; sub.u32 left, left, 1; "
+        "setp.ne.and.u32 early, left, 0, early; @early bra again; "
+        "setp.eq.u32 early, left, 0; @early st.global.s32 [$1], 0x3fffffff; fence.proxy.async; }"
     )
     address = counter.to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
