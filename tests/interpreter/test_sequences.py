@@ -141,6 +141,30 @@ def test_broken_offsets_stay_inside() -> None:
             assert first + row >= 0
 
 
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("offsets", [[180, 180, 180], [0, 100, 40], [0, 300, 10], [0, -7, 99], [90, 90, 90]], ids=str)
+def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
+    """No program has a tile before its sequence, nor a place that no table has."""
+    heads, x, cu = 2, torch.zeros(1, 1, 180, 16), torch.tensor(offsets, dtype=torch.int32)
+    problem = Problem(x, x, x, None, None, None, Packed(cu, cu, 180, 180), 1.0)
+    many = sequences.slots(problem, 1, BLOCK) + 1
+    found = torch.full((many * heads, 4), -1, dtype=torch.int32)
+    span = sequences.spans(problem, sequences.table(problem, 1, BLOCK))[1]
+    places_kernel[(many * heads,)](found, span, heads, 180, BLOCK, last_first)
+    for b, _, start, place in found.tolist():
+        assert 0 <= b <= 2
+        assert 0 <= start <= 180
+        assert 0 <= place < many
+    spans = sequences.spans(problem, sequences.table(problem, 0, BLOCK))
+    total = int(spans[0].tiles[0, 0])
+    items = torch.full((total * heads, 4), -1, dtype=torch.int32)
+    items_kernel[(total * heads,)](items, *spans, heads, 0, 1, 180, 180, BLOCK)
+    for b, _, row, place in items.tolist():
+        assert 0 <= b <= 2
+        assert 0 <= row <= 180
+        assert 0 <= place < total
+
+
 def test_what_the_hopper_backward_prepares() -> None:
     """delta and start in whole blocks of rows for each sequence, with what makes unused rows count for nothing."""
     from saccade.backends.device.records import Rows

@@ -151,7 +151,7 @@ def packed_tile(span, item, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.conste
     block = number - tl.load(entry + 1)
     if LAST_FIRST:
         _, _, there, _ = extent(span, b, s)
-        block = tl.cdiv(there, BLOCK) - 1 - block
+        block = tl.maximum(tl.cdiv(there, BLOCK) - 1 - block, 0)  # of broken offsets the one tile has no rows
     h = item % heads
     return b, h, h, tl.where(number < total, block * BLOCK, s)
 
@@ -163,7 +163,8 @@ def place_of(span, item, heads, start, BLOCK: tl.constexpr):
     number = item // heads
     total = tl.load(span.tiles)
     first = tl.load(span.tiles + 3 + 2 * tl.minimum(number, total - 1))
-    return tl.where(number < total, first + start // BLOCK, number)
+    # Broken offsets may ask for more tiles than there is room for.
+    return tl.where(number < total, tl.minimum(first + start // BLOCK, total - 1), number)
 
 
 @triton.jit

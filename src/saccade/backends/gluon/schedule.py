@@ -83,7 +83,8 @@ def packed_list(work, item, span_q, row, there, ROWS: tl.constexpr):
     """Which of a head's lists is that of an item: they lie in the order of the table, in which the last rows of each
     sequence come first."""
     first = tl.load(span_q.tiles + 3 + 2 * (item // work.heads))
-    return first + tl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
+    place = first + tl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
+    return tl.minimum(place, tl.load(span_q.tiles) - 1)  # broken offsets may ask for more than there is room for
 
 
 @triton.jit
