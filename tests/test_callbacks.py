@@ -277,6 +277,23 @@ def test_values_are_those_of_the_call():
     assert not attention(q, k, v, score_mod=kept).requires_grad
 
 
+def test_numbers_are_read_in_each_call():
+    """Changed in place, and given other memory; by the modification that the same tensors had before."""
+    number = torch.tensor([2.0])
+
+    def scaled(graph, score, tensors):
+        return graph.mul(score, tensors["by"])
+
+    found = [attended(scaled, {"by": number})]
+    kept = score_callback(scaled, None, {"by": number})
+    number.fill_(3.0)
+    found.append(attended(scaled, {"by": number}))
+    assert score_callback(scaled, None, {"by": number}) is kept
+    number.data = torch.tensor([5.0])
+    found.append(attended(scaled, {"by": number}))
+    assert found == [8, 12, 20]
+
+
 def test_scalars_and_equal_graphs_build_nothing():
     """A new value is neither recorded, nor traced; nor is the same graph of another callback's."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,12 +96,21 @@ def score_callback(
     if score_mod_bprop is None and score_mod_bprop_tensors is not None:
         raise ValueError("score_mod_bprop_tensors requires score_mod_bprop")
     given = [_checked(tensors) for tensors in (score_mod_tensors, score_mod_bprop_tensors)]
-    tensors = [x.reshape(()) if x.numel() == 1 else x for named in given for x in named.values()]
     if torch.compiler.is_compiling():
+        tensors = [x.reshape(()) if x.numel() == 1 else x for named in given for x in named.values()]
         forms = (tuple((name, x.dtype) for name, x in named.items()) for named in given)
         forward, backward = getattr(_pinned, _pin(standing_for(score_mod), standing_for(score_mod_bprop), *forms))
         return CallbackMod(forward, *tensors, bprop=backward)
-    forward, backward = _cache.recorded(score_mod, score_mod_bprop, *given)
+    found = _cache.recorded(score_mod, score_mod_bprop, *given)
+    held = [x for named in given for x in named.values()]
+    if all(x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad for x in held):
+        return _cache.of_numbers(found, held)
+    return _modification(found, held)
+
+
+def _modification(found: Recorded, held: Sequence[Tensor]) -> CallbackMod:
+    forward, backward = found
+    tensors = [x.reshape(()) if x.numel() == 1 else x for x in held]
     if backward is not None:
         _cache.check_linear(backward, tensors)
     return CallbackMod(forward, *tensors, bprop=backward)
@@ -148,6 +158,7 @@ class _Cache:
         self.lock = threading.RLock()
         self.recordings: OrderedDict[Any, Recorded] = OrderedDict()
         self.linear: OrderedDict[Recording, None] = OrderedDict()
+        self.mods: OrderedDict[Any, tuple[list[Tensor], CallbackMod]] = OrderedDict()
         self.hits = self.misses = 0
 
     def recorded(self, score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> Recorded:
@@ -167,6 +178,19 @@ class _Cache:
                 if len(self.recordings) > MAXSIZE:
                     self.recordings.popitem(last=False)
             return found
+
+    def of_numbers(self, found: Recorded, held: list[Tensor]) -> CallbackMod:
+        """The modification of the same callbacks and tensors, which are numbers: it is cheap to keep, and reads their
+        values in each call."""
+        key = *found, *((id(x), x.data_ptr()) for x in held)
+        with self.lock:
+            kept = self.mods.get(key)
+            if kept is None:
+                kept = self.mods[key] = held, _modification(found, held)
+                if len(self.mods) > MAXSIZE:
+                    self.mods.popitem(last=False)
+            self.mods.move_to_end(key)
+            return kept[1]
 
     def check_linear(self, recording: Recording, tensors: list[Tensor]) -> None:
         """
@@ -237,4 +261,5 @@ def callback_clear() -> None:
     with _cache.lock:
         _cache.recordings.clear()
         _cache.linear.clear()
+        _cache.mods.clear()
         _cache.hits = _cache.misses = 0
