@@ -6,7 +6,7 @@
 - `logical_not` and `scale` are not used, which stood in a graph of wrong numbers: there are a comparison, and `mul`.
 - Tensors of bool, which crash one, are given as integers.
 - What is true or false is computed as FLOAT: a backward takes nothing else of comparisons of floats and of logic.
-- Whole numbers below zero, which came out wrong, are compared with as floats.
+- Whole numbers below zero came out wrong where they are compared with: constants are floats there, others computed.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ class _Legal:
         return self.add("cmp_lt", (truth, self.add("number", (), (1, "1"))), (), FLOAT, made)
 
     def comparable(self, i: int) -> int:
-        """A number to compare with, as a float where it is below zero: of those that are whole an H200 went wrong."""
+        """A number to compare with: where it is whole and may be below zero as a float, or computed, if its value comes
+        with the call."""
         step = self.steps[i]
+        if step.name == "runtime" and self.program.integral[step.attributes[0]]:
+            return self.computed(i)
         if step.name != "number" or not isinstance(step.attributes[0], int) or step.attributes[0] >= 0:
             return i
         x = float(step.attributes[0])

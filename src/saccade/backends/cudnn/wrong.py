@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from saccade.backends.cudnn.modification import Modification, Steps, numbers
+from saccade.backends.cudnn.modification import Modification, Steps
 from saccade.problem import Problem
 from saccade.scores.graph import data_type
 
-WRONG = "rounding to fp16 or bf16", "a comparison with a whole number below zero"
+WRONG = ("rounding to fp16 or bf16",)
 WRONG_BACKWARD = *WRONG, "a tensor of keys that is none of rows"
 
 
@@ -23,14 +23,9 @@ def wrong(problem: Problem, mod: Modification, gradient: bool) -> list[str]:
 
 def _words(problem: Problem, mod: Modification, steps: Steps) -> Iterator[str]:
     assert problem.score is not None
-    values = numbers(problem.score)
     for step in steps:
         if step.made in (data_type.HALF, data_type.BFLOAT16):
             yield "rounding to fp16 or bf16"
-        if step.name.startswith("cmp_") and (other := steps[step.inputs[1]]).name == "runtime":
-            x = values[mod.numbers[other.attributes[0]]]
-            if isinstance(x, int) and x < 0:
-                yield "a comparison with a whole number below zero"
         if step.name == "tensor":
             i, axes = mod.reads[step.attributes[0]]
             along = {axis for axis, n in zip(axes, problem.score.tensors[i].shape, strict=True) if n > 1}
