@@ -24,7 +24,7 @@ test: .venv/dev.stamp .venv/triton  ## the tests that need no GPU
 
 # Features are left to the newest, whose compiler spills most: GPU tests compile them on the oldest.
 gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton
-	$(BIN)/python -W ignore -m saccade.testing.gate
+	$(BIN)/python -W ignore -m saccade.testing.gate configs features
 	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m saccade.testing.gate gluon configs
 
 # A CUDA build of torch brings the one Triton that it requires; a CPU build brings none.

@@ -28,7 +28,7 @@ def test_other_reads_of_shared_memory_are_not():
 
 def test_rows_are_chosen_by_words():
     pytest.importorskip("triton", reason="the extra [triton]")
-    assert sorted(keys()) == sorted([*keys(["configs"]), *keys(["features"])])
+    assert sorted(keys()) == sorted([*keys(["configs"]), *keys(["features"]), *keys(["combinations"])])
     assert set(keys(["triton"])) == {row for row in keys() if row.startswith("triton ")}
-    with pytest.raises(SystemExit, match="no cuda, but gluon, triton, configs, features"):
+    with pytest.raises(SystemExit, match="no cuda, but gluon, triton, configs, features, combinations"):
         list(keys(["cuda"]))

@@ -1,6 +1,6 @@
 """The compile gate: every shipped tile config compiles for Hopper on a machine without a GPU, and fits.
 
-    python -m saccade.testing.gate [gluon | triton] [configs | features]
+    python -m saccade.testing.gate [gluon | triton] [configs | features | combinations]
 
 Triton compiles without a GPU, and ptxas, which comes with it, reports registers, spills and warnings. A kernel is
 fit to ship when ptxas warns of nothing, when it spills no more than its config row says, with the reason, and when its
@@ -79,13 +79,13 @@ class _Hopper:
 
 
 BACKENDS = "gluon", "triton"
-PARTS = "configs", "features"
+PARTS = "configs", "features", "combinations"
 
 
 def keys(words: Sequence[str] = ()) -> Iterator[str]:
-    """The rows that the words choose, of all backends and both parts where none does: `configs`, the rows of every
-    shipped table and what the formulas give for the dtypes and sizes no table has, and `features`, what a call may have
-    besides."""
+    """The rows that the words choose, of all backends and parts where none does: `configs`, the rows of every shipped
+    table and what the formulas give for the dtypes and sizes no table has, `features`, what a call may have besides,
+    and `combinations`, several of these in one, for which CI has no time: they take longest."""
     if unknown := set(words) - {*BACKENDS, *PARTS}:
         raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {', '.join(BACKENDS + PARTS)}")
     for backend in [word for word in BACKENDS if word in words] or BACKENDS:

@@ -48,6 +48,11 @@ def features() -> Iterator[str]:
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
 
 
+def combinations() -> Iterator[str]:
+    """None: these kernels have their features one beside the other."""
+    return iter(())
+
+
 def compiled(row: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     _, kernel, size, dims, edges, *words = row.split()
