@@ -151,6 +151,7 @@ def test_auto_goes_on_where_a_problem_is_refused(everywhere):
     from saccade import dispatch
 
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
+    everywhere.setattr(dispatch, "_plans", {})  # of the same problem another test may have kept one
     everywhere.setattr(import_module("saccade.backends.cpu"), "refusals", lambda *a: ["not today"], raising=False)
     made = NAMED["causal"].inputs()
     problem = Problem(made.q, made.k, made.v, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
