@@ -30,6 +30,7 @@ def everywhere(monkeypatch):
     for name in NAMES:
         monkeypatch.setattr(import_module(f"saccade.backends.{name}"), "obstacle", lambda: None)
     dispatch.plan.cache_clear()
+    dispatch._plans.clear()
     yield monkeypatch
     dispatch.plan.cache_clear()
     dispatch._plans.clear()
@@ -151,7 +152,6 @@ def test_auto_goes_on_where_a_problem_is_refused(everywhere):
     from saccade import dispatch
 
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
-    everywhere.setattr(dispatch, "_plans", {})  # of the same problem another test may have kept one
     everywhere.setattr(import_module("saccade.backends.cpu"), "refusals", lambda *a: ["not today"], raising=False)
     made = NAMED["causal"].inputs()
     problem = Problem(made.q, made.k, made.v, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
