@@ -15,7 +15,7 @@ from saccade.scores.callback_key import Callback, callback_key
 from saccade.scores.constant import callable_of, compile_constant, standing_for
 from saccade.scores.function import CacheInfo, Score, ScoreMod, name_of
 from saccade.scores.graph import Graph, Recording, data_type
-from saccade.scores.survey import Survey, survey_of
+from saccade.scores.survey import Survey, is_number, survey_of
 
 Tensors = dict[str, Tensor]
 Recorded = tuple[Recording, Recording | None]
@@ -38,7 +38,7 @@ class CallbackMod(ScoreMod):
         """All that a Score for this q is made of but the tensors themselves, which stay: numbers by their bits."""
         found: list[Any] = [q.device, q.dtype == torch.float64]
         for x in self.tensors:
-            if x.dim() == 0 and not x.requires_grad and x.device.type == "cpu":
+            if is_number(x):
                 value = x.item()
                 found.append((x.dtype, value.hex() if isinstance(value, float) else value))
             else:
@@ -96,21 +96,25 @@ def score_callback(
     if score_mod_bprop is None and score_mod_bprop_tensors is not None:
         raise ValueError("score_mod_bprop_tensors requires score_mod_bprop")
     given = [_checked(tensors) for tensors in (score_mod_tensors, score_mod_bprop_tensors)]
+    held = [x for named in given for x in named.values()]
     if torch.compiler.is_compiling():
-        tensors = [x.reshape(()) if x.numel() == 1 else x for named in given for x in named.values()]
         forms = (tuple((name, x.dtype) for name, x in named.items()) for named in given)
         forward, backward = getattr(_pinned, _pin(standing_for(score_mod), standing_for(score_mod_bprop), *forms))
-        return CallbackMod(forward, *tensors, bprop=backward)
+        return CallbackMod(forward, *_numbers_apart(held), bprop=backward)
     found = _cache.recorded(score_mod, score_mod_bprop, *given)
-    held = [x for named in given for x in named.values()]
     if all(x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad for x in held):
         return _cache.of_numbers(found, held)
     return _modification(found, held)
 
 
+def _numbers_apart(held: Sequence[Tensor]) -> list[Tensor]:
+    """With tensors of one element as such without dimensions, which may be numbers."""
+    return [x.reshape(()) if x.numel() == 1 else x for x in held]
+
+
 def _modification(found: Recorded, held: Sequence[Tensor]) -> CallbackMod:
     forward, backward = found
-    tensors = [x.reshape(()) if x.numel() == 1 else x for x in held]
+    tensors = _numbers_apart(held)
     if backward is not None:
         _cache.check_linear(backward, tensors)
     return CallbackMod(forward, *tensors, bprop=backward)

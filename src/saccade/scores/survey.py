@@ -91,6 +91,11 @@ def follow(value: Any, path: tuple[Step, ...]) -> Any:
     return value
 
 
+def is_number(x: Tensor) -> bool:
+    """Whether a tensor is a kernel parameter, as a Python number is, and no captured tensor."""
+    return x.dim() == 0 and x.device.type == "cpu" and not x.requires_grad
+
+
 class _Walk:
     def __init__(self, names: frozenset[str], zero_dim: bool) -> None:
         self.names, self.zero_dim = names, zero_dim
@@ -100,7 +105,7 @@ class _Walk:
 
     def visit(self, value: Any, path: tuple[Step, ...]) -> None:
         if isinstance(value, Tensor):
-            if self.zero_dim and value.dim() == 0 and value.device.type == "cpu" and not value.requires_grad:
+            if self.zero_dim and is_number(value):
                 self.visit(value.item(), path)  # a kernel parameter, as a Python number is
                 return
             self.key.append((Tensor, value.dtype, tuple(n == 1 for n in value.shape)))
