@@ -29,6 +29,9 @@ from saccade.backends.device.tiles import (
     visible,
 )
 
+AHEAD = tl.constexpr(16)
+"""Rows of a page from which the numbers of the pages of a tile, if it has several, are fetched ahead."""
+
 
 class Pages(NamedTuple):
     """Which pages are whose, and how the work is cut; numbers are `runtime_int`s."""
@@ -115,20 +118,30 @@ def _by_length(rank, used_k, pages, N: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _pages_of(table, pages, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The pages of keys [start, start + BLOCK_K): one of all, or [BLOCK_K]; some that there are, from `keys` on."""
-    if PAGE % BLOCK_K == 0:
-        page = tl.load(table + start // PAGE, mask=start < keys, other=0)
-    else:
-        kv_idx = start + tl.arange(0, BLOCK_K)
-        page = tl.load(table + kv_idx // PAGE, mask=kv_idx < keys, other=0)
-    return tl.minimum(tl.maximum(page, 0), plain_int(pages.count) - 1).to(tl.int32)
+def _known(page, pages):
+    """A page of the cache: the nearest, if there is no such page."""
+    return tl.minimum(tl.maximum(page, 0), plain_int(pages.count) - 1)
 
 
 @triton.jit
-def _load(x, page, head_k, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
+def _pages_of(table, pages, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The pages of keys [start, start + BLOCK_K): one of all, or [BLOCK_K]; 0 from `keys` on. Not `_known` yet if they
+    are to be fetched a step ahead: Triton does so with what comes from a load, and from nothing else. Where that is
+    worth something and where it costs something was measured (docs/findings/triton.md).
+    """
+    # [1] or [BLOCK_K]
+    kv_idx = start if PAGE % BLOCK_K == 0 else start + tl.arange(0, BLOCK_K)
+    page = tl.load(table + kv_idx // PAGE, mask=kv_idx < keys, other=0)
+    if PAGE < AHEAD or PAGE % BLOCK_K == 0:
+        page = _known(page, pages)
+    return page
+
+
+@triton.jit
+def _load(x, page, pages, head_k, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
           BLOCK_D: tl.constexpr):  # fmt: skip
     """Keys [start, start + BLOCK_K) of a sequence, [BLOCK_K, BLOCK_D]; zero from `keys` on and beyond column D."""
+    page = _known(page, pages)
     # [BLOCK_K]
     kv_idx = start + tl.arange(0, BLOCK_K)
     if PAGE % BLOCK_K == 0:
@@ -154,7 +167,7 @@ def _step(
     pages of the tile behind it, which are read so early that its keys can be fetched ahead."""
     following = _pages_of(table, pages, start + BLOCK_K, keys, PAGE, BLOCK_K)
     # [block_k, d]
-    k_tile = _load(k, page, head_k, start, keys, PAGE, BLOCK_K, D, BLOCK_D)
+    k_tile = _load(k, page, pages, head_k, start, keys, PAGE, BLOCK_K, D, BLOCK_D)
     # [block_q, block_k]
     qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
     kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
@@ -168,7 +181,7 @@ def _step(
     alpha = power(row_max - shift, score)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     # [block_k, d_v]
-    v_tile = _load(v, page, head_k, start, keys, PAGE, BLOCK_K, D_V, BLOCK_DV)
+    v_tile = _load(v, page, pages, head_k, start, keys, PAGE, BLOCK_K, D_V, BLOCK_DV)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, new_max, row_sum, following
 
