@@ -78,7 +78,7 @@ def hidden(s, tile, LOWER: gl.constexpr, mask, b, h, q_idx, rows, keys):
     start = tile * s.shape[1]
     if mask.exact:
         lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, keys - rows)
-        return between(s, lo - start, gl.minimum(hi, keys) - start, LOWER)
+        return between(s, lo - start, gl.minimum(hi, keys) - start, LOWER, True)
     else:
         if mask.unlisted:
             start = opaque(start)

@@ -6,6 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.backends.device.masks import FAR
 from saccade.backends.device.tiles import visible
 from saccade.backends.gluon.shim import aggregate
 from saccade.backends.gluon.tiles import between
@@ -312,7 +313,10 @@ def hidden(x, mask, block, h, row, kv_idx):
     off = block.keys - block.rows
     if mask.exact:
         lo, hi, _, _ = mask.rows_of(mask.data, block.b, kv_idx, off)
-        return between(x, lo - row, gl.where(kv_idx < block.keys, hi, 0) - row, True)
+        if mask.lower:
+            return between(x, lo - row, gl.where(kv_idx < block.keys, hi, 0) - row, True, True)
+        else:  # the last rows see all that any do
+            return between(x, gl.where(kv_idx < block.keys, lo, FAR) - row, hi, True, False)
     else:  # only the branch that is taken has a type
         q_idx = row + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
         seen = visible(mask, block.b, h, q_idx[None, :], kv_idx[:, None], block.rows, block.keys, off)

@@ -46,8 +46,8 @@ def store_rows(
 
 
 @gluon.jit
-def between(s, lo, hi, LOWER: gl.constexpr):
-    """s [64, N] in columns lo <= j < hi of each row (lo only if LOWER), and -inf elsewhere.
+def between(s, lo, hi, LOWER: gl.constexpr, UPPER: gl.constexpr):
+    """s [64, N] in columns lo <= j < hi of each row (lo only if LOWER, hi only if UPPER), and -inf elsewhere.
 
     A thread has columns 8 i + 2 lane + e. The part that its lane decides goes to the bounds, so that what remains are
     constants in the instructions, and not N / 4 registers.
@@ -57,14 +57,15 @@ def between(s, lo, hi, LOWER: gl.constexpr):
     layout: gl.constexpr = x.type.layout
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
     lane = 2 * gl.arange(0, 4, gl.SliceLayout(0, lanes))[None, :]
-    # [64, 1, 4, 1]
-    high = gl.convert_layout(hi, gl.SliceLayout(1, lanes))[:, None] - lane
-    high = gl.expand_dims(gl.expand_dims(high, 1), 3)
     i = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
     i = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3)
     e = gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
-    x = gl.where(8 * i + e < high, x, float("-inf"))
+    # low and high: [64, 1, 4, 1]
+    if UPPER:
+        high = gl.convert_layout(hi, gl.SliceLayout(1, lanes))[:, None] - lane
+        high = gl.expand_dims(gl.expand_dims(high, 1), 3)
+        x = gl.where(8 * i + e < high, x, float("-inf"))
     if LOWER:
         low = gl.convert_layout(lo, gl.SliceLayout(1, lanes))[:, None] - lane
         low = gl.expand_dims(gl.expand_dims(low, 1), 3)
