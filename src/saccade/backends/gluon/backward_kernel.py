@@ -7,7 +7,7 @@ therefore also goes through shared memory; each consumer takes a half of `dq = d
 half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
 
 Programs stay on their multiprocessors and take one block of keys after the other, so that the next k is loaded while
-the last one is in use, and the next q and dout while the last dk and dv leave (SLOTS; with 0 a program has one block).
+the last one is in use, and the next q and dout while the last dk and dv leave.
 
 A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv; ds
 while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier between
@@ -35,13 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits, power
-from saccade.backends.gluon.backward_load import load, load_items
 from saccade.backends.gluon.backward_store import store_keys
-from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed
+from saccade.backends.gluon.dq_sum import packed
 from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
+from saccade.backends.gluon.item_load import load_items
 from saccade.backends.gluon.key_block import following, hidden, onto
 from saccade.backends.gluon.key_items import BATCH, NUMBERS, block_of
-from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, Slots, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on, wait_for_turn
 from saccade.backends.gluon.shim import aggregate, start_next, tma_reduce_add, wait_for_last, wait_until_written
@@ -50,38 +49,13 @@ BLOCK_K = gl.constexpr(128)
 """Keys of one program, 64 for each consumer."""
 THREADS = gl.constexpr(288)
 """Two consumers and the warp that loads."""
+SLOTS = gl.constexpr(2)
+"""Places for k, and for the record of what a block of keys is, of blocks in use."""
 
 
 @aggregate
 class Shared:
     """What the groups of warps share."""
-
-    q_ring: Ring
-    dout_ring: Ring
-    k_tiles: gl.shared_memory_descriptor
-    v_tiles: gl.shared_memory_descriptor
-    keys_full: gl.shared_memory_descriptor
-    starts: gl.shared_memory_descriptor
-    deltas: gl.shared_memory_descriptor
-    shares: Exchange
-    outbox: Outbox
-
-    @gluon.constexpr_function
-    def __init__(self, q_ring, dout_ring, k_tiles, v_tiles, keys_full, starts, deltas, shares, outbox):
-        self.q_ring = q_ring
-        self.dout_ring = dout_ring
-        self.k_tiles = k_tiles
-        self.v_tiles = v_tiles
-        self.keys_full = keys_full
-        self.starts = starts
-        self.deltas = deltas
-        self.shares = shares
-        self.outbox = outbox
-
-
-@aggregate
-class Lasting:
-    """The same where programs stay."""
 
     q_ring: Ring
     dout_ring: Ring
@@ -95,9 +69,7 @@ class Lasting:
     outbox: Outbox
 
     @gluon.constexpr_function
-    def __init__(
-        self, q_ring, dout_ring, keys, k_tiles, v_tiles, values_empty, starts, deltas, shares, outbox
-    ):  # fmt: skip
+    def __init__(self, q_ring, dout_ring, keys, k_tiles, v_tiles, values_empty, starts, deltas, shares, outbox):
         self.q_ring = q_ring
         self.dout_ring = dout_ring
         self.keys = keys
@@ -118,19 +90,9 @@ def dq_tile(c: gl.constexpr, n, block, group, h_q, q_blocks):
 
 
 @gluon.jit
-def reduce(c: gl.constexpr, sum_desc, outbox, block, queue, group, h_q, q_blocks):
-    """Adds consumer c's halves of dq to global memory. Without a queue the consumer adds the last itself."""
+def reduce(c: gl.constexpr, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks):
+    """Adds consumer c's halves of dq to global memory, of one item after the other."""
     wait_for_last()  # for the zeros that dq is added to
-    steps = block.steps(group)
-    if queue is None:
-        steps -= 1
-    add_all(c, sum_desc, outbox, block, steps, queue, group, h_q, q_blocks)
-
-
-@gluon.jit
-def reduce_items(c: gl.constexpr, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks):
-    """The same of one item after the other, and of every step."""
-    wait_for_last()
     item = gl.to_tensor(0)
     shared.keys.wait(0)
     while shared.keys.get(shared.keys.record_of(item), BATCH) >= 0:
@@ -200,7 +162,7 @@ def step(
     # [64, BLOCK_D]
     k = own_rows(c, shared.k_tiles, slot)
     # [64, BLOCK_DV]
-    v = own_rows(c, shared.v_tiles, 0)
+    v = own_rows(c, shared.v_tiles, slot % shared.v_tiles.shape[0])
     # [BLOCK_Q, BLOCK_D]
     q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
     # [BLOCK_Q, BLOCK_DV]
@@ -311,29 +273,11 @@ def all_steps(
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q,
-    q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr,
-    MASKED: gl.constexpr, QUEUED: gl.constexpr,
+    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, shared, mask, used_k, score, dropout, group, scale,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer c: dk and dv of its 64 keys, and its half of every dq."""
-    if dropout is not None:
-        dropout = opened(dropout)
-    wait_for_last()
-    mbarrier.wait(shared.keys_full, 0)
-    consume_block(
-        c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, 0, 0, mask, None, score, dropout, group, h_q,
-        q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, QUEUED, 0,
-    )  # fmt: skip
-    tma.store_wait(0)
-
-
-@gluon.jit
-def consume_items(
-    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, mask, used_k, score, dropout, group, h_q,
-    q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr,
-    MASKED: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """The same of one item after the other. Steps count on from item to item, as all that warps hand over does."""
+    """Consumer c: dk and dv of its 64 keys, and its half of every dq, of one item after the other. Steps count on from
+    item to item, as all that warps hand over does."""
     if dropout is not None:
         dropout = opened(dropout)
     wait_for_last()
@@ -343,8 +287,8 @@ def consume_items(
     while shared.keys.get(shared.keys.record_of(item), BATCH) >= 0:
         block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)
         n = consume_block(
-            c, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, n, mask, used_k, score, dropout,
-            group, h_q, q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, True, SLOTS,
+            c, dk_desc, dv_desc, dk_rows, dv_rows, shared, block, item, n, mask, used_k, score, dropout, group, scale,
+            BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED,
         )  # fmt: skip
         item += 1
         shared.keys.wait(item)
@@ -352,22 +296,12 @@ def consume_items(
 
 
 @gluon.jit
-def leave(shared, item):
-    """Gives k's slot of an item back, once dk has left from there."""
-    tma.store_wait(0)
-    shared.keys.release(item)
-
-
-@gluon.jit
 def consume_block(
-    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, item, first, mask, used_k, score,
-    dropout, group, h_q, q_blocks, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    FOLD: gl.constexpr, MASKED: gl.constexpr, ALL_SENT: gl.constexpr, SLOTS: gl.constexpr,
+    c: gl.constexpr, dk_desc, dv_desc, dk_rows, dv_rows, shared, block, item, first, mask, used_k, score, dropout,
+    group, scale, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys, whose first step is `first`. Returns the step behind its last.
-
-    ALL_SENT: the last dq too goes by way of the outbox. SLOTS: places for k, or 0: there is no other block.
-    """
+    """One block of keys, whose first step is `first`. Returns the step behind its last."""
     DTYPE: gl.constexpr = shared.k_tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -379,10 +313,12 @@ def consume_block(
     # [64]
     kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     end = first + block.steps(group)
-    slot = item % SLOTS if SLOTS else 0
+    slot = item % SLOTS
+    v_slot = slot % shared.v_tiles.shape[0]
     shared.shares.give(c, first - 1)
-    if SLOTS > 1 and item > 0:
-        leave(shared, item - 1)
+    if item > 0:  # the last dk has left
+        tma.store_wait(0)
+        shared.keys.release(item - 1)
     dk, dv = all_steps(
         c, dk, dv, first, end, slot, shared, block, mask, score, dropout, group, kv_idx, scale, BLOCK_Q, FOLD, MASKED
     )
@@ -390,103 +326,80 @@ def consume_block(
     dq = issue_dq(c, shared, slot, end - 1, BLOCK_Q, BLOCK_D)
     if dropout is not None:
         dv *= factor(dropout)
-    if SLOTS:  # read once more: the loops need the registers
-        block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)
-    own_rows(c, shared.v_tiles, 0).store(dv.to(DTYPE))
+    block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)  # once more: the loops need the registers
+    own_rows(c, shared.v_tiles, v_slot).store(dv.to(DTYPE))
     fence_async_shared()
-    leaving = shared.v_tiles.index(0).slice(c * 64, 64, 2)
-    store_keys(dv_desc, dv_rows, leaving, own_rows(c, shared.v_tiles, 0), block, block.start + c * 64, 0)
+    leaving = shared.v_tiles.index(v_slot).slice(c * 64, 64, 2)
+    store_keys(dv_desc, dv_rows, leaving, own_rows(c, shared.v_tiles, v_slot), block, block.start + c * 64, 0)
     dq = warpgroup_mma_wait(0, [dq])
-    if ALL_SENT:
-        shared.outbox.claim(c, end - 1)
-        shared.outbox.send(c, packed(dq))
-    else:  # straight from registers: nothing is left to overlap a bulk addition with
-        add_dq(dq, dq_sum + dq_tile(c, end - 1, block, group, h_q, q_blocks).to(gl.int64) * PIECE)
+    shared.outbox.claim(c, end - 1)
+    shared.outbox.send(c, packed(dq))
     # Both consumers have read all of k when both have come here.
     shared.shares.give(c, end)
     shared.shares.take(c, end)
-    if SLOTS:
+    if shared.v_tiles.shape[0] == 1:
         tma.store_wait(0)
         mbarrier.arrive(shared.values_empty, count=1)
     own_rows(c, shared.k_tiles, slot).store((dk * scale).to(DTYPE))
     fence_async_shared()
     leaving = shared.k_tiles.index(slot).slice(c * 64, 64, 2)
     store_keys(dk_desc, dk_rows, leaving, own_rows(c, shared.k_tiles, slot), block, block.start + c * 64, 0)
-    if SLOTS == 1:
-        leave(shared, item)
     return end
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dk_rows, dv_rows, dq_sum,
-    counter, used_q, used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dk_rows, dv_rows, counter,
+    used_q, used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
-    SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_sum += ds^T k.
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. start and
-    delta: what `prepare_kernel` made. dk_rows and dv_rows: dk and dv once more: packed, else None. dq_sum: tiles as
-    `packed` makes them, two for each block of rows. queue: None where they may be added to in any order. counter: two
-    zeros, which are zeros again in the end, or None where a program has one block of keys (SLOTS = 0).
+    delta: what `prepare_kernel` made. sum_desc: dq_sum, in tiles as `packed` makes them, two for each block of rows.
+    dk_rows and dv_rows: dk and dv once more: packed, else None. queue: None where they may be added to in any order.
+    counter: two zeros, which are zeros again in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_Q], DTYPE)
+    RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # As much as there is room for: v has two places where its rows are short.
+    V_SLOTS: gl.constexpr = SLOTS if BLOCK_DV == 64 else 1
     q_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_D], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_DV], dout_desc.layout)
-    K_TILES: gl.constexpr = max(SLOTS, 1)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [K_TILES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [1, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [V_SLOTS, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_Q * BLOCK_D // 2], sum_desc.layout)
-    q_ring = new_ring(q_tiles, Q_EMPTY, 2, THREADS)
-    dout_ring = new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS)
-    starts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], start_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], delta_desc.layout)
-    shares = Exchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS))
-    outbox = Outbox(dq_tiles, new_barriers(2, 1))
-    if SLOTS:
-        records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # Of k: both consumers, and the warps that send what they make, need the record.
-        keys = Slots(k_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, 4), SLOTS, NUMBERS, 1)
-        values_empty = new_barriers(1, 2).index(0)
-        shared = Lasting(q_ring, dout_ring, keys, k_tiles, v_tiles, values_empty, starts, deltas, shares, outbox)
-        start_next()
-        gl.warp_specialize([
-            (consume_items, (
-                0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, mask, used_k, score, dropout, group, h_q,
-                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, SLOTS,
-            )),
-            (consume_items, (
-                1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, mask, used_k, score, dropout, group, h_q,
-                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, SLOTS,
-            )),
-            (load_items, (
-                q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, counter, order, mask, used_q, used_k,
-                group, h_q, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, queue is not None,
-            )),
-            (reduce_items, (0, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
-            (reduce_items, (1, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
-        ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
-    else:
-        keys_full = new_barriers(1, 1).index(0)
-        shared = Shared(q_ring, dout_ring, k_tiles, v_tiles, keys_full, starts, deltas, shares, outbox)
-        item = gl.program_id(0)
-        block = key_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, queue is not None)
-        start_next()
-        gl.warp_specialize([
-            (consume, (
-                0, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q,
-                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
-            )),
-            (consume, (
-                1, dk_desc, dv_desc, dk_rows, dv_rows, dq_sum, shared, block, mask, score, dropout, group, h_q,
-                q_blocks, scale, BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED, queue is not None,
-            )),
-            (load, (
-                q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,
-                q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, 1, 1,
-            )),
-            (reduce, (0, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
-            (reduce, (1, sum_desc, shared.outbox, block, queue, group, h_q, q_blocks)),
-        ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+    records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], RECORDS)
+    # Of an item: both consumers, and the warps that send what they make, need the record.
+    keys = Slots(k_tiles, records, new_barriers(SLOTS + 1, 1), new_barriers(SLOTS, 4), SLOTS, NUMBERS, 1)
+    shared = Shared(
+        new_ring(q_tiles, Q_EMPTY, 2, THREADS),
+        new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS),
+        keys,
+        k_tiles,
+        v_tiles,
+        new_barriers(1, 2).index(0),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], start_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], delta_desc.layout),
+        Exchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
+        Outbox(dq_tiles, new_barriers(2, 1)),
+    )
+    start_next()
+    gl.warp_specialize([
+        (consume, (
+            0, dk_desc, dv_desc, dk_rows, dv_rows, shared, mask, used_k, score, dropout, group, scale,
+            BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED,
+        )),
+        (consume, (
+            1, dk_desc, dv_desc, dk_rows, dv_rows, shared, mask, used_k, score, dropout, group, scale,
+            BLOCK_Q, BLOCK_D, BLOCK_DV, FOLD, MASKED,
+        )),
+        (load_items, (
+            q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, counter, order, mask, used_q, used_k,
+            group, h_q, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, queue is not None,
+        )),
+        (reduce, (0, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
+        (reduce, (1, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
+    ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -34,14 +34,12 @@ BALANCE = 7
 """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
 SECTION = 4
 """Heads whose blocks of keys take turns, where no two share keys."""
-SLOTS = 2
-"""Places for k in the shared memory of a program that stays; 0: programs have one block of keys each."""
 MANY = 96
 """Blocks of keys above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
 
-def backward(problem: Problem, saved: Saved, slots: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and dsink. slots: as `Cut.slots`, if not of the usual Cut."""
+def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
     assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
     gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
@@ -53,14 +51,14 @@ def backward(problem: Problem, saved: Saved, slots: int | None = None) -> tuple[
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
         # What is compiled for, or kept, and the Problem's key does not hold.
-        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride(), slots
+        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
         found = problem.launches.get(key)
-        cut = Cut.of(q.shape[3], v.shape[3], slots)
+        cut = Cut.of(q.shape[3], v.shape[3])
         plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index), cut), [])
         mask = lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
         spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
-        space = *space, counter(q.device) if cut.slots else None
+        space = *space, counter(q.device) if cut.stays else None
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
@@ -102,18 +100,17 @@ class Cut:
     """Columns of one bulk copy."""
     prepared_rows: int
     """of one program of prepare_kernel"""
-    slots: int = 0
-    """Places for the k of programs that stay on a multiprocessor, or 0: each has one block of keys."""
+    stays: bool
+    """Programs stay on a multiprocessor, and draw blocks of keys; else each has one."""
 
     @staticmethod
-    def of(d: int, d_v: int, slots: int | None = None) -> Cut:
-        slots = SLOTS if slots is None else slots
+    def of(d: int, d_v: int) -> Cut:
         if max(d, d_v) <= 64:
-            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64, slots)
+            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64, True)
         if max(d, d_v) <= 128:
-            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64, slots)
+            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64, True)
         columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
-        return Cut(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
+        return Cut(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32, False)
 
     @property
     def pieces(self) -> int:
@@ -126,7 +123,7 @@ class Cut:
         if self.kernel is wide_backward_kernel:
             return {"D": self.columns, "D_V": self.v_columns, **registers}
         dims = {"BLOCK_Q": self.block_q, "BLOCK_D": self.columns, "BLOCK_DV": self.v_columns}
-        return {**dims, "SLOTS": self.slots, **registers}
+        return {**dims, **registers}
 
 
 @dataclass(frozen=True)
@@ -221,7 +218,7 @@ class Plan:
             grids=(
                 *((b * key_blocks, 1, 1) for _ in queued),
                 (b * h_q * ends, 1, 1),
-                (min(programs * divided, processors) if cut.slots else programs * divided, 1, 1),
+                (min(programs * divided, processors) if cut.stays else programs * divided, 1, 1),
                 (b * h_q * blocks * cut.pieces, 1, 1),
             ),
         )  # fmt: skip
@@ -292,8 +289,8 @@ def arguments(
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
     records = mask, scores.record(problem.score, fast=True), dropout.record(problem.dropout), plan.order, queue
     rows = (Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else (None, None)
-    drawn = (drawn,) if len(plan.shapes) == len(tensors) else ()  # the wide kernel draws nothing
-    yield tensors[: len(plan.shapes)], (*rows, dq_sum, *drawn, used_q, used_k, *records, *main, scale)
+    own = dq_sum if drawn is None else drawn  # who draws nothing adds to dq_sum without a descriptor
+    yield tensors[: len(plan.shapes)], (*rows, own, used_q, used_k, *records, *main, scale)
     yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
 
 

@@ -1,4 +1,4 @@
-"""The producer of the backward: one warp that brings in k and v, and q and dout block by block of rows.
+"""The producer of a backward program that has one block of keys: one warp that brings in k and v, and then q and dout.
 
 A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that ends in rows which are not in use lands
 for the producer alone, and is cleared before anyone else sees it.
@@ -10,8 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.gluon.key_items import close, first_item, items_of, next_item, put_block
-from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.shim import tma_load, wait_for_last
 from saccade.backends.gluon.tiles import zero_tail
 
@@ -34,26 +32,29 @@ def clear(tiles, first, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS:
 
 
 @gluon.jit
-def load_rows(
-    desc, numbers_desc, ring, numbers, tails, n, block, h, row, place, used_q,
+def start_rows(
+    desc, numbers_desc, ring, numbers, n, whole, block, h, row, place,
     BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Fills stage n of a ring with BLOCK_Q rows of one head and what goes with them. Returns tails, counted on."""
-    BYTES: gl.constexpr = BLOCK_Q * (2 * COLUMNS * CHUNKS + 4)
+    """Starts the copies of BLOCK_Q rows of one head, and of what goes with them, to stage n of a ring; `end_rows` has
+    to follow. The two are apart so that a tile of q and one of dout land at the same time."""
     stage = ring.claim(n)
-    first = stage * (ring.tiles.shape[0] // ring.STAGES)
+    barrier = ring.target(stage, whole)
+    mbarrier.expect(barrier, BLOCK_Q * (2 * COLUMNS * CHUNKS + 4))
     b, at = block.rows_at(row)
-    if used_q is None or row + BLOCK_Q <= block.rows:
-        full = ring.announce(stage, BYTES)
-        copy(desc, b, h, at, full, ring.tiles, first, COLUMNS, CHUNKS)
-        tma_load(numbers_desc, [place], full, numbers.index(stage))
-    else:
-        landing = ring.landing()
-        mbarrier.expect(landing, BYTES)
-        copy(desc, b, h, at, landing, ring.tiles, first, COLUMNS, CHUNKS)
-        tma_load(numbers_desc, [place], landing, numbers.index(stage))
-        mbarrier.wait(landing, tails & 1)
-        clear(ring.tiles, first, block.rows - row, BLOCK_Q, COLUMNS, CHUNKS)
+    copy(desc, b, h, at, barrier, ring.tiles, ring.first_of(stage), COLUMNS, CHUNKS)
+    tma_load(numbers_desc, [place], barrier, numbers.index(stage))
+
+
+@gluon.jit
+def end_rows(
+    ring, n, whole, tails, used, BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr
+):  # fmt: skip
+    """Clears the rows from `used` on in stage n, unless all are in use. Returns tails, counted on."""
+    if not whole:
+        stage = n % ring.STAGES
+        mbarrier.wait(ring.landing(), tails & 1)
+        clear(ring.tiles, ring.first_of(stage), used, BLOCK_Q, COLUMNS, CHUNKS)
         ring.fill(stage)
         tails += 1
     return tails
@@ -98,121 +99,14 @@ def load(
         h, q_block = block.place(n, group)
         row = q_block * BLOCK_Q
         place = block.rows_number(h, h_q, q_blocks, q_block) * BLOCK_Q
-        q_tails = load_rows(
-            q_desc, start_desc, shared.q_ring, shared.starts, q_tails, n, block, h, row, place, used_q,
-            BLOCK_Q, COLUMNS, CHUNKS,
-        )  # fmt: skip
-        dout_tails = load_rows(
-            dout_desc, delta_desc, shared.dout_ring, shared.deltas, dout_tails, n, block, h, row, place, used_q,
+        whole = used_q is None or row + BLOCK_Q <= block.rows
+        start_rows(
+            q_desc, start_desc, shared.q_ring, shared.starts, n, whole, block, h, row, place, BLOCK_Q, COLUMNS, CHUNKS
+        )
+        start_rows(
+            dout_desc, delta_desc, shared.dout_ring, shared.deltas, n, whole, block, h, row, place,
             BLOCK_Q, COLUMNS, V_CHUNKS,
         )  # fmt: skip
-
-
-@gluon.jit
-def load_next_keys(k_desc, shared, drawn, tails, block, used_k, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr):
-    """Fills the slot of item `drawn` with k. Returns tails, counted on."""
-    slot = shared.keys.claim(drawn)
-    tile = shared.keys.tiles.index(slot)
-    full = shared.keys.full.index(slot)
-    b, at = block.keys_at(block.start)
-    if used_k is None or block.start + BLOCK_K <= block.keys:
-        mbarrier.expect(full, BLOCK_K * COLUMNS * 2)
-        tma_load(k_desc, [b, block.h_k, at, 0], full, tile)
-    else:
-        tails = load_tail(k_desc, shared.q_ring, tile, tails, b, at, block, BLOCK_K, COLUMNS)
-        mbarrier.arrive(full, count=1)
-    return tails
-
-
-@gluon.jit
-def load_tail(desc, ring, tile, tails, b, at, block, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr):
-    """Fills a tile of k or v whose last rows are not in use, and waits for it. Returns tails, counted on."""
-    landing = ring.landing()
-    mbarrier.expect(landing, BLOCK_K * COLUMNS * 2)
-    tma_load(desc, [b, block.h_k, at, 0], landing, tile)
-    mbarrier.wait(landing, tails & 1)
-    zero_tail(tile.reshape([BLOCK_K, COLUMNS]), block.keys - block.start, BLOCK_K, COLUMNS)
-    return tails + 1
-
-
-@gluon.jit
-def load_dout(
-    v_desc, dout_desc, numbers_desc, shared, drawn, i, tails, n, block, h, row, place, used_q, used_k,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Fills stage n of dout's ring for step i of item `drawn`, and v with the first one, so that who waits for that
-    need not wait for v. Returns tails, counted on."""
-    BYTES: gl.constexpr = BLOCK_Q * (2 * COLUMNS + 4)
-    V_BYTES: gl.constexpr = BLOCK_K * COLUMNS * 2
-    ring = shared.dout_ring
-    v_tile = shared.v_tiles.index(0)
-    # Clearing waits for copies: v then comes before dout, and not with it.
-    rows_whole = used_q is None or row + BLOCK_Q <= block.rows
-    keys_whole = used_k is None or block.start + BLOCK_K <= block.keys
-    v_b, v_at = block.keys_at(block.start)
-    if i == 0:
-        mbarrier.wait(shared.values_empty, (drawn & 1) ^ 1)
-        if not (rows_whole and keys_whole):
-            tails = load_tail(v_desc, ring, v_tile, tails, v_b, v_at, block, BLOCK_K, COLUMNS)
-    stage = ring.claim(n)
-    tile = ring.tiles.index(stage)
-    b, at = block.rows_at(row)
-    if rows_whole:
-        full = ring.full.index(stage)
-        if (i == 0) & keys_whole:
-            mbarrier.expect(full, BYTES + V_BYTES)
-            tma_load(v_desc, [v_b, block.h_k, v_at, 0], full, v_tile)
-        else:
-            mbarrier.expect(full, BYTES)
-        tma_load(dout_desc, [b, h, at, 0], full, tile)
-        tma_load(numbers_desc, [place], full, shared.deltas.index(stage))
-    else:
-        landing = ring.landing()
-        mbarrier.expect(landing, BYTES)
-        tma_load(dout_desc, [b, h, at, 0], landing, tile)
-        tma_load(numbers_desc, [place], landing, shared.deltas.index(stage))
-        mbarrier.wait(landing, tails & 1)
-        zero_tail(tile.reshape([BLOCK_Q, COLUMNS]), block.rows - row, BLOCK_Q, COLUMNS)
-        ring.fill(stage)
-        tails += 1
-    return tails
-
-
-@gluon.jit
-def load_items(
-    q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, counter, order, mask, used_q, used_k, group, h_q,
-    s_q, s_k, q_blocks,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr, QUEUED: gl.constexpr,
-):  # fmt: skip
-    """The producer of programs that stay: draws items, and loads k and v of each, and what `load` does.
-
-    k of the next item comes while this one is worked on. v, for which there is no second place, comes behind the next
-    item's first q, as soon as the last dv has left from there; it is needed later than k.
-    """
-    n = gl.to_tensor(0)
-    q_tails = gl.to_tensor(0)
-    dout_tails = gl.to_tensor(0)
-    drawn = gl.to_tensor(0)
-    items = items_of(order, used_k)
-    item = first_item(counter, QUEUED)
-    while item < items:
-        block = key_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, QUEUED)
-        put_block(shared.keys, drawn, block, mask, used_k)
-        q_tails = load_next_keys(k_desc, shared, drawn, q_tails, block, used_k, BLOCK_K, COLUMNS)
-        wait_for_last()  # for start and delta; the first k comes meanwhile
-        for i in range(block.steps(group)):
-            h, q_block = block.place(i, group)
-            row = q_block * BLOCK_Q
-            place = block.rows_number(h, h_q, q_blocks, q_block) * BLOCK_Q
-            q_tails = load_rows(
-                q_desc, start_desc, shared.q_ring, shared.starts, q_tails, n, block, h, row, place, used_q,
-                BLOCK_Q, COLUMNS, 1,
-            )  # fmt: skip
-            dout_tails = load_dout(
-                v_desc, dout_desc, delta_desc, shared, drawn, i, dout_tails, n, block, h, row, place, used_q, used_k,
-                BLOCK_Q, BLOCK_K, V_COLUMNS,
-            )  # fmt: skip
-            n += 1
-        drawn += 1
-        item = next_item(counter, QUEUED)
-    close(counter, shared.keys, drawn)
+        used = block.rows - row
+        q_tails = end_rows(shared.q_ring, n, whole, q_tails, used, BLOCK_Q, COLUMNS, CHUNKS)
+        dout_tails = end_rows(shared.dout_ring, n, whole, dout_tails, used, BLOCK_Q, COLUMNS, V_CHUNKS)

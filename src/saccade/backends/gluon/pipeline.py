@@ -74,6 +74,16 @@ class Ring:
         return full
 
     @gluon.jit
+    def target(self, stage, whole):
+        """For the producer: the barrier of copies to a stage; of a tile that is not whole, the one it waits for."""
+        return self.full.index(gl.where(whole, stage, self.STAGES))
+
+    @gluon.jit
+    def first_of(self, stage):
+        """The first of the tiles of a stage."""
+        return stage * (self.tiles.shape[0] // self.STAGES)
+
+    @gluon.jit
     def landing(self):
         """For the producer: the barrier of copies that it waits for."""
         return self.full.index(self.STAGES)
@@ -105,7 +115,8 @@ class Ring:
 class Slots:
     """Tiles of query rows, one for each consumer in a slot, and records of numbers that say what they are.
 
-    There is one record more than slots: the next one is written while all slots are in use.
+    There is one record more than slots: the next one is written while all slots are in use. `full` may have one barrier
+    more, for copies that the producer itself waits for.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -132,6 +143,21 @@ class Slots:
         slot = n % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((n // self.SLOTS) & 1) ^ 1)
         return slot
+
+    @gluon.jit
+    def target(self, slot, whole):
+        """For the producer: the barrier of copies to a slot; of a tile that is not whole, the one it waits for."""
+        return self.full.index(gl.where(whole, slot, self.SLOTS))
+
+    @gluon.jit
+    def landing(self):
+        """For the producer: the barrier of copies that it waits for."""
+        return self.full.index(self.SLOTS)
+
+    @gluon.jit
+    def fill(self, slot):
+        """For a producer that filled a slot itself."""
+        mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def wait(self, n):
