@@ -15,6 +15,8 @@ from torch import Tensor
 import saccade
 from saccade import ScoreMod, alibi, attention, causal, compose, explain, relative_bias, scores, softcap, t5_bias
 from saccade.scores import bind
+from saccade.scores.emit import Form
+from saccade.scores.source import value_source
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, made
 
@@ -125,6 +127,17 @@ def closure(cap: float, reach: int, table: Tensor):
         return score * cap + table[h, torch.clamp(kv_idx - q_idx, -reach, reach) + reach]
 
     return mod
+
+
+def test_more_operations_than_python_has_frames():
+    def chain(score, b, h, q_idx, kv_idx):
+        for _ in range(350):
+            score = score * 1.0001 + kv_idx * 1e-4
+        return score
+
+    check(*operands(7, 9), score_mod=chain, backend="cpu").assert_ok()
+    program = bind(chain, Q).program
+    assert value_source(program, Form(())).count(" * ") >= 350
 
 
 def test_new_values_never_trace():

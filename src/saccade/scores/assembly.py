@@ -15,11 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from saccade.scores.trace import TILE, K, Q, aten, name_of
+from saccade.scores.trace import TILE, K, Q, aten, behind, name_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
-_PASSES = frozenset(["alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive"])
+_PASSES = frozenset(
+    ["alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive", "scalar_tensor"]
+)
+_FILLS = frozenset(("full_like", "full", "fill", "copy", "copy_"))
+_CONSTANTS = frozenset(("zeros_like", "zeros", "ones_like", "ones"))
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,21 @@ class Assembly:
         """A node of the new graph, or a Python number."""
         if not isinstance(node, fx.Node):
             return node
-        if node not in self.made:
-            self.made[node] = self._copied(node)
+        for each in behind(node, self._needed, self.made):
+            self.made[each] = self._copied(each)
         return self.made[node]
+
+    def _needed(self, node: fx.Node) -> Sequence[Any]:
+        """The nodes and numbers that a node's copy is made of."""
+        if node.op == "placeholder":
+            i = self._read(node.meta.get("core", node.name))
+            return () if i is None else self.places[i]
+        name = name_of(node)
+        if node.op == "get_attr" or name in _CONSTANTS:
+            return ()
+        if name in _PASSES or name == "_to_copy":
+            return node.args[:1]
+        return node.args[1:2] if name in _FILLS else node.all_input_nodes
 
     def _copied(self, node: fx.Node) -> Any:  # noqa: C901 (one case for each kind of node)
         if node.op == "placeholder":
@@ -88,13 +104,11 @@ class Assembly:
         name = name_of(node)
         if name in _PASSES:
             return self.copied(node.args[0])
-        if name in ("full_like", "full", "fill", "copy", "copy_"):
+        if name in _FILLS:
             return self.copied(node.args[1])
-        if name in ("zeros_like", "zeros", "ones_like", "ones"):
+        if name in _CONSTANTS:
             one = name.startswith("ones")
             return float(one) if node.meta["val"].is_floating_point() else int(one)
-        if name == "scalar_tensor":
-            return self.copied(node.args[0])
         if name == "_to_copy":
             inner = self.copied(node.args[0])
             if not isinstance(inner, fx.Node):
@@ -139,9 +153,9 @@ class Assembly:
         if name in self.tile:
             return self.tile[name]
         program = self.program
-        if name.startswith("n"):
+        i = self._read(name)
+        if i is None:
             return self.numbers[int(name[1:])]
-        i = next(i for i, node in enumerate(program.reads) if node.name == name)
         tensor = self.tensors[program.read_tensors[i]]
         at = [self.copied(x) for x in self.places[i]]
         if all(not isinstance(x, fx.Node) for x in at):  # it has one element
@@ -152,6 +166,10 @@ class Assembly:
         read.meta["val"] = program.reads[i].meta["val"]
         read.meta["at"] = tuple(at)
         return read
+
+    def _read(self, name: str) -> int | None:
+        """Which read a placeholder stands for, if it is neither of the tile nor a number."""
+        return next((i for i, node in enumerate(self.program.reads) if node.name == name), None)
 
     def _index(self, x: Any) -> Any:
         if isinstance(x, fx.Node):

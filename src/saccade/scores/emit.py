@@ -22,7 +22,7 @@ from torch import fx
 
 from saccade.scores.program import Program
 from saccade.scores.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
-from saccade.scores.trace import TILE, K, Q, Refused, name_of
+from saccade.scores.trace import TILE, K, Q, Refused, behind, name_of
 
 
 class Form(NamedTuple):
@@ -94,8 +94,8 @@ class Emitter:
             return Value(str(x), "int" if abs(x) <= NARROW else "wide", (), (x, x))
         if isinstance(x, float):
             return Value(_literal(x), "float")
-        if x not in self.made:
-            self.made[x] = self._placeholder(x) if x.op == "placeholder" else self._call(x)
+        for node in behind(x, _needed, self.made):
+            self.made[node] = self._placeholder(node) if node.op == "placeholder" else self._call(node)
         return self.made[x]
 
     def _placeholder(self, node: fx.Node) -> Value:
@@ -353,6 +353,13 @@ class Emitter:
         """The whole function; its last line returns, or is, `result`."""
         body = [f"{used} = {text}" for used, text in self.used.items()] + self.lines + [result]
         return f"@triton.jit\ndef {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
+
+
+def _needed(node: fx.Node) -> Sequence[Any]:
+    """The nodes and numbers whose values a node's value is made of; tensors have none."""
+    if node.op == "placeholder":
+        return ()
+    return node.meta.get("at", ()) if name_of(node) in ("index", "reshape") else node.args
 
 
 def _span(x: Value) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from saccade.scores.emit import Emitter, Form, Value
 from saccade.scores.program import Program
-from saccade.scores.trace import name_of
+from saccade.scores.trace import DEEP, name_of
 
 PARAMETERS = "data, b, h, q_idx, kv_idx"
 _SCORE = "score"
@@ -31,6 +31,8 @@ def linear_source(program: Program, form: Form) -> str | None:
     """`pitch`, and `level`: what is added to a score of product 0; None for a score that is not linear."""
     (out,) = next(x for x in program.value_decomposed.graph.nodes if x.op == "output").args[0]
     made = Emitter(program, form)
+    if len(program.value_decomposed.graph.nodes) > DEEP:
+        return None
     try:
         scores, pitch = _terms(out, made)
     except _Other:

@@ -18,7 +18,7 @@ import logging
 import operator
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -259,3 +259,19 @@ class _Lines(TorchDispatchMode):
 def name_of(node: fx.Node) -> str:
     target: Any = node.target
     return target._schema.name.partition("::")[2] if hasattr(target, "_schema") else str(target)
+
+
+DEEP = 200
+"""Nodes of a graph up to which patterns are looked for in it, as that is done by recursion."""
+
+
+def behind(node: fx.Node, needed: Callable[[fx.Node], Iterable[Any]], made: Container[fx.Node]) -> Iterator[fx.Node]:
+    """What a node needs, and what that needs, and the node itself, each behind its own and once, but for what is made
+    already. No recursion: a score function may be a chain of more operations than Python has frames."""
+    waiting = [node]
+    while waiting:
+        missing = [x for x in needed(waiting[-1]) if isinstance(x, fx.Node) and x not in made]
+        if missing:
+            waiting += reversed(missing)
+        elif (last := waiting.pop()) not in made:
+            yield last
