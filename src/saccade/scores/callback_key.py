@@ -22,6 +22,19 @@ Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"
 
 
+class _Contents:
+    """What a function is made of: deep, and looked up in every call, so that it is hashed once."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts, self.hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Contents) and self.parts == other.parts)
+
+
 class _Unkeyed(Exception):
     """Something that may change without notice."""
 
@@ -48,7 +61,7 @@ def callback_key(callback: Callback | None) -> Any:
         return kept[0]
     seen = _Seen()
     try:
-        key = "contents", _contents(callback, _NONE, seen)
+        key = _Contents(_contents(callback, _NONE, seen))
     except _Unkeyed:
         return None
     if seen.lasting:
@@ -110,7 +123,7 @@ def frozen(value: Any) -> Any:
             "goes into the dictionaries of tensors"
         )
     if isinstance(value, dict):
-        return "dict", tuple(sorted(((frozen(k), frozen(v)) for k, v in value.items()), key=repr))
+        return "dict", frozenset((frozen(k), frozen(v)) for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(frozen, value))
     if isinstance(value, (set, frozenset)):
