@@ -100,17 +100,20 @@ class Cut:
     """Columns of one bulk copy."""
     prepared_rows: int
     """of one program of prepare_kernel"""
-    stays: bool
-    """Programs stay on a multiprocessor, and draw blocks of keys; else each has one."""
 
     @staticmethod
     def of(d: int, d_v: int) -> Cut:
         if max(d, d_v) <= 64:
-            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64, True)
+            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64)
         if max(d, d_v) <= 128:
-            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64, True)
+            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64)
         columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
-        return Cut(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32, False)
+        return Cut(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
+
+    @property
+    def stays(self) -> bool:
+        """Whether programs stay on a multiprocessor, and draw blocks of keys; else each has one."""
+        return self.kernel is backward_kernel
 
     @property
     def pieces(self) -> int:
@@ -120,10 +123,9 @@ class Cut:
     @property
     def constants(self) -> dict[str, Any]:
         registers = {"CONSUMER_REGISTERS": 240, "OTHER_REGISTERS": 24}
-        if self.kernel is wide_backward_kernel:
+        if not self.stays:
             return {"D": self.columns, "D_V": self.v_columns, **registers}
-        dims = {"BLOCK_Q": self.block_q, "BLOCK_D": self.columns, "BLOCK_DV": self.v_columns}
-        return {**dims, **registers}
+        return {"BLOCK_Q": self.block_q, "BLOCK_D": self.columns, "BLOCK_DV": self.v_columns, **registers}
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,7 @@ def start_rows(
 
 
 @gluon.jit
-def end_rows(
-    ring, n, whole, tails, used, BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr
-):  # fmt: skip
+def end_rows(ring, n, whole, tails, used, BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr):
     """Clears the rows from `used` on in stage n, unless all are in use. Returns tails, counted on."""
     if not whole:
         stage = n % ring.STAGES

@@ -17,9 +17,7 @@ from saccade.backends.gluon.tiles import zero_tail
 
 
 @gluon.jit
-def start_keys(
-    k_desc, v_desc, shared, drawn, whole, block, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def start_keys(k_desc, v_desc, shared, drawn, whole, block, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr):
     """Starts the copies of k, and of v where it has as many places, to the slot of item `drawn`; `end_keys` has to
     follow."""
     WITH_V: gl.constexpr = shared.v_tiles.shape[0] > 1

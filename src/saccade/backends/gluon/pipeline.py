@@ -76,7 +76,7 @@ class Ring:
     @gluon.jit
     def target(self, stage, whole):
         """For the producer: the barrier of copies to a stage; of a tile that is not whole, the one it waits for."""
-        return self.full.index(gl.where(whole, stage, self.STAGES))
+        return self.full.index(gl.where(whole, stage, self.full.shape[0] - 1))
 
     @gluon.jit
     def first_of(self, stage):
@@ -86,7 +86,7 @@ class Ring:
     @gluon.jit
     def landing(self):
         """For the producer: the barrier of copies that it waits for."""
-        return self.full.index(self.STAGES)
+        return self.full.index(self.full.shape[0] - 1)
 
     @gluon.jit
     def fill(self, stage):
@@ -144,20 +144,9 @@ class Slots:
         mbarrier.wait(self.empty.index(slot), ((n // self.SLOTS) & 1) ^ 1)
         return slot
 
-    @gluon.jit
-    def target(self, slot, whole):
-        """For the producer: the barrier of copies to a slot; of a tile that is not whole, the one it waits for."""
-        return self.full.index(gl.where(whole, slot, self.SLOTS))
-
-    @gluon.jit
-    def landing(self):
-        """For the producer: the barrier of copies that it waits for."""
-        return self.full.index(self.SLOTS)
-
-    @gluon.jit
-    def fill(self, slot):
-        """For a producer that filled a slot itself."""
-        mbarrier.arrive(self.full.index(slot), count=1)
+    target = Ring.target
+    landing = Ring.landing
+    fill = Ring.fill
 
     @gluon.jit
     def wait(self, n):
