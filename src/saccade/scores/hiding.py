@@ -20,7 +20,7 @@ from torch import fx
 
 from saccade.scores.program import Program, constant_of
 from saccade.scores.ranges import LONGEST, spread
-from saccade.scores.trace import DEEP, Raw, name_of
+from saccade.scores.trace import Raw, name_of, shallow
 
 HIDDEN = -1e8
 """Finite numbers up to here hide, as -inf does: of rows that see a key their weight is zero."""
@@ -97,7 +97,7 @@ SCORES = 1e7
 
 def hiding(program: Program, raw: Raw) -> Hiding | None:
     """What a program hides. The graph that it was made of becomes that of the rest."""
-    found = _Select.of(program, raw) if len(raw.module.graph.nodes) <= DEEP else None
+    found = _Select.of(program, raw) if shallow(raw.module.graph) else None
     bounds: list[Bound] = []
     values: list[float | int] = []
     complete = True

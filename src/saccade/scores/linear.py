@@ -16,7 +16,7 @@ from torch import fx
 
 from saccade.scores.emit import Emitter, Form, Value
 from saccade.scores.program import Program
-from saccade.scores.trace import DEEP, name_of
+from saccade.scores.trace import name_of, shallow
 
 PARAMETERS = "data, b, h, q_idx, kv_idx"
 _SCORE = "score"
@@ -29,10 +29,11 @@ class _Other(Exception):
 
 def linear_source(program: Program, form: Form) -> str | None:
     """`pitch`, and `level`: what is added to a score of product 0; None for a score that is not linear."""
-    (out,) = next(x for x in program.value_decomposed.graph.nodes if x.op == "output").args[0]
-    made = Emitter(program, form)
-    if len(program.value_decomposed.graph.nodes) > DEEP:
+    graph = program.value_decomposed.graph
+    if not shallow(graph):
         return None
+    (out,) = next(x for x in graph.nodes if x.op == "output").args[0]
+    made = Emitter(program, form)
     try:
         scores, pitch = _terms(out, made)
     except _Other:
@@ -40,7 +41,7 @@ def linear_source(program: Program, form: Form) -> str | None:
     if scores != 1:
         return None
     level = Emitter(program, form)
-    level.made = {x: Value("0.0", "float") for x in program.value_decomposed.graph.nodes if x.name == _SCORE}
+    level.made = {x: Value("0.0", "float") for x in graph.nodes if x.name == _SCORE}
     added = level.float(level.value(out))
     sources = (
         made.function("pitch", PARAMETERS, f"return {pitch or '0.0'}"),

@@ -15,7 +15,7 @@ from torch import fx
 
 from saccade.scores.emit import Emitter, Form
 from saccade.scores.program import Program
-from saccade.scores.trace import DEEP, K, Q, name_of
+from saccade.scores.trace import K, Q, name_of, shallow
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
@@ -95,7 +95,7 @@ def scatter_source(program: Program, form: Form, wanted: Sequence[bool]) -> str:
 def _distance(x: Any) -> int | None:
     """How an index depends on q_idx and kv_idx: 0 not at all or on their difference alone, c as c kv_idx or c q_idx
     would (negative), None in any other way."""
-    slopes = _slopes(x, {}) if not isinstance(x, fx.Node) or len(x.graph.nodes) <= DEEP else None
+    slopes = _slopes(x, {}) if not isinstance(x, fx.Node) or shallow(x.graph) else None
     return 0 if slopes is not None and slopes[0] + slopes[1] == 0 else None
 
 

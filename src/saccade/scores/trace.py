@@ -261,14 +261,15 @@ def name_of(node: fx.Node) -> str:
     return target._schema.name.partition("::")[2] if hasattr(target, "_schema") else str(target)
 
 
-DEEP = 200
-"""Nodes of a graph up to which patterns are looked for in it, as that is done by recursion."""
+def shallow(graph: fx.Graph) -> bool:
+    """Whether patterns are looked for in a graph, which is done by recursion."""
+    return len(graph.nodes) <= 200
 
 
 def behind(node: fx.Node, needed: Callable[[fx.Node], Iterable[Any]], made: Container[fx.Node]) -> Iterator[fx.Node]:
     """What a node needs, and what that needs, and the node itself, each behind its own and once, but for what is made
     already. No recursion: a score function may be a chain of more operations than Python has frames."""
-    waiting = [node]
+    waiting = [] if node in made else [node]
     while waiting:
         missing = [x for x in needed(waiting[-1]) if isinstance(x, fx.Node) and x not in made]
         if missing:
