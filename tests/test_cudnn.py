@@ -36,6 +36,7 @@ from saccade.scores import Graph, bind, data_type, score_callback
 from saccade.scores.graph import Recording
 from saccade.testing import check
 from saccade.testing.callbacks import NAMES, USUAL, Softcap, added, case, one, scaled_causal, scaled_causal_bprop
+from saccade.testing.tally import Tally
 
 
 def test_it_is_never_chosen():
@@ -371,7 +372,9 @@ def test_gradients_of_the_lse_as_columns(dtype):
     dlse = torch.randn(2, 4, 5)
     wider, out2, dout2 = launch.extended(v, out, dout, dlse)
     found = (out2.double() * dout2.double()).sum(-1) - (out.double() * dout.double()).sum(-1)
-    torch.testing.assert_close(found.float(), -dlse, rtol=1e-6, atol=1e-6)
+    tally = Tally(torch.finfo(torch.float32).eps)
+    tally.add(found, -dlse, -dlse, dlse)
+    assert tally.ratio() <= 1
     assert wider.shape[3] == out2.shape[3] == 24
     assert not wider[..., 16:].any()
 

@@ -18,8 +18,9 @@ from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Results
 from saccade.layouts import Dense, Layout, Packed, form
 from saccade.problem import Problem
-from saccade.testing import accuracy, packed
+from saccade.testing import packed
 from saccade.testing.cases import Inputs
+from saccade.testing.parts import At, Part, Precision
 from saccade.testing.shifted import shifted, shifted_mask
 from saccade.testing.tally import Tally
 
@@ -31,8 +32,6 @@ _SCORES = {"cuda": 1 << 31, "cpu": 1 << 25}
 _PAIRS = 1 << 28
 """Of a score matrix that the oracle holds at once, about ten times in float64."""
 
-_At = tuple[slice, slice, slice]
-"""batch, heads and rows"""
 _Ways = tuple[Tensor, Tensor, Tensor]
 """exact, eager and terms"""
 
@@ -44,9 +43,9 @@ NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "forward+backward"
 class _Truth:
     """The oracle on one group of heads of one sequence: result name -> (exact, eager, terms), each (1, heads, s, d)."""
 
-    rows_at: _At
+    rows_at: At
     """of what q's rows have"""
-    keys_at: _At
+    keys_at: At
     ways: dict[str, _Ways]
 
 
@@ -123,7 +122,7 @@ def _truth(cell: Cell, inputs: Inputs, place: packed.Place, key_head: int, names
     return _Truth(rows_at, keys_at, _together(found, dim=1))
 
 
-def _head(cell: Cell, inputs: Inputs, b: int, rows_at: _At, keys_at: _At, names: tuple[str, ...]) -> dict[str, _Ways]:
+def _head(cell: Cell, inputs: Inputs, b: int, rows_at: At, keys_at: At, names: tuple[str, ...]) -> dict[str, _Ways]:
     """The oracle on one query head of one sequence."""
     found = []
     for rows, keys in _slices(cell, rows_at[2], keys_at[2]):
@@ -170,7 +169,7 @@ def _joined(name: str, parts: list[_Ways], dim: int) -> _Ways:
     return total, torch.stack(eager).sum(0), squares.sqrt()
 
 
-def _part(cell: Cell, inputs: Inputs, b: int, rows_at: _At, keys_at: _At) -> accuracy._Part:
+def _part(cell: Cell, inputs: Inputs, b: int, rows_at: At, keys_at: At) -> Part:
     """One query head of batch row or sequence b."""
     layout: Layout = inputs.keywords.get("layout", Dense())
     mask, sink, head = inputs.keywords.get("mask"), inputs.keywords.get("sink"), rows_at[1]
@@ -186,4 +185,6 @@ def _part(cell: Cell, inputs: Inputs, b: int, rows_at: _At, keys_at: _At) -> acc
         score=shifted(inputs.keywords.get("score_mod"), q, b, head.start),
         scale=q.shape[-1] ** -0.5,
     )
-    return accuracy._Part(rows_at, keys_at, problem, None if cell.mode == "forward" else dout[rows_at], None)
+    # Peers are held to what a fused backend of the machine is.
+    precision = Precision.of(q.dtype, q.device, "auto")
+    return Part(rows_at, keys_at, problem, None if cell.mode == "forward" else dout[rows_at], None, precision)

@@ -9,37 +9,39 @@ from torch import Tensor
 
 
 class Tally:
-    """Largest elements and sums of squares of a tensor's errors and terms, part after part."""
+    """Of a tensor's errors and terms, part after part: the largest elements, the sums of squares, and the worst row."""
 
     def __init__(self, eps: float) -> None:
         self.eps = eps
         self.top = torch.zeros(3, dtype=torch.float64)
         self.squares = torch.zeros(3, dtype=torch.float64)
+        self.row = 0.0
         self.broken = False
 
     def add(self, x: Tensor, exact: Tensor, eager: Tensor, terms: Tensor) -> None:
+        """Rows are along the last dimension."""
         if not x.numel():
             return
         x, exact, eager = x.double(), exact.double(), eager.double()
         finite = exact.isfinite()
         self.broken |= bool((x.isfinite() != finite).any()) or bool((x != exact)[~finite].any())
-        for i, row in enumerate((x - exact, eager - exact, terms)):
-            # Where the plain run overflows, it says nothing.
-            row = row.double().nan_to_num(0, 0, 0).abs()
-            self.top[i] = max(self.top[i], row.max().cpu())
-            self.squares[i] += row.square().sum().cpu()
+        # Where the plain run overflows, it says nothing.
+        found = torch.stack([y.double().nan_to_num(0, 0, 0).abs() for y in (x - exact, eager - exact, terms)])
+        self.top = torch.maximum(self.top, found.flatten(1).amax(1).cpu())
+        self.squares += found.square().flatten(1).sum(1).cpu()
+        error, other, term = found.square().mean(-1).sqrt()
+        self.row = max(self.row, float(self._shares(error, other, term).max()))
 
     def ratio(self) -> float:
         if self.broken:
             return math.inf
+        # The roots of the sums stand for the roots of the means.
+        wholes = torch.stack([self.top, self.squares.sqrt()], dim=1)
+        return max(self.row, float(self._shares(*wholes).max()))
 
-        def share(error: float, eager: float, terms: float) -> float:
-            return error / (2 * (eager + self.eps / 2 * terms)) if error else 0.0
-
-        try:  # the roots of the sums stand for the roots of the means
-            return max(share(*self.top.tolist()), share(*self.squares.sqrt().tolist()))
-        except ZeroDivisionError:
-            return math.inf
+    def _shares(self, error: Tensor, other: Tensor, term: Tensor) -> Tensor:
+        """Infinite where there is an error and nothing is allowed."""
+        return torch.where(error == 0, 0, error / (2 * (other + self.eps / 2 * term)))
 
 
 def at_once(x: Tensor, exact: Tensor, eager: Tensor, eps: float) -> Tensor:

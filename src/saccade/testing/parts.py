@@ -1,0 +1,206 @@
+"""One batch row and some heads of a call: the exact answer, the plain one, and what is rounded on the way to each
+element. `accuracy` says what is made of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import reference
+from saccade.problem import Problem
+from saccade.testing.shifted import Shifted, places
+
+Results = dict[str, Tensor]
+"""out, lse, and as far as they are asked for max_scores, dq, dk, dv, dsink."""
+
+At = tuple[slice, slice, slice]
+"""batch, heads and rows"""
+
+
+class Precision(NamedTuple):
+    """The dtypes that a backend computes in between. What it multiplies and what it returns have the inputs' dtype."""
+
+    products: torch.dtype
+    """What `q k^T` and `dout v^T` leave in."""
+    scores: torch.dtype
+    """Everything from there on: scale, functions, the softmax, the LSE, `p (dp - delta)`."""
+    functions: torch.dtype
+    """What values of score functions are good to."""
+    exp: float = 0.0
+    """The relative error of exponentials, where it is more than that of the scores' dtype."""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device: torch.device, backend: str) -> Precision:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        half = dtype in (torch.float16, torch.bfloat16)
+        if backend == "reference":  # each of its steps is rounded
+            return cls(dtype, dtype, dtype)
+        if device.type == "cpu":  # PyTorch has no product of bfloat16 there that leaves in float32
+            # And PyTorch's own kernel takes exponentials to 14 bits for 16-bit inputs.
+            return cls(dtype if dtype == torch.bfloat16 else wide, wide, wide, 2**-14 if half else 0.0)
+        # tanh in one instruction has 11 bits.
+        return cls(wide, wide, torch.float16 if half and backend != "triton" else wide)
+
+
+class Part(NamedTuple):
+    """One batch row and some heads of a call, tensors (1, h, s, …), and where they are in it."""
+
+    rows_at: At
+    """of what q's rows have"""
+    keys_at: At
+    """batch, key heads and keys"""
+    problem: Problem
+    dout: Tensor | None
+    dlse: Tensor | None
+    precision: Precision
+
+    def exact(self) -> Results:
+        return self._wide(torch.float64)._oracle()
+
+    def eager(self) -> Results:
+        problem = self.problem
+        if problem.q.dtype != torch.float64:
+            plain = self if self.precision.scores == problem.q.dtype else self._wide(self.precision.scores)
+            found = plain._oracle()
+            return {name: x if name in ("lse", "max_scores") else self._returned(x, name) for name, x in found.items()}
+        # Here the plain run would repeat the exact one to the bit and call its rounding none: scale first, and sum the
+        # head dimension from its other end.
+        turned = replace(problem, q=problem.q.flip(-1) * problem.scale, k=problem.k.flip(-1), scale=1.0)
+        found = self._replace(problem=turned)._oracle()
+        if self.dout is not None:
+            found["dq"], found["dk"] = found["dq"].flip(-1) * problem.scale, found["dk"].flip(-1)
+        return found
+
+    def terms(self, exact: Results) -> Results:
+        """The roundings that reach an element, in units of eps/2 of the inputs' dtype; here they are squared until the
+        end. `fine` is the square of one rounding of a score, `coarse` of a product that leaves in fewer bits.
+
+        A matrix product x y passes on the roundings of x, and rounds its n partial sums, `more` of n altogether, in the
+        dtype of the LSE: x_term y^2 + more(n) (x^2 y^2 + (x y)^2). P and ds are rounded to the inputs' dtype before
+        they are multiplied. In the backward p is exp(score - lse), so it has the LSE's roundings too. dp, delta and
+        dlse cancel in g = dp - delta + dlse, so they count one by one. Every result is itself rounded.
+        """
+        problem = self.problem
+        dtype, sums = problem.q.dtype, problem.lse_dtype()
+        eps = torch.finfo(dtype).eps
+        fine, of_functions = ((torch.finfo(x).eps / eps) ** 2 for x in self.precision[1:3])
+        products, scores, *_ = self.precision
+        coarse = 0 if products == scores else (torch.finfo(products).eps / eps) ** 2
+        smallest = torch.finfo(dtype).smallest_normal ** 2  # below it a rounding is absolute
+
+        problem, dout, dlse = self._wide(torch.float64)[2:5]
+        q, k, v = reference.operands(problem)
+        p, *_ = reference.probability(problem, q, k)
+        more_q, more_k, more_d, more_v = (
+            n * (2 * torch.finfo(sums).eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        )
+        kept = reference.kept(problem) * problem.dropout.rescale if problem.dropout else q.new_ones(())
+        hidden = (exact["lse"] == -torch.inf)[..., None]
+        out, lse = exact["out"], torch.where(hidden, 0, exact["lse"][..., None])
+        top = exact["max_scores"][..., None]
+        top = torch.where(top.isfinite(), top, 0)
+
+        score = q @ k.mT * problem.scale
+        modified, slope, slope_term = self._modified(score, of_functions)
+        score_term = coarse * score**2 + (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
+        if problem.score is not None:
+            score_term = of_functions * modified**2 + slope**2 * score_term
+        score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
+        p_rounded = torch.where(p > 0, p**2 + smallest, 0)
+        p_term = p**2 * score_term
+        lse_term = (
+            fine * (1 + lse**2 + top**2) + (2 * self.precision.exp / eps) ** 2 + more_k + p_term.sum(-1, keepdim=True)
+        )
+        out_term = smallest + (1 + more_k) * out**2 + ((p_rounded + p_term + more_k * p**2) * kept**2) @ v**2
+        squares = {"out": out_term, "lse": lse_term[..., 0]}
+        squares["max_scores"] = torch.nn.functional.pad(score_term, (0, 1)).amax(-1)  # of no key, zero
+        if dout is not None:
+            dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
+            dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
+            p_term = p_term + p**2 * lse_term
+            dp, delta = dout @ v.mT * kept, (dout * out).sum(-1, keepdim=True)
+            dp_term = coarse * dp**2 + (fine + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
+            row_term = (
+                fine * (delta**2 + dlse**2)
+                + more_v * delta**2
+                + (dout**2 * (out_term + more_v * out**2)).sum(-1, keepdim=True)
+            )
+            before = dp - delta + dlse
+            if isinstance(problem.score, Shifted) and problem.score.captured():
+                before_term = p_term * before**2 + p**2 * (dp_term + row_term)
+                for name, rows in problem.score.squares(before_term, score.detach()).items():
+                    squares[name] = exact[name].double() ** 2 + rows
+            ds = p * before * slope
+            ds_term = p_term * (before * slope) ** 2 + p**2 * ((dp_term + row_term) * slope**2 + before**2 * slope_term)
+            ds_term = torch.where(p > 0, ds**2 + smallest + ds_term, 0)
+            # A row's error in delta is common to its keys.
+            dq_term = (ds_term + more_k * ds**2) @ k**2 + row_term * (p * slope @ k) ** 2
+            dk_term = self._of_groups((ds_term + more_q * ds**2).mT @ q**2)
+            dv_term = self._of_groups(((p_rounded + p_term + more_q * p**2) * kept**2).mT @ dout**2)
+            squares["dq"] = smallest + (1 + more_k) * exact["dq"] ** 2 + dq_term * problem.scale**2
+            squares["dk"] = smallest + (1 + more_q) * exact["dk"] ** 2 + dk_term * problem.scale**2
+            squares["dv"] = smallest + (1 + more_q) * exact["dv"] ** 2 + dv_term
+            if problem.sink is not None:
+                share = torch.where(hidden, 0, (problem.sink[:, None, None] - lse).exp())
+                rows = share**2 * (row_term + (fine + lse_term + more_q) * (delta - dlse) ** 2)
+                squares["dsink"] = (1 + more_q) * exact["dsink"] ** 2 + rows.sum((0, 2, 3))
+        return {name: square.sqrt() for name, square in squares.items()}
+
+    def _oracle(self) -> Results:
+        problem, backward = self.problem, self.dout is not None
+        given = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
+        leaves = {name: x.detach().requires_grad_(backward) for name, x in given.items() if x is not None}
+        problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
+        if isinstance(problem.score, Shifted):
+            leaves |= problem.score.captured()
+        out, lse, largest = reference.attention(problem)
+        return {"max_scores": largest} | with_gradients(out, lse, leaves, self.dout, self.dlse)
+
+    def _returned(self, x: Tensor, name: str) -> Tensor:
+        """As the call returns it: rounded once more."""
+        given = {"dsink": self.problem.sink}.get(name, None if name.startswith("dscore") else self.problem.q)
+        return x if given is None else x.to(given.dtype)
+
+    def _modified(self, score: Tensor, of_functions: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The modified score, its derivative by the score, and what is rounded there, squared: a derivative is made of
+        values of the function, as 1 - tanh^2 is."""
+        one = score.new_ones(())
+        if self.problem.score is None:
+            return score, one, torch.zeros_like(one)
+        score = score.detach().requires_grad_()
+        modified = self.problem.score(score, *places(score))
+        slope: Tensor | None = None
+        if modified.requires_grad:
+            slope = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)[0]
+        slope = torch.zeros_like(score) if slope is None else slope
+        return modified.detach(), slope, of_functions * (slope**2 + 4 * (1 - slope) ** 2)
+
+    def _of_groups(self, x: Tensor) -> Tensor:
+        """(1, h_q, s, d) summed over the query heads of each key head"""
+        return x.unflatten(1, (-1, self.problem.group)).sum(2)
+
+    def _wide(self, dtype: torch.dtype) -> Part:
+        """The same numbers in another dtype."""
+
+        def wide(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(dtype)
+
+        tensors: dict[str, Any] = {name: wide(getattr(self.problem, name)) for name in ("q", "k", "v", "sink")}
+        return self._replace(problem=replace(self.problem, **tensors), dout=wide(self.dout), dlse=wide(self.dlse))
+
+
+def with_gradients(
+    out: Tensor, lse: Tensor, leaves: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None
+) -> Results:
+    """out and lse, and the gradients of leaves, zeros where there is none."""
+    found = {"out": out.detach(), "lse": lse.detach()}
+    if dout is not None:
+        results, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
+        given = torch.autograd.grad(results, list(leaves.values()), gradients, allow_unused=True, retain_graph=True)
+        pairs = zip(leaves.items(), given, strict=True)
+        found |= {name: torch.zeros_like(leaf) if x is None else x for (name, leaf), x in pairs}
+    return found
