@@ -8,9 +8,9 @@ element. A tensor x passes when
 
 and when the same holds for the root mean squares of the whole and of each row: of a row of d numbers of out, dq, dk, dv
 and of what a score function captures, of each number of the LSE and of the largest scores. eps/2, of the inputs' dtype,
-is what one rounding can do. So a fused kernel may be as wrong as twice the plain one, gradients that cancel to zero have
-the rounding of what cancelled, and rows that are small beside others are looked at for themselves. No test holds a
-number.
+is what one rounding can do. So a fused kernel may be as wrong as twice the plain one, gradients that cancel to zero
+have the rounding of what cancelled, and rows that are small beside others are looked at for themselves. No test holds
+a number.
 
 Two backends round more, and are granted it: the cpu's products of bfloat16 leave in bfloat16, and `reference` rounds
 each of its steps to the inputs' dtype. On a GPU, values of score functions have 11 bits, which is what its tanh has.
@@ -252,5 +252,5 @@ def _parts(
                 scale=float(scale),
                 dropout=shifted_dropout(dropout, b, heads.start),
             )
-            gradients = (None if x is None else x[rows_at] for x in (dout, dlse))
-            yield Part(rows_at, keys_at, problem, *gradients, precision)
+            dout_part, dlse_part = (None if x is None else x[rows_at] for x in (dout, dlse))
+            yield Part(rows_at, keys_at, problem, dout_part, dlse_part, precision)
