@@ -48,7 +48,7 @@ def at_once(x: Tensor, exact: Tensor, eps: float, least: float = 0.0) -> Tensor:
     """Error over tolerance of the worst row, (), on its device and without a wait for the host: for thousands of calls.
 
     Rows are along the last dimension, and each may be off by two roundings of eps/2 for what is rounded on the way, of
-    two numbers of its size, or of `least` where that is more. NaN where x has one, infinite for infinities out of place.
+    two numbers of its size, or of `least` if that is more. NaN where x has one, infinite for infinities out of place.
     """
     x, exact = x.double(), exact.double()
     finite = exact.isfinite()
