@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, attention, causal, documents, explain, window
+from saccade import Dense, attention, causal, dispatch, documents, explain, window
 from saccade.problem import Header
 from saccade.testing.accuracy import check
 from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
@@ -43,6 +43,24 @@ def test_drawn_case(seed: int, backend: str) -> None:
     given = case.inputs("cuda", seed=seed)
     report = check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend=backend, **given.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+WINDOWS = ["window(None,7)", "window(7,None)", "window(7,0)", "window(None,0)", "window(0,9)"]
+
+
+@pytest.mark.parametrize("masks", [WINDOWS, WINDOWS[::-1]], ids=["left-open first", "left-open last"])
+@pytest.mark.parametrize(("s_q", "s_k"), [(65, 70), (300, 190)], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "padded", "packed"])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_windows_one_after_the_other(d: int, kind: str, s_q: int, s_k: int, masks: list[str], backend: str) -> None:
+    """Of the same shapes, so that a call finds what the one before left: a window without a left bound has a kernel of
+    its own in gluon."""
+    dispatch._plans.clear()
+    told: dict[str, Any] = {"padded": {"used": "qk"}, "packed": {"order": "thd"}}.get(kind, {})
+    for mask in masks:
+        given = Case("", b=3, h_q=4, s_q=s_q, s_k=s_k, d=d, mask=mask, **told).inputs("cuda")
+        tensors, gradients = (given.q, given.k, given.v), {"dout": given.dout, "dlse": given.dlse}
+        check(*tensors, **gradients, backend=backend, **given.keywords).assert_ok()
 
 
 def operands(b: int, h: int, s: int, d: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

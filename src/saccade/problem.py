@@ -57,8 +57,8 @@ class Problem:
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
-            *(layout.text, mask and mask.identity, score and score.identity, sink is None, self.deterministic),
-            *(self.dropout is None, self.max_scores),
+            *(layout.text, mask and (mask.identity, mask.lower), score and score.identity, sink is None),
+            *(self.deterministic, self.dropout is None, self.max_scores),
             None if self.out is None else (self.out.stride(), _address(self.out) % ALIGNMENT),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),

@@ -115,7 +115,8 @@ class Mask:
 
     @property
     def identity(self) -> str:
-        """The kind, with a name for every program in it: equal for masks that run the same kernels."""
+        """The kind, with a name for every program in it: masks with the same one, and the same `lower`, run the same
+        kernels."""
         return self.kind
 
     @property

@@ -220,35 +220,39 @@ _ALL = DeviceMask(*_functions(_all_of, _all_of, _all_sees, True), (), lower=FLAG
 
 
 def record(mask: masks.Mask | None) -> DeviceMask:
-    """The device form of a mask; None sees everything."""
+    """The device form of a mask; None sees everything. Its constants, parts and all, follow from the mask's identity
+    and `lower`, which a Problem's key holds."""
+    return _ALL if mask is None else _record(mask, FLAGS[mask.lower])
+
+
+def _record(mask: masks.Mask, lower: Any) -> DeviceMask:
+    """The same, where the whole mask's `lower` is known: parts have it too."""
     match mask:
-        case None:
-            return _ALL
         case masks.Window():
-            return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), lower=FLAGS[mask.lower])
+            return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), lower=lower)
         case masks.Prefix(n=int(n)):
-            return DeviceMask(*_PREFIX, (runtime_int(n),), lower=FLAGS[mask.lower])
+            return DeviceMask(*_PREFIX, (runtime_int(n),), lower=lower)
         case masks.Prefix(n=Tensor() as n):
-            return DeviceMask(*_PREFIXES, (n.contiguous(),), lower=FLAGS[mask.lower])
+            return DeviceMask(*_PREFIXES, (n.contiguous(),), lower=lower)
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
             tensors = (x.contiguous() for x in (mask.ids, mask.first, mask.stop, mask.solid))
             data = (*tensors, runtime_int(stride), runtime_int(s))
-            return DeviceMask(*_DOCUMENTS, data)
+            return DeviceMask(*_DOCUMENTS, data, lower=lower)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
             keys_of, rows_of, sees, exact = _predicate(predicate)
-            return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate))
+            return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate), lower=lower)
         case masks.Not():
-            return DeviceMask(*_NOT, (record(mask.part),))
+            return DeviceMask(*_NOT, (_record(mask.part, lower),), lower=lower)
         case masks.Blocked():
-            return record(mask.mask)
+            return _record(mask.mask, lower)
         case masks.And() | masks.Or():
-            first, *rest = map(record, mask.parts)
+            first, *rest = (_record(part, lower) for part in mask.parts)
             for other in rest:
                 exact = first.exact.value and other.exact.value
                 functions = _AND[exact] if isinstance(mask, masks.And) else _OR
-                first = DeviceMask(*functions, (first, other), lower=FLAGS[mask.lower])
+                first = DeviceMask(*functions, (first, other), lower=lower)
             return first
     raise TypeError(f"no device form of {mask!r}")
 

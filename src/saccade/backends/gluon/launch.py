@@ -60,8 +60,7 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> O
             return *lead, *sequences.spans(problem, table), page_boxes.record(problem), *records
 
         # What is compiled for, and the Problem's key does not hold.
-        lower = problem.mask is not None and problem.mask.lower
-        key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, lower
+        key = "forward", lse, score.identity.value, score.linear.value, score.vast.value
         found = problem.launches.get(key) if tile is None else None
         if found is not None:
             again, numbers, made = found
