@@ -10,7 +10,7 @@ logs=$(mktemp -d)
 mkdir "$logs/claims"
 gpus=$(python3 -c "import torch; print(max(1, torch.cuda.device_count()))")
 for i in $(seq 0 $((processes - 1))); do
-  CUDA_VISIBLE_DEVICES=$((i % gpus)) PYTHONPATH=src timeout -s INT -k 20 "$seconds" \
+  CUDA_VISIBLE_DEVICES=$((i % gpus)) PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} timeout -s INT -k 20 "$seconds" \
     python3 -m pytest -m gpu -q -p no:cacheprovider --share "$logs/claims" tests "${@:3}" >"$logs/$i.log" 2>&1 &
 done
 wait
