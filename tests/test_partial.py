@@ -35,11 +35,13 @@ def in_parts(cuts: list[int]):
             return layout.ordered(layout.canonical(x)[:, :, start:stop])
 
         s_k, partials = layout.canonical(k).shape[2], []
-        for start, stop in zip([0, *cuts], [*cuts, s_k], strict=True):
+        # Of q once for each part: torch adds their gradients up in float32, and not one by one in q's dtype.
+        queries = q.expand(len(cuts) + 1, *q.shape).unbind()
+        for part, start, stop in zip(queries, [0, *cuts], [*cuts, s_k], strict=True):
             # Bottom-right alignment: the diagonal stays where it was when keys are missing on its right.
             part_mask = None if mask is None else mask if stop == s_k else window(None, s_k - stop)
             keywords |= {"layout": layout, "mask": part_mask, "sink": sink if start == 0 and not partials else None}
-            partials.append(attention(q, rows(k, start, stop), rows(v, start, stop), return_lse=True, **keywords))
+            partials.append(attention(part, rows(k, start, stop), rows(v, start, stop), return_lse=True, **keywords))
         found = merge(*partials, layout=layout)
         return found if return_lse else found.out
 

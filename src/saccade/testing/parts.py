@@ -90,11 +90,13 @@ class Part(NamedTuple):
         fine, of_functions = ((torch.finfo(x).eps / eps) ** 2 for x in self.precision[1:3])
         products, scores, *_ = self.precision
         coarse = 0 if products == scores else (torch.finfo(products).eps / eps) ** 2
-        smallest = torch.finfo(dtype).smallest_normal ** 2  # below it a rounding is absolute
+        # Below these a rounding is absolute: results are as small as their dtype can tell, exponentials become zero.
+        smallest = torch.finfo(dtype).smallest_normal ** 2
+        least = max(torch.finfo(dtype).smallest_normal, 2 / eps * torch.finfo(sums).smallest_normal) ** 2
 
         problem, dout, dlse = self._wide(torch.float64)[2:5]
         q, k, v = reference.operands(problem)
-        p, *_ = reference.probability(problem, q, k)
+        p = reference.probability(problem, q, k)[0].detach()
         more_q, more_k, more_d, more_v = (
             n * (2 * torch.finfo(sums).eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         )
@@ -110,7 +112,7 @@ class Part(NamedTuple):
         if problem.score is not None:
             score_term = of_functions * modified**2 + slope**2 * score_term
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
-        p_rounded = torch.where(p > 0, p**2 + smallest, 0)
+        p_rounded = torch.where(p > 0, p**2 + least, 0)
         p_term = p**2 * score_term
         lse_term = (
             fine * (1 + lse**2 + top**2) + (2 * self.precision.exp / eps) ** 2 + more_k + p_term.sum(-1, keepdim=True)
@@ -136,7 +138,7 @@ class Part(NamedTuple):
                     squares[name] = exact[name].double() ** 2 + rows
             ds = p * before * slope
             ds_term = p_term * (before * slope) ** 2 + p**2 * ((dp_term + row_term) * slope**2 + before**2 * slope_term)
-            ds_term = torch.where(p > 0, ds**2 + smallest + ds_term, 0)
+            ds_term = torch.where(p > 0, ds**2 + least * (1 + (before * slope) ** 2) + ds_term, 0)
             # A row's error in delta is common to its keys.
             dq_term = (ds_term + more_k * ds**2) @ k**2 + row_term * (p * slope @ k) ** 2
             dk_term = self._of_groups((ds_term + more_q * ds**2).mT @ q**2)

@@ -22,11 +22,11 @@ class Tally:
         """Rows are along the last dimension."""
         if not x.numel():
             return
-        x, exact, eager = x.double(), exact.double(), eager.double()
+        x, exact, eager, terms = (y.detach().double() for y in (x, exact, eager, terms))
         finite = exact.isfinite()
         self.broken |= bool((x.isfinite() != finite).any()) or bool((x != exact)[~finite].any())
         # Where the plain run overflows, it says nothing.
-        found = torch.stack([y.double().nan_to_num(0, 0, 0).abs() for y in (x - exact, eager - exact, terms)])
+        found = torch.stack([y.nan_to_num(0, 0, 0).abs() for y in (x - exact, eager - exact, terms)])
         self.top = torch.maximum(self.top, found.flatten(1).amax(1).cpu())
         self.squares += found.square().flatten(1).sum(1).cpu()
         error, other, term = found.square().mean(-1).sqrt()
