@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import inspect
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,21 @@ def test_examples_run(page):
 def test_links_lead_somewhere(page):
     missing = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
     assert not missing
+
+
+def test_interface_is_found_without_an_import():
+    """The site is made from the sources: there a name is a definition or an import; an assigned alias is nothing."""
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert names
+    missing = [name for name in names if not _defined(*name.rpartition(".")[::2])]
+    assert not missing
+
+
+def _defined(module: str, name: str) -> bool:
+    source = inspect.getsource(import_module(module))
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {x.asname or x.name for node in nodes if isinstance(node, ast.ImportFrom) for x in node.names}
+    return name in imported | {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
 
 
 def test_support_table_is_generated():

@@ -9,11 +9,12 @@ A callback written for `graph.sdpa(score_mod=…)` runs as it is: data types may
 from __future__ import annotations
 
 from saccade.backends.cudnn.cache import cache as _graphs
-from saccade.scores import Graph, callback_clear, callback_info, callback_key, data_type, score_callback
+from saccade.scores import Graph, callback_key, data_type, score_callback
+from saccade.scores import callback_clear as cache_clear
+from saccade.scores import callback_info as cache_info
 
 __all__ = [
     "Graph", "cache_clear", "cache_info", "callback_key", "data_type", "graph_clear", "graph_info", "score_callback",
 ]  # fmt: skip
 
-cache_info, cache_clear = callback_info, callback_clear
 graph_info, graph_clear = _graphs.info, _graphs.clear
