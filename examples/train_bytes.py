@@ -297,8 +297,11 @@ def report(contenders: list[Contender], attention_times: list[float], tokens: in
 
 
 def draw(contenders: list[Contender], attention_times: list[float], path: Path) -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        console.print(f"No picture: {path} needs matplotlib; pip install matplotlib", soft_wrap=True)
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -330,6 +333,7 @@ def draw(contenders: list[Contender], attention_times: list[float], path: Path) 
     bars.tick_params(axis="y", length=0)
     bars.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=130)
+    console.print(f"The picture is {path}.", soft_wrap=True)
 
 
 def pick_device(wanted: str | None) -> str:
@@ -373,7 +377,6 @@ def main() -> None:
     report_saving([next(contenders[0].data)[1][:, :-1] for _ in range(50)])
     right = agrees_with_oracle(layers, ids)
     draw(contenders, times, args.out)
-    console.print(f"The picture is {args.out}.")
     raise SystemExit(0 if right else 1)
 
 
