@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
 from saccade.backends.cpu import native, packed, paged, tiled
+from saccade.backends.cpu.cut import TILE_ELEMENTS
 from saccade.layouts import Packed, Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
@@ -28,7 +29,7 @@ def obstacle() -> str | None:
 
 
 def workspace(spec: Spec) -> str:
-    return f"a few tiles of scores, at most {4 * 4 * tiled.TILE_ELEMENTS >> 20} MB"
+    return f"a few tiles of scores, at most {4 * 4 * TILE_ELEMENTS >> 20} MB for each thread"
 
 
 def forward(problem: Problem, lse: bool) -> Outputs:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from saccade.backends import Outputs
 from saccade.backends.cpu import sink
-from saccade.backends.cpu.softmax import Softmax
-from saccade.backends.cpu.tiled import TILE_ELEMENTS, TILE_ROWS, compute_dtype
+from saccade.backends.cpu.cut import TILE_ELEMENTS, TILE_ROWS, products_dtype
+from saccade.backends.cpu.softmax import Scratch, Softmax, product
 from saccade.layouts import Paged
 from saccade.problem import Problem
 
@@ -55,12 +55,13 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
     """Fills out (h_q, rows, d_v), lse and max_scores (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a
     key."""
     out, lse, largest = results
-    mask, extent, group, compute = problem.mask, problem.extent, problem.group, compute_dtype(problem.q.dtype)
+    mask, extent, group, products = problem.mask, problem.extent, problem.group, products_dtype(problem.q.dtype)
     h_q, s_q, _ = q.shape
     if mask is None:
         lo, hi = torch.zeros(s_q, dtype=torch.int64), torch.full((s_q,), keys)
     else:
         lo, hi = (edge[b if edge.shape[0] > 1 else 0, :s_q] for edge in mask.hull(extent).clipped(extent))
+    scratch = Scratch()
     b_idx, h_idx = torch.full((1, 1, 1, 1), b), torch.arange(h_q)[:, None, None]
     for block in _blocks(problem, s_q, keys):
         block_lo, block_hi = (torch.zeros(block.height, dtype=torch.int64) for _ in range(2))
@@ -71,21 +72,22 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
             continue
         # Rows and keys that only fill a tile take the index of a neighbour, which functions may read tensors at.
         q_idx = (torch.arange(block.height) - block.first + block.rows.start).clamp(0, s_q - 1)
-        stream = Softmax(lambda score: score.softmax(-1), streaming=True)
-        rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=compute)
-        rows[:, filled] = q[:, block.rows].to(compute)
+        stream = Softmax(scratch)
+        rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
+        rows[:, filled] = q[:, block.rows].to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
         step = _keys(problem, rows)
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi.max()), step):
             kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys))
-            k, v = (_tile(problem, x, b, start, len(kv_idx), keys).to(compute) for x in (problem.k, problem.v))
-            score = torch.bmm(rows, k.mT).mul_(problem.scale).view(1, h_q, block.height, -1)
+            k, v = (_tile(problem, x, b, start, len(kv_idx), keys).to(products) for x in (problem.k, problem.v))
+            score = product(rows, k.mT, problem.scale, scratch("product", (*rows.shape[:2], len(kv_idx)), products))
+            score = scratch.cast("score", score, lse.dtype).view(1, h_q, block.height, -1)
             if problem.score is not None:
                 score = problem.score.tile(score, b_idx, h_idx, q_idx[:, None], kv_idx.clamp(max=keys - 1))
             seen = (kv_idx >= block_lo[:, None]) & (kv_idx < block_hi[:, None])
             if mask is not None and not mask.exact:
                 seen = seen & mask.sees(extent, b_idx, h_idx, q_idx[:, None], kv_idx.clamp(max=keys - 1))
-            stream.add(score.masked_fill(~seen, -torch.inf).view(k.shape[0], -1, len(kv_idx)), v, None, only=False)
+            stream.add(score.masked_fill(~seen, -torch.inf).view(k.shape[0], -1, len(kv_idx)), v)
         out[:, block.rows] = stream.out().view(h_q, block.height, -1)[:, filled].to(out.dtype)
         for whole, part in ((lse, stream.lse()), (largest, stream.top)):
             whole[:, block.rows] = part.view(h_q, block.height)[:, filled].to(whole.dtype)

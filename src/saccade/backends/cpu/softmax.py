@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,43 +12,71 @@ from torch import Tensor
 def exp(x: Tensor) -> Tensor:
     """exp(x), in place. PyTorch's own is up to 30 times as slow where x is -inf or far below zero, as hidden scores are
     (its vector library leaves the fast path there); exp2 is not."""
-    return x.exp_() if x.dtype == torch.bfloat16 else x.mul_(math.log2(math.e)).exp2_()
+    return x.mul_(math.log2(math.e)).exp2_()
+
+
+def product(a: Tensor, b: Tensor, alpha: float, out: Tensor) -> Tensor:
+    """alpha a b, rounded to the operands' dtype once."""
+    if alpha == 0:  # of which `baddbmm` writes nothing
+        return torch.bmm(a, b, out=out).mul_(0)
+    return torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
+
+
+class Scratch:
+    """Memory of tiles, used again: fresh pages cost more than the arithmetic that fills them. One thread's own."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def __call__(self, name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, the same memory whenever name and dtype are the same."""
+        size = math.prod(shape)
+        held = self.buffers.get((name, dtype))
+        if held is None or held.numel() < size:
+            held = self.buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return held[:size].view(shape)
+
+    def cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x in the dtype: itself, or a copy in this memory."""
+        return x if x.dtype == dtype else self(name, x.shape, dtype).copy_(x)
 
 
 class Softmax:
-    """The online softmax over parts of the keys: `acc = sum exp(score - top) v`, `total = sum exp(score - top)`."""
+    """The online softmax over parts of the keys: `acc = sum exp(score - top) v`, `total = sum exp(score - top)`.
 
-    def __init__(self, whole: Callable[[Tensor], Tensor], streaming: bool) -> None:
-        self.whole, self.streaming = whole, streaming
+    Scores are float32, or float64, whatever v is. A row that has seen nothing has `top = -inf` and `total = 0`; NaN
+    stays NaN.
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
         self.acc: Any = None
         self.top: Any = None
         self.total: Any = None
 
-    def add(self, score: Tensor, v: Tensor, keep: Tensor | None, only: bool) -> None:
-        """score (n, m, keys), overwritten, with v (n, keys, d_v); `keep` is 1 where dropout keeps, else 0; `only` says
-        that no other part follows."""
-        if only and not self.streaming:
-            p = self.whole(score)
-            self.acc = torch.bmm(p if keep is None else p.mul_(keep), v)
-            return
+    def add(self, score: Tensor, v: Tensor | None = None, keep: Tensor | None = None) -> None:
+        """score (n, m, keys), overwritten, with v (n, keys, d_v), None where `acc` is not asked for; `keep` is 1 where
+        dropout keeps, else 0."""
         top = score.amax(-1, keepdim=True)
         if self.top is not None:
             top = torch.maximum(top, self.top)
-        shift = torch.where(top == -torch.inf, 0, top)  # a row that has seen nothing yet
+        shift = torch.where(top == -torch.inf, 0, top)
         weight = exp(score.sub_(shift))
-        dtype = torch.float64 if score.dtype == torch.float64 else torch.float32
-        total = weight.sum(-1, keepdim=True, dtype=dtype)
-        if keep is not None:
-            weight.mul_(keep)
-        acc = torch.bmm(weight, v).to(dtype)
+        total = weight.sum(-1, keepdim=True)
+        acc = None
+        if v is not None:
+            if keep is not None:
+                weight.mul_(keep)
+            acc = torch.bmm(self.scratch.cast("weight", weight, v.dtype), v).to(score.dtype)
         if self.top is not None:
-            rescale = (self.top - shift).to(dtype).exp_()
-            acc += self.acc * rescale
+            rescale = (self.top - shift).exp_()
             total += self.total * rescale
+            if acc is not None:
+                acc += self.acc * rescale
         self.acc, self.top, self.total = acc, top, total
 
     def out(self) -> Tensor:
-        return self.acc if self.total is None else self.acc / torch.where(self.total == 0, 1, self.total)
+        return self.acc / torch.where(self.total == 0, 1, self.total)
 
     def lse(self) -> Tensor:
-        return self.top.to(self.total.dtype) + self.total.log()
+        return self.top + self.total.log()

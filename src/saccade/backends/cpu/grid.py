@@ -1,0 +1,158 @@
+"""How the tensors of a call are read and written by tiles, and a tile's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import blocks
+from saccade.backends.cpu.cut import Cut, Heads, Tile, cut_of
+from saccade.backends.cpu.softmax import Scratch, product
+from saccade.problem import Problem
+from saccade.scores import Score
+
+
+class Modification(NamedTuple):
+    """A score modification where it was applied: on the scaled scores of a tile, (b, h, q, k), at these indices."""
+
+    score: Score
+    scaled: Tensor
+    at: tuple[Tensor, ...]
+    slope: Tensor
+
+    def back(self, ds: Tensor, sums: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of the scaled scores, in place, from that of the modified ones; adds to captured tensors'."""
+        if any(x is not None for x in sums):
+            self.score.accumulate(sums, ds.view_as(self.scaled), self.scaled, *self.at)
+        slope = self.slope.view_as(ds)
+        if self.score.own:  # of scores that nobody sees it may be anything
+            slope = slope.masked_fill(ds == 0, 0)
+        return ds.mul_(slope)
+
+
+class Grid:
+    """A Problem with its Cut, and the memory of the thread that works on it.
+
+    A tensor of query rows becomes (n, m, d): n = batch rows x key heads, m = group x rows. Operands and results of
+    matrix products have the dtype `products`, all else `inside`.
+    """
+
+    def __init__(self, problem: Problem, cut: Cut) -> None:
+        self.problem, self.cut, self.scratch = problem, cut, Scratch()
+        self.products, self.inside = cut.shape.products, problem.lse_dtype()
+
+    @staticmethod
+    def of(problem: Problem) -> Grid:
+        return Grid(problem, cut_of(problem))
+
+    def another(self) -> Grid:
+        """For another thread."""
+        return Grid(self.problem, self.cut)
+
+    def parts(self, heads: Heads, tile: Tile) -> list[Tile]:
+        """The tile in pieces of at most TILE_ELEMENTS scores, without keys that a list of tiles says nobody sees."""
+        cut, mask = self.cut, self.problem.mask
+        if mask is None or not mask.listed:
+            return cut.split(tile, [tile])
+        of_batch, of_head = cut.of_batch, cut.of_head
+        place = heads.batch.start if of_batch else 0, heads.heads.start if of_head else 0, tile.rows.start
+        if place not in cut.parts:
+            cut.parts[place] = cut.split(tile, cut.runs(blocks.states_of(self.problem, blocks.states), heads, tile))
+        return cut.parts[place]
+
+    def keys(self, x: Tensor, heads: Heads) -> Tensor:
+        """(n, s_k, d) in the products' dtype"""
+        return x[heads.batch, heads.heads].to(self.products).flatten(0, 1)
+
+    def queries(self, x: Tensor, heads: Heads, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """(n, m, d)"""
+        x = x.unflatten(1, (-1, self.problem.group))[heads.batch, heads.heads, :, tile.rows]
+        return x.to(dtype).flatten(0, 1).flatten(1, 2)
+
+    def put(self, target: Tensor, x: Tensor, heads: Heads, tile: Tile) -> None:
+        """Writes (n, m, d) where `queries` reads it."""
+        place = target.unflatten(1, (-1, self.problem.group))[heads.batch, heads.heads, :, tile.rows]
+        place.copy_(x.view(place.shape))
+
+    def product(self, a: Tensor, b: Tensor, name: str, alpha: float = 1.0) -> Tensor:
+        return product(a, b, alpha, self.scratch(name, (a.shape[0], a.shape[1], b.shape[2]), self.products))
+
+    def score(
+        self, q: Tensor, k: Tensor, heads: Heads, tile: Tile, derivative: bool = False
+    ) -> tuple[Tensor, Modification | None]:
+        """The modified scores (n, m, keys), -inf where they are hidden, and the way back if asked for and not the
+        identity."""
+        made = self.product(q, k[:, tile.keys].mT, "product", self.problem.scale)
+        score = self.scratch.cast("score", made, self.inside)
+        modify, way_back = self.problem.score, None
+        if modify is not None:
+            b_idx, h_idx, q_idx, kv_idx = self._indices(heads, tile)
+            at = b_idx + self.problem.first_b, h_idx, q_idx, kv_idx
+            scaled = score.view(len(b_idx), len(h_idx), len(q_idx), len(kv_idx))
+            if derivative:
+                way_back = Modification(modify, scaled, at, modify.derivative(scaled, *at))
+            score = modify.tile(scaled, *at).view_as(score)
+        return self._hide(score, heads, tile), way_back
+
+    def _indices(self, heads: Heads, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch rows, query heads, rows and keys of a tile, which broadcast to (b, h, q, k)."""
+        group = self.problem.group
+        b_idx = torch.arange(heads.batch.start, heads.batch.stop)[:, None, None, None]
+        h_idx = torch.arange(heads.heads.start * group, heads.heads.stop * group)[:, None, None]
+        q_idx, kv_idx = torch.arange(tile.rows.start, tile.rows.stop), torch.arange(tile.keys.start, tile.keys.stop)
+        return b_idx, h_idx, q_idx[:, None], kv_idx
+
+    def keep(self, heads: Heads, tile: Tile) -> Tensor | None:
+        """Which probabilities dropout keeps, 1 or 0, (n, m, keys); None without it."""
+        dropout, group = self.problem.dropout, self.problem.group
+        if dropout is None:
+            return None
+        b = torch.arange(heads.batch.start, heads.batch.stop) + self.problem.first_b
+        h = torch.arange(heads.heads.start * group, heads.heads.stop * group)
+        kept = dropout.keep(b, h, tile.rows, tile.keys).unflatten(1, (-1, group)).flatten(0, 1).flatten(1, 2)
+        return self.scratch("keep", kept.shape, self.inside).copy_(kept)
+
+    @property
+    def rescale(self) -> float:
+        """Of the probabilities that dropout keeps."""
+        return 1.0 if self.problem.dropout is None else self.problem.dropout.rescale
+
+    def _hide(self, score: Tensor, heads: Heads, tile: Tile) -> Tensor:
+        """-inf, in place, where a query does not see a key."""
+        view = score.view(heads.batch.stop - heads.batch.start, -1, tile.rows.stop - tile.rows.start, score.shape[-1])
+        for start, stop in (tile.keys.start, tile.core.start), (tile.core.stop, tile.keys.stop):
+            if start < stop:
+                columns = slice(start - tile.keys.start, stop - tile.keys.start)
+                hidden = self._hidden(heads, tile._replace(keys=slice(start, stop)))
+                view[..., columns].masked_fill_(hidden, -torch.inf)
+        return score
+
+    def _hidden(self, heads: Heads, tile: Tile) -> Tensor:
+        """Which pairs are hidden, bool (b or 1, h_q or 1, rows, keys), known or made."""
+        cut, mask, problem = self.cut, self.problem.mask, self.problem
+        looked = mask if mask is not None and not mask.exact else None
+        of_batch = cut.hull.lo.shape[0] > 1 or (looked is not None and "b" in looked.indices)
+        of_head = looked is not None and "h" in looked.indices
+        place = (
+            *((heads.batch.start, heads.batch.stop) if of_batch else (0, 0)),
+            *((heads.heads.start, heads.heads.stop) if of_head else (0, 0)),
+            *(tile.rows.start, tile.rows.stop, tile.keys.start, tile.keys.stop),
+        )
+        if place in cut.hidden:
+            return cut.hidden[place]
+        b_idx, h_idx, q_idx, kv_idx = self._indices(heads, tile)
+        at = heads.batch if cut.hull.lo.shape[0] > 1 else slice(0, 1)
+        lo, hi = (edge[at, None, tile.rows, None] for edge in cut.hull)
+        seen = (kv_idx >= lo) & (kv_idx < hi)
+        if looked is not None:
+            # What does not depend on the batch row or the head is found for the first of them, and is true of all.
+            b_idx, h_idx = b_idx if of_batch else b_idx[:1], h_idx if of_head else h_idx[:1]
+            seen = seen & looked.sees(problem.extent, b_idx, h_idx, q_idx, kv_idx)
+        hidden = ~seen
+        if hidden.numel() <= cut.room:
+            cut.room -= hidden.numel()
+            cut.hidden[place] = hidden
+        return hidden

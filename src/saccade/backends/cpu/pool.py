@@ -1,0 +1,95 @@
+"""Work spread over threads of our own, each of which runs PyTorch's operations alone.
+
+An operation that PyTorch spreads over threads itself ends in a barrier, and a tile has a dozen of them: with another
+process on one of the cores every one waits for the slowest. Here a thread draws the next item when it is done with one,
+so that a slow core takes fewer, and nobody waits before the end. Which thread runs an item changes no bit of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+def threads() -> int:
+    """How many the caller may use: torch's number, or one where threads cannot have numbers of their own."""
+    return torch.get_num_threads() if _own_numbers() else 1
+
+
+def spread(items: Iterable[Item], hand: Callable[[], Callable[[Item], None]], many: int) -> None:
+    """Runs every item once, by at most `many` threads; each of them makes itself a `hand()` that runs them.
+
+    The first exception ends the drawing, and is raised when no thread is at work any more.
+    """
+    drawn, lock, stopped = iter(items), threading.Lock(), threading.Event()
+    inference = torch.is_inference_mode_enabled()
+
+    def draw() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            run = hand()
+            try:
+                while not stopped.is_set():
+                    with lock:
+                        item = next(drawn, _END)
+                    if item is _END:
+                        return
+                    run(item)  # pyright: ignore[reportArgumentType]
+            except BaseException:
+                stopped.set()
+                raise
+
+    if many <= 1:
+        run = hand()
+        for item in items:
+            run(item)
+        return
+    futures: list[Future[None]] = []
+    try:
+        try:
+            futures += [_executor().submit(draw) for _ in range(many)]
+        except RuntimeError:  # no more threads, as when the interpreter ends
+            draw()
+        wait(futures)
+    except BaseException:
+        stopped.set()
+        wait(futures)
+        raise
+    for future in futures:
+        future.result()
+
+
+_END = object()
+
+
+@cache
+def _own_numbers() -> bool:
+    """Whether a thread's number of threads is its own, as with OpenMP, and not the process'."""
+    return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+
+
+@cache
+def _executor() -> ThreadPoolExecutor:
+    """It makes threads as they are needed, and keeps them."""
+    return ThreadPoolExecutor(max(64, os.cpu_count() or 1), "saccade", _alone)
+
+
+def _alone() -> None:
+    """Makes this thread use no other. `set_num_threads` says besides what threads to come begin with, so that another
+    one says it again as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    again = threading.Thread(target=torch.set_num_threads, args=(before,))
+    again.start()
+    again.join()
+
+
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_executor.cache_clear)
