@@ -78,6 +78,18 @@ rules = st.recursive(
 _lengths = st.none() | st.lists(st.integers(0, S), min_size=BATCH, max_size=BATCH)
 
 
+def test_a_mask_is_neither_true_nor_false():
+    """`a and b` is b, `a or b` is a: each would drop the other."""
+    for wrong in (
+        lambda: causal() and window(3, 0),
+        lambda: window(3, 0) or causal(),
+        lambda: not causal(),
+        lambda: bool(causal() & prefix(3)),
+    ):
+        with pytest.raises(TypeError, match=re.escape("combine masks with &, | and ~")):
+            wrong()
+
+
 def extent(rows: list[int] | None = None, keys: list[int] | None = None, s_q: int = S, s_k: int = S) -> Extent:
     used = (None if n is None else torch.tensor(n) for n in (rows, keys))
     return Extent.of(s_q, s_k, *used, torch.device("cpu"))

@@ -135,7 +135,8 @@ def attention(
             `torch.are_deterministic_algorithms_enabled()`. The forward always is.
         backend: "auto", or one name out of `saccade.dispatch.NAMES`: that backend runs or raises.
         out: a tensor of the result's shape and dtype that it is written to, and that is returned; its last dimension
-            is contiguous. For calls without gradients.
+            is contiguous, and it shares no memory with what the call reads; slices of one tensor that lie between one
+            another do not. For calls without gradients.
 
     Returns:
         out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. With `return_lse`, a Partial whose lse is
@@ -189,9 +190,9 @@ def attention(
             masks.pin(mask.identity)
         kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
         header = str(Header(layout.text, *kinds, backend, deterministic, dropout is not None, return_max_scores))
-        records = [*layout.records, *mask.records] if mask else layout.records
-        ints = [*(mask.ints if mask else []), *(score.ints if score else [])]
-        floats = [scale, *(mask.floats if mask else []), *(score.floats if score else [])]
+        records = layout.records if mask is None else [*layout.records, *mask.records]
+        ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
+        floats = [scale, *([] if mask is None else mask.floats), *(score.floats if score else [])]
         if dropout is not None:
             records = [*records, dropout.state]
             floats.insert(1, dropout.p)

@@ -51,14 +51,14 @@ class Problem:
     def key(self) -> tuple[Hashable, ...]:
         """Everything but values: Problems of one key have one Spec and run the same kernels on the same grid."""
         q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
-        records = [*layout.records, *mask.records] if mask else layout.records
+        records = layout.records if mask is None else [*layout.records, *mask.records]
         if sink is not None:
             records = [*records, sink]
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
-            *(layout.text, mask and (mask.identity, mask.lower), score and score.identity, sink is None),
-            *(self.deterministic, self.dropout is None, self.max_scores),
+            *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
+            *(sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if self.out is None else (self.out.stride(), _address(self.out) % ALIGNMENT),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
@@ -112,7 +112,7 @@ class Problem:
             d_v=self.v.shape[3],
             group=self.group,
             layout=self.layout.kind,
-            mask=self.mask.kind if self.mask else "none",
+            mask="none" if self.mask is None else self.mask.kind,
             score=self.score.kind if self.score else "none",
             sink=self.sink is not None,
             dropout=self.dropout is not None,

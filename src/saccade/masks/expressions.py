@@ -168,6 +168,12 @@ class Mask:
 
         return inverse(self.unblocked())
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"a mask is neither true nor false: `and`, `or` and `not` would drop a part of it; combine masks with &, | "
+            f"and ~, and ask `mask is None`; got {self!r}"
+        )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
             return NotImplemented

@@ -169,7 +169,7 @@ class Plan:
             blocks, key_blocks = -(-s_q // block_q), -(-s_k // block_k)
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * cut.pieces, PIECE.value)
         programs = b * h_k * key_blocks
-        divided = shares_of(problem.group, programs, processors * (BALANCE if problem.mask else 1))
+        divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
         if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
             divided = problem.group
         dq, dk, dv = gradients
