@@ -121,3 +121,65 @@ def test_errors(changes, words):
 def test_another_layout_is_refused():
     with pytest.raises(TypeError, match="needs a Paged layout"):
         append_kv(**given(layout=Dense()))
+
+
+BROKEN = {
+    "negative length": ({"layout": Paged(TABLE, USED - 4)}, "seqused_k must be in [0, 12], what 3 pages of 4 hold"),
+    "length beyond the table": ({"layout": Paged(TABLE, USED + 4)}, "got [7, 6, 15]"),
+    "offsets from 1 on": ({"layout": [1, 2, 3, 4]}, "cu_seqlens_q must begin at 0, never decrease"),
+    "negative offset": ({"layout": [-1, 2, 3, 4]}, "got [-1, 2, 3, 4]"),
+    "offsets that decrease": ({"layout": [0, 3, 2, 4]}, "got [0, 3, 2, 4]"),
+    "offsets beyond the rows": ({"layout": [0, 2, 3, 5]}, "the 4 rows that there are"),
+    "expanded cache": (
+        {"k_cache": torch.zeros(PAGES, SIZE, 1, D).expand(-1, -1, H, -1)},
+        "k_cache is written to, and elements of it share memory",
+    ),
+    "expanded pages": ({"v_cache": torch.zeros(1, SIZE, H, D_V).expand(PAGES, -1, -1, -1)}, "may: (9, 4, 2, 8)"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_numbers_write_nothing(name):
+    changes, words = BROKEN[name]
+    if isinstance(changes.get("layout"), list):
+        layout = Paged(TABLE, USED, torch.tensor(changes["layout"]))
+        changes = {"layout": layout, "k_new": torch.ones(4, H, D), "v_new": torch.ones(4, H, D_V)}
+    call = given(**changes)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        append_kv(**call)
+    assert not call["k_cache"].any()
+    assert not call["v_cache"].any()
+
+
+def test_caches_that_share_memory():
+    """With each other or with what is written; slices of one tensor do not."""
+    whole = torch.zeros(PAGES, SIZE, H, D)
+    for changes, words in (
+        ({"k_cache": whole, "v_cache": whole, "v_new": torch.ones(3, 1, H, D)}, "k_cache is written to, and must not"),
+        ({"k_cache": whole, "k_new": whole[:3, :1]}, "share memory with k_new"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            append_kv(**given(**changes))
+    both = torch.zeros(PAGES, SIZE, 2 * H, D)
+    parts = both[:, :, :H], both[:, :, H:]
+    append_kv(*parts, Paged(TABLE, USED), torch.ones(3, 1, H, D), 2 * torch.ones(3, 1, H, D))
+    assert parts[0].sum() * 2 == parts[1].sum() == 2 * 3 * H * D
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in BROKEN if "expanded" not in name])
+def test_broken_numbers_stay_inside_on_a_gpu(name):
+    """Nobody waits for what the device knows: rows without a place are left out, and others' are untouched."""
+    changes, _ = BROKEN[name]
+    layout, packed = changes["layout"], isinstance(changes["layout"], list)
+    if packed:
+        layout = Paged(TABLE, USED, torch.tensor(layout))
+    layout = Paged(*(x.cuda() for x in layout.records))
+    caches = [torch.zeros(PAGES, SIZE, H, d, device="cuda") for d in (D, D_V)]
+    append_kv(*caches, layout, *(torch.ones(*((4,) if packed else (3, 1)), H, d, device="cuda") for d in (D, D_V)))
+    for cache in caches:
+        rows = cache.flatten(2).cpu()
+        assert bool(((rows == 0).all(-1) | (rows == 1).all(-1)).all())
+        owned = TABLE[(TABLE >= 0) & (TABLE < PAGES)].long()
+        others = torch.ones(PAGES, dtype=torch.bool).index_fill(0, owned, False)
+        assert not rows[others].any()

@@ -6,8 +6,23 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from saccade import Dense, Unsupported, attention, causal, documents, explain, plan, prefix, softcap
+from saccade import (
+    Dense,
+    Unsupported,
+    attention,
+    bias,
+    causal,
+    documents,
+    explain,
+    memory,
+    plan,
+    prefix,
+    softcap,
+    window,
+)  # fmt: skip
 
 Q, K, V = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
 SHAPES = "q (2, 4, 6, 8), k (2, 2, 6, 8), v (2, 2, 6, 8) in order bhsd"
@@ -101,6 +116,66 @@ def test_value_errors(name):
     call, words = VALUE_ERRORS[name]
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
+
+
+def test_out_that_shares_memory():
+    """Nothing is written before all of it is refused; slices of one tensor that do not meet are taken."""
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    table = torch.randn(1, 2, 8, 4)
+    bytes_ = torch.zeros(1 * 2 * 8 * 4 * 4, dtype=torch.bool)
+    shared = {
+        "q": (lambda out: attention(out, k, v, out=out), q),
+        "k": (lambda out: attention(q, out, v, out=out), k),
+        "v": (lambda out: attention(q, k, out, mask=window(2, 1), out=out), v),
+        "itself": (lambda out: attention(q, k, v, out=out[:, :1].expand(-1, 2, -1, -1)), torch.randn(1, 2, 8, 4)),
+        "a tensor of the mask": (
+            lambda out: attention(q, k, v, mask=bytes_.view(1, 2, 8, 16)[..., :8], out=out),
+            bytes_.view(torch.float32).view(1, 2, 8, 4),
+        ),
+        "a tensor of the score_mod": (lambda out: attention(q, k, v, score_mod=bias(out[..., :1]), out=out), table),
+        "sink": (lambda out: attention(q, k, v, sink=out[0, :, 0, 0], out=out), table),
+    }
+    for name, (call, memory) in shared.items():
+        before = memory.clone()
+        with torch.no_grad(), pytest.raises(ValueError, match=r"out is written to.*(1, 2, 8, 4)"):
+            call(memory)
+        assert torch.equal(memory, before), name
+
+
+def test_out_between_other_rows():
+    q, k, v = (torch.randn(2, 6, 3, 8) for _ in range(3))
+    wanted, layout = attention(q, k, v, layout=Dense("bshd")), Dense("bshd")
+    heads, columns = torch.full((2, 6, 12, 8), torch.nan), torch.full((2, 6, 3, 32), torch.nan)
+    for whole, cut in (
+        (heads, lambda x, i: x[:, :, 3 * i : 3 * i + 3]),
+        (columns, lambda x, i: x[..., 8 * i :][..., :8]),
+    ):
+        for i, x in enumerate((q, k, v)):
+            cut(whole, i).copy_(x)
+        three = [cut(whole, i) for i in range(3)]
+        out = attention(*three, layout=layout, out=cut(whole, 3))
+        assert torch.equal(out, wanted)
+        for i, x in enumerate((q, k, v)):
+            assert torch.equal(cut(whole, i), x)
+
+
+@given(st.data())
+def test_memory_that_is_apart(data):
+    """`apart` and `once` never claim what is not so."""
+
+    def view(name):
+        n = data.draw(st.integers(1, 3), name)
+        shape = data.draw(st.lists(st.integers(0, 4), min_size=n, max_size=n), name)
+        strides = data.draw(st.lists(st.integers(0, 12), min_size=n, max_size=n), name)
+        return torch.as_strided(base, shape, strides, data.draw(st.integers(0, 40), name))
+
+    def places(x):
+        return torch.as_strided(torch.arange(200), x.shape, x.stride(), x.storage_offset()).flatten().tolist()
+
+    base = torch.zeros(200)
+    x, y = view("x"), view("y")
+    assert not memory.apart(x, y) or not set(places(x)) & set(places(y))
+    assert not memory.once(x) or len(set(places(x))) == x.numel()
 
 
 @pytest.mark.parametrize("name", TYPE_ERRORS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import layouts, ops, paged
+from saccade import layouts, memory, ops, paged
 from saccade.layouts import Paged
 from saccade.pages import Append, Rotary
 
@@ -47,7 +47,9 @@ def append_kv(
         interleaved: pairs are the elements (0, 1), (2, 3), …; else (0, pairs), (1, pairs + 1), …
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit one another, or an operand that requires a gradient.
+        ValueError: shapes, dtypes or devices that do not fit one another, or an operand that requires a gradient;
+            caches that share memory with each other, with the new rows, or, as an expanded view does, within; when
+            lengths are read, as they are on a CPU, those that are negative or beyond the table, and broken offsets.
         TypeError: a layout that is not `Paged`.
 
     Source: Su et al., RoFormer (https://arxiv.org/abs/2104.09864).
@@ -80,6 +82,8 @@ def _append(
 ) -> None:
     made = layouts.from_records(layout, list(records))
     assert isinstance(made, Paged)
+    if k_cache.device.type == "cpu":
+        made.check(k_new.shape[:-2].numel() if made.cu_seqlens_q is not None else 0, k_cache.shape[1])
     backend = "triton" if k_cache.device.type == "cuda" else "cpu"
     module = importlib.import_module(f"saccade.backends.{backend}.append")
     module.append(
@@ -124,6 +128,10 @@ def _check(
         raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
     if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (k_cache, v_cache)):
         raise ValueError(f"the last dimension of a cache must be contiguous, got strides {k_cache.stride()}")
+    if k_new.device.type != "meta" and not torch.compiler.is_compiling():
+        others = ("k_new", k_new), ("v_new", v_new)
+        memory.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *others])
+        memory.refuse_shared("v_cache", v_cache, others)
     if rotary is not None:
         cos, sin = rotary
         if cos.shape != sin.shape or cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k_new.shape[-1] or not len(cos):

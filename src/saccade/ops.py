@@ -6,7 +6,7 @@ mask and dropout as `records`, one text that says what they are (`problem.Header
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from saccade import dispatch
+from saccade import dispatch, memory
 from saccade.backends import Outputs, Saved
-from saccade.layouts import Packed, Paged, empty_like_rows, form
+from saccade.layouts import PLAIN, Packed, Paged, empty_like_rows, form
 from saccade.problem import Header, Problem
 
 library = torch.library.Library("saccade", "DEF")
@@ -76,12 +76,25 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     readable = problem.q.device.type == "cpu"
     if (isinstance(layout, Packed) and (layout.validate or readable)) or (isinstance(layout, Paged) and readable):
         layout.check(problem.q.shape[2], problem.k.shape[2])
+    if problem.out is not None:
+        memory.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         out, found, top = dispatch.plan_of(problem, backend).module.forward(problem, lse)
     if problem.out is not None and out is not problem.out:
         problem.out.copy_(out)
     found = None if found is None else layout.ordered_lse(found)
     return layout.ordered(out), found, None if top is None else layout.ordered_lse(top)
+
+
+def _inputs(problem: Problem) -> Iterator[tuple[str, Tensor]]:
+    """All that a call reads, as the user has it."""
+    layout, mask, score = problem.layout, problem.mask, problem.score
+    keys = PLAIN["bshd"] if isinstance(layout, Paged) else layout
+    yield from (("q", layout.ordered(problem.q)), ("k", keys.ordered(problem.k)), ("v", keys.ordered(problem.v)))
+    yield from (() if problem.sink is None else [("sink", problem.sink)])
+    yield from (("a tensor of the layout", x) for x in layout.records)
+    yield from (() if mask is None else (("a tensor of the mask", x) for x in mask.records))
+    yield from (() if score is None else (("a tensor of the score_mod", x) for x in score.tensors))
 
 
 def _forward(

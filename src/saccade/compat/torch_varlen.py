@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import masks
+from saccade import masks, memory
 from saccade.api import attention
 from saccade.layouts import Packed, Paged
 
@@ -187,11 +187,7 @@ def _takes(out: Tensor, *operands: Tensor) -> bool:
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         return False
     # A compiled graph looks after memory that is shared.
-    return torch.compiler.is_compiling() or not any(_share(out, x) for x in operands)
-
-
-def _share(x: Tensor, y: Tensor) -> bool:
-    return torch._C._is_alias_of(x, y)  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.compiler.is_compiling() or (memory.once(out) and all(memory.apart(out, x) for x in operands))
 
 
 def _mask(window_size: tuple[int, int], is_causal: bool) -> masks.Mask | None:

@@ -38,17 +38,21 @@ def append_kernel(
         i = token % s
         first = token * 0
     else:
+        # [N]
         n = tl.arange(0, N)
-        start = tl.load(starts + tl.minimum(n, count)).to(tl.int32)
+        start = tl.minimum(tl.maximum(tl.load(starts + tl.minimum(n, count)), -1), 1 << 30).to(tl.int32)
         earlier = (n <= count) & (start <= token)
         b = tl.sum(earlier.to(tl.int32), 0) - 1
         batch = b * 0
-        first = tl.max(tl.where(earlier, start, 0), 0)
+        first = tl.sum(tl.where(n == b, start, 0), 0)
         i = token
     there = (b >= 0) & (b < count)
+    if starts is not None:  # broken offsets name no sequence
+        there = there & (first >= 0) & (first <= token) & (token < tl.sum(tl.where(n == b + 1, start, 0), 0))
     b = tl.minimum(tl.maximum(b, 0), count - 1)
-    position = tl.maximum(tl.load(used + b).to(tl.int32), 0) + i - first
-    there = there & (position < plain_int(pages.capacity))
+    length = tl.load(used + b).to(tl.int64)
+    there = there & (length >= 0) & (length + i - first < plain_int(pages.capacity))
+    position = tl.where(there, length + i - first, 0).to(tl.int32)
     entry = pages.table + b.to(tl.int64) * plain_int(pages.stride) + position // PAGE
     page = tl.load(entry, mask=there, other=-1)
     there = there & (page >= 0) & (page < plain_int(pages.count))
