@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -68,6 +70,11 @@ VALUE_ERRORS = {
     "mask device": (lambda: attention(Q, K, V, mask=prefix(int_(2).to("meta"))), "got meta"),
     "dropout": (lambda: attention(Q, K, V, dropout_p=1.5), "got 1.5"),
     "backend": (lambda: attention(Q, K, V, backend="fastest"), "'fastest'"),
+    "scale with a gradient": (
+        lambda: attention(Q, K, V, scale=torch.nn.Parameter(torch.tensor(0.5))),
+        "multiply q by it, attention(q * scale, …, scale=1.0), or give score_mod=lambda score",
+    ),
+    "scale of every head": (lambda: attention(Q, K, V, scale=torch.ones(4)), "one number, got torch.float32 (4,)"),
     "cap": (lambda: softcap(0.0), "got 0.0"),
     "infinite cap": (lambda: softcap(float("inf")), "got inf"),
 }
@@ -79,6 +86,9 @@ TYPE_ERRORS = {
     "score_mod": (lambda: attention(Q, K, V, score_mod=3.0), "3.0"),
     "mask name": (lambda: attention(Q, K, V, mask="causal"), "str"),
     "layout name": (lambda: attention(Q, K, V, layout="bshd"), "'bshd'"),
+    "scale in words": (lambda: attention(Q, K, V, scale="0.125"), "a number or None, got '0.125'"),
+    "complex scale": (lambda: attention(Q, K, V, scale=1j), "1j"),
+    "scale of a list": (lambda: attention(Q, K, V, scale=[0.1]), "[0.1]"),
     "keyword of plan": (lambda: plan(Q, K, V, is_causal=True), "is_causal"),
     "keyword of explain": (lambda: explain(Q, K, V, maks=None), "maks"),
 }
@@ -135,11 +145,11 @@ def test_out_that_shares_memory():
         "a tensor of the score_mod": (lambda out: attention(q, k, v, score_mod=bias(out[..., :1]), out=out), table),
         "sink": (lambda out: attention(q, k, v, sink=out[0, :, 0, 0], out=out), table),
     }
-    for name, (call, memory) in shared.items():
-        before = memory.clone()
+    for name, (call, x) in shared.items():
+        before = x.clone()
         with torch.no_grad(), pytest.raises(ValueError, match=r"out is written to.*(1, 2, 8, 4)"):
-            call(memory)
-        assert torch.equal(memory, before), name
+            call(x)
+        assert torch.equal(x, before), name
 
 
 def test_out_between_other_rows():
@@ -213,6 +223,31 @@ def test_explain_names_what_runs():
     assert told.reasons["gluon"] == ["runs on sm90, not on cpu", "takes fp16, bf16, not fp32"]
     assert explain("fp8_e4m3 d64 cpu").backend is None
     assert explain(Q, K, V, backend="reference").backend == "reference"
+
+
+def test_scales_that_are_numbers():
+    wanted = attention(Q, K, V, scale=0.5)
+    for scale in (
+        torch.tensor(0.5),
+        torch.tensor([0.5], dtype=torch.float64),
+        np.float32(0.5),
+        np.array(0.5),
+        Fraction(1, 2),
+    ):
+        assert torch.equal(attention(Q, K, V, scale=scale), wanted)
+    learned = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    with torch.no_grad():
+        assert torch.equal(attention(Q, K, V, scale=learned), wanted)
+    # What the error says works.
+    q, k, v = Q.double(), K.double(), V.double()
+    gradients = [
+        torch.autograd.grad(call().sum(), learned)[0]
+        for call in (
+            lambda: attention(q * learned, k, v, scale=1.0),
+            lambda: attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score * learned, scale=1.0),
+        )
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 def test_the_same_with_gradients():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -72,6 +73,23 @@ def test_one_alone(view, which, place):
     tensors = [_normal(place, B, H, S, D) for _ in range(4)]
     tensors[which] = VIEWS[view](place)
     assert_same(place, tensors, causal())
+
+
+@pytest.mark.parametrize(
+    "order", [*itertools.permutations(range(4))], ids=lambda order: "".join("bhsd"[i] for i in order)
+)
+@pytest.mark.parametrize("step", [1, 2])
+def test_out_has_the_memory_order_of_q(order, step, device):
+    """With rows of contiguous elements: of q's order without its last dimension."""
+    sizes = 2, 3, 5, 8 * step
+    memory = torch.randn([sizes[dim] for dim in order], device=device)
+    q = memory.permute([order.index(dim) for dim in range(4)])[..., ::step]
+    k = torch.randn(2, 3, 7, 8, device=device)
+    compiled = torch.compile(attention, backend="eager")
+    for out in (attention(q, k, k), attention(q.detach().requires_grad_(), k, k), compiled(q, k, k)):
+        found = sorted(range(4), key=lambda dim: -out.stride(dim))
+        assert found == [*(dim for dim in order if dim != 3), 3]
+        assert out.permute(found).is_contiguous()
 
 
 @pytest.mark.parametrize("length", [33, 65])

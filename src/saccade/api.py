@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade import dispatch, masks, ops, packed, paged, scores, shapes
 from saccade.dropout import Dropout
 from saccade.explanation import Explanation
-from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged
+from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged, with_rows
 from saccade.masks import Mask, as_mask
 from saccade.partial import Partial, Scored
 from saccade.problem import Header, Problem
@@ -122,7 +122,7 @@ def attention(
         layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches; `Packed(…)` for sequences of
             different lengths, end to end; `Paged(…)` for keys and values in the pages of a cache. Nested (jagged)
             tensors are packed sequences that need no layout but their order; out is nested as well.
-        scale: factor on q k^T; 1/sqrt(d) when None.
+        scale: factor on q k^T; 1/sqrt(d) when None. A number; a tensor of one, as long as it needs no gradient.
         sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
             modified. It gets a gradient. The LSE includes it.
         dropout_p: the share of probabilities that become zero, in [0, 1); the others are divided by `1 - dropout_p`.
@@ -171,7 +171,7 @@ def attention(
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     if out is not None:
         _check_out(out, q, v, jagged)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _number(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     score = _bound(score_mod, q, k, layout)
@@ -321,15 +321,11 @@ def _checked(
     if dropout_p and not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 1 would keep nothing, and out be zero")
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
-    return _rows(q), _rows(k), _rows(v)
+    return with_rows(q), with_rows(k), with_rows(v)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _check_records(
@@ -359,6 +355,20 @@ def _check_records(
         complaint = shapes.sink_complaint(sink, rows[1], q.device)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
+
+
+def _number(scale: Any) -> float:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1 or scale.is_complex():
+            raise ValueError(f"scale must be one number, got {scale.dtype} {tuple(scale.shape)}; scale q instead")
+        if scale.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "scale is a number, without a gradient: multiply q by it, attention(q * scale, …, scale=1.0), or give "
+                "score_mod=lambda score, b, h, q_idx, kv_idx: score * scale and scale=1.0; else scale.detach()"
+            )
+    elif isinstance(scale, (str, bytes, complex)) or not hasattr(type(scale), "__float__"):
+        raise TypeError(f"scale must be a number or None, got {scale!r}")
+    return float(scale)
 
 
 def _check_out(out: Tensor, q: Tensor, v: Tensor, jagged: bool) -> None:

@@ -61,7 +61,7 @@ def append_kv(
     tensor([0., 0., 0., 1., 1., 0., 0., 0.])
     """
     _check(k_cache, v_cache, layout, k_new, v_new, rotary)
-    k_new, v_new = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (k_new, v_new))
+    k_new, v_new = layouts.with_rows(k_new), layouts.with_rows(v_new)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
     arguments = k_cache, v_cache, k_new, v_new, layout.records, layout.text, tables, interleaved
     if ops.runs_directly(k_cache, v_cache, k_new, v_new):

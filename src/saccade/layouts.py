@@ -260,9 +260,22 @@ def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tens
     shape = [*x.shape[:-1], d]
     if x.is_contiguous():
         return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-    order = [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
+    order = _memory_order(x)
     made = torch.empty([shape[dim] for dim in order], dtype=dtype or x.dtype, device=x.device)
     return made.permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """The dimensions, those with the largest strides first, and the last one last."""
+    return [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension: itself, or a copy whose other dimensions keep their memory order."""
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    order = _memory_order(x)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
 
 _NO_SEQUENCES = Packed(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, 0)
