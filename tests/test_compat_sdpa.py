@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import bias
 
 from saccade.compat.sdpa import scaled_dot_product_attention
 
@@ -81,3 +83,60 @@ def test_errors():
         scaled_dot_product_attention(q, q, q, dropout_p=1.5)
     with pytest.raises(ValueError, match="two dimensions"):
         scaled_dot_product_attention(q[0, 0, 0], q, q)
+
+
+@pytest.mark.parametrize("way", ["plain", "causal", "bool", "added"])
+@pytest.mark.parametrize(
+    "sizes", [sizes for sizes in itertools.product((0, 2), (0, 3), (0, 5), (0, 4)) if 0 in sizes], ids=str
+)
+def test_zero_sizes(sizes, way):
+    """No batch rows, heads, queries or keys: torch's results, and its gradients."""
+    b, h, s_q, s_k = sizes
+    q, k, v = (torch.randn(b, h, s, 8, requires_grad=True) for s in (s_q, s_k, s_k))
+    masks = {"bool": torch.rand(s_q, s_k) > 0.3, "added": torch.randn(b, 1, s_q, s_k)}
+    results = []
+    for call in (scaled_dot_product_attention, F.scaled_dot_product_attention):
+        out = call(q, k, v, masks.get(way), is_causal=way == "causal")
+        results.append((out, *torch.autograd.grad(out.sum(), (q, k, v), allow_unused=True, materialize_grads=True)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize("made", [bias.causal_upper_left, bias.causal_lower_right])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+def test_causal_bias(made, lengths):
+    s_q, s_k = lengths
+    q, k, v = (torch.randn(1, 2, s, 8, requires_grad=True) for s in (s_q, s_k, s_k))
+    mask = made(s_q, s_k)
+    seen = torch.ones(s_q, s_k).tril(s_k - s_q if made is bias.causal_lower_right else 0) > 0
+    results = []
+    for call, given in ((scaled_dot_product_attention, mask), (F.scaled_dot_product_attention, seen)):
+        out = call(q, k, v, given)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs.nan_to_num(0))
+    with pytest.raises(ValueError, match=re.escape(f"the causal bias is for (s_q, s_k) = {(s_q, s_k)}")):
+        scaled_dot_product_attention(q, torch.randn(1, 2, s_k + 1, 8), torch.randn(1, 2, s_k + 1, 8), mask)
+    with pytest.raises(ValueError, match="not both"):
+        scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+
+
+X = torch.randn(1, 2, 9, 8)
+WRONG = {
+    "mask shape": (ValueError, lambda: (X, X, X, torch.randn(9, 8)), "= (1, 2, 9, 9), got (9, 8)"),
+    "mask batch": (ValueError, lambda: (X, X, X, torch.ones(2, 1, 9, 9).bool()), "got (2, 1, 9, 9)"),
+    "mask rank": (ValueError, lambda: (X[0], X[0], X[0], torch.randn(1, 2, 9, 9)), "= (2, 9, 9), got (1, 2, 9, 9)"),
+    "mask dtype": (ValueError, lambda: (X, X, X, torch.ones(9, 9).int()), "got torch.int32 (9, 9)"),
+    "mask list": (TypeError, lambda: (X, X, X, [[True]]), "attn_mask must be a tensor, got list"),
+    "query": (TypeError, lambda: (X.numpy(), X, X), "query must be a tensor, got ndarray"),
+    "batch": (ValueError, lambda: (X.expand(3, -1, -1, -1), X.expand(2, -1, -1, -1), X), "query (3, 2, 9, 8), key (2,"),
+    "value's heads": (ValueError, lambda: (X, X, X.repeat(1, 2, 1, 1)), "value (1, 4, 9, 8)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_tensors(name):
+    kind, made, words = WRONG[name]
+    with pytest.raises(kind, match=re.escape(words)):
+        scaled_dot_product_attention(*made())

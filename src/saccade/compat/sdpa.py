@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from saccade.api import attention
 from saccade.masks import causal, window
@@ -29,7 +32,8 @@ def scaled_dot_product_attention(
         key: (..., h_k, s_k, d).
         value: (..., h_k, s_k, d_v).
         attn_mask: bool, True where a query sees a key, or floats that are added to the scores, which get a gradient if
-            they require one; any shape that broadcasts to (..., h_q, s_q, s_k).
+            they require one; any shape that broadcasts to (..., h_q, s_q, s_k). Or torch's
+            `causal_upper_left(s_q, s_k)` or `causal_lower_right(s_q, s_k)`, which run as intervals.
         dropout_p: the share of probabilities that become zero, in [0, 1].
         is_causal: row i sees keys `j <= i`, aligned at the top left.
         scale: 1/sqrt(d) when None.
@@ -40,6 +44,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: both a mask and is_causal, or shapes that do not fit one another.
+        TypeError: no tensors.
         Unsupported: no backend runs the call.
 
     >>> q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
@@ -48,25 +53,30 @@ def scaled_dot_product_attention(
     """
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention takes attn_mask or is_causal=True, not both")
-    least = min(query.dim(), key.dim(), value.dim())
-    if least < 2:
-        raise ValueError(f"query, key and value need two dimensions or more, got {least}")
-    outer = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-    q, k, v = (_four(x, outer) for x in (query, key, value))
-    if not enable_gqa and q.shape[1] != k.shape[1]:
-        if 1 not in (q.shape[1], k.shape[1]):
-            raise ValueError(
-                f"query has {q.shape[1]} heads and key {k.shape[1]}: heads that share keys need enable_gqa=True"
-            )
-        heads = max(q.shape[1], k.shape[1])
-        q, k, v = (x.expand(-1, heads, -1, -1) for x in (q, k, v))
+    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(x, Tensor) and not (x is None and name == "attn_mask"):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise ValueError(f"query, key and value need two dimensions or more, got {shapes}")
+    try:
+        outer = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    except RuntimeError:
+        raise ValueError(f"query, key and value must have batch sizes that broadcast, got {shapes}") from None
+    q, k, v = _heads(*(_four(x, outer) for x in (query, key, value)), enable_gqa, shapes)
     mask, score_mod = None, None
+    if isinstance(attn_mask, CausalBias):
+        lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
+        if lengths != (q.shape[2], k.shape[2]):
+            raise ValueError(f"the causal bias is for (s_q, s_k) = {lengths}, got {shapes}")
+        is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
+        mask = None if is_causal else causal()
     if is_causal:
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]  # no row sees what is behind
         behind = q.shape[2] - k.shape[2]
         mask = causal() if not behind else window(None, behind)
-    elif attn_mask is not None:
-        given = _mask(attn_mask, outer)
+    elif attn_mask is not None and mask is None:
+        given = _mask(attn_mask, (*outer, *q.shape[1:3], k.shape[2]))
         mask, score_mod = (given, None) if given.dtype == torch.bool else (None, bias(given))
     p = 0.0 if dropout_p == 1 else dropout_p  # attention drops less than everything
     out = attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale, dropout_p=p)
@@ -78,11 +88,28 @@ def scaled_dot_product_attention(
 def _four(x: Tensor, outer: tuple[int, ...]) -> Tensor:
     """(b, h, s, d), all outer dimensions as one."""
     x = x[None] if x.dim() == 2 else x
-    return x.expand(*outer, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+    return x.expand(*outer, *x.shape[-3:]).reshape(math.prod(outer), *x.shape[-3:])
 
 
-def _mask(mask: Tensor, outer: tuple[int, ...]) -> Tensor:
-    """A mask of four dimensions or fewer."""
+def _heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool, shapes: str) -> tuple[Tensor, Tensor, Tensor]:
+    """With as many heads as attention wants; without groups those that are 1 are for all."""
+    counts = {x.shape[1] for x in (q, k, v)}
+    if grouped or len(counts) == 1:
+        return q, k, v
+    if len(counts - {1}) > 1:
+        raise ValueError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}: heads that share keys need enable_gqa=True; {shapes}"
+        )
+    (heads,) = counts - {1}
+    return q.expand(-1, heads, -1, -1), k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+
+
+def _mask(mask: Tensor, call: tuple[int, ...]) -> Tensor:
+    """A mask of four dimensions or fewer, of one that broadcasts to (…, h_q, s_q, s_k)."""
+    if mask.dim() > len(call) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], call[::-1], strict=False)):
+        raise ValueError(f"attn_mask must broadcast to (…, h_q, s_q, s_k) = {call}, got {tuple(mask.shape)}")
     if mask.dim() <= 3 or mask.shape[:-3].numel() == 1:
         return mask.reshape(mask.shape[-3:])
-    return mask if len(outer) == 1 else mask.expand(*outer, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    if len(call) == 4:
+        return mask
+    return mask.expand(*call[:-3], *mask.shape[-3:]).reshape(math.prod(call[:-3]), *mask.shape[-3:])
