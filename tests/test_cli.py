@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -59,6 +60,18 @@ def test_explain_exits_with_1_when_nothing_runs_it():
         (["check", "--backend", "nonsense"], "nonsense"),
         (["check", "--cases", "llama3-8b,nonsense"], "nonsense"),
         ([], "Usage"),
+        (["check", "--length", "-3"], "--length"),
+        (["check", "--length", "many"], "--length"),
+        (["tune", "--dims", "64,0"], "from 1 on"),
+        (["tune", "--jobs", "-1"], "--jobs"),
+        (["bench", "--device", "nonsense"], "device is cpu or one of the"),
+        (["bench", "--device", "cuda:99"], "got 'cuda:99'"),
+        (["bench", "--device", "meta"], "got 'meta'"),
+        (["bench", "--rounds", "-1"], "--rounds"),
+        (["bench", "--minutes", "-1"], "--minutes"),
+        (["bench", "--match", "("], "missing )"),
+        (["bench", "--cases", "nonsense"], "nonsense"),
+        (["bench", "--compare", "/nowhere"], "/nowhere"),
     ],
 )
 def test_wrong_words_are_usage_errors(words, complaint):
@@ -132,3 +145,25 @@ def test_python_m_saccade(monkeypatch, capsys):
         runpy.run_module("saccade", run_name="__main__")
     assert stop.value.code == 0
     assert capsys.readouterr().out.startswith("fp32 d64 dense cpu\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "complaint"),
+    [
+        ("decode", [], "needs a GPU, and torch sees none"),
+        ("decode", ["nonsense"], "no cell is named nonsense; one is b1-s65536-h32-page64"),
+        ("decode", ["("], "no regular expression: missing )"),
+        ("block_masks", [], "needs a GPU, and torch sees none"),
+        ("block_masks", ["-3", "many"], "lengths are integers from 1 on, got -3 many"),
+        ("report", ["/nowhere"], "there is no /nowhere"),
+    ],
+)
+def test_modules_end_in_one_line(module, words, complaint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        import_module(f"saccade.bench.{module}").main()
+    told = str(stop.value.code) + capsys.readouterr().err.splitlines()[-1] if module == "report" else stop.value.code
+    assert complaint in told
+    assert stop.value.code not in (0, None)
+    assert "\n" not in told

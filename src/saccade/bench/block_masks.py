@@ -65,6 +65,10 @@ def rows(lengths: tuple[int, ...] = LENGTHS, device: str = "cuda") -> Iterator[d
 
 
 def main() -> None:
+    if wrong := [word for word in sys.argv[1:] if not word.isdecimal() or not int(word)]:
+        sys.exit(f"python -m saccade.bench.block_masks: lengths are integers from 1 on, got {' '.join(wrong)}")
+    if not torch.cuda.is_available():
+        sys.exit("python -m saccade.bench.block_masks: needs a GPU, and torch sees none")
     for row in rows(tuple(map(int, sys.argv[1:])) or LENGTHS):
         print(json.dumps(row), flush=True)
 

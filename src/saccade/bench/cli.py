@@ -36,8 +36,8 @@ def bench(
     compare: Annotated[Path | None, typer.Option(help="Older rows: print old over new time for each case.")] = None,
     against: Annotated[Path | None, typer.Option(help="Measure nothing: take these rows as the new ones.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = "",
-    rounds: Annotated[int, typer.Option(help="Samples of each provider; 0: the device's default.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Start no cell after this many; the rest is listed.")] = 1e9,
+    rounds: Annotated[int, typer.Option(min=0, help="Samples of each provider; 0: the device's default.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0, help="Start no cell after this many; the rest is listed.")] = 1e9,
     commit: Annotated[str, typer.Option(help="What the rows say, where git cannot be asked.")] = "",
     check: Annotated[bool, typer.Option(help="Check every result against the oracle first.")] = True,
     show: Annotated[bool, typer.Option("--list", help="List grids and providers, and measure nothing.")] = False,
@@ -170,7 +170,13 @@ def _summary(found: list[Row]) -> list[str]:
 
 
 def _place(device: str) -> torch.device:
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    count = torch.cuda.device_count()
+    try:
+        found = torch.device(device or ("cuda" if count else "cpu"))
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= count):
+        raise typer.BadParameter(f"device is cpu or one of the {count} GPUs here, got {device!r}")
     if found.type == "cuda":  # events and streams are the current device's
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
         torch.cuda.set_device(found)

@@ -171,7 +171,14 @@ def rows(cells: list[Cell], device: str = "cuda", clock: Clock | None = None) ->
 
 def main() -> None:
     patterns = sys.argv[1:] or [".*"]
-    cells = [cell for cell in CELLS if any(re.fullmatch(pattern, str(cell)) for pattern in patterns)]
+    try:
+        cells = [cell for cell in CELLS if any(re.fullmatch(pattern, str(cell)) for pattern in patterns)]
+    except re.error as wrong:
+        sys.exit(f"python -m saccade.bench.decode: no regular expression: {wrong}")
+    if not cells:
+        sys.exit(f"python -m saccade.bench.decode: no cell is named {' or '.join(patterns)}; one is {CELLS[0]}")
+    if not torch.cuda.is_available():
+        sys.exit("python -m saccade.bench.decode: needs a GPU, and torch sees none")
     for row in rows(cells):
         print(json.dumps(row), flush=True)
 

@@ -178,6 +178,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plots", type=Path, help=f"folder for PNGs, such as {PLOTS}; none are drawn without it")
     given = parser.parse_args(arguments)
+    for path in (*given.pages, given.results):
+        if not path.exists():
+            parser.error(f"there is no {path}")
     for page in given.pages:
         page.write_text(updated(page.read_text(encoding="utf-8"), given.results), encoding="utf-8")
     if given.plots:

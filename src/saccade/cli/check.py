@@ -58,7 +58,9 @@ class Row:
 def check(
     backend: Backend = "auto",
     cases: Annotated[str, typer.Option(help="Names of saccade.testing.cases, with commas; none: the models.")] = "",
-    length: Annotated[int, typer.Option(help="At most this length; 0 is the real one on a GPU, 512 on a CPU.")] = 0,
+    length: Annotated[
+        int, typer.Option(min=0, help="At most this length; 0: the real one on a GPU, 512 on a CPU.")
+    ] = 0,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Runs real models' calls: error over the tolerance, time, and speed-up over PyTorch's own attention.

@@ -27,7 +27,7 @@ def tune(
     dims: Annotated[str, typer.Option(help="Head dims, with commas between; 192/128 is d and d_v.")] = "64,128,256",
     backend: Annotated[str, typer.Option(help=f"{' or '.join(TUNED)}; every one that runs here if empty.")] = "",
     dry_run: Annotated[bool, typer.Option(help="Print what is the fastest, and write nothing.")] = False,
-    jobs: Annotated[int, typer.Option(help="Processes that compile; 0: one for each core.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0: one for each core.")] = 0,
 ) -> None:
     """Times every candidate config of the GPU kernels and keeps the fastest, for this machine's GPU and this user.
 
@@ -61,8 +61,8 @@ def _sizes(dims: str) -> list[tuple[int, int]]:
     [(64, 64), (192, 128)]
     """
     sizes = [re.fullmatch(r" *(\d+)(?:/(\d+))? *", size) for size in dims.split(",")]
-    if not all(sizes):
-        raise typer.BadParameter(f"head dims are integers with commas between, or pairs like 192/128, got {dims!r}")
+    if not all(size and int(size[1]) and int(size[2] or 1) for size in sizes):
+        raise typer.BadParameter(f"head dims are integers from 1 on, with commas, or pairs like 192/128, got {dims!r}")
     return [(int(size[1]), int(size[2] or size[1])) for size in sizes if size]
 
 
