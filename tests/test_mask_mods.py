@@ -171,6 +171,19 @@ def test_block_mask():
         attention(*operands(s_k=193), mask=made)
 
 
+def test_block_masks_beside_used_lengths():
+    """Their tiles were found with all rows in use, where the bottom right is another place."""
+    q, k, v = operands()
+    used, mask = torch.tensor([100, 200]), causal() & mask_mod(same_document)
+    torchs = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device="cpu")
+    for given in (block_mask(mask, 2, 4, S, S), torchs, as_mask(torchs) & causal(), ~as_mask(torchs)):
+        with pytest.raises(
+            ValueError, match=r"block masks are for calls whose rows are all in use.*q \(2, 4, 200, 16\)"
+        ):
+            attention(q, k, v, mask=given, layout=Dense(seqused_q=used))
+    check(q, k, v, mask=mask, layout=Dense(seqused_q=used, seqused_k=used.flip(0))).assert_ok()
+
+
 def test_lists_of_blocks_decide():
     """A BlockMask without a function: its lists are all there is."""
     count = torch.tensor([[[1, 2]]], dtype=torch.int32)

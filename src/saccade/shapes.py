@@ -44,6 +44,11 @@ def record_complaint(q: torch.Size, s_k: int, mask: Mask | None, layout: Dense) 
     for used in layout.records:
         if used.shape != (b,):
             return f"used lengths must have shape ({b},), got {tuple(used.shape)}"
+    if layout.records and mask is not None and (isinstance(mask, Blocked) or any(x.of_shape for x in mask.leaves())):
+        return (
+            "block masks are for calls whose rows are all in use: beside used lengths pass the mask itself, or for "
+            f"torch's BlockMask mask_mod(fn), got {mask!r}"
+        )
     for leaf in mask.leaves() if mask is not None else ():
         if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
             return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"

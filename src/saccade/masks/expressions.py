@@ -95,6 +95,9 @@ class Mask:
     listed: bool = False
     """Whether a list of tiles says which of them are empty, as intervals do not."""
 
+    of_shape: bool = False
+    """Whether it is for calls of one shape, all of whose rows are in use."""
+
     indices: frozenset[str] = frozenset()
     """Which of b and h it depends on, besides by the lengths in use."""
 

@@ -143,6 +143,7 @@ class Blocks:
 class OfShape(MaskMod):
     """A mask for calls of one shape."""
 
+    of_shape: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
     form: tuple[int, int, int, int] = (1, 1, 0, 0)
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
