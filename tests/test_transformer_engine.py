@@ -43,12 +43,17 @@ def normal(*shape, seed=3):
 
 CU_Q, CU_K = cu(LENGTHS_Q), cu(LENGTHS_K)
 PADDED = {"seqused_q": LENGTHS_Q, "seqused_k": LENGTHS_K}
+HOLES_Q, HOLES_K = (torch.rand(B, 1, 1, s, generator=torch.Generator().manual_seed(s)) < 0.4 for s in (S_Q, S_K))
 BIAS, SLOPES = normal(1, H, S_Q, S_K), normal(H).detach().exp()
 ARBITRARY = torch.rand(B, 1, S_Q, S_K, generator=torch.Generator().manual_seed(5)) < 0.4
 
 
 def top_left(left, right):
     return mask_mod(lambda b, h, q_idx, kv_idx: (kv_idx >= q_idx - left) & (kv_idx <= q_idx + right))
+
+
+def shown(b, h, q_idx, kv_idx):
+    return ~HOLES_Q[b, 0, 0, q_idx] & ~HOLES_K[b, 0, 0, kv_idx]
 
 
 def distances(offset):
@@ -83,6 +88,16 @@ SAME = {
         {"attn_mask_type": "padding_causal_bottom_right", "attention_type": "cross"},
         {"attention_mask": (hidden(LENGTHS_Q, S_Q), hidden(LENGTHS_K, S_K))},
         {"layout": PADDED, "mask": causal()},
+    ),
+    "padding at the left": (
+        {"attn_mask_type": "padding"},
+        {"attention_mask": (HOLES_Q, HOLES_K)},
+        {"mask": mask_mod(shown)},
+    ),
+    "holes from the top left": (
+        {"attn_mask_type": "padding_causal"},
+        {"attention_mask": (HOLES_Q, HOLES_K), "window_size": (5, 0)},
+        {"mask": mask_mod(shown) & top_left(5, 0)},
     ),
     "padding from the top left": (
         {"attn_mask_type": "causal,padding"},
@@ -162,6 +177,48 @@ def test_arguments(name):
     wanted = attention(*leaves, **{**meaning, "layout": layout}).flatten(-2)
     equal(out, wanted, [*leaves, *([BIAS] if "core_attention_bias" in forward else [])])
     assert get_attention_backend(core, *leaves, **forward).backend == "cpu"
+
+
+HIDDEN = {
+    "left": torch.tensor([[True, True, False, False, False, False], [False] * 6]),
+    "hole": torch.tensor([[False, True, False, False, True, False], [False, False, True, True, True, True]]),
+    "right": torch.tensor([[False, False, False, False, True, True], [False, True, True, True, True, True]]),
+    "all": torch.ones(2, 6, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])
+@pytest.mark.parametrize("where", HIDDEN)
+def test_padding_wherever_it_is(where, kind):
+    """Of queries and keys alike, by TransformerEngine's own formula: hidden tokens see nothing, and are not seen."""
+    hide = HIDDEN[where]
+    q, k, v = (normal(2, 6, H, D, seed=i) for i in range(3))
+    core = DotProductAttention(H, D, qkv_format="bshd", attn_mask_type=kind)
+    i = torch.arange(6)
+    seen = ~hide[:, :, None] & ~hide[:, None, :] & ((i[:, None] >= i) | (kind == "padding"))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / D**0.5
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0)
+    wanted = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(-2)
+    given = {"attention_mask": hide[:, None, None]}
+    torch.testing.assert_close(core(q, k, v, **given), wanted)
+    spec = get_attention_backend(core, q, k, v, **given).spec
+    assert spec.layout == ("padded" if where in ("right", "all") else "dense")
+    compiled = torch.compile(core, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, **given), wanted)
+    hide.logical_not_()  # what was found about a mask is forgotten when it is written to
+    try:
+        flipped = core(q, k, v, **given)
+    finally:
+        hide.logical_not_()
+    assert not flipped[hide.logical_not()].any()
+
+
+def test_a_window_that_causal_masks_do_not_have():
+    leaves = operands("bshd")
+    wanted = called(window_size=(4, 0))()
+    with pytest.warns(UserWarning, match=re.escape("window_size=(4, 7): 'causal' has no keys on the right")):
+        found = DotProductAttention(H, (D, D_V), G, qkv_format="bshd")(*leaves, window_size=(4, 7))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("name", "order"), [("causal", "sbhd"), ("softcap", "bshd"), ("band", "sbhd")])
@@ -325,6 +382,19 @@ WRONG = {
     "no lengths": (called(attn_mask_type="padding"), ValueError, "needs cu_seqlens_q and cu_seqlens_kv"),
     "no mask": (called(attn_mask_type="arbitrary"), ValueError, "needs attention_mask"),
     "window": (called(attn_mask_type="no_mask", window_size=(3, -1)), ValueError, "got (3, -1)"),
+    "window on the right alone": (called(window_size=(-1, 3)), ValueError, "got (-1, 3) with 'causal'"),
+    "window below": (called(window_size=(3, -2)), ValueError, "got (3, -2)"),
+    "holes of two masks": (
+        called(attn_mask_type="padding_causal_bottom_right", attention_mask=(HOLES_Q, HOLES_K)),
+        Unsupported,
+        "attention_mask hides other tokens than the last ones",
+    ),
+    "a mask of other tokens": (
+        called(attn_mask_type="padding", attention_mask=(HOLES_K, HOLES_Q)),
+        ValueError,
+        "bools (2, 1, 1, 12), True where nothing is, or two of them, of queries and keys; got torch.bool (2, 1, 1, 17)",
+    ),
+    "a list for a mask": (called(attn_mask_type="padding", attention_mask="all"), ValueError, "got str"),
     "bias": (called(core_attention_bias=BIAS), ValueError, "core_attention_bias_type='no_bias' with it"),
     "slopes": (called(alibi_slopes=SLOPES), ValueError, "must be 'alibi'"),
     "slopes' shape": (

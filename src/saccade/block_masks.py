@@ -29,8 +29,8 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
 
     Returns:
         A mask for calls of this shape, without used lengths. It does not see it when tensors that it captured are
-        changed. A mask of intervals alone needs no list of tiles, and is returned as it is; combined with another, it is a mask without
-        states again.
+        changed. A mask of intervals alone needs no list of tiles, and is returned as it is; combined with another, it
+        is a mask without states again.
 
     Raises:
         TypeError: no mask.

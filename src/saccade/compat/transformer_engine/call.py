@@ -31,7 +31,8 @@ class Call:
         key_layer: (s_k, b, h_k, d), …
         value_layer: (s_k, b, h_k, d_v), …
         attention_mask: True where nothing is seen: for padding (b, 1, 1, s_q), or two of them, of queries and keys;
-            for "arbitrary" what broadcasts to (b, h_q, s_q, s_k). Other mask types do not read it.
+            for "arbitrary" what broadcasts to (b, h_q, s_q, s_k). Other mask types do not read it. Padding may be
+            anywhere; at the end it runs as lengths, which is faster, and which a GPU is asked for once for each mask.
         qkv_format: "sbhd", "bshd" or "thd"; None: the constructor's, as for the following that may be None.
         cu_seqlens_q: (b + 1,) int32, sums of the lengths that are in use. With "thd", and for padding.
         cu_seqlens_kv: the same of the keys.
@@ -41,7 +42,8 @@ class Call:
         max_seqlen_kv: the same of the keys.
         attn_mask_type: "no_mask", "padding", "causal" and "padding_causal" (aligned at the top left),
             "causal_bottom_right", "padding_causal_bottom_right", "arbitrary".
-        window_size: (left, right), -1 for unbounded.
+        window_size: (left, right), -1 for unbounded. Causal masks have nothing on the right: (left, right) is (left, 0)
+            there, with a warning, and (-1, right) is refused.
         bottom_right_diagonal: where windows and ALiBi are aligned, for masks that do not say it: True unless given.
         softcap: `softcap tanh(score / softcap)` after score_mod and before the bias; 0 for none.
         checkpoint_core_attention: compute the attention again in the backward, instead of saving what it needs.

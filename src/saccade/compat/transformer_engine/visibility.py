@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade import blocks
 from saccade.compat.transformer_engine.call import Call, WrongCall
+from saccade.dispatch import Unsupported
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.masks import Mask, as_mask, window
 from saccade.scores import ScoreMod
@@ -38,12 +41,18 @@ def visible(call: Call, q: Tensor, k: Tensor) -> Visible:
         WrongCall: lengths or masks that are missing, or do not fit.
     """
     kind = call.attn_mask_type or ""
-    layout, offset = _packed(call, kind) if call.order == "thd" else _dense(call, kind, q, k)
+    layout, offset, holes = (*_packed(call, kind), None) if call.order == "thd" else _dense(call, kind, q, k)
     left, right = bounds(kind, call.window_size)
     bottom_right = "bottom_right" in kind or ("causal" not in kind and call.bottom_right_diagonal is not False)
     mask, band, keys = None, None, None
     if (left, right) == (None, None):
         pass
+    elif bottom_right and holes is not None and isinstance(offset, Tensor):
+        raise Unsupported(
+            "DotProductAttention: attention_mask hides other tokens than the last ones, of queries and keys apart, and "
+            f"{kind!r} with window_size={call.window_size} is aligned at the bottom right: give cu_seqlens_q and "
+            "cu_seqlens_kv, with padding at the end"
+        )
     elif bottom_right or (isinstance(offset, int) and offset == 0):
         mask = window(left, right)
     elif isinstance(offset, int):
@@ -67,6 +76,8 @@ def visible(call: Call, q: Tensor, k: Tensor) -> Visible:
         seen = as_mask(~hidden if keys is None or hidden.shape[-1] == 1 else ~hidden[..., :keys])
         assert seen is not None
         mask = seen if mask is None else seen & mask
+    if holes is not None:
+        mask = holes if mask is None else holes & mask
     causal = right == 0 and (bottom_right or isinstance(offset, int)) and band is None
     return Visible(layout, mask, band, keys, offset, causal, bottom_right, _shape(call, layout, q, k))
 
@@ -84,8 +95,10 @@ def bounds(kind: str, given: tuple[int, int] | None) -> tuple[int | None, int | 
     """TransformerEngine's: causal masks have nothing on the right, and others take (-1, 0) for no window."""
     left, right = given or (-1, -1)
     if "causal" in kind:
+        wrong = left < -1 or right < -1 or (left < 0 and right > 0)
+        if right > 0 and not wrong:
+            warnings.warn(f"window_size={given}: {kind!r} has no keys on the right, and is ({left}, 0)", stacklevel=2)
         right = 0
-        wrong = left < -1
     else:
         left, right = (-1, -1) if (left, right) == (-1, 0) else (left, right)
         wrong = (left < 0 or right < 0) and (left, right) != (-1, -1)
@@ -114,11 +127,12 @@ def _packed(call: Call, kind: str) -> tuple[Packed, int | Tensor]:
     return layout, 0 if cu_q is cu_k else cu_k.diff() - cu_q.diff()
 
 
-def _dense(call: Call, kind: str, q: Tensor, k: Tensor) -> tuple[Dense, int | Tensor]:
+def _dense(call: Call, kind: str, q: Tensor, k: Tensor) -> tuple[Dense, int | Tensor, Mask | None]:
+    """The layout, the keys less the rows, and what hides tokens that are not the last ones."""
     b, s = (ORDERS[call.order][i] for i in (0, 2))
     s_q, s_k = q.shape[s], k.shape[s]
     if "padding" not in kind:
-        return Dense(call.order), s_k - s_q
+        return Dense(call.order), s_k - s_q, None
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_kv
     if cu_q is not None and cu_k is not None:
         used_q, used_k = cu_q.diff(), cu_k.diff()
@@ -128,19 +142,36 @@ def _dense(call: Call, kind: str, q: Tensor, k: Tensor) -> tuple[Dense, int | Te
     else:
         hidden = call.attention_mask
         of_q, of_k = hidden if isinstance(hidden, (tuple, list)) else (hidden, hidden)
-        used_q, used_k = (_used(x, q.shape[b], s) for x, s in ((of_q, s_q), (of_k, s_k)))
-        same = of_q is of_k
-    return Dense(call.order, used_q, used_k), 0 if same else used_k - used_q
+        of_q, of_k = (_tokens(x, q.shape[b], s) for x, s in ((of_q, s_q), (of_k, s_k)))
+        used_q, used_k = (x.logical_not().sum(-1, dtype=torch.int32) for x in (of_q, of_k))
+        same = not isinstance(hidden, (tuple, list)) or hidden[0] is hidden[1]
+        if not all(map(_at_the_end, (of_q,) if same else (of_q, of_k))):
+            seen = as_mask(~of_q[:, None, :, None]), as_mask(~of_k[:, None, None, :])
+            assert seen[0] is not None
+            assert seen[1] is not None
+            return Dense(call.order), 0 if same else used_k - used_q, seen[0] & seen[1]
+    return Dense(call.order, used_q, used_k), 0 if same else used_k - used_q, None
 
 
-def _used(hidden: Tensor, b: int, s: int) -> Tensor:
-    """How many of a sequence's tokens are not hidden, (b,)."""
-    if hidden.dtype != torch.bool or hidden.numel() != b * s:
+def _tokens(hidden: Any, b: int, s: int) -> Tensor:
+    """Which tokens are hidden, (b, s)."""
+    if not isinstance(hidden, Tensor):
+        raise WrongCall(f"attention_mask must be a tensor of bools, or two of them, got {type(hidden).__name__}")
+    if hidden.dtype != torch.bool or hidden.shape not in ((b, 1, 1, s), (b, s)):
         raise WrongCall(
             f"attention_mask for padding holds bools ({b}, 1, 1, {s}), True where nothing is, or two of them, of "
             f"queries and keys; got {hidden.dtype} {tuple(hidden.shape)}"
         )
-    return hidden.reshape(b, s).logical_not().sum(-1, dtype=torch.int32)
+    return hidden.reshape(b, s)
+
+
+def _at_the_end(hidden: Tensor) -> bool:
+    """Whether it is known that each sequence's hidden tokens are its last. A GPU is waited for once for each mask, and
+    not while something is compiled or captured, which may see other masks: lists of tiles serve them all."""
+    if torch.compiler.is_compiling() or (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    key = "padding at the end", tuple(hidden.shape)
+    return blocks.kept(key, [hidden], lambda: not bool((hidden[:, :-1] & ~hidden[:, 1:]).any()))
 
 
 def _band(left: int | None, right: int | None) -> ScoreMod:
