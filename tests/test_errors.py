@@ -13,18 +13,27 @@ from hypothesis import strategies as st
 
 from saccade import (
     Dense,
+    Packed,
+    Paged,
     Unsupported,
+    alibi,
     attention,
     bias,
     causal,
+    compose,
     documents,
     explain,
+    mask_mod,
     memory,
     plan,
     prefix,
+    relative_bias,
     softcap,
+    t5_bias,
+    temperature,
     window,
 )  # fmt: skip
+from saccade.compat.cudnn import score_callback
 
 Q, K, V = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
 SHAPES = "q (2, 4, 6, 8), k (2, 2, 6, 8), v (2, 2, 6, 8) in order bhsd"
@@ -32,6 +41,25 @@ SHAPES = "q (2, 4, 6, 8), k (2, 2, 6, 8), v (2, 2, 6, 8) in order bhsd"
 
 def int_(*shape):
     return torch.zeros(shape, dtype=torch.int64)
+
+
+SHORT = torch.randn(5)
+PACKED = Packed(torch.tensor([0, 4, 6]), torch.tensor([0, 5, 7]), 4, 5)
+
+
+def packed():
+    return torch.randn(6, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+
+
+def paged(flat=False, **given):
+    """A call of three queries of two heads over two pages of four keys."""
+    layout = Paged(torch.tensor([[0, 1]]), torch.tensor([5]), torch.tensor([0, 3]) if flat else None)
+    q = torch.randn(4, 2, 4) if flat else torch.randn(1, 3, 2, 4)
+    return attention(q, torch.randn(4, 4, 2, 4), torch.randn(4, 4, 2, 4), layout=layout, **given)
+
+
+def add(graph, score, tensors):
+    return graph.add(a=score, b=tensors["t"])
 
 
 VALUE_ERRORS = {
@@ -70,6 +98,58 @@ VALUE_ERRORS = {
     "mask device": (lambda: attention(Q, K, V, mask=prefix(int_(2).to("meta"))), "got meta"),
     "dropout": (lambda: attention(Q, K, V, dropout_p=1.5), "got 1.5"),
     "backend": (lambda: attention(Q, K, V, backend="fastest"), "'fastest'"),
+    "bias": (lambda: attention(Q, K, V, score_mod=bias(torch.randn(3, 5, 9, 9))), "(2, 4, 6, 6), got (3, 5, 9, 9)"),
+    "a part of a composed one": (
+        lambda: attention(Q, K, V, score_mod=compose(softcap(2.0), compose(bias(torch.randn(3, 6, 6))))),
+        "bias must broadcast to (b, h_q, s_q, s_k) = (2, 4, 6, 6), got (3, 6, 6): q (2, 4, 6, 8), k (2, 2, 6, 8)",
+    ),
+    "padded bias": (
+        lambda: attention(Q, K, V, score_mod=bias(torch.randn(6, 5)), layout=Dense(seqused_k=int_(2))),
+        "got (6, 5)",
+    ),
+    "packed bias": (
+        lambda: attention(*packed(), score_mod=bias(torch.randn(3, 6)), layout=PACKED),
+        "(2, 4, 4, 5), or more rows and keys, got (3, 6)",
+    ),
+    "slopes": (lambda: attention(Q, K, V, score_mod=alibi(torch.ones(2))), "each query head, h_q = 4, got (2,)"),
+    "one slope": (lambda: attention(Q, K, V, score_mod=alibi(torch.ones(1))), "h_q = 4, got (1,)"),
+    "temperatures": (lambda: attention(Q, K, V, score_mod=temperature(torch.ones(5))), "h_q = 4, got (5,)"),
+    "relative table": (lambda: attention(Q, K, V, score_mod=relative_bias(torch.ones(3, 5))), "h_q = 4, got (3, 5)"),
+    "empty table": (lambda: relative_bias(torch.ones(0, 5)), "got torch.float32 (0, 5)"),
+    "t5 table": (lambda: attention(Q, K, V, score_mod=t5_bias(torch.ones(32, 2))), "h_q = 4, got (32, 2)"),
+    "t5 distances": (lambda: t5_bias(torch.ones(32, 2), max_distance=8), "above 8, the distances that have a bucket"),
+    "slopes of integers": (lambda: alibi(int_(4)), "of floats, got torch.int64 (4,)"),
+    "callback's tensor": (
+        lambda: attention(Q, K, V, score_mod=score_callback(add, None, {"t": torch.randn(1, 3, 6, 6)})),
+        "callback's tensor must broadcast to (b, h_q, s_q, s_k) = (2, 4, 6, 6), got (1, 3, 6, 6)",
+    ),
+    "function of keys": (
+        lambda: attention(Q, K, V, score_mod=lambda score, b, h, q_idx, kv_idx: score + SHORT[kv_idx]),
+        "reads a tensor (5,) at kv_idx in dimension 0, and the call has (b, h_q, s_q, s_k) = (2, 4, 6, 6)",
+    ),
+    "function of packed heads": (
+        lambda: attention(*packed(), score_mod=lambda score, b, h, *_: score + SHORT[:3][h], layout=PACKED),
+        "reads a tensor (3,) at h",
+    ),
+    "function of distances": (
+        lambda: attention(Q, K, V, score_mod=lambda score, b, h, i, j: score + SHORT[(i - j).abs()]),
+        "index 5 is out of bounds for dimension 0 with size 5: score(lambda) with (5,); q (2, 4, 6, 8)",
+    ),
+    "mask function of keys": (
+        lambda: attention(Q, K, V, mask=mask_mod(lambda b, h, i, j: SHORT[j] > 0) & causal()),
+        "lambda reads a tensor (5,) at kv_idx",
+    ),
+    "mask function of distances": (
+        lambda: attention(Q, K, V, mask=mask_mod(lambda b, h, i, j: SHORT[(i - j).abs()] > 0)),
+        "is read where it has no element",
+    ),
+    "paged mask": (lambda: paged(mask=torch.ones(3, 5, 3, 8).bool()), "got (3, 5, 3, 8)"),
+    "paged mask of fewer keys": (lambda: paged(mask=torch.ones(3, 7).bool()), "(1, 2, 3, 8)"),
+    "paged bias": (lambda: paged(score_mod=bias(torch.ones(2, 3, 7))), "(1, 2, 3, 8), or more"),
+    "paged rows end to end": (
+        lambda: paged(flat=True, mask=torch.ones(2, 8).bool()),
+        "(sequences, h_q, queries, keys) = (1, 2, 3, 8)",
+    ),
     "scale with a gradient": (
         lambda: attention(Q, K, V, scale=torch.nn.Parameter(torch.tensor(0.5))),
         "multiply q by it, attention(q * scale, …, scale=1.0), or give score_mod=lambda score",
@@ -80,6 +160,9 @@ VALUE_ERRORS = {
 }
 
 TYPE_ERRORS = {
+    "bias of numbers": (lambda: bias(3.0), "broadcasts to (b, h_q, s_q, s_k), got float"),
+    "slopes of numbers": (lambda: alibi([0.5, 0.25]), "got list"),
+    "cap in words": (lambda: softcap("50"), "'50'"),
     "array": (lambda: attention(Q.numpy(), K, V), "ndarray"),
     "missing": (lambda: attention(Q, K, None), "NoneType"),
     "float mask": (lambda: attention(Q, K, V, mask=torch.ones(6, 6)), "torch.float32 (6, 6)"),

@@ -269,18 +269,23 @@ def _call(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
 
 
 def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout) -> scores.Score | None:
-    score = scores.bind(score_mod, q)
-    if score is None:
+    if score_mod is None:
         return None
     if isinstance(layout, Paged):
-        s_q, s_k = q.shape[0 if layout.cu_seqlens_q is not None else 1], layout.capacity(k.shape[1])
+        sizes = paged.sizes(layout, layout.canonical(q).shape, layout.capacity(k.shape[1]))
     elif isinstance(layout, Packed):
-        s_q, s_k = packed.longest(layout, q.shape[0], k.shape[0])
+        sizes = scores.Sizes(layout.sequences, q.shape[1], *packed.longest(layout, q.shape[0], k.shape[0]), exact=False)
     else:
-        s = ORDERS[layout.order][2]
-        s_q, s_k = q.shape[s], k.shape[s]
-    if max(s_q, s_k) > scores.LONGEST:
-        raise ValueError(f"score functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}")
+        b, h, s_q, _ = layout.canonical(q).shape
+        sizes = scores.Sizes(b, h, s_q, layout.canonical(k).shape[2], exact=not layout.records)
+    complaint = scores.complaint(score_mod, sizes._replace(exact=isinstance(layout, Dense)))
+    score = None if complaint else scores.bind(score_mod, q)
+    if score is not None:
+        complaint = scores.short(score.identity, score.tensors, sizes)
+    if max(sizes.s_q, sizes.s_k) > scores.LONGEST:
+        complaint = f"score functions take lengths up to {scores.LONGEST}, got {sizes.s_q} and {sizes.s_k}"
+    if complaint:
+        raise ValueError(f"{complaint}: q {tuple(q.shape)}, k {tuple(k.shape)} in order {layout.order}")
     return score
 
 
@@ -346,7 +351,7 @@ def _check_records(
     if isinstance(layout, Packed):
         complaint = packed.complaint(mask, layout, rows, s_k)
     elif isinstance(layout, Paged):
-        complaint = paged.mask_complaint(mask, layout, rows[2], layout.capacity(k.shape[1]))
+        complaint = paged.mask_complaint(mask, layout, paged.sizes(layout, rows, layout.capacity(k.shape[1])))
     else:
         complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
         if records and not complaint:

@@ -79,11 +79,26 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     if problem.out is not None:
         memory.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
-        out, found, top = dispatch.plan_of(problem, backend).module.forward(problem, lse)
+        try:
+            out, found, top = dispatch.plan_of(problem, backend).module.forward(problem, lse)
+        except IndexError as wrong:
+            raise _outside(problem, wrong) from wrong
     if problem.out is not None and out is not problem.out:
         problem.out.copy_(out)
     found = None if found is None else layout.ordered_lse(found)
     return layout.ordered(out), found, None if top is None else layout.ordered_lse(top)
+
+
+def _outside(problem: Problem, wrong: IndexError) -> Exception:
+    """What to raise for an index that a score or mask function computes; on a GPU such are kept inside."""
+    score, mask = problem.score, problem.mask
+    functions = [] if score is None else [(score.kind, score.tensors)]
+    functions += [] if mask is None else [(mask.kind, mask.records)]
+    if not any(tensors for _, tensors in functions):
+        return wrong
+    told = " and ".join(f"{kind} with {', '.join(str(tuple(x.shape)) for x in tensors)}" for kind, tensors in functions)
+    call = f"q {tuple(problem.layout.ordered(problem.q).shape)}"
+    return ValueError(f"a captured tensor is read where it has no element, {wrong}: {told}; {call}")
 
 
 def _inputs(problem: Problem) -> Iterator[tuple[str, Tensor]]:

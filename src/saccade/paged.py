@@ -24,9 +24,20 @@ def complaint(q: torch.Size, k: torch.Size, v: torch.Size, layout: Paged, name: 
     return shapes.head_complaint(q, k, v, -2)
 
 
-def mask_complaint(mask: Mask | None, layout: Paged, s_q: int, s_k: int) -> str | None:
+def sizes(layout: Paged, q: torch.Size, s_k: int) -> scores.Sizes:
+    """What a call has of sequences, heads, rows and keys, of q in the form (b or 1, h_q, s_q or t_q, d). Where queries
+    are end to end on a GPU, nobody knows how many the longest sequence has: 0."""
+    b, s_q, offsets = layout.sequences, q[2], layout.cu_seqlens_q
+    if offsets is not None:
+        readable = b and offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+        s_q = int(offsets.diff().max()) if readable else 0
+    return scores.Sizes(b, q[1], s_q, s_k, exact=False)
+
+
+def mask_complaint(mask: Mask | None, layout: Paged, call: scores.Sizes) -> str | None:
     """What is wrong with a mask over paged sequences; the layout's own tensors were checked when it was made."""
-    if mask is not None and mask.listed and max(s_q, s_k) > scores.LONGEST:
-        return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
+    for leaf in mask.leaves() if mask is not None else ():
+        if leaf.listed and (found := leaf.packed_complaint(*call[:4])):
+            return found
     told = "documents(ids) is for rows and keys that are the same tokens, and not for paged caches"
     return shapes.sequence_mask_complaint(mask, layout.sequences, told)

@@ -154,7 +154,7 @@ class OfShape(MaskMod):
 
     def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         found = _too_small("the BlockMask", self.form, (b, h, s_q, s_k), broadcast=False)
-        return found or MaskMod.complaint(self, b, h, s_q, s_k)
+        return found or super().packed_complaint(b, h, s_q, s_k)
 
 
 def _too_small(what: str, given: tuple[int, ...], call: tuple[int, int, int, int], broadcast: bool) -> str | None:
@@ -163,8 +163,8 @@ def _too_small(what: str, given: tuple[int, ...], call: tuple[int, int, int, int
     if wide and all(n >= m or (n == 1 and broadcast) for n, m in zip(given[2:], call[2:], strict=True)):
         return None
     return (
-        f"{what} over packed sequences has a row and a column for each query and key of the longest one, so at least "
-        f"(sequences, h_q, max_seqlen_q, max_seqlen_k) = {call}, where sequences and heads may be 1; got {given}"
+        f"{what} over sequences has a row and a column for each query and key that the longest one has room for, so at "
+        f"least (sequences, h_q, queries, keys) = {call}, where sequences and heads may be 1; got {given}"
     )
 
 

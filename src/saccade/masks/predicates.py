@@ -58,7 +58,12 @@ class MaskMod(Mask):
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         if max(s_q, s_k) > scores.LONGEST:
             return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
-        return None
+        return scores.short(self.predicate.identity, self.predicate.tensors, scores.Sizes(b, h, s_q, s_k))
+
+    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
+        if max(s_q, s_k) > scores.LONGEST:
+            return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
+        return scores.short(self.predicate.identity, self.predicate.tensors, scores.Sizes(b, h, s_q, s_k, exact=False))
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if self.fn is not None:

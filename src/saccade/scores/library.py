@@ -50,6 +50,13 @@ def softcap(cap: float) -> Softcap:
     >>> softcap(50.0)
     Softcap(cap=50.0)
     """
+    if isinstance(cap, Tensor) and cap.requires_grad:
+        raise ValueError(
+            "softcap's cap is a number, and gets no gradient: write the function, lambda score, b, h, q_idx, kv_idx: "
+            "cap * torch.tanh(score / cap)"
+        )
+    if isinstance(cap, (str, bytes, bool)) or not hasattr(type(cap), "__float__"):
+        raise TypeError(f"softcap needs a number, got {cap!r}")
     cap = float(cap)
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
@@ -59,10 +66,19 @@ def softcap(cap: float) -> Softcap:
 class Ready(ScoreMod):
     """A ScoreMod that a Spec calls by its own word."""
 
-    def __init__(self, kind: str, fn: Function, *tensors: Tensor) -> None:
+    def __init__(
+        self, kind: str, fn: Function, *tensors: Tensor, heads: int | None = None, shares: bool = False
+    ) -> None:
+        """heads: the dimension of the first tensor that has an element for each query head, or, if it shares, one for
+        all; None: it broadcasts to (b, h_q, s_q, s_k)."""
         super().__init__(fn, *tensors)
-        self.kind = kind
+        self.kind, self.heads, self.shares = kind, heads, shares
         self._surveys: dict[bool, Survey] = {}
+
+    @property
+    def parts(self) -> tuple[Callable[..., Tensor], ...]:
+        """What it is composed of."""
+        return self.fn.mods if isinstance(self.fn, _Composed) else ()
 
     def survey(self, zero_dim: bool) -> Survey:
         """Once: nothing in it changes, unless it is composed of what users wrote."""
@@ -91,8 +107,8 @@ def alibi(slopes: Tensor) -> ScoreMod:
     >>> attention(q, k, v, mask=causal(), score_mod=alibi(torch.tensor([0.5, 0.25]))).shape
     torch.Size([1, 2, 8, 4])
     """
-    _check("alibi", slopes, "one slope for each query head, (h_q)", slopes.dim() == 1)
-    return Ready("alibi", _alibi, slopes)
+    _check("alibi", slopes, "one slope for each query head, (h_q)", lambda: slopes.dim() == 1)
+    return Ready("alibi", _alibi, slopes, heads=0)
 
 
 def _alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor) -> Tensor:
@@ -116,13 +132,15 @@ def relative_bias(table: Tensor) -> ScoreMod:
     >>> table.grad.shape
     torch.Size([2, 11])
     """
-    fits = table.dim() == 2 and table.shape[1] % 2 == 1
-    _check("relative_bias", table, "a table (h_q, 2 r + 1) or (1, 2 r + 1)", fits)
+    wanted = "a table (h_q, 2 r + 1) or (1, 2 r + 1)"
+    _check("relative_bias", table, wanted, lambda: table.dim() == 2 and table.shape[0] > 0 and table.shape[1] % 2 == 1)
     shared = table.shape[0] == 1
     return Ready(
         "relative_bias",
         partial(_relative_bias, reach=table.shape[1] // 2, last=table.shape[1] - 1, shared=shared),
         table,
+        heads=0,
+        shares=True,
     )
 
 
@@ -166,10 +184,17 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
     >>> attention(q, k, v, score_mod=t5_bias(torch.randn(32, 2)), scale=1.0).shape
     torch.Size([1, 2, 8, 4])
     """
-    fits = table.dim() == 2 and table.shape[0] >= (4 if bidirectional else 2)
-    _check("t5_bias", table, "a table (buckets, h_q) of enough buckets", fits)
+    least = 4 if bidirectional else 2
+    wanted = f"a table (buckets, h_q) of {least} buckets or more"
+    _check("t5_bias", table, wanted, lambda: table.dim() == 2 and table.shape[0] >= least)
+    exact = table.shape[0] // least
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= exact:
+        raise ValueError(
+            f"t5_bias with {table.shape[0]} buckets needs a max_distance above {exact}, the distances that have a "
+            f"bucket each, got {max_distance!r}"
+        )
     buckets = t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
-    return Ready("t5_bias", partial(_t5_bias, reach=max_distance, last=2 * max_distance), table, buckets)
+    return Ready("t5_bias", partial(_t5_bias, reach=max_distance, last=2 * max_distance), table, buckets, heads=1)
 
 
 def _t5_bias(
@@ -222,7 +247,7 @@ def bias(t: Tensor) -> ScoreMod:
     >>> attention(q, k, v, score_mod=bias(torch.randn(2, 1, 8))).shape
     torch.Size([1, 2, 8, 4])
     """
-    _check("bias", t, "a tensor that broadcasts to (b, h_q, s_q, s_k)", t.dim() <= 4)
+    _check("bias", t, "a tensor that broadcasts to (b, h_q, s_q, s_k)", lambda: t.dim() <= 4)
     return Ready("bias", partial(_bias, own=tuple(n != 1 for n in t.shape)), t)
 
 
@@ -248,8 +273,8 @@ def temperature(t: Tensor) -> ScoreMod:
     >>> attention(q, k, v, score_mod=temperature(torch.tensor([0.5, 2.0]))).shape
     torch.Size([1, 2, 8, 4])
     """
-    _check("temperature", t, "one temperature for each query head, (h_q)", t.dim() == 1)
-    return Ready("temperature", _temperature, t)
+    _check("temperature", t, "one temperature for each query head, (h_q)", lambda: t.dim() == 1)
+    return Ready("temperature", _temperature, t, heads=0)
 
 
 def _temperature(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor) -> Tensor:
@@ -284,9 +309,11 @@ def compose(*mods: Callable[..., Tensor]) -> ScoreMod:
     return Ready("+".join(word for word in words if word) if all(words) and words else "composed", _Composed(mods))
 
 
-def _check(name: str, t: Any, wanted: str, fits: bool) -> None:
-    if not fits or not t.is_floating_point():
-        raise ValueError(f"{name} needs {wanted}, got {t.dtype} {tuple(t.shape)}")
+def _check(name: str, t: Any, wanted: str, fits: Callable[[], bool]) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} needs {wanted}, got {type(t).__name__}")
+    if not fits() or not t.is_floating_point():
+        raise ValueError(f"{name} needs {wanted}, of floats, got {t.dtype} {tuple(t.shape)}")
 
 
 KINDS = ("softcap", "alibi", "bias", "relative_bias", "t5_bias", "temperature")

@@ -23,14 +23,13 @@ def modification(call: Call, seen: Visible, scale: float, q: Tensor) -> Any:
     mods: list[Any] = []
     given = call.core_attention_bias
     if given is not None:
-        _check(seen, q, {"core_attention_bias": given})
+        given = _cut(seen, q, {"core_attention_bias": given})["core_attention_bias"]
     if given is not None and call.core_attention_bias_type == "pre_scale_bias":
         mods.append(bias(given * scale))
     if call.score_mod is not None:
-        named = {**(call.score_mod_tensors or {}), **(call.score_mod_bprop_tensors or {})}
-        _check(seen, q, named)
-        callbacks = call.score_mod, call.score_mod_bprop
-        mods.append(score_callback(*callbacks, call.score_mod_tensors, call.score_mod_bprop_tensors))
+        named = call.score_mod_tensors, call.score_mod_bprop_tensors
+        tensors = (None if given is None else _cut(seen, q, given) for given in named)
+        mods.append(score_callback(call.score_mod, call.score_mod_bprop, *tensors))
     if call.softcap:
         mods.append(softcap(call.softcap))
     if given is not None and call.core_attention_bias_type == "post_scale_bias":
@@ -42,15 +41,19 @@ def modification(call: Call, seen: Visible, scale: float, q: Tensor) -> Any:
     return mods[0] if len(mods) == 1 else compose(*mods) if mods else None
 
 
-def _check(seen: Visible, q: Tensor, tensors: dict[str, Tensor]) -> None:
+def _cut(seen: Visible, q: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is given for keys that somebody sees."""
     if seen.shape is None:
-        return
+        return tensors
     b, s_q, s_k = seen.shape
     shape = b, q.shape[-2], s_q, s_k
     for name, x in tensors.items():
         fits = x.dim() <= 4 and all(n in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False))
         if not fits:
             raise WrongCall(f"{name} must broadcast to (b, h_q, s_q, s_k) = {shape}, got {tuple(x.shape)}")
+    if seen.keys is None:
+        return tensors
+    return {name: x[..., : seen.keys] if x.dim() and x.shape[-1] != 1 else x for name, x in tensors.items()}
 
 
 def alibi_slopes(heads: int) -> Tensor:
