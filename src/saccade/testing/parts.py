@@ -107,16 +107,24 @@ class Part(NamedTuple):
         top = torch.where(top.isfinite(), top, 0)
 
         score = q @ k.mT * problem.scale
-        modified, slope, slope_term = self._modified(score, of_functions)
         score_term = coarse * score**2 + (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
+        slope, slope_term = score.new_ones(()), score.new_zeros(())
         if problem.score is not None:
-            score_term = of_functions * modified**2 + slope**2 * score_term
+            modified, slope = self._modified(score)
+            # Where a function bends or jumps, a score's rounding does more than its derivative says.
+            error = eps / 2 * score_term.sqrt()
+            ends = torch.stack([torch.stack(self._modified(score + side * error)) for side in (-1, 1)])
+            moved = (ends - torch.stack([modified, slope])).nan_to_num(0, 0, 0).abs().amax(0) / (eps / 2)
+            score_term, slope_term = moved**2
+            score_term = score_term + of_functions * modified**2
+            # A derivative is made of values of the function, as 1 - tanh^2 is.
+            slope_term = slope_term + of_functions * (slope**2 + 4 * (1 - slope) ** 2)
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
         p_term = p**2 * score_term
-        lse_term = (
-            fine * (1 + lse**2 + top**2) + (2 * self.precision.exp / eps) ** 2 + more_k + p_term.sum(-1, keepdim=True)
-        )
+        # Keys that are alike have scores that are rounded alike.
+        lse_term = fine * (1 + lse**2 + top**2) + more_k + p_term.sqrt().sum(-1, keepdim=True) ** 2
+        lse_term = lse_term + (2 * self.precision.exp / eps) ** 2
         out_term = smallest + (1 + more_k) * out**2 + ((p_rounded + p_term + more_k * p**2) * kept**2) @ v**2
         squares = {"out": out_term, "lse": lse_term[..., 0]}
         squares["max_scores"] = torch.nn.functional.pad(score_term, (0, 1)).amax(-1)  # of no key, zero
@@ -167,19 +175,16 @@ class Part(NamedTuple):
         given = {"dsink": self.problem.sink}.get(name, None if name.startswith("dscore") else self.problem.q)
         return x if given is None else x.to(given.dtype)
 
-    def _modified(self, score: Tensor, of_functions: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The modified score, its derivative by the score, and what is rounded there, squared: a derivative is made of
-        values of the function, as 1 - tanh^2 is."""
-        one = score.new_ones(())
-        if self.problem.score is None:
-            return score, one, torch.zeros_like(one)
+    def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
+        """The modified score, and its derivative by the score."""
+        function = self.problem.score
+        assert function is not None
         score = score.detach().requires_grad_()
-        modified = self.problem.score(score, *places(score))
+        modified = function(score, *places(score))
         slope: Tensor | None = None
         if modified.requires_grad:
             slope = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)[0]
-        slope = torch.zeros_like(score) if slope is None else slope
-        return modified.detach(), slope, of_functions * (slope**2 + 4 * (1 - slope) ** 2)
+        return modified.detach(), torch.zeros_like(score) if slope is None else slope
 
     def _of_groups(self, x: Tensor) -> Tensor:
         """(1, h_q, s, d) summed over the query heads of each key head"""

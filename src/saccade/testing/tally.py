@@ -22,7 +22,7 @@ class Tally:
         """Rows are along the last dimension."""
         if not x.numel():
             return
-        x, exact, eager, terms = (y.detach().double() for y in (x, exact, eager, terms))
+        x, exact, eager, terms = (torch.atleast_1d(y.detach().double()) for y in (x, exact, eager, terms))
         finite = exact.isfinite()
         self.broken |= bool((x.isfinite() != finite).any()) or bool((x != exact)[~finite].any())
         # Where the plain run overflows, it says nothing.
