@@ -150,6 +150,11 @@ VALUE_ERRORS = {
         lambda: paged(flat=True, mask=torch.ones(2, 8).bool()),
         "(sequences, h_q, queries, keys) = (1, 2, 3, 8)",
     ),
+    "an integer of 65 bits": (
+        lambda: attention(Q, K, V, score_mod=lambda score, *_, n=1 << 63: score + n),
+        "have 64 bits, from -2^63 to 2^63 - 1, got 9223372036854775808",
+    ),
+    "an integer of 65 bits in a mask": (lambda: mask_mod(lambda b, h, i, j, n=-(1 << 70): i > n), "have 64 bits"),
     "scale with a gradient": (
         lambda: attention(Q, K, V, scale=torch.nn.Parameter(torch.tensor(0.5))),
         "multiply q by it, attention(q * scale, …, scale=1.0), or give score_mod=lambda score",

@@ -15,6 +15,7 @@ from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask
 from saccade.problem import Problem
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
+from saccade.testing.scores import halved_from, near_or_third
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -153,6 +154,14 @@ def test_states_go_with_their_tensors():
     attention(*operands(), mask=torch.rand(S, S) > 0.5)
     alive = [refs for _, refs in blocks._kept.values() if refs]
     assert sum(x.expired() for refs in alive for x in refs) <= 1
+
+
+@pytest.mark.parametrize("n", [3, 1 << 22, (1 << 22) + 1, 1 << 30, -(1 << 31), 1 << 40, (1 << 63) - 1, -(1 << 63)])
+def test_sentinels(n):
+    """Integers of 64 bits, in masks, in scores, and where a score hides keys."""
+    for score_mod in (halved_from(n), lambda score, b, h, i, j: torch.where(i - j <= n, score, -torch.inf)):
+        check(*operands(s_q=50, s_k=60), mask=mask_mod(near_or_third(n)), score_mod=score_mod).assert_ok()
+        check(*operands(s_q=50, s_k=60), score_mod=score_mod).assert_ok()
 
 
 def test_block_mask():

@@ -78,6 +78,11 @@ rules = st.recursive(
 _lengths = st.none() | st.lists(st.integers(0, S), min_size=BATCH, max_size=BATCH)
 
 
+def test_bounds_beyond_every_length():
+    assert window(1 << 40, 1 << 70) == window(None, None)
+    assert bool(prefix(1 << 40).visible(5, 7).all())
+
+
 def test_a_mask_is_neither_true_nor_false():
     """`a and b` is b, `a or b` is a: each would drop the other."""
     for wrong in (

@@ -7,7 +7,7 @@ import torch
 
 from saccade import scores
 from saccade.backends.device.records import runtime_int
-from saccade.backends.device.scores import data
+from saccade.backends.device.scores import data, form
 from saccade.scores import LONGEST
 
 
@@ -32,3 +32,19 @@ def test_no_captured_integer_is_special(value: int) -> None:
     assert made != 1
     assert made % 16
     assert ((made - 3) >> 1) - LONGEST == value
+
+
+@pytest.mark.parametrize("value", [LONGEST + 1, -LONGEST - 1, 1 << 30, -(1 << 31), 1 << 40, (1 << 63) - 1, -(1 << 63)])
+def test_far_integers_are_wide_and_not_special(value: int) -> None:
+    """Two halves, which Triton always takes for 64 bits."""
+
+    def shifted(score, b, h, q_idx, kv_idx):
+        return torch.where(kv_idx < value, score, -score)
+
+    bound = scores.bind(shifted, torch.empty(1, 2, 8, 4))
+    *_, halves = data(bound)
+    assert all(half % 2 and 1 << 31 < half < 1 << 63 for half in halves)
+    low, high = (((half - 3) >> 1) - (1 << 40) for half in halves)
+    assert ((high - (1 << 31)) << 32) + low == value
+    assert form(bound).far == {0}
+    assert form(scores.bind(lambda score, *at, n=7: score * n, torch.empty(1, 2, 8, 4))).far == frozenset()

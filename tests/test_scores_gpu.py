@@ -7,10 +7,10 @@ from importlib import import_module
 import pytest
 import torch
 
-from saccade import attention, causal
+from saccade import attention, causal, mask_mod
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED
-from saccade.testing.scores import NAMES, made
+from saccade.testing.scores import NAMES, halved_from, made, near_or_third
 from saccade.testing.shifted import captured
 
 pytestmark = pytest.mark.gpu
@@ -77,3 +77,10 @@ def test_learning_repeatably(name: str, backend: str) -> None:
     for _ in range(20):
         again = torch.autograd.grad(attention(q, k, v, **keywords).square().sum(), leaves)
         assert all(map(torch.equal, again, first))
+
+
+def test_near_and_far_integers_in_turns(backend: str) -> None:
+    """One program, in whose kernels the same number is 32 bits wide, or 64; compiled once for each."""
+    q, k, v = operands(4, 2, 200, 300, 64)
+    for n in (9, 1 << 30, 12, -(1 << 40), (1 << 63) - 1, 1 << 30):
+        check(q, k, v, score_mod=halved_from(n), mask=mask_mod(near_or_third(n)), backend=backend).assert_ok()

@@ -61,6 +61,8 @@ class Problem:
             *(sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if self.out is None else (self.out.stride(), _address(self.out) % ALIGNMENT),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
+            *([] if mask is None or not mask.listed else [abs(n) > scores.LONGEST for n in mask.ints]),
+            *(abs(n) > scores.LONGEST for n in (score.ints if score else ())),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
         )
 

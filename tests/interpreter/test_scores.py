@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from saccade import alibi, attention, causal, relative_bias
+from saccade import alibi, attention, causal, mask_mod, relative_bias
 from saccade.backends.device import scores as device_scores
 from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind, source
 from saccade.scores.emit import Form
 from saccade.testing.accuracy import check
-from saccade.testing.scores import NAMES, made
+from saccade.testing.scores import NAMES, halved_from, made, near_or_third
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -225,3 +225,34 @@ def test_division_by_zero_stays_inside():
     value, slope = torch.empty(2, 1, 16, 16)
     faces_kernel[(1,)](torch.randn(16, 16), value, slope, device_scores.record(bind(divided(0), value)), 16, 16)
     assert value.isfinite().all()
+
+
+def far(n: int, sign: int):
+    """What functions do with a sentinel: compare with it, choose, cut off, add and take it off again."""
+
+    def function(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        end = torch.where(kv_idx % 3 == 0, n, q_idx)
+        score = torch.where(kv_idx * sign < end, score, score * 2)
+        return score + (kv_idx + n - n) + torch.clamp(q_idx, max=abs(n)) + (n % 7) + torch.minimum(end, kv_idx) % 5
+
+    return function
+
+
+FAR = (1 << 22) + 1, 1 << 30, -(1 << 30), (1 << 31) - 1, 1 << 31, -(1 << 40), (1 << 62) + 5
+
+
+@pytest.mark.parametrize("n", [5, *FAR])
+def test_integers_of_64_bits(n):
+    score = torch.randn(16, 16)
+    bound = bind(far(n, 1 if n > 0 else -1), score)
+    value, slope = torch.empty(2, 1, 16, 16)
+    faces_kernel[(1,)](score, value, slope, device_scores.record(bound), 16, 16)
+    at = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), torch.arange(16)[:, None]
+    torch.testing.assert_close(value[0], bound.tile(score, *at, torch.arange(16)[None]))
+
+
+def test_near_and_far_integers_in_turns():
+    """One program, in whose kernels the same number is 32 bits wide, or 64."""
+    q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 33), (1, 45), (1, 45)))
+    for n in (9, 1 << 30, 12, -(1 << 40), 1 << 30):
+        check(q, k, v, score_mod=halved_from(n), mask=mask_mod(near_or_third(n)), backend="triton").assert_ok()

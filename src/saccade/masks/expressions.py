@@ -503,9 +503,10 @@ def prefix(n: int | Tensor) -> Mask:
         if n.dim() != 1 or n.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"prefix lengths must be an int32 or int64 tensor (b,), got {n.dtype} {tuple(n.shape)}")
         return Prefix(n)
-    if _bound("n", n) is None:
-        raise TypeError("prefix(n) needs an integer or a (b,) integer tensor")
-    return Prefix(n)
+    if n is None:
+        raise TypeError("prefix(n) needs an integer or a (b,) integer tensor, got None")
+    bound = _bound("n", n)
+    return Prefix(UNBOUNDED if bound is None else bound)
 
 
 def documents(ids: Tensor) -> Mask:

@@ -32,6 +32,8 @@ class Form(NamedTuple):
     """Which captured tensors need 64-bit places."""
     fast: bool = False
     """tanh is one instruction, to 11 bits, and a quotient by what is not one number for each score a product."""
+    far: frozenset[int] = frozenset()
+    """Which captured numbers are integers beyond LONGEST, of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ class Emitter:
             return Value(name, "int", shape, (0, (LONGEST if name in ("q_idx", "kv_idx") else HEADS) - 1))
         i = int(name[1:])
         place = self._start(len(self.program.ranks)) + i
+        if i in self.form.far:
+            self.used[f"n{i}"] = f"far_int(data[{place}])"
+            return Value(f"n{i}", "wide")
         if self.program.integral[i]:
             self.used[f"n{i}"] = f"(plain_int(data[{place}]) - {LONGEST})"
             # The launch makes sure of it.

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from saccade.scores.hiding import Hidden, hiding
 from saccade.scores.program import Program
+from saccade.scores.ranges import check_integers
 from saccade.scores.survey import Survey, replaced, survey
 from saccade.scores.trace import Refused, traced
 
@@ -140,6 +141,7 @@ class _Cache:
 
     def program(self, fn: Function, name: str, dtype: torch.dtype, zero_dim: bool = True) -> tuple[Program, Survey]:
         found = fn.survey(zero_dim) if isinstance(fn, (ScoreMod, _WithDerivative)) else survey(fn, zero_dim)
+        check_integers(leaf.value for leaf in found.leaves)
         key = found.key, dtype
         with self.lock:
             family = self.families.get(key)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -16,6 +17,16 @@ NARROW = (1 << 31) - 1
 ANY = -(1 << 63), (1 << 63) - 1
 
 Range = tuple[int, int]
+
+
+def check_integers(values: Iterable[Any]) -> None:
+    """
+    Raises:
+        ValueError: an integer that 64 bits do not hold.
+    """
+    for x in values:
+        if isinstance(x, int) and not ANY[0] <= x <= ANY[1]:
+            raise ValueError(f"integers that a function captures have 64 bits, from -2^63 to 2^63 - 1, got {x}")
 
 
 def fits(span: Range) -> bool:

@@ -84,3 +84,13 @@ NAMES = (
     "alibi", "relative_bias", "t5_bias", "bias", "temperature", "composed", "wrapped", "ids", "gated", "bent", "bits",
     "partial", "method", "own",
 )  # fmt: skip
+
+
+def halved_from(n: int) -> Score:
+    """Scores of keys that are n or more ahead are halved."""
+    return lambda score, b, h, q_idx, kv_idx: torch.where(kv_idx - q_idx < n, score, 0.5 * score)
+
+
+def near_or_third(n: int) -> Score:
+    """A mask function: keys that are less than n ahead, and all of every third row."""
+    return lambda b, h, q_idx, kv_idx: (kv_idx - q_idx < n) | (q_idx % 3 == 0)

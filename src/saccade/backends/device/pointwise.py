@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.records import LOG2E, plain_int
+from saccade.backends.device.records import LOG2E, far_int, plain_int
 
 INF = tl.constexpr(float("inf"))
 _MAGIC = tl.constexpr(12582912.0)
@@ -195,5 +195,5 @@ NAMES = {
         "truncated", "rounded", "signed", "larger", "smaller", "remainder", "fmod", "divisor", "quotient",
         "floor_divided", "floor_remainder", "power", "distances", "add_diagonals",
     )
-} | {"tl": tl, "triton": triton, "plain_int": plain_int}  # fmt: skip
+} | {"tl": tl, "triton": triton, "plain_int": plain_int, "far_int": far_int}  # fmt: skip
 """What emitted source may name."""

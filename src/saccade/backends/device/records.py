@@ -46,6 +46,15 @@ def runtime_int(value: int) -> int:
     return 2 * value + 3
 
 
+def far_parts(value: int) -> tuple[int, int]:
+    """Any integer of 64 bits in a form that Triton never specialises, and always takes for 64 bits: its halves, from 0
+    on, with one more bit above 32. `far_int` undoes it."""
+    return tuple(runtime_int(half + _ABOVE.value) for half in (value & 0xFFFFFFFF, (value >> 32) + (1 << 31)))
+
+
+_ABOVE = tl.constexpr(1 << 40)
+
+
 class Head(NamedTuple):
     """A tensor of packed rows (1, h, t, d) and how wide it is, for stores that end in the middle of a tile."""
 
@@ -63,3 +72,8 @@ class Head(NamedTuple):
 @triton.jit
 def plain_int(value):
     return (value - 3) >> 1
+
+
+@triton.jit
+def far_int(parts):
+    return ((plain_int(parts[1]) - _ABOVE - (1 << 31)) << 32) + (plain_int(parts[0]) - _ABOVE)

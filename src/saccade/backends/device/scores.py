@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade import scores
 from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
-from saccade.backends.device.records import LOG2E, NARROW_LIMIT, runtime_int
+from saccade.backends.device.records import LOG2E, NARROW_LIMIT, far_parts, runtime_int
 from saccade.scores import LONGEST, source
 from saccade.scores.emit import Form
 from saccade.scores.linear import linear_source
@@ -155,19 +155,22 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
             found += [runtime_int(stride), runtime_int(n)]
     for number, integral in zip(score.numbers, score.program.integral, strict=True):
         if integral and abs(number) > LONGEST:
-            raise ValueError(f"integers in score functions go up to {LONGEST}, got {number}; capture it as a tensor")
+            found.append(far_parts(number))
+            continue
         # Moved, as -1 would become a 1, of which Triton makes a constant.
         found.append(runtime_int(int(number) + LONGEST) if integral else float(number))
     return tuple(found)
 
 
 def form(score: scores.Traced, fast: bool = False) -> Form:
-    """Tensors are wide that are so large that places in them, or in a contiguous one of their shape, need 64 bits."""
+    """Tensors are wide that are so large that places in them, or in a contiguous one of their shape, need 64 bits; and
+    integers are far that are too large for arithmetic on indices."""
     wide = (
         max(sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True)), x.numel()) >= NARROW_LIMIT
         for x in score.tensors
     )
-    return Form(tuple(wide), fast)
+    numbers = enumerate(zip(score.numbers, score.program.integral, strict=True))
+    return Form(tuple(wide), fast, frozenset(i for i, (x, integral) in numbers if integral and abs(x) > LONGEST))
 
 
 def _emitted(score: scores.Traced, key: Form) -> tuple[Any, ...]:
