@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Paged
+from saccade import Paged, explain
 from saccade.backends.triton import paged as launches
 from saccade.testing import paged
 from saccade.testing.accuracy import check
@@ -42,3 +42,17 @@ def test_the_longest_sequence_starts_first(monkeypatch):
     q, cache = torch.randn(7, 1, 2, 16), torch.randn(12, 64, 1, 16)
     layout = Paged(torch.randint(12, (7, 4), dtype=torch.int32), lengths.int(), num_splits=1)
     check(q, cache, cache, layout=layout, backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("name", ["decode-window", "chunk", "mixed-fixed"])
+@pytest.mark.parametrize(("d", "d_v"), [(59, 59), (111, 59), (59, 111)])
+def test_partial_rows(name, d, d_v):
+    """Head dims that no 16 bytes divide, in caches whose rows start at multiples of them, with NaN between."""
+    case = CASES[name].replace(
+        dtype="fp16", d=d, d_v=d_v, s_q=min(CASES[name].s_q, 20), b=min(CASES[name].b, 3), s_k=90
+    )
+    case = case.replace(lengths=case.lengths and (1, 20, 5))
+    given = case.inputs()
+    q, k, v = given.q, *(paged.spaced(x) for x in (given.k, given.v))
+    assert explain(q, k, v, backend="triton", **given.keywords).spec.aligned
+    check(q, k, v, backend="triton", **given.keywords).assert_ok()

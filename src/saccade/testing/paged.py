@@ -117,3 +117,10 @@ def draw(seed: int, dtype: str) -> Case:
         splits=dice.choice([0, 0, 1, 3]),
         tail=dice.choice([0, 0, 1, 7]),
     )
+
+
+def spaced(cache: Tensor) -> Tensor:
+    """A copy of (pages, page_size, h_k, d) whose rows start at multiples of 16 bytes, with NaN between them."""
+    whole = 16 // cache.element_size()
+    made = cache.new_full((*cache.shape[:3], -(-cache.shape[3] // whole) * whole), torch.nan)
+    return made[..., : cache.shape[3]].copy_(cache)
