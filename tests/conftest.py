@@ -11,6 +11,9 @@ import hypothesis
 import pytest
 import torch
 
+from saccade import hardware
+from saccade.backends.cpu import pool, tiled
+
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
 torch.set_num_threads(1)
 
@@ -20,19 +23,30 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=40, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+PROCESSORS = ("amx", "avx512_bf16", "none")
+"""What `hardware.cpu_bf16()` may answer: each is another path of the cpu backend, and all of them run on any CPU."""
+
+
 class Place(NamedTuple):
     """A backend, the device it runs on, and one of the dtypes it takes."""
 
     backend: str
     device: str
     dtype: str
+    processor: str = ""
+    """Whose path the cpu backend takes; this machine's if empty."""
+    threads: int = 0
+    """By how many threads it works, on the smallest tile too; if 0, as the machine and the size say."""
 
     def __str__(self) -> str:
-        return "-".join(self)
+        threads = f"{self.threads}threads" if self.threads else ""
+        return "-".join(filter(None, (*self[:4], threads)))
 
 
 PLACES = [
-    *(Place("cpu", "cpu", dtype) for dtype in ("fp16", "bf16", "fp32", "fp64")),
+    *(Place("cpu", "cpu", dtype) for dtype in ("fp16", "fp32", "fp64")),
+    *(Place("cpu", "cpu", "bf16", processor) for processor in PROCESSORS),
+    *(Place("cpu", "cpu", dtype, "avx512_bf16", threads=3) for dtype in ("bf16", "fp32")),
     Place("reference", "cpu", "fp32"),
     *(pytest.param(Place("auto", "cuda", dtype), marks=pytest.mark.gpu) for dtype in ("fp16", "bf16")),
     *(pytest.param(Place("triton", "cuda", dtype), marks=pytest.mark.gpu) for dtype in ("fp16", "bf16", "fp32")),
@@ -40,8 +54,20 @@ PLACES = [
 
 
 @pytest.fixture(params=PLACES, ids=str)
-def place(request):
-    """Every backend on its device in every dtype; on a GPU with `-m gpu`."""
+def place(request, monkeypatch):
+    """Every backend on its device in every dtype, on a CPU on every path; on a GPU with `-m gpu`."""
+    if request.param.processor:
+        monkeypatch.setattr(hardware, "cpu_bf16", lambda: request.param.processor)
+    if request.param.threads:
+        monkeypatch.setattr(pool, "threads", lambda: request.param.threads)
+        monkeypatch.setattr(tiled, "ALONE", 0)
+    return request.param
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request, monkeypatch):
+    """The paths that bfloat16 takes on any CPU, for tests that choose their dtypes themselves."""
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: request.param)
     return request.param
 
 

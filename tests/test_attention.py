@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade import Dense, Partial, attention, causal, hardware, softcap
+from saccade import Dense, Partial, attention, causal, softcap
 from saccade.testing import check
 from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
 
@@ -40,11 +40,8 @@ def test_without_gradient_of_lse(name, place):
 
 
 @pytest.mark.parametrize("lse_gradient", [False, True])
-@pytest.mark.parametrize("arithmetic", ["none", "avx512_bf16", "amx"])
 @pytest.mark.parametrize("name", ["causal", "documents-causal", "few-keys", "ragged", "softcap-sink", "everything"])
-def test_every_cpu(name, arithmetic, lse_gradient, monkeypatch):
-    """The paths that another CPU would take for bfloat16, too."""
-    monkeypatch.setattr(hardware, "cpu_bf16", lambda: arithmetic)
+def test_every_cpu(name, processor, lse_gradient):
     checked(NAMED[name].replace(dtype="bf16"), "cpu", "cpu", lse_gradient)
 
 

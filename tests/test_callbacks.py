@@ -26,7 +26,7 @@ def operands(h_q, h_k, s_q, s_k, d, dtype, order="bhsd"):
 
 @pytest.mark.parametrize("order", ["sbhd", "bshd"])
 @pytest.mark.parametrize("name", NAMES)
-def test_against_the_oracle(name, order):
+def test_against_the_oracle(name, order, processor):
     dtype = {"sbhd": torch.float32, "bshd": torch.bfloat16}[order]
     q, k, v = operands(4, 2, 20, 33, 8, dtype, order)
     check(q, k, v, score_mod=case(name, 4, 20, 33).score(), layout=Dense(order)).assert_ok()

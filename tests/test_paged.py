@@ -34,7 +34,7 @@ CASES = {case.name: case for case in paged.named()}
 
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 @pytest.mark.parametrize("way", [("cpu", "bf16"), ("reference", "fp32")], ids="-".join)
-def test_named_case(case, way):
+def test_named_case(case, way, processor):
     backend, dtype = way
     given = case.replace(dtype=dtype).inputs()
     check(given.q, given.k, given.v, backend=backend, **given.keywords).assert_ok()
@@ -58,7 +58,7 @@ def test_drawn_case(seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mask", [causal(), window(40, 0)], ids=repr)
-def test_num_splits_1_is_the_same_for_every_batch(mask, dtype):
+def test_num_splits_1_is_the_same_for_every_batch(mask, dtype, processor):
     """Bit for bit: a row alone, in a batch, and in a prompt that comes in chunks."""
     pages, size, h_q, h_k, d, s = 60, 8, 6, 2, 32, 150
     k, v = (torch.randn(pages, size, h_k, d, dtype=dtype) for _ in range(2))

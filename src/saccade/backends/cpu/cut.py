@@ -1,4 +1,4 @@
-"""How the rows and keys of a call are cut into tiles, and what its mask hides in each: found once for a mask and a shape."""
+"""How the rows and keys of a call are cut into tiles, and what its mask hides: found once for a mask and a shape."""
 
 from __future__ import annotations
 

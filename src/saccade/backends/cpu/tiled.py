@@ -94,11 +94,12 @@ def _softmax(grid: Grid, heads: Heads, tile: Tile, k: Tensor, v: Tensor | None) 
     return stream if parts else None
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def backward(problem: Problem, saved: Saved, foreign: bool = False) -> Gradients:
     """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk
     and dv in float32.
 
-    With dropout the factor 1 / (1 - p) waits for the sums, where nothing rounds it to bfloat16.
+    With dropout the factor 1 / (1 - p) waits for the sums, where nothing rounds it to bfloat16. An LSE is `foreign` if
+    it is that of other scores than the tiles find.
     """
     grid = Grid.of(problem)
     many = _threads(grid.cut)
@@ -108,6 +109,7 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
     if wanted * len(items) > TILE_ELEMENTS:  # each item has sums of its own
         many, items = 1, _backward_items(grid.cut, 1)
     call = _Backward(problem, saved, shared=many == 1)
+    call.own_sums |= foreign and grid.products == torch.bfloat16
     found: list[_Sums] = [_Sums(None, [])] * len(items)
 
     def hand() -> Callable[[int], None]:
@@ -139,7 +141,8 @@ class _Backward:
         self.dq, self.dk, self.dv = (empty_like_rows(x, x.shape[3]).zero_() for x in (problem.q, problem.k, problem.v))
         # exp(score - lse) must be zero, not NaN, where a row sees nothing.
         self.lse = torch.where(saved.lse == -torch.inf, 0, saved.lse)
-        self.large = bool((self.lse.abs() > LARGE).any())
+        self.own_sums = bool((self.lse.abs() > LARGE).any())
+        """Whether each tile finds the sum of its softmax itself, in one more product."""
         self.rescale = problem.dropout.rescale if problem.dropout else 1.0
         self.captures = problem.score.tensors if problem.score else ()
         self.shared = self._sums() if shared else None
@@ -194,7 +197,7 @@ class _Backward:
     def _shift(self, grid: Grid, heads: Heads, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """p = exp(score - shift) share, (n, m, 1) each. The LSE is the shift where float32 is fine enough for it; else
         the largest score is, and the share one over the sum."""
-        if not self.large:
+        if not self.own_sums:
             return grid.queries(self.lse[..., None], heads, tile, grid.inside), None
         stream = _softmax(grid, heads, tile, k, None)
         assert stream is not None
