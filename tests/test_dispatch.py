@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 from saccade import Dense, Spec, Unsupported, attention, explain, plan
 from saccade.backends import Support
-from saccade.dispatch import NAMES, plan_of
+from saccade.dispatch import NAMES, plan_of, planned
 from saccade.dispatch import plan as plan_spec
 from saccade.problem import Problem
+from saccade.scores import bind
 from saccade.testing.cases import NAMED
 
 HOPPER = Spec.parse("bf16 group4 d128 causal aligned sm90")
@@ -143,8 +145,25 @@ def test_plans_of_forward_and_backward_are_kept_apart(everywhere):
     ahead = plan_of(problem, "auto")
     back = plan_of(problem, "auto", gradient=True)
     assert ahead.launches is not back.launches
-    assert problem.launches is back.launches
+    assert planned(problem, "auto", gradient=True)[1].launches is back.launches
     assert plan_of(problem, "auto") is ahead
+
+
+def test_planning_changes_nothing(everywhere):
+    """A Problem means what it meant when it came in, its key too; what the score hides is in another one's mask."""
+    q, k, v = torch.randn(3, 1, 2, 12, 16)
+    score = bind(lambda score, b, h, i, j: torch.where(i >= j, score + 1, -math.inf), q)
+    problem = Problem(q, k, v, None, None, score, Dense(), 1.0)
+    before, key = dict(vars(problem)), problem.key
+    plan, hidden = planned(problem, "auto")
+    assert {name: vars(problem)[name] for name in before} == before
+    assert replace(problem).key == key == problem.key
+    assert (str(problem.spec().mask), plan.spec.mask, hidden.spec().mask) == ("none", "causal", "causal")
+    assert hidden.key != key
+    assert planned(problem, "reference")[1].mask is None
+    for name in ("mask", "out", "launches"):
+        with pytest.raises(FrozenInstanceError):
+            setattr(problem, name, None)
 
 
 def test_auto_goes_on_where_a_problem_is_refused(everywhere):

@@ -279,13 +279,13 @@ def test_new_numbers_trace_nothing():
 
 def test_compiled(monkeypatch):
     """The operator's own doing: in a compiled region, and in its gradient."""
-    plan_of, specs = dispatch.plan_of, []
+    planned, specs = dispatch.planned, []
 
-    def planned(*arguments, **keywords):
-        specs.append(plan_of(*arguments, **keywords).spec)
-        return plan_of(*arguments, **keywords)
+    def noted(*arguments, **keywords):
+        specs.append(planned(*arguments, **keywords)[0].spec)
+        return planned(*arguments, **keywords)
 
-    monkeypatch.setattr(dispatch, "plan_of", planned)
+    monkeypatch.setattr(dispatch, "planned", noted)
     table = torch.randn(2, 20, requires_grad=True)
     score_mod = ScoreMod(lambda s, b, h, i, j, t: torch.where(i >= j, s + t[h, j], -math.inf), table)
     q, k, v = (x.requires_grad_() for x in tensors(12, 12))

@@ -179,11 +179,11 @@ def attention(
     captures = score.tensors if score else ()
     if backend == "reference" or ops.runs_directly(q, k, v, sink, *captures):
         operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        problem = Problem(*operands, sink, mask, score, layout, scale, deterministic, dropout)
         if out is not None:
             ops.refuse_gradients(q, k, v, sink, *captures)
-            problem.out = layout.canonical(out)
-        problem.max_scores = return_max_scores
+        given = None if out is None else layout.canonical(out)
+        options = dropout, 0, given, return_max_scores
+        problem = Problem(*operands, sink, mask, score, layout, scale, deterministic, *options)
         found, lse, top = ops.execute(problem, backend, return_lse)
     else:
         if mask is not None and torch.compiler.is_compiling():

@@ -58,18 +58,22 @@ def _first(call: Spec | Problem, spec: Spec, backend: str, gradient: bool) -> st
     raise Unsupported(refusal(spec, reasons))
 
 
-def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
-    """`plan(problem.spec(), …)`, by way of the Problem's key, which costs less to make than a Spec. What the score
-    hides as a mask does becomes a part of the Problem's mask."""
-    hide(problem, backend)
+def planned(problem: Problem, backend: str, gradient: bool = False) -> tuple[Plan, Problem]:
+    """`plan(problem.spec(), …)`, by way of the Problem's key, which costs less to make than a Spec; and the Problem as
+    the backend takes it, in whose mask is what the score hides as a mask does."""
+    problem = hide(problem, backend)
     key = problem.key, backend, gradient
     found = _plans.get(key)
     if found is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
         found = _plans[key] = replace(_plan_of(problem, backend, gradient), launches={})
-    problem.launches = found.launches
-    return found
+    return found, problem.planned(found.launches)
+
+
+def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
+    """The Plan alone."""
+    return planned(problem, backend, gradient)[0]
 
 
 def _plan_of(problem: Problem, backend: str, gradient: bool) -> Plan:

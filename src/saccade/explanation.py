@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from saccade import dispatch
 from saccade.dispatch import Unsupported
-from saccade.hidden import WHOLE, hide
+from saccade.hidden import WHOLE, found_in, hide
 from saccade.problem import Problem
 from saccade.spec import Spec
 
@@ -25,8 +23,9 @@ class Explanation:
     def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
         whole, self.hidden = call, None
         if isinstance(call, Problem):
-            whole = replace(call)
-            self.hidden = hide(call, backend)
+            found = found_in(call, backend)
+            self.hidden = found and found[0]
+            call = hide(call, backend)
         self.spec = call if isinstance(call, Spec) else call.spec()
         calls = {name: whole if name in WHOLE else call for name in dispatch.NAMES}
         self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from torch import Tensor
@@ -9,13 +10,23 @@ from torch import Tensor
 from saccade.layouts import Dense, Packed
 from saccade.masks import UNBOUNDED, Blocked, Combined, Documents, Mask, Prefix, Window
 from saccade.problem import Problem
+from saccade.scores import Score
 
 WHOLE = ("cudnn", "reference")
 """Backends that take score functions as they were written."""
 
 
-def hide(problem: Problem, backend: str) -> Mask | None:
-    """Moves what the score hides into the mask, where that is the same; returns what was added to the mask."""
+def hide(problem: Problem, backend: str) -> Problem:
+    """The Problem in whose mask is what the score hides, where that is the same; else the Problem itself."""
+    found = found_in(problem, backend)
+    if found is None:
+        return problem
+    added, rest = found
+    return replace(problem, mask=added if problem.mask is None else problem.mask & added, score=rest)
+
+
+def found_in(problem: Problem, backend: str) -> tuple[Window, Score | None] | None:
+    """What the score hides as a part of the mask, and the rest of the score; None where that would not be the same."""
     if problem.score is None or backend in WHOLE or isinstance(problem.mask, Blocked):
         return None
     found = problem.score.split()
@@ -26,9 +37,7 @@ def hide(problem: Problem, backend: str) -> Mask | None:
     added = None if off is None else _window(hidden.left, hidden.right, off)
     if added is None or off is None or not (hidden.empty_rows or _every_row_sees(problem, added, off)):
         return None
-    problem.mask = added if problem.mask is None else problem.mask & added
-    problem.score = rest
-    return added
+    return added, rest
 
 
 @lru_cache(maxsize=1024)

@@ -79,8 +79,9 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     if problem.out is not None:
         memory.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
+        plan, problem = dispatch.planned(problem, backend)
         try:
-            out, found, top = dispatch.plan_of(problem, backend).module.forward(problem, lse)
+            out, found, top = plan.module.forward(problem, lse)
         except IndexError as wrong:
             raise _outside(problem, wrong) from wrong
     if problem.out is not None and out is not problem.out:
@@ -138,8 +139,8 @@ def _given(problem: Problem, x: Tensor | None) -> Tensor:
 def _forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sink, captures, records, header, ints, floats, lse = arguments
     parsed = Header.parse(header)
-    problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
-    problem.out = problem.layout.canonical(out)
+    out = form(parsed.layout).canonical(out)
+    problem = parsed.problem(q, k, v, sink, captures, records, ints, floats, out=out)
     _, found, top = execute(problem, parsed.backend, lse)
     return _given(problem, found if lse else None), _given(problem, top)
 
@@ -161,9 +162,9 @@ def _backward(
     wanted: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     parsed = Header.parse(header)
-    problem = parsed.problem(q, k, v, sink, captures, records, ints, floats)
-    problem.max_scores = False  # which have no gradient
-    plan = dispatch.plan_of(problem, parsed.backend, gradient=True)
+    # The largest scores have no gradient.
+    problem = parsed.problem(q, k, v, sink, captures, records, ints, floats, max_scores=False)
+    plan, problem = dispatch.planned(problem, parsed.backend, gradient=True)
     layout = problem.layout
     dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))

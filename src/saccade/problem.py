@@ -19,9 +19,10 @@ from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Problem:
-    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`, all of it."""
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`, all of it. Nobody writes into one: planning
+    makes another."""
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
@@ -45,7 +46,37 @@ class Problem:
     """Whether the forward is asked for the largest score of each row."""
 
     launches: dict[Any, Any] = field(default_factory=dict)
-    """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors."""
+    """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors. A Plan's."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        mask: Mask | None,
+        score: Score | None,
+        layout: Layout,
+        scale: float,
+        deterministic: bool = False,
+        dropout: Dropout | None = None,
+        first_b: int = 0,
+        out: Tensor | None = None,
+        max_scores: bool = False,
+        launches: dict[Any, Any] | None = None,
+    ) -> None:
+        # Every call makes one: what a frozen dataclass generates takes three times as long.
+        vars(self).update(
+            q=q, k=k, v=v, sink=sink, mask=mask, score=score, layout=layout, scale=scale, deterministic=deterministic,
+            dropout=dropout, first_b=first_b, out=out, max_scores=max_scores,
+            launches={} if launches is None else launches,
+        )  # fmt: skip
+
+    def planned(self, launches: dict[Any, Any]) -> Problem:
+        """The same call, with what a Plan keeps for its key."""
+        made = object.__new__(Problem)
+        vars(made).update(vars(self), launches=launches)
+        return made
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
@@ -174,9 +205,10 @@ class Header:
         records: list[Tensor],
         ints: list[int],
         floats: list[float],
+        **options: Any,
     ) -> Problem:
         """The Problem whose layout, mask, score and dropout were flattened to (`captures`, `records`, `ints`,
-        `floats`)."""
+        `floats`), with other `options` of its own."""
         scale, *floats = floats
         records, ints = list(records), list(ints)
         dropout = Dropout(records.pop(), floats.pop(0)) if self.dropout else None
@@ -184,7 +216,7 @@ class Header:
         mask = masks.from_records(self.mask, ints, records, floats)
         score = scores.from_records(self.score, captures, ints, floats)
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        options = {"deterministic": self.deterministic, "dropout": dropout, "max_scores": self.max_scores}
+        options = {"deterministic": self.deterministic, "dropout": dropout, "max_scores": self.max_scores} | options
         return Problem(q, k, v, sink, mask, score, layout, scale, **options)
 
 

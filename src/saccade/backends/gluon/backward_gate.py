@@ -71,8 +71,8 @@ def compiled(row: str) -> tuple[Any, int]:
     mask = lists.mask_of(edges)
     deterministic = edges == "queued"
     layout = sequences.stand_in() if "packed" in (edges, *words) else Dense()
-    problem = Problem(q, k, v, None, mask, score_of(score, q), layout, 1.0, deterministic=deterministic)
-    problem.dropout = stand_in(q.device) if "dropout" in words else None
+    dropout = stand_in(q.device) if "dropout" in words else None
+    problem = Problem(q, k, v, None, mask, score_of(score, q), layout, 1.0, deterministic, dropout)
     cut = Cut.of(d, d_v)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients, 1, cut)

@@ -69,19 +69,10 @@ def compiled(row: str) -> tuple[Any, int]:
         return backward_gate.compiled(row)
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v))
-    problem = Problem(
-        q,
-        k,
-        v,
-        None,
-        lists.mask_of(edges),
-        score_of(score, q),
-        _pages(packed) if paged else sequences.stand_in() if packed else Dense(),
-        1.0,
-    )
-    if paged:  # of 16 rows each
-        problem.k, problem.v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
-    problem.dropout = stand_in(q.device) if "dropout" in words else None
+    caches = (x.view(32, 2, 16, x.shape[3]) if paged else x for x in (k, v))  # of pages of 16 rows
+    layout = _pages(packed) if paged else sequences.stand_in() if packed else Dense()
+    drops = stand_in(q.device) if "dropout" in words else None
+    problem = Problem(q, *caches, None, lists.mask_of(edges), score_of(score, q), layout, 1.0, dropout=drops)
     out, lse, counter = torch.empty_like(v), torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     made = config(problem.spec(), GPU, weight(problem.score))
     shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)

@@ -65,8 +65,8 @@ def compiled(row: str) -> tuple[Any, int]:
     q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
     layout = sequences.stand_in() if edges == "packed" else Dense()
     score = score_of([word for word in words if word not in ("dropout", "max_scores")], q)
-    problem = Problem(q, k, v, None, lists.mask_of(edges), score, layout, 1.0)
-    problem.dropout = stand_in(q.device) if "dropout" in words else None
+    dropout = stand_in(q.device) if "dropout" in words else None
+    problem = Problem(q, k, v, None, lists.mask_of(edges), score, layout, 1.0, dropout=dropout)
     if kernel in _OTHERS:
         return _OTHERS[kernel](problem), 0
     if kernel in lists.KERNELS:
