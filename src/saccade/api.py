@@ -147,7 +147,8 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit one another; the message quotes them.
         TypeError: an argument that is not the record it should be.
-        Unsupported: no backend runs the call, with one line of reason for each; see `explain`.
+        Unsupported: no backend runs the call, with one line of reason for each; see `explain`. Or a second derivative,
+            or one in forward mode, of another backend than "reference".
 
     Sources: Dao et al., FlashAttention (arXiv 2205.14135) and FlashAttention-2 (arXiv 2307.08691); sinks: Xiao et al.,
     arXiv 2309.17453.

@@ -92,6 +92,7 @@ def _append(
 
 
 def _append_autograd(*arguments: Any) -> None:
+    ops.refuse_tangents(*arguments[:4])
     if ops.needs_gradient(*arguments[:4]):
         raise ValueError("append_kv has no gradients: call it inside of torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from saccade import dispatch, memory
+from saccade import batching, dispatch, memory
 from saccade.backends import Outputs, Saved
 from saccade.layouts import PLAIN, Packed, Paged, empty_like_rows, form
 from saccade.problem import Header, Problem
@@ -59,11 +60,11 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def runs_directly(*tensors: Tensor | None) -> bool:
-    """Whether a call may go past the dispatcher: plain tensors, no gradient, no mode or transform that would watch.
+    """Whether a call may go past the dispatcher: plain tensors, no derivative, no mode or transform that would watch.
 
     The operator costs a small call as much as its launch does.
     """
-    if torch.compiler.is_compiling() or needs_gradient(*tensors):
+    if torch.compiler.is_compiling() or needs_gradient(*tensors) or _forward_mode():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
@@ -237,8 +238,7 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(q, k, v, sink, records, header, ints, floats, *captures):
         # Captured tensors come one by one: those in a list would get no gradient.
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.saccade.forward(q, k, v, sink, captures, records, header, ints, floats, True)
+        return _below(torch.ops.saccade.forward, q, k, v, sink, captures, records, header, ints, floats, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -271,8 +271,7 @@ class _Gradient(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(dout, dlse, out, lse, q, k, v, sink, records, header, ints, floats, wanted, *captures):
         tensors = dout, dlse, out, lse, q, k, v, sink, captures, records
-        with torch._C._AutoDispatchBelowAutograd():
-            *found, dcaptures = torch.ops.saccade.backward(*tensors, header, ints, floats, wanted)
+        *found, dcaptures = _below(torch.ops.saccade.backward, *tensors, header, ints, floats, wanted)
         return (*found, *dcaptures)
 
     @staticmethod
@@ -281,10 +280,37 @@ class _Gradient(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise RuntimeError(
-            "saccade.attention cannot be differentiated twice by its fused backends; "
-            'backend="reference" can, in memory for the whole score matrix'
-        )
+        raise dispatch.Unsupported(_FIRST)
+
+
+_FIRST = (
+    "the fused backends of saccade.attention have first derivatives in reverse mode alone; second ones, and forward "
+    'mode (torch.func.jvp, jacfwd, linearize, hessian), backend="reference" can, in memory for the whole score matrix'
+)
+
+
+def _below(operator: Any, *arguments: Any) -> Any:
+    """The operator below autograd. An autograd.Function turns derivatives off while it runs, and with them those that
+    transforms around this one of torch.func take."""
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            return operator(*arguments)
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return operator(*arguments)
+
+
+def _forward_mode() -> bool:
+    """Whether tensors may have tangents."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """
+    Raises:
+        Unsupported: a derivative in forward mode is asked for, which only the reference has.
+    """
+    if _forward_mode() and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise dispatch.Unsupported(_FIRST)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -305,12 +331,14 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 
 def _forward_out_autograd(out, q, k, v, sink, captures, *arguments):
+    refuse_tangents(out, q, k, v, sink, *captures)
     refuse_gradients(out, q, k, v, sink, *captures)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.forward_out(out, q, k, v, sink, captures, *arguments)
 
 
 def _forward_autograd(q, k, v, sink, captures, records, header, ints, floats, lse):
+    refuse_tangents(q, k, v, sink, *captures)
     if needs_gradient(q, k, v, sink, *captures):
         if isinstance(form(Header.parse(header).layout), Paged):
             raise dispatch.Unsupported(
@@ -325,6 +353,7 @@ def _forward_autograd(q, k, v, sink, captures, records, header, ints, floats, ls
 
 def _backward_autograd(dout, dlse, out, lse, q, k, v, sink, captures, records, header, ints, floats, wanted):
     tensors = dout, dlse, out, lse, q, k, v, sink
+    refuse_tangents(*tensors, *captures)
     if needs_gradient(*tensors, *captures):
         with enable_single_level_autograd_function():
             found = _Gradient.apply(*tensors, records, header, ints, floats, wanted, *captures)  # pyright: ignore[reportAttributeAccessIssue]
@@ -342,6 +371,9 @@ library.impl("backward", _backward_autograd, "Autograd")
 torch.library.register_fake("saccade::forward", _fake_forward, lib=library)
 torch.library.register_fake("saccade::forward_out", _fake_forward_out, lib=library)
 torch.library.register_fake("saccade::backward", _fake_backward, lib=library)
+for _rule in (batching.forward, batching.forward_out, batching.backward):
+    torch.library.register_vmap(f"saccade::{_rule.__name__}", _rule, lib=library)
+library.impl("backward", batching.batched_backward, "Batched")
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, records: Any, header: str) -> tuple[int, int]:

@@ -177,6 +177,12 @@ class Program:
         return assembly.locals(wanted)
 
     @cached_property
+    def by_batch_row(self) -> bool:
+        """Whether its value or a derivative depends on the number of the batch row."""
+        graphs = self.value.graph, self.slope.graph, self.derived_slope.graph
+        return any(x.target == "b" and x.users for graph in graphs for x in graph.find_nodes(op="placeholder"))
+
+    @cached_property
     def identity(self) -> str:
         """Equal for equal programs, in every process."""
         text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]
