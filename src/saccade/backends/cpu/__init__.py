@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
 from saccade.backends.cpu import native, packed, paged, tiled
 from saccade.backends.cpu.cut import TILE_ELEMENTS
@@ -33,6 +35,7 @@ def workspace(spec: Spec) -> str:
 
 
 def forward(problem: Problem, lse: bool) -> Outputs:
+    problem = _without_nan(problem)
     if isinstance(problem.layout, Packed):
         return packed.forward(problem, lse, _forward)
     if isinstance(problem.layout, Paged):
@@ -42,14 +45,22 @@ def forward(problem: Problem, lse: bool) -> Outputs:
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
+    problem = _without_nan(problem)
     if isinstance(problem.layout, Packed):
         return packed.backward(problem, saved, _backward)
     return _backward(problem, saved)
 
 
+def _without_nan(problem: Problem) -> Problem:
+    """The Problem with a scale of NaN in q instead: as a factor of matrix products some libraries take it for zero."""
+    if problem.scale == problem.scale:
+        return problem
+    return replace(problem, q=torch.full_like(problem.q, torch.nan), scale=1.0)
+
+
 def _forward(problem: Problem, lse: bool) -> Outputs:
-    if native.runs_forward(problem) and not problem.max_scores:
-        return *native.forward(problem), None
+    if native.runs_forward(problem) and not problem.max_scores and (found := native.forward(problem)) is not None:
+        return *found, None
     return tiled.forward(problem, lse)
 
 

@@ -29,7 +29,8 @@ def runs_forward(problem: Problem) -> bool:
 
 
 def runs_backward(problem: Problem, saved: Saved) -> bool:
-    return saved.dlse is None and runs_forward(problem)
+    # Rows that are NaN or see nothing are the tiles'.
+    return saved.dlse is None and runs_forward(problem) and bool(saved.lse.isfinite().all())
 
 
 def _expresses(problem: Problem) -> bool:
@@ -47,7 +48,9 @@ def _expresses(problem: Problem) -> bool:
     )
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
+    """out and lse; None where a row may be NaN or see nothing: the kernel makes zeros and an LSE of 0 of both, as its
+    maximum leaves NaN out where keys are fewer than a vector."""
     out = problem.empty_out()
     lse = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype())
     q, outs, lses = (x.unflatten(1, (-1, problem.group)) for x in (problem.q, out, lse))
@@ -60,6 +63,8 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             out = found
         else:
             outs[:, :, member] = found
+    if not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any()):
+        return None
     if problem.sink is not None:
         lse = sink.join(out, lse, problem.sink)
     return out, lse

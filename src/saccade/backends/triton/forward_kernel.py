@@ -41,10 +41,7 @@ def _step(
         x = tl.where(visible(mask, b, h, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
     # [block_q]
     new_max = tl.maximum(row_max, tl.max(x, 1))
-    if MASKED or not score.identity:  # a row that has seen nothing yet: exp(-inf - 0) = 0
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    else:
-        shift = new_max
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing yet: exp(-inf - 0) = 0
     p = power(x - shift[:, None], score)
     alpha = power(row_max - shift, score)
     row_sum = row_sum * alpha + tl.sum(p, 1)

@@ -1,0 +1,86 @@
+"""Operands in which something is NaN or infinite, and results that have to be so in the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.api import attention
+from saccade.masks import causal, mask_mod, window
+from saccade.partial import Scored
+from saccade.scores import softcap
+
+ROW, KEY, HEAD = 5, 3, 1
+"""What is broken: a query row of head 1, or a key of head 0."""
+
+
+def nan_row(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q[0, HEAD, min(ROW, q.shape[2] - 1), 2] = torch.nan
+
+
+def nan_key(q: Tensor, k: Tensor, v: Tensor) -> None:
+    k[0, 0, min(KEY, k.shape[2] - 1)] = torch.nan
+
+
+def endless_key(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Scores of +inf, whose weights are NaN."""
+    q.abs_()
+    k[0, 0, min(KEY, k.shape[2] - 1)] = torch.inf
+
+
+def hidden_key(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Scores of -inf, which are as masked."""
+    q.abs_()
+    k[0, 0, min(KEY, k.shape[2] - 1)] = -torch.inf
+
+
+def hidden_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """All of a head."""
+    q.abs_()
+    k[0, 0] = -torch.inf
+
+
+BREAKS: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+    f.__name__: f for f in (nan_row, nan_key, endless_key, hidden_key, hidden_keys)
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": causal()},
+    "window": {"mask": window(2, 1)},
+    "predicate": {"mask": mask_mod(lambda b, h, i, j: (i + j) % 3 != 0)},
+    "softcap": {"score_mod": softcap(3.0)},
+    "score": {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)},
+    "squared": {"score_mod": lambda s, b, h, i, j: s * torch.where(i > j, 2.0, 1.0)},
+    "sink": {"sink": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
+def operands(dtype: torch.dtype, device: str = "cpu", rows: int = 9, keys: int = 12, d: int = 8) -> list[Tensor]:
+    """q (1, 4, rows, d), k and v (1, 2, keys, d), without zeros in q."""
+    torch.manual_seed(0)
+    return [torch.randn(1, h, s, d).to(device, dtype) for h, s in ((4, rows), (2, keys), (2, keys))]
+
+
+def results(
+    given: list[Tensor], backend: str = "auto", **keywords: Any
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """out, lse and max_scores of a backend, and of the reference in float64."""
+    keywords = {name: x.to(given[0].device) if isinstance(x, Tensor) else x for name, x in keywords.items()}
+    more: dict[str, Any] = {"return_lse": True, "return_max_scores": True}
+    found: Scored = attention(*given, backend=backend, **more, **keywords)
+    wide = [x.double() for x in given]
+    if "sink" in keywords:
+        keywords["sink"] = keywords["sink"].double()
+    return list(found), list(attention(*wide, backend="reference", **more, **keywords))
+
+
+def assert_same_kind(found: Tensor | None, exact: Tensor | None) -> None:
+    """NaN where the exact result is, infinite where that is, else finite."""
+    assert found is not None
+    assert exact is not None
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        wrong = kind(found) != kind(exact)
+        assert not bool(wrong.any()), f"{kind.__name__} is wrong first at {wrong.nonzero()[0].tolist()}"
