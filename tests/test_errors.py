@@ -174,9 +174,9 @@ TYPE_ERRORS = {
     "score_mod": (lambda: attention(Q, K, V, score_mod=3.0), "3.0"),
     "mask name": (lambda: attention(Q, K, V, mask="causal"), "str"),
     "layout name": (lambda: attention(Q, K, V, layout="bshd"), "'bshd'"),
-    "scale in words": (lambda: attention(Q, K, V, scale="0.125"), "a number or None, got '0.125'"),
+    "scale in words": (lambda: attention(Q, K, V, scale="0.125"), "scale must be a number, got '0.125'"),
     "complex scale": (lambda: attention(Q, K, V, scale=1j), "1j"),
-    "scale of a list": (lambda: attention(Q, K, V, scale=[0.1]), "[0.1]"),
+    "scale of a list": (lambda: attention(Q, K, V, scale=[0.1]), "got list"),
     "keyword of plan": (lambda: plan(Q, K, V, is_causal=True), "is_causal"),
     "keyword of explain": (lambda: explain(Q, K, V, maks=None), "maks"),
 }

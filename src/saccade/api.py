@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from saccade import dispatch, masks, ops, packed, paged, scores, shapes
+from saccade import arguments, dispatch, masks, ops, packed, paged, scores, shapes
 from saccade.dropout import Dropout
 from saccade.explanation import Explanation
 from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged, with_rows
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _BHSD = Dense()
+_LEARNED_SCALE = (
+    ": multiply q by it, attention(q * scale, …, scale=1.0), or give "
+    "score_mod=lambda score, b, h, q_idx, kv_idx: score * scale and scale=1.0"
+)
 ScoreFunction = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
 
@@ -164,6 +168,7 @@ def attention(
     >>> torch.allclose(top, (q[:, :2] @ k.mT * scale).amax(-1), atol=1e-5)
     True
     """
+    arguments.flags(return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic)
     jagged = isinstance(q, Tensor) and q.is_nested
     order = layout.order if jagged else ""
     if jagged:
@@ -172,11 +177,11 @@ def attention(
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     if out is not None:
         _check_out(out, q, v, jagged)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _number(scale)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else arguments.number("scale", scale, _LEARNED_SCALE)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     score = _bound(score_mod, q, k, layout)
-    dropout = Dropout.draw(dropout_p, q.device)
+    dropout = Dropout.draw(float(dropout_p), q.device)
     captures = score.tensors if score else ()
     if backend == "reference" or ops.runs_directly(q, k, v, sink, *captures):
         operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
@@ -197,11 +202,11 @@ def attention(
         if dropout is not None:
             records = [*records, dropout.state]
             floats.insert(1, dropout.p)
-        arguments = q, k, v, sink, captures, records, header, ints, floats, return_lse
+        flat = q, k, v, sink, captures, records, header, ints, floats, bool(return_lse)
         if out is None:
-            found, lse, top = ops.forward(*arguments)
+            found, lse, top = ops.forward(*flat)
         else:
-            found, (lse, top) = out, ops.forward_out(out, *arguments)
+            found, (lse, top) = out, ops.forward_out(out, *flat)
     if jagged:
         assert isinstance(layout, Packed)
         found = packed.nested(found, layout, order)
@@ -212,7 +217,7 @@ def attention(
     return Partial(found, cast(Tensor, lse)) if return_lse else found
 
 
-def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> Explanation:
+def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> Explanation:
     """Which backend runs a call, and one line of reason for each that does not.
 
     Args:
@@ -230,10 +235,10 @@ def explain(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords:
       reference: runs it, not chosen
       memory besides the outputs: a few tiles of scores, at most 16 MB
     """
-    return Explanation(_call(q, arguments, keywords), backend)
+    return Explanation(_call(q, operands, keywords), backend)
 
 
-def plan(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: Any) -> dispatch.Plan:
+def plan(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> dispatch.Plan:
     """The Plan that `attention` would use: the same arguments, or a Spec's text.
 
     Raises:
@@ -242,10 +247,10 @@ def plan(q: Tensor | str, *arguments: Any, backend: str = "auto", **keywords: An
     >>> plan("bf16 d128 cpu").backend
     'cpu'
     """
-    return dispatch.plan_for(_call(q, arguments, keywords), backend)
+    return dispatch.plan_for(_call(q, operands, keywords), backend)
 
 
-def _call(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Spec | Problem:
+def _call(q: Tensor | str, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Spec | Problem:
     if isinstance(q, str):
         return Spec.parse(q)
     defaults = {"mask": None, "score_mod": None, "layout": _BHSD, "scale": None, "sink": None, "dropout_p": 0.0}
@@ -253,16 +258,19 @@ def _call(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if unknown := keywords.keys() - defaults.keys():
         raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
     given = defaults | keywords
+    arguments.flags(**{name: given[name] for name in ("return_lse", "return_max_scores", "deterministic")})
     given["mask"] = as_mask(given["mask"])
     layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
-    k, v = arguments
+    if len(operands) != 2:
+        raise TypeError(f"explain and plan take q, k and v, or a Spec's text, got {1 + len(operands)} operands")
+    k, v = operands
     if isinstance(q, Tensor) and q.is_nested:
         q, k, v, layout = packed.values(q, k, v, layout)
-    operands = _checked(q, k, v, mask, score_mod, layout, sink, given["dropout_p"])
+    checked = _checked(q, k, v, mask, score_mod, layout, sink, given["dropout_p"])
     deterministic = given["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    views = [layout.canonical(x) for x in operands]
+    views = [layout.canonical(x) for x in checked]
     score = _bound(score_mod, q, k, layout)
     dropout = Dropout(torch.empty(2, dtype=torch.int64), given["dropout_p"]) if given["dropout_p"] else None
     options = {"deterministic": deterministic, "dropout": dropout, "max_scores": given["return_max_scores"]}
@@ -324,6 +332,8 @@ def _checked(
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
     if mask is not None or sink is not None or layout.records:
         _check_records(q, k, v, mask, layout, sink)
+    if dropout_p.__class__ is not float:
+        dropout_p = arguments.number("dropout_p", dropout_p)
     if dropout_p and not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 1 would keep nothing, and out be zero")
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
@@ -361,20 +371,6 @@ def _check_records(
         complaint = shapes.sink_complaint(sink, rows[1], q.device)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
-
-
-def _number(scale: Any) -> float:
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1 or scale.is_complex():
-            raise ValueError(f"scale must be one number, got {scale.dtype} {tuple(scale.shape)}; scale q instead")
-        if scale.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "scale is a number, without a gradient: multiply q by it, attention(q * scale, …, scale=1.0), or give "
-                "score_mod=lambda score, b, h, q_idx, kv_idx: score * scale and scale=1.0; else scale.detach()"
-            )
-    elif isinstance(scale, (str, bytes, complex)) or not hasattr(type(scale), "__float__"):
-        raise TypeError(f"scale must be a number or None, got {scale!r}")
-    return float(scale)
 
 
 def _check_out(out: Tensor, q: Tensor, v: Tensor, jagged: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from saccade import blocks, hardware
+from saccade import arguments, blocks, hardware
 from saccade.layouts import Dense
 from saccade.masks import Blocked, Mask, as_mask
 from saccade.problem import Problem
@@ -33,13 +33,16 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         is a mask without states again.
 
     Raises:
-        TypeError: no mask.
-        ValueError: a mask for another shape.
+        TypeError: no mask, or sizes that are no integers.
+        ValueError: a mask for another shape, sizes below 0, no device.
 
     >>> mask = block_mask(mask_mod(lambda b, h, q_idx, kv_idx: q_idx // 256 == kv_idx // 256), 1, 8, 1024, 1024)
     >>> mask.sparsity()
     0.75
     """
+    for name, n in (("b", b), ("h", h), ("s_q", s_q), ("s_k", s_k)):
+        arguments.integer(name, n)
+    device = arguments.place(device)
     made = as_mask(mask)
     if made is None:
         raise TypeError("block_mask needs a mask, got None")

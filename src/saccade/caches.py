@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import layouts, memory, ops, paged
+from saccade import arguments, layouts, memory, ops, paged
 from saccade.layouts import Paged
 from saccade.pages import Append, Rotary
 
@@ -61,13 +61,14 @@ def append_kv(
     tensor([0., 0., 0., 1., 1., 0., 0., 0.])
     """
     _check(k_cache, v_cache, layout, k_new, v_new, rotary)
+    arguments.flags(interleaved=interleaved)
     k_new, v_new = layouts.with_rows(k_new), layouts.with_rows(v_new)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
-    arguments = k_cache, v_cache, k_new, v_new, layout.records, layout.text, tables, interleaved
+    flat = k_cache, v_cache, k_new, v_new, layout.records, layout.text, tables, bool(interleaved)
     if ops.runs_directly(k_cache, v_cache, k_new, v_new):
-        _append(*arguments)
+        _append(*flat)
     else:
-        torch.ops.saccade.append_kv(*arguments)
+        torch.ops.saccade.append_kv(*flat)
 
 
 def _append(
@@ -91,15 +92,15 @@ def _append(
     )
 
 
-def _append_autograd(*arguments: Any) -> None:
-    ops.refuse_tangents(*arguments[:4])
-    if ops.needs_gradient(*arguments[:4]):
+def _append_autograd(*given: Any) -> None:
+    ops.refuse_tangents(*given[:4])
+    if ops.needs_gradient(*given[:4]):
         raise ValueError("append_kv has no gradients: call it inside of torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.saccade.append_kv(*arguments)
+        torch.ops.saccade.append_kv(*given)
 
 
-def _fake_append(*arguments: Any) -> None:
+def _fake_append(*given: Any) -> None:
     return None
 
 
@@ -113,6 +114,7 @@ def _check(
 ) -> None:
     if not isinstance(layout, Paged):
         raise TypeError(f"append_kv needs a Paged layout, got {layout!r}")
+    arguments.tensors(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     shapes = f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}, "
     shapes += f"k_new {tuple(k_new.shape)}, v_new {tuple(v_new.shape)}"
     complaint = paged.complaint(k_new.shape, k_cache.shape, v_cache.shape, layout, "k_new")
@@ -125,7 +127,7 @@ def _check(
     tensors = k_cache, v_cache, k_new, v_new
     if len({x.dtype for x in tensors}) > 1:
         raise ValueError(f"caches and new rows must share one dtype, got {', '.join(str(x.dtype) for x in tensors)}")
-    if len(devices := {x.device for x in (*tensors, *layout.records, *(rotary or ()))}) > 1:
+    if len(devices := {x.device for x in (*tensors, *layout.records)}) > 1:
         raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
     if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (k_cache, v_cache)):
         raise ValueError(f"the last dimension of a cache must be contiguous, got strides {k_cache.stride()}")
@@ -134,9 +136,18 @@ def _check(
         memory.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *others])
         memory.refuse_shared("v_cache", v_cache, others)
     if rotary is not None:
-        cos, sin = rotary
-        if cos.shape != sin.shape or cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k_new.shape[-1] or not len(cos):
-            got = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
-            raise ValueError(f"rotary needs cos and sin (positions, pairs), 2 pairs <= {k_new.shape[-1]}, got {got}")
-        if not cos.is_floating_point() or cos.dtype != sin.dtype:
-            raise ValueError(f"cos and sin must share one float dtype, got {cos.dtype}, {sin.dtype}")
+        _check_rotary(rotary, k_new)
+
+
+def _check_rotary(rotary: Any, k_new: Tensor) -> None:
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise TypeError(f"rotary must be two tensors, (cos, sin), got {arguments.told(rotary)}")
+    cos, sin = rotary
+    arguments.tensors(cos=cos, sin=sin)
+    if cos.device != k_new.device or sin.device != k_new.device:
+        raise ValueError(f"cos and sin must be on k_new's device {k_new.device}, got {cos.device}, {sin.device}")
+    if cos.shape != sin.shape or cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k_new.shape[-1] or not len(cos):
+        got = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+        raise ValueError(f"rotary needs cos and sin (positions, pairs), 2 pairs <= {k_new.shape[-1]}, got {got}")
+    if not cos.is_floating_point() or cos.dtype != sin.dtype:
+        raise ValueError(f"cos and sin must share one float dtype, got {cos.dtype}, {sin.dtype}")

@@ -7,7 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade import arguments
 from saccade.layouts import Dense
+
+_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Partial(NamedTuple):
@@ -46,7 +49,8 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
         A Partial with the first one's dtypes. Rows that no Partial has keys for are `out = 0`, `lse = -inf`.
 
     Raises:
-        ValueError: no Partials, or shapes that do not fit one another.
+        ValueError: no Partials, or shapes, dtypes or devices that do not fit one another.
+        TypeError: something that is no Partial.
 
     >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
     >>> from saccade import attention
@@ -57,7 +61,21 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
     """
     if not partials:
         raise ValueError("merge needs at least one Partial")
+    for partial in partials:
+        if not isinstance(partial, tuple) or len(partial) != 2 or not all(isinstance(x, Tensor) for x in partial):
+            raise TypeError(f"merge takes Partials, (out, lse) of two tensors, got {arguments.told(partial)}")
+    if not isinstance(layout, (Dense, type(None))):
+        raise TypeError(f"layout must be a Dense record, got {arguments.told(layout)}")
     layout = layout or Dense()
+    partials = tuple(Partial(*partial) for partial in partials)
+    if len(places := {x.device for partial in partials for x in partial}) > 1:
+        raise ValueError(f"merge needs Partials on one device, got {', '.join(sorted(map(str, places)))}")
+    if wrong := [x.dtype for partial in partials for x in partial if x.dtype not in _DTYPES]:
+        raise ValueError(f"merge needs Partials of float16, bfloat16, float32 or float64, got {wrong[0]}")
+    if any(partial.out.dim() != 4 for partial in partials):
+        raise ValueError(
+            f"merge needs out of four dimensions, got {', '.join(str(tuple(p.out.shape)) for p in partials)}"
+        )
     dtype, first = partials[0].lse.dtype, layout.canonical(partials[0].out)
     for out, lse in partials:
         rows = tuple(layout.canonical(out).shape[:-1])

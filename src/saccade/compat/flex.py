@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, and_masks, noop_mask, or_masks
 
+from saccade import arguments
 from saccade.api import ScoreFunction, attention
 from saccade.block_masks import block_mask as with_states
-from saccade.masks import FULL, PARTIAL, TILE, Blocked, as_mask, mask_mod, remember
+from saccade.masks import FULL, PARTIAL, TILE, Blocked, as_mask, is_block_mask, mask_mod, remember
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks",
@@ -68,6 +69,12 @@ def flex_attention(
     >>> out.shape, aux.lse.shape
     (torch.Size([1, 2, 128, 16]), torch.Size([1, 2, 128]))
     """
+    arguments.tensors(query=query, key=key, value=value)
+    arguments.flags(enable_gqa=enable_gqa, return_lse=return_lse)
+    if block_mask is not None and not is_block_mask(block_mask):
+        raise TypeError(f"block_mask must be a BlockMask, got {arguments.told(block_mask)}")
+    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise TypeError(f"return_aux must be an AuxRequest, got {arguments.told(return_aux)}")
     if not query.dim() == key.dim() == value.dim() == 4:
         raise NotImplementedError("query, key and value must be 4-dimensional")
     if not enable_gqa and query.shape[1] != key.shape[1]:
@@ -125,9 +132,16 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256, device="cpu").sparsity()
     25.0
     """
+    for name, n in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if n is not None or name.endswith("LEN"):
+            arguments.integer(name, n)
+    arguments.flags(separate_full_blocks=separate_full_blocks, compute_dq_write_order=compute_dq_write_order)
+    whole = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(whole) != 2:
+        raise ValueError(f"BLOCK_SIZE is one integer or two, of rows and keys, got {BLOCK_SIZE!r}")
+    sizes = tuple(arguments.integer("BLOCK_SIZE", n, 1) for n in whole)
     if device is None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
     lengths = Q_LEN, KV_LEN
     mask = _mask_mod(mask_mod)
     made: Any = with_states(mask, B or 1, H or 1, Q_LEN, KV_LEN, device)
@@ -152,8 +166,8 @@ _mask_mod = mask_mod
 
 def _blocks(made: Blocked, sizes: tuple[int, ...], form: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Which blocks are partial, and which are full, bool (b, h, rows, keys)."""
-    rows, keys = (size // TILE for size in sizes)
     states = made.states.expand(*form, -1, -1)
+    rows, keys = (min(size // TILE, max(n, 1)) for size, n in zip(sizes, states.shape[2:], strict=True))
     missing = (0, -states.shape[3] % keys, 0, -states.shape[2] % rows)
     tiles = torch.nn.functional.pad(states, missing).unflatten(3, (-1, keys)).unflatten(2, (-1, rows))
     full = (tiles == FULL).all(3).all(-1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from saccade import arguments
 from saccade.api import attention
 from saccade.masks import causal, window
 from saccade.scores import bias
@@ -51,11 +52,11 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
     torch.Size([2, 4, 16, 8])
     """
+    arguments.tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
+    arguments.flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    dropout_p = arguments.number("dropout_p", dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention takes attn_mask or is_causal=True, not both")
-    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-        if not isinstance(x, Tensor) and not (x is None and name == "attn_mask"):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ValueError(f"query, key and value need two dimensions or more, got {shapes}")

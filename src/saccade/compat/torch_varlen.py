@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import masks, memory
+from saccade import arguments, masks, memory
 from saccade.api import attention
 from saccade.layouts import Packed, Paged
 
@@ -82,8 +82,9 @@ def varlen_attn(
     >>> varlen_attn(q, k, v, offsets, offsets, 7, 7, window_size=(-1, 0)).shape
     torch.Size([10, 2, 16])
     """
+    arguments.tensors(query=query, key=key, value=value)
     layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
-    lse = return_aux is not None and return_aux.lse
+    lse = _wants_lse(return_aux)
     return _attend(query, key, value, layout, _mask(window_size, is_causal), scale, enable_gqa, lse)
 
 
@@ -98,6 +99,8 @@ def _attend(
     lse: bool,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    arguments.flags(enable_gqa=enable_gqa)
+    scale = None if scale is None else arguments.number("scale", scale)
     if scale is not None and not scale > 0:
         raise ValueError(f"varlen_attn: scale must be above 0, got {scale}")
     if query.dim() == 3 and key.dim() in (3, 4) and query.shape[1] != key.shape[-2] and not enable_gqa:
@@ -126,6 +129,7 @@ def _layout(
     if seqused_k is None:
         if cu_seq_k is None:
             raise ValueError("varlen_attn: a block_table needs seqused_k or cu_seq_k, the lengths of the keys")
+        arguments.tensors(cu_seq_k=cu_seq_k)
         seqused_k = cu_seq_k.diff()
     return Paged(block_table, seqused_k, cu_seq_q, num_splits)
 
@@ -163,10 +167,11 @@ def varlen_attn_out(
     >>> varlen_attn_out(out, x, x, x, offsets, offsets, 7, 7) is out
     True
     """
+    arguments.tensors(out=out, query=query, key=key, value=value)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise RuntimeError("varlen_attn_out has no gradient: call varlen_attn, or inside of torch.no_grad()")
     layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
-    lse = return_aux is not None and return_aux.lse
+    lse = _wants_lse(return_aux)
     call = query, key, value, layout, _mask(window_size, is_causal), scale, enable_gqa, lse
     wanted = (*query.shape[:-1], value.shape[-1])
     if out.shape != wanted or out.device != query.device:
@@ -190,8 +195,17 @@ def _takes(out: Tensor, *operands: Tensor) -> bool:
     return torch.compiler.is_compiling() or (memory.once(out) and all(memory.apart(out, x) for x in operands))
 
 
+def _wants_lse(return_aux: AuxRequest | None) -> bool:
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise TypeError(f"return_aux must be an AuxRequest, got {arguments.told(return_aux)}")
+    return return_aux is not None and bool(return_aux.lse)
+
+
 def _mask(window_size: tuple[int, int], is_causal: bool) -> masks.Mask | None:
-    left, right = (None if bound < 0 else bound for bound in window_size)
+    arguments.flags(is_causal=is_causal)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"varlen_attn: window_size is (left, right), got {window_size!r}")
+    left, right = (None if arguments.integer("window_size", bound, -1) < 0 else bound for bound in window_size)
     if is_causal:
         if (left, right) not in ((None, None), (None, 0)):
             raise ValueError(f"varlen_attn: give is_causal or window_size={window_size}, not both")

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade import arguments
 from saccade.scores.function import Function, Score, ScoreMod
+from saccade.scores.ranges import LONGEST
 from saccade.scores.survey import Survey
 
 
@@ -50,14 +52,9 @@ def softcap(cap: float) -> Softcap:
     >>> softcap(50.0)
     Softcap(cap=50.0)
     """
-    if isinstance(cap, Tensor) and cap.requires_grad:
-        raise ValueError(
-            "softcap's cap is a number, and gets no gradient: write the function, lambda score, b, h, q_idx, kv_idx: "
-            "cap * torch.tanh(score / cap)"
-        )
-    if isinstance(cap, (str, bytes, bool)) or not hasattr(type(cap), "__float__"):
-        raise TypeError(f"softcap needs a number, got {cap!r}")
-    cap = float(cap)
+    cap = arguments.number(
+        "cap", cap, ": write the function, lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)"
+    )
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
     return Softcap(cap)
@@ -184,14 +181,15 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
     >>> attention(q, k, v, score_mod=t5_bias(torch.randn(32, 2)), scale=1.0).shape
     torch.Size([1, 2, 8, 4])
     """
+    arguments.flags(bidirectional=bidirectional)
     least = 4 if bidirectional else 2
     wanted = f"a table (buckets, h_q) of {least} buckets or more"
     _check("t5_bias", table, wanted, lambda: table.dim() == 2 and table.shape[0] >= least)
     exact = table.shape[0] // least
-    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= exact:
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or not exact < max_distance <= LONGEST:
         raise ValueError(
             f"t5_bias with {table.shape[0]} buckets needs a max_distance above {exact}, the distances that have a "
-            f"bucket each, got {max_distance!r}"
+            f"bucket each, up to {LONGEST}, got {max_distance!r}"
         )
     buckets = t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
     return Ready("t5_bias", partial(_t5_bias, reach=max_distance, last=2 * max_distance), table, buckets, heads=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade import arguments
 from saccade.dispatch import Unsupported
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -111,6 +113,7 @@ class Call:
             Unsupported: what saccade does not have yet.
         """
         self._refuse()
+        self._check_types()
         given = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         settled = replace(self, **given, **self._apart())
         settled = replace(settled, attn_mask_type=mask_type(settled.attn_mask_type or "causal"))
@@ -123,6 +126,21 @@ class Call:
         settled._check_bias()
         settled._check_score_mod()
         return settled
+
+    def _check_types(self) -> None:
+        tensors = (
+            "query_layer", "key_layer", "value_layer", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
+            "cu_seqlens_kv_padded", "core_attention_bias", "alibi_slopes", "qkv_layer", "kv_layer",
+        )  # fmt: skip
+        for name in tensors:
+            x = getattr(self, name)
+            if x is not None and not isinstance(x, Tensor):
+                raise WrongCall(f"{name} must be a tensor, got {type(x).__name__}")
+        check_settings(self.attn_mask_type, self.window_size, self.bottom_right_diagonal, self.softcap, self.qkv_format)
+        arguments.flags(checkpoint_core_attention=self.checkpoint_core_attention)
+        for name in ("max_seqlen_q", "max_seqlen_kv"):
+            if getattr(self, name) is not None:
+                arguments.integer(name, getattr(self, name))
 
     def _refuse(self) -> None:
         refused = {
@@ -194,12 +212,35 @@ class Call:
         return self.qkv_format
 
 
+def check_settings(
+    attn_mask_type: Any, window_size: Any, bottom_right_diagonal: Any, softcap: Any, qkv_format: Any
+) -> None:
+    """What constructor and call both take; None stands for the other's.
+
+    Raises:
+        WrongCall, TypeError, ValueError: something of another type.
+    """
+    for name, x in (("attn_mask_type", attn_mask_type), ("qkv_format", qkv_format)):
+        if x is not None and not isinstance(x, str):
+            raise WrongCall(f"{name} must be a string, got {arguments.told(x)}")
+    if window_size is not None:
+        if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+            raise WrongCall(f"window_size is (left, right), got {arguments.told(window_size)}")
+        for bound in window_size:
+            arguments.integer("window_size", bound, -(1 << 62))
+    arguments.flags(bottom_right_diagonal=bottom_right_diagonal)
+    if softcap is not None and not 0 <= arguments.number("softcap", softcap) < math.inf:
+        raise WrongCall(f"softcap must be from 0 on and finite, got {softcap}")
+
+
 def mask_type(given: str) -> str:
     """Its one spelling.
 
     Raises:
         WrongCall: a mask type that does not exist.
     """
+    if not isinstance(given, str):
+        raise WrongCall(f"attn_mask_type is one of {', '.join(MASK_TYPES)}, got {arguments.told(given)}")
     found = given.replace(",", "_")
     found = "padding_causal" if found == "causal_padding" else found
     if found not in MASK_TYPES:

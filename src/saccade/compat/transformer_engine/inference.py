@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade import arguments
 from saccade.compat.transformer_engine.call import WrongCall
 from saccade.compat.transformer_engine.step import Step
 from saccade.dispatch import Unsupported
@@ -140,8 +141,16 @@ class InferenceParams:
     ) -> None:
         if custom_cache_manager is not None:
             raise Unsupported("InferenceParams: custom_cache_manager: leave it away; the caches are saccade's own")
-        if num_heads_kv is None or head_dim_k is None or dtype is None:
+        if num_heads_kv is None or head_dim_k is None or not isinstance(dtype, torch.dtype):
             raise WrongCall("InferenceParams needs num_heads_kv, head_dim_k and dtype")
+        arguments.flags(is_paged=is_paged)
+        sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
+        sizes |= {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
+        sizes |= {"total_num_pages": total_num_pages, "page_size": page_size}
+        for name, n in sizes.items():
+            if n is not None or name.startswith("max"):
+                arguments.integer(name, n, 1)
+        device = arguments.place(device)
         if is_paged and (page_size is None or page_size < 1 or max_sequence_length % page_size):
             raise WrongCall(
                 f"a paged cache needs a page_size that divides max_sequence_length={max_sequence_length}, "
@@ -199,6 +208,10 @@ class InferenceParams:
             WrongCall: too many sequences, or too long ones.
             RuntimeError: too few pages. Neither changes anything.
         """
+        if not isinstance(step_dict, Mapping):
+            raise TypeError(f"pre_step takes lengths by name, a dict, got {arguments.told(step_dict)}")
+        for name, n in step_dict.items():
+            arguments.integer(f"the length of {name!r}", n, -(1 << 62))
         if len(step_dict) > self.max_batch_size:
             raise WrongCall(f"a step has up to max_batch_size={self.max_batch_size} sequences, got {len(step_dict)}")
         lengths = Sequences((name, self.sequences.get(name, 0) + int(n)) for name, n in step_dict.items())

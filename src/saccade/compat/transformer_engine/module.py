@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from saccade import arguments
 from saccade.api import Explanation, attention, explain
 from saccade.compat.transformer_engine.cached import cached
-from saccade.compat.transformer_engine.call import Call, WrongCall, check_tensors, mask_type
+from saccade.compat.transformer_engine.call import Call, WrongCall, check_settings, check_tensors, mask_type
 from saccade.compat.transformer_engine.modifications import modification
 from saccade.compat.transformer_engine.step import Step
 from saccade.compat.transformer_engine.visibility import visible
@@ -115,7 +116,20 @@ class DotProductAttention(torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.head_dims = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        dims = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+        if len(dims) != 2:
+            raise WrongCall(f"kv_channels is d, or (d, d_v), got {kv_channels!r}")
+        for n in dims:
+            arguments.integer("kv_channels", n, 1)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        for name, n in (("num_attention_heads", num_attention_heads), ("tp_size", tp_size), ("num_gqa_groups", groups)):
+            arguments.integer(name, n, 1)
+        self.head_dims = dims
+        check_settings(attn_mask_type, window_size, bottom_right_diagonal, softcap, qkv_format)
+        attention_dropout = arguments.number("attention_dropout", attention_dropout)
+        if softmax_scale is not None:
+            arguments.number("softmax_scale", softmax_scale, ": multiply query_layer by it, with softmax_scale=1.0")
+        arguments.flags(return_max_logit=return_max_logit)
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % self.num_gqa_groups or self.num_gqa_groups % self.tp_size:

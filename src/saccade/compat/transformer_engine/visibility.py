@@ -116,6 +116,7 @@ def _packed(call: Call, kind: str) -> tuple[Packed, int | Tensor]:
     q, k = call.query_layer, call.key_layer
     assert q is not None
     assert k is not None
+    _check_offsets(call, q)
     starts = call.cu_seqlens_q_padded, call.cu_seqlens_kv_padded
     used = (
         cu if padded is not None and padded is not cu else None for cu, padded in zip((cu_q, cu_k), starts, strict=True)
@@ -127,6 +128,21 @@ def _packed(call: Call, kind: str) -> tuple[Packed, int | Tensor]:
     return layout, 0 if cu_q is cu_k else cu_k.diff() - cu_q.diff()
 
 
+def _check_offsets(call: Call, q: Tensor) -> None:
+    """Before anything is computed of them."""
+    sizes = set()
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64) or not len(x) or x.device != q.device:
+            wanted = f"an int32 or int64 tensor (b + 1,) on {q.device}"
+            raise WrongCall(f"{name} must be {wanted}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        sizes.add(len(x))
+    if len(sizes) > 1:
+        raise WrongCall(f"cu_seqlens must all have b + 1 elements, got {', '.join(map(str, sorted(sizes)))}")
+
+
 def _dense(call: Call, kind: str, q: Tensor, k: Tensor) -> tuple[Dense, int | Tensor, Mask | None]:
     """The layout, the keys less the rows, and what hides tokens that are not the last ones."""
     b, s = (ORDERS[call.order][i] for i in (0, 2))
@@ -134,6 +150,7 @@ def _dense(call: Call, kind: str, q: Tensor, k: Tensor) -> tuple[Dense, int | Te
     if "padding" not in kind:
         return Dense(call.order), s_k - s_q, None
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_kv
+    _check_offsets(call, q)
     if cu_q is not None and cu_k is not None:
         used_q, used_k = cu_q.diff(), cu_k.diff()
         same = cu_q is cu_k  # their values are not read

@@ -1,0 +1,80 @@
+"""Arguments that are not of the type that they should be: refused by name, before anything is done with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FLAGS = (bool, int, type(None), torch.SymBool)
+
+
+def tensors(**named: Any) -> None:
+    """
+    Raises:
+        TypeError: not all are tensors.
+    """
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {told(x)}")
+
+
+def flags(**named: Any) -> None:
+    """
+    Raises:
+        TypeError: not all are true or false.
+    """
+    for name, x in named.items():
+        if not isinstance(x, _FLAGS) and type(x).__name__ not in ("bool", "bool_"):  # numpy's
+            raise TypeError(f"{name} must be True or False, got {told(x)}")
+
+
+def integer(name: str, x: Any, least: int = 0) -> int:
+    """
+    Raises:
+        TypeError: no integer.
+        ValueError: one below the least.
+    """
+    if isinstance(x, (bool, Tensor)) or not hasattr(type(x), "__index__"):
+        raise TypeError(f"{name} must be an integer, got {told(x)}")
+    if x < least:
+        raise ValueError(f"{name} must be an integer from {least} on, got {x}")
+    return x
+
+
+def number(name: str, x: Any, otherwise: str = "") -> float:
+    """A number, or a tensor of one that needs no gradient.
+
+    Raises:
+        TypeError: no number.
+        ValueError: several, or one that needs a gradient; `otherwise` says what to do then.
+    """
+    if isinstance(x, Tensor):
+        if x.numel() != 1 or x.is_complex():
+            raise ValueError(f"{name} must be one number, got {told(x)}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} is a number, without a gradient{otherwise}; else {name}.detach()")
+        if x.is_meta:
+            raise ValueError(f"{name} must be a number with a value, got a tensor on meta")
+    elif isinstance(x, (str, bytes, complex)) or not hasattr(type(x), "__float__") or getattr(x, "size", 1) != 1:
+        raise TypeError(f"{name} must be a number, got {told(x)}")
+    return float(x)
+
+
+def place(device: Any) -> torch.device | None:
+    """
+    Raises:
+        ValueError: no device of torch.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as wrong:
+        raise ValueError(f"device must be one of torch's, such as 'cpu', got {told(device)}") from wrong
+
+
+def told(x: Any) -> str:
+    """What an error quotes."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return repr(x) if isinstance(x, (bool, int, float, complex, str, bytes)) else type(x).__name__

@@ -1,0 +1,114 @@
+"""Arguments of other types than they should have, at every door: refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from saccade import Paged, Partial, append_kv, attention, block_mask, causal, explain, merge
+from saccade.compat import flex
+from saccade.compat.torch_varlen import varlen_attn
+from saccade.compat.transformer_engine import DotProductAttention, InferenceParams
+
+Q, K, V = torch.randn(2, 4, 6, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
+PAGES = Paged(torch.tensor([[0], [1]]), torch.tensor([0, 0]))
+OFFSETS = torch.tensor([0, 4, 6], dtype=torch.int32)
+PART = Partial(Q, Q[..., 0])
+# Of each door one argument of every kind, and what the error says of it.
+WRONG_TYPES = {
+    "return_lse": (
+        TypeError,
+        lambda: attention(Q, K, V, return_lse=Q),
+        "return_lse must be True or False, got torch.float32",
+    ),
+    "deterministic": (
+        TypeError,
+        lambda: attention(Q, K, V, deterministic="yes"),
+        "deterministic must be True or False, got 'yes'",
+    ),
+    "dropout_p": (TypeError, lambda: attention(Q, Q, Q, dropout_p="0.1"), "dropout_p must be a number, got '0.1'"),
+    "dropout of each head": (ValueError, lambda: attention(Q, Q, Q, dropout_p=torch.zeros(4)), "must be one number"),
+    "operands of explain": (TypeError, lambda: explain(Q, K), "q, k and v, or a Spec's text, got 2 operands"),
+    "merge": (
+        TypeError,
+        lambda: merge(PART, Q),
+        "merge takes Partials, (out, lse) of two tensors, got torch.float32 (2,",
+    ),
+    "merge's layout": (
+        TypeError,
+        lambda: merge(PART, PART, layout="bshd"),
+        "layout must be a Dense record, got 'bshd'",
+    ),
+    "merge's devices": (ValueError, lambda: merge(PART, Partial(Q.to("meta"), PART.lse)), "one device, got cpu, meta"),
+    "merge's dtypes": (
+        ValueError,
+        lambda: merge(Partial(Q, torch.zeros(2, 4, 6).long())),
+        "float32 or float64, got torch.int64",
+    ),
+    "merge's dimensions": (ValueError, lambda: merge(Partial(Q[0], Q[0, ..., 0])), "four dimensions, got (4, 6, 8)"),
+    "block_mask's sizes": (
+        ValueError,
+        lambda: block_mask(causal(), 1, 1, 8, -1),
+        "s_k must be an integer from 0 on, got -1",
+    ),
+    "block_mask's types": (TypeError, lambda: block_mask(causal(), 1, 1, 8.0, 8), "s_q must be an integer, got 8.0"),
+    "block_mask's device": (
+        ValueError,
+        lambda: block_mask(causal(), 1, 1, 8, 8, "gpu"),
+        "one of torch's, such as 'cpu', got",
+    ),
+    "flex's block_mask": (
+        TypeError,
+        lambda: flex.flex_attention(Q, Q, Q, block_mask=causal()),
+        "must be a BlockMask, got Window",
+    ),
+    "flex's query": (TypeError, lambda: flex.flex_attention(None, Q, Q), "query must be a tensor, got NoneType"),
+    "flex's aux": (TypeError, lambda: flex.flex_attention(Q, Q, Q, return_aux=True), "must be an AuxRequest, got True"),
+    "create_block_mask's block": (
+        ValueError,
+        lambda: flex.create_block_mask(lambda b, h, i, j: i > j, 1, 1, 8, 8, "cpu", BLOCK_SIZE=0),
+        "BLOCK_SIZE must be an integer from 1 on, got 0",
+    ),
+    "varlen's key": (
+        TypeError,
+        lambda: varlen_attn(Q[0], 3, Q[0], OFFSETS, OFFSETS, 4, 4),
+        "key must be a tensor, got 3",
+    ),
+    "varlen's window": (
+        TypeError,
+        lambda: varlen_attn(Q[0], Q[0], Q[0], OFFSETS, OFFSETS, 4, 4, window_size=3),
+        "window_size is (left, right), got 3",
+    ),
+    "rotary": (
+        TypeError,
+        lambda: append_kv(K, V, PAGES, K.clone(), V.clone(), rotary=Q),
+        "two tensors, (cos, sin), got torch",
+    ),
+    "TransformerEngine's mask type": (
+        ValueError,
+        lambda: DotProductAttention(4, 8, attn_mask_type=3),
+        "must be a string, got 3",
+    ),
+    "TransformerEngine's heads": (TypeError, lambda: DotProductAttention(4.0, 8), "must be an integer, got 4.0"),
+    "TransformerEngine's offsets": (
+        ValueError,
+        lambda: DotProductAttention(4, 8, qkv_format="thd")(
+            *(Q[0].transpose(0, 1),) * 3, attn_mask_type="padding", cu_seqlens_q=OFFSETS, cu_seqlens_kv=OFFSETS[1:]
+        ),
+        "cu_seqlens must all have b + 1 elements, got 2, 3",
+    ),
+    "a step": (
+        TypeError,
+        lambda: InferenceParams(2, 8, 2, 8, torch.float32, device="cpu").pre_step([3]),
+        "a dict, got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_are_named(name):
+    kind, call, words = WRONG_TYPES[name]
+    with pytest.raises(kind, match=re.escape(words)):
+        call()
