@@ -18,9 +18,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from saccade import dispatch
     from saccade.backends import triton
 
-    monkeypatch.setattr(triton, "SUPPORT", replace(triton.SUPPORT, devices=("cpu",)))
+    for name in ("SUPPORT", "GRADIENT"):  # without the second another backend's backward would be tested
+        monkeypatch.setattr(triton, name, replace(getattr(triton, name), devices=("cpu",)))
     monkeypatch.setattr(triton, "obstacle", lambda: None)
     dispatch.plan.cache_clear()
+    dispatch._plans.clear()
     yield
     dispatch.plan.cache_clear()
     dispatch._plans.clear()

@@ -194,7 +194,7 @@ def finish(acc, row_max, row_sum, score, terms, live, h, sink, dropout, DEAD: gl
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     if score.linear:  # -inf for all of a row hides it, and what is NaN stays NaN
         total = gl.where(terms[2] == float("-inf"), 0.0, total + terms[2] * 0)
-        row_max = gl.maximum(row_max + terms[2], LOWEST)
+        row_max = gl.maximum(row_max + terms[2], LOWEST_VAST)
     top_score = largest(row_max, total, live)
     share = total * 0 + 1
     if sink is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from saccade.backends.device import captures, lists, sequences
+from saccade.backends.device import captures, lists, sequences, totals
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
 from saccade.backends.device.scores import score_of
@@ -22,7 +22,7 @@ from saccade.spec import Spec
 
 GPU = "h200"
 _FUNCTIONS = {"forward": forward_kernel, "keys": keys_kernel, "rows": rows_kernel}
-_OTHERS = {"order": sequences.compiled, "captures": captures.compiled}
+_OTHERS = {"order": sequences.compiled, "captures": captures.compiled, "totals": totals.compiled}
 DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
@@ -42,6 +42,7 @@ def features() -> Iterator[str]:
     yield from (f"triton keys 16bit d128/128 {edges}" for edges in ("packed", "listed"))
     yield "triton order 16bit d128/128 packed"
     yield "triton captures 16bit d128/128 packed relative_bias"
+    yield from (f"triton totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
     yield f"{key('keys', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
