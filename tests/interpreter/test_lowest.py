@@ -11,26 +11,30 @@ from saccade.testing.cases import Case
 from saccade.testing.lowest import VALUES, added, filled, filled_from
 
 CALLS = {
-    "plain": {},
     "causal": {"mask": causal()},
     "window": {"mask": window(20, 3)},
     "sink": {"sink": torch.tensor([0.5, -1.0])},
-    "low sink": {"sink": torch.tensor([-1e9, -1e30])},
+    "low-sink": {"sink": torch.tensor([-1e9, -1e30])},
     "dropout": {"dropout_p": 0.3},
 }
 
 
 def operands():
-    return [torch.randn(1, h, s, 16) for h, s in ((2, 70), (1, 90), (1, 90))]
+    return [torch.randn(1, h, s, 16) for h, s in ((2, 45), (1, 60), (1, 60))]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_against_the_oracle(value):
+    q, k, v = operands()
+    dlse = torch.randn(1, 2, 45)
+    for score_mod in (filled(value), filled_from(value)):
+        check(q, k, v, dlse=dlse, score_mod=score_mod, backend="triton").assert_ok()
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("value", VALUES)
-def test_against_the_oracle(value, name):
+def test_besides(name):
     q, k, v = operands()
-    dlse = torch.randn(1, 2, 70)
-    for score_mod in (filled(value), filled_from(value)):
-        check(q, k, v, dlse=dlse, score_mod=score_mod, backend="triton", **CALLS[name]).assert_ok()
+    check(q, k, v, score_mod=filled_from(-1e9), backend="triton", **CALLS[name]).assert_ok()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -38,11 +42,11 @@ def test_against_the_oracle(value, name):
 def test_captured_tensors(value, deterministic):
     q, k, v = operands()
     for keywords in ({}, {"mask": causal()}, {"sink": torch.tensor([0.5, -1.0])}):
-        options = {"score_mod": added(value, 70, 90), "deterministic": deterministic, "backend": "triton"}
+        options = {"score_mod": added(value, 45, 60), "deterministic": deterministic, "backend": "triton"}
         check(q, k, v, **options, **keywords).assert_ok()
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", [-1e9])
 def test_packed_sequences(value):
     given = Case("", dtype="fp32", b=3, h_q=2, h_k=1, s_q=30, s_k=30, d=16, d_v=16, order="thd", tail=9).inputs()
     keywords = given.keywords | {"score_mod": filled(value)}
@@ -55,4 +59,4 @@ def test_weights_are_equal():
     v.requires_grad_()
     out = attention(q, k, v, score_mod=filled(-1e9), backend="triton")
     (dv,) = torch.autograd.grad(out[:, 0, 1].sum(), v)
-    torch.testing.assert_close(dv, torch.full_like(dv, 1 / 90))
+    torch.testing.assert_close(dv, torch.full_like(dv, 1 / 60))

@@ -122,11 +122,12 @@ class Backend(Protocol):
     def backward(self, problem: Problem, saved: Saved) -> Gradients: ...
 
 
-def captures_workspace(spec: Spec) -> str:
-    """What repeatable gradients of captured tensors take on a GPU besides."""
-    if not spec.deterministic or spec.score in ("none", "softcap"):
+def score_workspace(spec: Spec) -> str:
+    """What gradients with a score function take on a GPU besides."""
+    if spec.score in ("none", "softcap"):
         return ""
-    return ", and 8 for every element of captured tensors that get a gradient"
+    repeatable = ", and 8 for every element of captured tensors that get a gradient" if spec.deterministic else ""
+    return f", a copy of dout{repeatable}"
 
 
 def _on(device: str, supported: str) -> bool:

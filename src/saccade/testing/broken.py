@@ -10,7 +10,6 @@ from torch import Tensor
 
 from saccade.api import attention
 from saccade.masks import causal, mask_mod, window
-from saccade.partial import Scored
 from saccade.scores import softcap
 
 ROW, KEY, HEAD = 5, 3, 1
@@ -70,7 +69,7 @@ def results(
     """out, lse and max_scores of a backend, and of the reference in float64."""
     keywords = {name: x.to(given[0].device) if isinstance(x, Tensor) else x for name, x in keywords.items()}
     more: dict[str, Any] = {"return_lse": True, "return_max_scores": True}
-    found: Scored = attention(*given, backend=backend, **more, **keywords)
+    found: Any = attention(*given, backend=backend, **more, **keywords)
     wide = [x.double() for x in given]
     if "sink" in keywords:
         keywords["sink"] = keywords["sink"].double()

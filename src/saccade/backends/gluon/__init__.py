@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, captures_workspace
+from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
 from saccade.backends.gluon import pages
 from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
@@ -35,7 +35,7 @@ def workspace(spec: Spec) -> str:
     sums = "4 bytes for every element of q, d in whole multiples of 64, and 8 for every query row and head"
     shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
     turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
-    turns += captures_workspace(spec)
+    turns += score_workspace(spec)
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 

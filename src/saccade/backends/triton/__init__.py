@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, captures_workspace
+from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
 from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
@@ -28,7 +28,7 @@ GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
 def workspace(spec: Spec) -> str:
     if spec.layout == "paged":
         return "none, or where keys are split 4 bytes for each element of out and split"
-    return f"forward: none; backward: 8 bytes for every query row and head{captures_workspace(spec)}"
+    return f"forward: none; backward: 8 bytes for every query row and head{score_workspace(spec)}"
 
 
 def forward(problem: Problem, lse: bool) -> Outputs:
