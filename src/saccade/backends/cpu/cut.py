@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,8 +20,12 @@ TILE_ROWS = 256
 """Rows of the matrix product, query heads of a group folded in; fewer, but at least a quarter, where rows are long."""
 KEY_STOPS = 16
 """How many different ends the keys of bf16 tiles have, where there are more than 16 tiles of rows."""
-HIDDEN_BYTES = 1 << 22
-"""How much of a mask a Cut keeps, one byte for each pair between hull and core; what is beyond is made each time."""
+SMALL = 1 << 17
+"""Scores of all rows of a key head that are one tile: what else there is to do for a tile costs more than leaving out
+what a mask hides of them."""
+LIMITS_BYTES = 1 << 26
+"""How much is kept of what masks hide between hull and core, of all Cuts together, and up to a quarter of it of one;
+what is beyond is made each time."""
 
 
 class Heads(NamedTuple):
@@ -49,6 +54,11 @@ class Shape(NamedTuple):
     products: torch.dtype
     """of the operands of matrix products"""
 
+    @property
+    def small(self) -> bool:
+        """Whether lists of tiles are not worth their while."""
+        return self.s_q * self.group * self.s_k <= SMALL
+
     @staticmethod
     def of(problem: Problem) -> Shape:
         (b, _, s_q, _), (_, h_k, s_k, _) = problem.q.shape, problem.k.shape
@@ -59,6 +69,29 @@ def products_dtype(dtype: torch.dtype) -> torch.dtype:
     """What the matrix products run in: float32 for half types that this CPU has no products for."""
     half = dtype == torch.float16 or (dtype == torch.bfloat16 and hardware.cpu_bf16() == "none")
     return torch.float32 if half else dtype
+
+
+class _Limits:
+    """What masks hide of tiles, as tensors of +inf where a score stays and -inf where it does not."""
+
+    alive: ClassVar[WeakSet[_Limits]] = WeakSet()
+    total: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, ...], Tensor] = {}
+        self.bytes = 0
+        _Limits.alive.add(self)
+
+    def keep(self, place: tuple[int, ...], x: Tensor) -> None:
+        if self.bytes + x.nbytes > LIMITS_BYTES // 4:
+            return
+        if _Limits.total + x.nbytes > LIMITS_BYTES:  # dead ones are still counted: what is alive begins anew
+            for other in list(_Limits.alive):
+                other.held, other.bytes = {}, 0
+            _Limits.total = 0
+        self.held[place] = x
+        self.bytes += x.nbytes
+        _Limits.total += x.nbytes
 
 
 class Cut:
@@ -76,7 +109,8 @@ class Cut:
         self.width = max(int(self.hull.length().max()) if self.hull.lo.numel() else 0, 1)
         # A narrow band wastes a triangle of a tile's rows; long rows leave room for few of them.
         m = max(TILE_ROWS // 4, min(TILE_ROWS, self.width // 2, TILE_ELEMENTS // self.width))
-        self.rows = max(1, m // shape.group)
+        small = shape.s_q * shape.group * self.width <= SMALL
+        self.rows = max(1, shape.s_q if small else m // shape.group)
         self.heads = list(self._heads())
         starts = range(0, shape.s_q, self.rows)
         self._tiles = [
@@ -84,8 +118,7 @@ class Cut:
         ]
         self.parts: dict[tuple[int, int, int], list[Tile]] = {}
         """Of tiles with lists, by first batch row, first head and first row."""
-        self.hidden: dict[tuple[int, ...], Tensor] = {}
-        self.room = HIDDEN_BYTES
+        self.limits = _Limits()
 
     def _heads(self) -> Iterator[Heads]:
         """As many heads together as fill a tile; of one batch row where the batch rows see different keys."""
@@ -172,7 +205,7 @@ def cut_of(problem: Problem) -> Cut:
 
     def make() -> Cut:
         tiles: tuple[int, ...] = (1, 1)
-        if mask is not None and mask.listed:
+        if mask is not None and mask.listed and not shape.small:
             tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else blocks.shape(problem)
         return Cut(shape, mask, problem.extent, (tiles[0] > 1, tiles[1] > 1))
 

@@ -55,7 +55,7 @@ class Grid:
     def parts(self, heads: Heads, tile: Tile) -> list[Tile]:
         """The tile in pieces of at most TILE_ELEMENTS scores, without keys that a list of tiles says nobody sees."""
         cut, mask = self.cut, self.problem.mask
-        if mask is None or not mask.listed:
+        if mask is None or not mask.listed or cut.shape.small:
             return cut.split(tile, [tile])
         of_batch, of_head = cut.of_batch, cut.of_head
         place = heads.batch.start if of_batch else 0, heads.heads.start if of_head else 0, tile.rows.start
@@ -125,14 +125,16 @@ class Grid:
         view = score.view(heads.batch.stop - heads.batch.start, -1, tile.rows.stop - tile.rows.start, score.shape[-1])
         for start, stop in (tile.keys.start, tile.core.start), (tile.core.stop, tile.keys.stop):
             if start < stop:
-                columns = slice(start - tile.keys.start, stop - tile.keys.start)
-                hidden = self._hidden(heads, tile._replace(keys=slice(start, stop)))
-                view[..., columns].masked_fill_(hidden, -torch.inf)
+                edge = view[..., start - tile.keys.start : stop - tile.keys.start]
+                limit = self._limit(heads, tile._replace(keys=slice(start, stop)))
+                torch.minimum(edge, limit, out=edge)  # 20 to 40 times as fast as `masked_fill_`, but keeps NaN
+                if bool(edge.sum().isnan()):
+                    edge.masked_fill_(limit < 0, -torch.inf)
         return score
 
-    def _hidden(self, heads: Heads, tile: Tile) -> Tensor:
-        """Which pairs are hidden, bool (b or 1, h_q or 1, rows, keys), known or made."""
-        cut, mask, problem = self.cut, self.problem.mask, self.problem
+    def _limit(self, heads: Heads, tile: Tile) -> Tensor:
+        """-inf where a key is hidden, else +inf, (b or 1, h_q or 1, rows, keys), known or made."""
+        cut, mask = self.cut, self.problem.mask
         looked = mask if mask is not None and not mask.exact else None
         of_batch = cut.hull.lo.shape[0] > 1 or (looked is not None and "b" in looked.indices)
         of_head = looked is not None and "h" in looked.indices
@@ -141,8 +143,9 @@ class Grid:
             *((heads.heads.start, heads.heads.stop) if of_head else (0, 0)),
             *(tile.rows.start, tile.rows.stop, tile.keys.start, tile.keys.stop),
         )
-        if place in cut.hidden:
-            return cut.hidden[place]
+        known = cut.limits.held.get(place)
+        if known is not None:
+            return known
         b_idx, h_idx, q_idx, kv_idx = self._indices(heads, tile)
         at = heads.batch if cut.hull.lo.shape[0] > 1 else slice(0, 1)
         lo, hi = (edge[at, None, tile.rows, None] for edge in cut.hull)
@@ -150,9 +153,7 @@ class Grid:
         if looked is not None:
             # What does not depend on the batch row or the head is found for the first of them, and is true of all.
             b_idx, h_idx = b_idx if of_batch else b_idx[:1], h_idx if of_head else h_idx[:1]
-            seen = seen & looked.sees(problem.extent, b_idx, h_idx, q_idx, kv_idx)
-        hidden = ~seen
-        if hidden.numel() <= cut.room:
-            cut.room -= hidden.numel()
-            cut.hidden[place] = hidden
-        return hidden
+            seen = seen & looked.sees(self.problem.extent, b_idx, h_idx, q_idx, kv_idx)
+        limit = seen.to(self.inside).sub_(0.5).mul_(torch.inf)
+        cut.limits.keep(place, limit)
+        return limit

@@ -16,6 +16,7 @@ from saccade import hardware
 from saccade.backends import Saved
 from saccade.backends.cpu import sink
 from saccade.layouts import empty_like_rows
+from saccade.masks import Window
 from saccade.problem import Problem
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,8 +37,8 @@ def runs_backward(problem: Problem, saved: Saved) -> bool:
 def _expresses(problem: Problem) -> bool:
     q, k, v = problem.q, problem.k, problem.v
     # Its causal mask is aligned top-left, and is -inf before the scale multiplies it.
-    causal = problem.mask is not None and problem.mask.kind == "causal"
-    plain = problem.mask is None or (causal and q.shape[2] == k.shape[2] and problem.scale > 0)
+    causal = problem.mask is not None and problem.mask.kind == "causal" and q.shape[2] == k.shape[2]
+    plain = (causal and problem.scale > 0) or _sees_all(problem)
     return (
         plain
         and problem.score is None
@@ -48,6 +49,16 @@ def _expresses(problem: Problem) -> bool:
     )
 
 
+def _sees_all(problem: Problem) -> bool:
+    """Whether every row sees every key, where all of them are in use."""
+    if problem.mask is None:
+        return True
+    if not isinstance(problem.mask, Window):
+        return False
+    left, right = problem.mask.bounds
+    return right >= problem.q.shape[2] - 1 and left >= problem.k.shape[2] - 1
+
+
 def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """out and lse; None where a row may be NaN or see nothing: the kernel makes zeros and an LSE of 0 of both, as its
     maximum leaves NaN out where keys are fewer than a vector."""
@@ -56,7 +67,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
     q, outs, lses = (x.unflatten(1, (-1, problem.group)) for x in (problem.q, out, lse))
     for member in range(problem.group):  # k and v are read as they are, not repeated
         found, found_lse = _forward(
-            q[:, :, member], problem.k, problem.v, 0.0, problem.mask is not None, scale=problem.scale
+            q[:, :, member], problem.k, problem.v, 0.0, not _sees_all(problem), scale=problem.scale
         )
         lses[:, :, member] = found_lse
         if problem.group == 1 and problem.out is None and found.stride() == out.stride():
@@ -84,7 +95,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     dv_sum: Any = None
     for member in range(problem.group):
         tensors = dout[:, :, member], q[:, :, member], k, v, out[:, :, member], lse[:, :, member]
-        found = _backward(*tensors, 0.0, problem.mask is not None, scale=problem.scale)
+        found = _backward(*tensors, 0.0, not _sees_all(problem), scale=problem.scale)
         members(dq)[:, :, member] = found[0]
         # Several heads' sums stay in float32 until all are in.
         dk_sum = found[1] if problem.group == 1 else found[1].float() if dk_sum is None else dk_sum.add_(found[1])
