@@ -139,7 +139,8 @@ def create_block_mask(
     whole = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
     if len(whole) != 2:
         raise ValueError(f"BLOCK_SIZE is one integer or two, of rows and keys, got {BLOCK_SIZE!r}")
-    sizes = tuple(arguments.integer("BLOCK_SIZE", n, 1) for n in whole)
+    rows, keys = (arguments.integer("BLOCK_SIZE", n, 1) for n in whole)
+    sizes = rows, keys
     if device is None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     lengths = Q_LEN, KV_LEN

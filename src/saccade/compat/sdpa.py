@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
         outer = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
     except RuntimeError:
         raise ValueError(f"query, key and value must have batch sizes that broadcast, got {shapes}") from None
-    q, k, v = _heads(*(_four(x, outer) for x in (query, key, value)), enable_gqa, shapes)
+    q, k, v = _heads(_four(query, outer), _four(key, outer), _four(value, outer), enable_gqa, shapes)
     mask, score_mod = None, None
     if isinstance(attn_mask, CausalBias):
         lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv

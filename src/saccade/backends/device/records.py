@@ -49,7 +49,8 @@ def runtime_int(value: int) -> int:
 def far_parts(value: int) -> tuple[int, int]:
     """Any integer of 64 bits in a form that Triton never specialises, and always takes for 64 bits: its halves, from 0
     on, with one more bit above 32. `far_int` undoes it."""
-    return tuple(runtime_int(half + _ABOVE.value) for half in (value & 0xFFFFFFFF, (value >> 32) + (1 << 31)))
+    low, high = value & 0xFFFFFFFF, (value >> 32) + (1 << 31)
+    return runtime_int(low + _ABOVE.value), runtime_int(high + _ABOVE.value)
 
 
 _ABOVE = tl.constexpr(1 << 40)

@@ -37,6 +37,7 @@ def append_kernel(
         batch = b
         i = token % s
         first = token * 0
+        named = token >= 0
     else:
         # [N]
         n = tl.arange(0, N)
@@ -46,9 +47,9 @@ def append_kernel(
         batch = b * 0
         first = tl.sum(tl.where(n == b, start, 0), 0)
         i = token
-    there = (b >= 0) & (b < count)
-    if starts is not None:  # broken offsets name no sequence
-        there = there & (first >= 0) & (first <= token) & (token < tl.sum(tl.where(n == b + 1, start, 0), 0))
+        # Broken offsets name no sequence.
+        named = (first >= 0) & (first <= token) & (token < tl.sum(tl.where(n == b + 1, start, 0), 0))
+    there = named & (b >= 0) & (b < count)
     b = tl.minimum(tl.maximum(b, 0), count - 1)
     length = tl.load(used + b).to(tl.int64)
     there = there & (length >= 0) & (length + i - first < plain_int(pages.capacity))
