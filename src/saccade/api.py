@@ -332,7 +332,7 @@ def _checked(
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
     if mask is not None or sink is not None or layout.records:
         _check_records(q, k, v, mask, layout, sink)
-    if dropout_p.__class__ is not float:
+    if not isinstance(dropout_p, float):
         dropout_p = arguments.number("dropout_p", dropout_p)
     if dropout_p and not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 1 would keep nothing, and out be zero")

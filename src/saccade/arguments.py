@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _FLAGS = (bool, int, type(None), torch.SymBool)
+_USUAL = {bool, type(None)}
 
 
 def tensors(**named: Any) -> None:
@@ -25,6 +26,8 @@ def flags(**named: Any) -> None:
     Raises:
         TypeError: not all are true or false.
     """
+    if set(map(type, named.values())) <= _USUAL:  # in the hot path of small calls
+        return
     for name, x in named.items():
         if not isinstance(x, _FLAGS) and type(x).__name__ not in ("bool", "bool_"):  # numpy's
             raise TypeError(f"{name} must be True or False, got {told(x)}")
@@ -50,6 +53,8 @@ def number(name: str, x: Any, otherwise: str = "") -> float:
         TypeError: no number.
         ValueError: several, or one that needs a gradient; `otherwise` says what to do then.
     """
+    if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+        return float(x)
     if isinstance(x, Tensor):
         if x.numel() != 1 or x.is_complex():
             raise ValueError(f"{name} must be one number, got {told(x)}")
