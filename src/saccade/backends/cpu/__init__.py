@@ -59,7 +59,8 @@ def _without_nan(problem: Problem) -> Problem:
 
 
 def _forward(problem: Problem, lse: bool) -> Outputs:
-    if native.runs_forward(problem) and not problem.max_scores and (found := native.forward(problem)) is not None:
+    way = native.forward if native.runs_forward(problem) else native.added
+    if not problem.max_scores and (found := way(problem)) is not None:
         return *found, None
     return tiled.forward(problem, lse)
 

@@ -119,6 +119,8 @@ class Cut:
         self.parts: dict[tuple[int, int, int], list[Tile]] = {}
         """Of tiles with lists, by first batch row, first head and first row."""
         self.limits = _Limits()
+        self.visited: float | None = None
+        """The share of all scores that are in tiles that are visited, once somebody asked."""
 
     def _heads(self) -> Iterator[Heads]:
         """As many heads together as fill a tile; of one batch row where the batch rows see different keys."""

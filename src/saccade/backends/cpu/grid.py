@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from saccade import blocks
-from saccade.backends.cpu.cut import Cut, Heads, Tile, cut_of
+from saccade.backends.cpu import reads
+from saccade.backends.cpu.cut import LIMITS_BYTES, Cut, Heads, Tile, cut_of
 from saccade.backends.cpu.softmax import Scratch, product
 from saccade.problem import Problem
 from saccade.scores import Score
+
+MOSTLY = 0.85
+"""The share of tiles from which on PyTorch's kernel, which visits all of them, is the faster one in float32."""
 
 
 class Modification(NamedTuple):
@@ -93,8 +97,8 @@ class Grid:
             at = b_idx + self.problem.first_b, h_idx, q_idx, kv_idx
             scaled = score.view(len(b_idx), len(h_idx), len(q_idx), len(kv_idx))
             if derivative:
-                way_back = Modification(modify, scaled, at, modify.derivative(scaled, *at))
-            score = modify.tile(scaled, *at).view_as(score)
+                way_back = Modification(modify, scaled, at, reads.derivative(modify, scaled, at))
+            score = reads.tile(modify, scaled, at).view_as(score)
         return self._hide(score, heads, tile), way_back
 
     def _indices(self, heads: Heads, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -131,6 +135,32 @@ class Grid:
                 if bool(edge.sum().isnan()):
                     edge.masked_fill_(limit < 0, -torch.inf)
         return score
+
+    def added(self) -> Tensor | None:
+        """Zero, or -inf where a key is hidden, (b or 1, h_q or 1, s_q, s_k), of a mask that leaves nearly all tiles to
+        visit; None if there is no room to keep it."""
+        cut = self.cut
+        b, h_k, group, s_q, s_k, _ = cut.shape
+        if b * h_k * group * s_q * s_k * 4 > LIMITS_BYTES // 4 * max(1, h_k * group) or self._visited() < MOSTLY:
+            return None
+        known = cut.limits.held.get(())
+        if known is None:
+            everything = Tile(slice(0, s_q), slice(0, s_k), slice(0, 0))
+            known = self._limit(Heads(slice(0, b), slice(0, h_k)), everything).clamp(max=0)
+            cut.limits.keep((), known)
+        return known
+
+    def _visited(self) -> float:
+        """The share of all scores that are in tiles that are visited."""
+        cut = self.cut
+        if cut.visited is None:
+            cut.visited = sum(
+                (part.rows.stop - part.rows.start) * (part.keys.stop - part.keys.start)
+                for heads in cut.heads[:64]
+                for tile in cut.tiles(heads)
+                for part in self.parts(heads, tile)
+            ) / (max(1, len(cut.heads[:64])) * cut.shape.s_q * cut.shape.s_k)
+        return cut.visited
 
     def _limit(self, heads: Heads, tile: Tile) -> Tensor:
         """-inf where a key is hidden, else +inf, (b or 1, h_q or 1, rows, keys), known or made."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from saccade import hardware
 from saccade.backends import Saved
-from saccade.backends.cpu import sink
+from saccade.backends.cpu import reads, sink
+from saccade.backends.cpu.grid import Grid
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
 from saccade.problem import Problem
@@ -35,14 +36,18 @@ def runs_backward(problem: Problem, saved: Saved) -> bool:
 
 
 def _expresses(problem: Problem) -> bool:
-    q, k, v = problem.q, problem.k, problem.v
+    q, k = problem.q, problem.k
     # Its causal mask is aligned top-left, and is -inf before the scale multiplies it.
     causal = problem.mask is not None and problem.mask.kind == "causal" and q.shape[2] == k.shape[2]
     plain = (causal and problem.scale > 0) or _sees_all(problem)
+    return plain and problem.score is None and _expressible(problem)
+
+
+def _expressible(problem: Problem) -> bool:
+    """Whatever its mask and score are."""
+    q, k, v = problem.q, problem.k, problem.v
     return (
-        plain
-        and problem.score is None
-        and problem.dropout is None
+        problem.dropout is None
         and not problem.layout.records
         and k.shape[3] == v.shape[3]
         and min(q.numel(), k.numel()) > 0
@@ -59,16 +64,22 @@ def _sees_all(problem: Problem) -> bool:
     return right >= problem.q.shape[2] - 1 and left >= problem.k.shape[2] - 1
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
+def forward(problem: Problem, plus: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
     """out and lse; None where a row may be NaN or see nothing: the kernel makes zeros and an LSE of 0 of both, as its
-    maximum leaves NaN out where keys are fewer than a vector."""
+    maximum leaves NaN out where keys are fewer than a vector.
+
+    `plus` takes the place of mask and score: (b or 1, h_q or 1, s_q, s_k), added to the scaled scores.
+    """
+    causal = plus is None and not _sees_all(problem)
     out = problem.empty_out()
     lse = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype())
     q, outs, lses = (x.unflatten(1, (-1, problem.group)) for x in (problem.q, out, lse))
     for member in range(problem.group):  # k and v are read as they are, not repeated
-        found, found_lse = _forward(
-            q[:, :, member], problem.k, problem.v, 0.0, not _sees_all(problem), scale=problem.scale
-        )
+        bias = plus
+        if plus is not None and plus.shape[1] > 1:
+            bias = plus.unflatten(1, (-1, problem.group))[:, :, member]
+        operands = q[:, :, member], problem.k, problem.v
+        found, found_lse = _forward(*operands, 0.0, causal, attn_mask=bias, scale=problem.scale)
         lses[:, :, member] = found_lse
         if problem.group == 1 and problem.out is None and found.stride() == out.stride():
             out = found
@@ -79,6 +90,30 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
     if problem.sink is not None:
         lse = sink.join(out, lse, problem.sink)
     return out, lse
+
+
+def added(problem: Problem) -> tuple[Tensor, Tensor] | None:
+    """The forward with a tensor that the kernel adds to the scores, what a mask hides or a bias, where that is known
+    and the fastest; else None.
+
+    The kernel adds -inf where our tiles replace a score: a score that is not finite gives NaN, in the LSE too. A row
+    that sees nothing has an LSE of 0. The answer is None where an LSE is one of these, whatever made it so.
+    """
+    if problem.q.dtype != torch.float32 or not _expressible(problem):
+        return None
+    if problem.score is None:
+        grid = Grid.of(problem)
+        tensor = grid.added()
+    else:
+        grid, tensor = None, reads.bias(problem) if problem.mask is None else None
+    if tensor is None:
+        return None
+    found = forward(problem, tensor)
+    if found is not None and bool((found[1].isfinite() & (found[1] != 0)).all()):
+        return found
+    if grid is not None:
+        grid.cut.visited = 0.0  # the tiles are to be asked at once from now on
+    return None
 
 
 def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
