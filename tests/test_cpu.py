@@ -1,0 +1,217 @@
+"""The cpu backend's own: threads that draw tiles, what is float32 in bfloat16 calls, and what it keeps of masks."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from saccade import attention, bias, causal, mask_mod, softcap, window
+from saccade.backends.cpu import cut, native, pool, tiled
+from saccade.testing import check
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def operands(*lengths: int, dtype: torch.dtype = torch.float32, h_q: int = 4, h_k: int = 2):
+    s_q, s_k = (*lengths, *lengths)[:2]
+    return [torch.randn(2, h, s, 16).to(dtype) for h, s in ((h_q, s_q), (h_k, s_k), (h_k, s_k))]
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """Three threads, however small the call."""
+    monkeypatch.setattr(pool, "threads", lambda: 3)
+    monkeypatch.setattr(tiled, "ALONE", 0)
+
+
+def test_every_item_once():
+    done = []
+    pool.spread(range(100), lambda: done.append, 4)
+    assert sorted(done) == list(range(100))
+
+
+def test_threads_work_alone_and_stay_few():
+    numbers, before, own = set(), threading.active_count(), torch.get_num_threads()
+    for _ in range(50):
+        pool.spread(range(20), lambda: lambda _: numbers.add(torch.get_num_threads()), 3)
+    assert numbers == {1}
+    assert threading.active_count() <= before + 64
+    assert torch.get_num_threads() == own
+    fresh = []
+    thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert fresh == [own]
+
+
+def test_an_exception_comes_through_and_ends_the_drawing():
+    drawn = []
+
+    def fails(item):
+        drawn.append(item)
+        raise ValueError("of an item")
+
+    with pytest.raises(ValueError, match="of an item"):
+        pool.spread(range(1000), lambda: fails, 3)
+    assert len(drawn) <= 3
+    test_every_item_once()
+
+
+def test_modes_of_the_caller(crew):
+    q, k, v = operands(70)
+    wanted = attention(q, k, v, mask=window(9, 2), backend="reference")
+    with torch.inference_mode():
+        x = [y.clone() for y in (q, k, v)]
+        out = attention(*x, mask=window(9, 2))
+        assert out.is_inference()
+    torch.testing.assert_close(out.clone(), wanted)
+    leaves = [y.requires_grad_() for y in (q, k, v)]
+    assert attention(*leaves, mask=window(9, 2)).requires_grad
+    seen = []
+    with torch.inference_mode():
+        pool.spread(range(3), lambda: lambda _: seen.append(torch.is_inference_mode_enabled()), 3)
+    assert seen == [True] * 3
+    pool.spread(range(3), lambda: lambda _: seen.append(torch.is_grad_enabled()), 3)
+    assert seen[3:] == [False] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_after_a_fork(fresh_process):
+    code = """
+import os, torch
+from saccade import attention, window
+from saccade.backends.cpu import pool, tiled
+torch.set_num_threads(1)
+pool.threads, tiled.ALONE = (lambda: 2), 0
+q = torch.randn(1, 4, 70, 16)
+run = lambda: attention(q, q, q, mask=window(9, 2))
+first, child = run(), os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(run(), first) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.equal(run(), first))
+"""
+    assert fresh_process(code).split() == ["0", "True"]
+
+
+def test_a_user_s_one_thread_is_respected(monkeypatch):
+    submitted = []
+    monkeypatch.setattr(pool, "_executor", lambda: submitted.append(1))
+    assert torch.get_num_threads() == 1
+    attention(*operands(300), mask=window(100, 3))
+    assert not submitted
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(threads, monkeypatch):
+    """With gradients of a captured tensor, which all items add to."""
+    monkeypatch.setattr(pool, "threads", lambda: threads)
+    monkeypatch.setattr(tiled, "ALONE", 0)
+    q, k, v = operands(150, 190, dtype=torch.bfloat16)
+    table = torch.randn(4, requires_grad=True)
+    check(q, k, v, mask=causal(), score_mod=lambda s, b, h, i, j: s * table[h]).assert_ok()
+
+
+def test_a_score_is_rounded_once(processor):
+    """A score function of float32 in bfloat16 calls: what it adds is not rounded to the scores' dtype."""
+    q, k, v = operands(60, dtype=torch.bfloat16)
+    found = attention(0 * q, k, v, score_mod=lambda s, b, h, i, j: s + 1000 + j / 1000, return_lse=True)
+    lse = torch.logsumexp(1000 + torch.arange(60).double() / 1000, 0)
+    torch.testing.assert_close(found.lse.double(), lse.expand(2, 4, 60), rtol=torch.finfo(torch.float32).eps, atol=0)
+
+
+def test_one_key_has_no_gradient_of_its_score(processor):
+    q, k, v = operands(40, 1, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, score_mod=softcap(5.0))
+    dq, dk, _ = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    eps = torch.finfo(torch.bfloat16).eps ** 2  # delta is there to twice the digits and more
+    assert max(dq.abs().max(), dk.abs().max()) < eps
+
+
+@pytest.mark.parametrize("mask", [None, causal(), window(5, 9)], ids=repr)
+def test_scale_zero(mask, processor):
+    q, k, v = operands(66, dtype=torch.bfloat16)
+    check(q, k, v, scale=0.0, mask=mask).assert_ok()
+
+
+@pytest.mark.parametrize("mask", [None, causal(), window(5, 9)], ids=repr)
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_nan_stays_where_it_is_seen(which, mask, place):
+    if place.device != "cpu":
+        return
+    made = [
+        x.to(getattr(torch, {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[place.dtype]))
+        for x in operands(50)
+    ]
+    made[which][0, 1, 20, 3] = torch.nan
+    found, wanted = (attention(*made, mask=mask, backend=x, return_lse=True) for x in (place.backend, "reference"))
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+
+
+def test_known_masks_are_looked_up(monkeypatch):
+    """By the second call nothing of the mask is computed, and by what its tensors hold then."""
+    looked = []
+    seen = torch.rand(60, 60) > 0.4
+    q, k, v = operands(60, dtype=torch.bfloat16)
+
+    def function(b, h, i, j):
+        looked.append(1)
+        return seen[i, j]
+
+    mask = mask_mod(function)
+    attention(q, k, v, mask=mask)
+    before = len(looked)
+    first = attention(q, k, v, mask=mask)
+    assert len(looked) == before
+    seen.logical_not_()
+    assert not torch.equal(attention(q, k, v, mask=mask), first)
+    check(q, k, v, mask=mask).assert_ok()
+
+
+def test_what_is_kept_of_masks_is_bounded(monkeypatch):
+    monkeypatch.setattr(cut, "LIMITS_BYTES", 1 << 16)
+    q, k, v = operands(60)
+    for left in range(40):
+        attention(q, k, v, mask=window(left, 1), score_mod=softcap(3.0))
+        assert sum(x.nbytes for limits in cut._Limits.alive for x in limits.held.values()) <= 1 << 16
+
+
+@pytest.mark.parametrize("h_k", [2, 4])
+def test_tensors_that_the_native_kernel_adds(h_k):
+    q, k, v = operands(70, 90, h_k=h_k)
+    seen = torch.rand(2, 4, 70, 90) > 0.2
+    for given in (seen, seen[:1, :1], seen[:, :1]):
+        check(q, k, v, mask=given).assert_ok()
+    for shape in ((70, 90), (4, 70, 90), (2, 1, 70, 90), (4, 1, 90), (90,)):
+        check(q, k, v, score_mod=bias(torch.randn(shape).requires_grad_())).assert_ok()
+    seen[:, :, 7] = False
+    for _ in range(2):
+        check(q, k, v, mask=seen).assert_ok()
+    hiding = torch.randn(70, 90)
+    hiding[4] = -torch.inf
+    check(q, k, v, score_mod=bias(hiding)).assert_ok()
+
+
+def test_known_masks_and_biases_are_native(monkeypatch):
+    """In float32, where that kernel is the faster one."""
+    q, k, v = operands(70)
+    wanted = native.forward
+    calls = []
+    monkeypatch.setattr(native, "forward", lambda *x: calls.append(1) or wanted(*x))
+    attention(q, k, v, mask=torch.rand(70, 70) > 0.2)
+    attention(q, k, v, score_mod=bias(torch.randn(70, 70)))
+    attention(q[:, :, :1], k, v, mask=causal())
+    assert len(calls) == 3
+
+
+def test_a_captured_tensor_is_never_written():
+    """A score function that is a captured tensor, and nothing else: tiles hide scores in place."""
+    table = torch.randn(70, 70)
+    before = table.clone()
+    q, k, v = operands(70)
+    check(q, k, v, mask=window(9, 9), score_mod=lambda s, b, h, i, j: table[i, j]).assert_ok()
+    assert torch.equal(table, before)
