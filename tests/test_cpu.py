@@ -10,6 +10,7 @@ import torch
 
 from saccade import attention, bias, causal, mask_mod, softcap, window
 from saccade.backends.cpu import cut, native, pool, tiled
+from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -142,10 +143,7 @@ def test_scale_zero(mask, processor):
 def test_nan_stays_where_it_is_seen(which, mask, place):
     if place.device != "cpu":
         return
-    made = [
-        x.to(getattr(torch, {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[place.dtype]))
-        for x in operands(50)
-    ]
+    made = operands(50, dtype=TORCH_DTYPES[place.dtype])
     made[which][0, 1, 20, 3] = torch.nan
     found, wanted = (attention(*made, mask=mask, backend=x, return_lse=True) for x in (place.backend, "reference"))
     for x, y in zip(found, wanted, strict=True):

@@ -41,7 +41,7 @@ def bias(problem: Problem) -> Tensor | None:
     if add.kwargs or add.args not in ((score_node, view), (view, score_node)):
         return None
     at = torch.arange(b) + problem.first_b, torch.arange(h), torch.arange(s_q), torch.arange(s_k)
-    of = dict(zip(_INDICES, at, strict=True))
+    of: dict[str, Tensor] = dict(zip(_INDICES, at, strict=True))
     indices = [of.get(str(node.target), torch.zeros(1, dtype=torch.int64)) for node in view.args[2:]]
     constants = [node for node in view.args[2:] if node.op != "placeholder" and node.args[0] != 0]
     found = None if constants else _view(score.tensors[0], view.args[1], *indices)

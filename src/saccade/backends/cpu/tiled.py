@@ -224,7 +224,8 @@ class _Backward:
             if sums.keys is not None:
                 (heads,), (dk, dv) = item.heads, sums.keys
                 if id(heads) in shared:
-                    shared[id(heads)][1].add_(dk), shared[id(heads)][2].add_(dv)
+                    for total, more in zip(shared[id(heads)][1:], (dk, dv), strict=True):
+                        total += more
                 else:
                     shared[id(heads)] = heads, dk, dv
         for heads, dk, dv in shared.values():
