@@ -17,11 +17,11 @@ import torch
 from saccade.backends import Saved
 from saccade.backends.device import captures, lists, scores, sequences
 from saccade.backends.device.gradients import padded
-from saccade.backends.device.launch import on_device
+from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
 from saccade.backends.device.totals_kernel import totals_kernel
 from saccade.layouts import Packed, empty_like_rows
-from saccade.problem import Problem, aligned
+from saccade.problem import ALIGNMENT, Problem, aligned
 from saccade.scores import Traced
 
 
@@ -48,8 +48,26 @@ def settled(problem: Problem, saved: Saved, fast: bool = False) -> Saved:
     with on_device(q):
         records = *spans, lists.record(problem, block_q, options["BLOCK_K"]), scores.record(problem.score, fast)
         given = _arguments(problem, replace(saved, dlse=dlse), made)
-        totals_kernel[(q.shape[1] * blocks,)](*given, *records, *_numbers(problem), **options)
+        _launch(problem, (q.shape[1] * blocks, 1, 1), (*given, *records, *_numbers(problem)), options, fast)
     return made
+
+
+def _launch(
+    problem: Problem, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: dict[str, Any], fast: bool
+) -> None:
+    dout, weighted, lse, dlse = arguments[2:6]
+    # What Triton specialises for and the Problem's key does not hold: how dout and what belongs to rows lie.
+    rows = (None if x is None else x.data_ptr() % ALIGNMENT for x in (lse, dlse))
+    key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *rows, options["PRECISION"]
+    found = problem.launches.get(key)
+    if found is not None:
+        compiled, fixed = found
+        run(compiled, grid, problem.q.device.index, (*arguments, *fixed))
+        return
+    compiled = totals_kernel[grid](*arguments, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        fixed = tuple(value for name, value in options.items() if name not in ("num_warps", "num_stages"))
+        problem.launches[key] = compiled, fixed
 
 
 def _arguments(problem: Problem, saved: Saved, made: Saved) -> tuple[Any, ...]:
