@@ -70,6 +70,14 @@ def test_gradients(dtype, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sink_of_nan(dtype):
+    given, sink = operands(dtype), torch.tensor([0.0, torch.nan, -torch.inf, 1.0])
+    found, exact = results(given, sink=sink)
+    for x, y in zip(found, exact, strict=True):
+        assert_same_kind(x, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout(dtype):
     q, k, v = operands(dtype)
     nan_row(q, k, v)

@@ -373,7 +373,8 @@ torch.library.register_fake("saccade::forward_out", _fake_forward_out, lib=libra
 torch.library.register_fake("saccade::backward", _fake_backward, lib=library)
 for _rule in (batching.forward, batching.forward_out, batching.backward):
     torch.library.register_vmap(f"saccade::{_rule.__name__}", _rule, lib=library)
-library.impl("backward", batching.batched_backward, "Batched")
+if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
+    library.impl("backward", batching.batched_backward, "Batched")
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, records: Any, header: str) -> tuple[int, int]:
