@@ -21,6 +21,10 @@ At = tuple[slice, slice, slice]
 """batch, heads and rows"""
 
 
+FAR = 1 << 20
+"""A score beyond it hides its key, or is what all of a row score: float32 has no place for what is added to it."""
+
+
 class Precision(NamedTuple):
     """The dtypes that a backend computes in between. What it multiplies and what it returns have the inputs' dtype."""
 
@@ -116,22 +120,24 @@ class Part(NamedTuple):
             ends = torch.stack([torch.stack(self._modified(score + side * error)) for side in (-1, 1)])
             moved = (ends - torch.stack([modified, slope])).nan_to_num(0, 0, 0).abs().amax(0) / (eps / 2)
             score_term, slope_term = moved**2
-            score_term = score_term + of_functions * modified**2
+            # And one that is far from zero hides keys, or alike all of a row: it is a constant, which nothing rounds.
+            score_term = score_term + of_functions * torch.where(modified.abs() < FAR, modified, 0) ** 2
             # A derivative is made of values of the function, as 1 - tanh^2 is.
             slope_term = slope_term + of_functions * (slope**2 + 4 * (1 - slope) ** 2)
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
         p_term = p**2 * score_term
         # Keys that are alike have scores that are rounded alike.
-        lse_term = fine * (1 + lse**2 + top**2) + more_k + p_term.sqrt().sum(-1, keepdim=True) ** 2
-        lse_term = lse_term + (2 * self.precision.exp / eps) ** 2
+        of_p = 1 + more_k / fine + torch.where(lse.abs() < FAR, lse**2 + top**2, 0)
+        of_p = fine * of_p + p_term.sqrt().sum(-1, keepdim=True) ** 2 + (2 * self.precision.exp / eps) ** 2
+        lse_term = of_p + fine * (lse**2 + top**2)
         out_term = smallest + (1 + more_k) * out**2 + ((p_rounded + p_term + more_k * p**2) * kept**2) @ v**2
         squares = {"out": out_term, "lse": lse_term[..., 0]}
         squares["max_scores"] = torch.nn.functional.pad(score_term, (0, 1)).amax(-1)  # of no key, zero
         if dout is not None:
             dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
             dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
-            p_term = p_term + p**2 * lse_term
+            p_term = p_term + p**2 * of_p
             dp, delta = dout @ v.mT * kept, (dout * out).sum(-1, keepdim=True)
             dp_term = coarse * dp**2 + (fine + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
             row_term = (
@@ -156,7 +162,7 @@ class Part(NamedTuple):
             squares["dv"] = smallest + (1 + more_q) * exact["dv"] ** 2 + dv_term
             if problem.sink is not None:
                 share = torch.where(hidden, 0, (problem.sink[:, None, None] - lse).exp())
-                rows = share**2 * (row_term + (fine + lse_term + more_q) * (delta - dlse) ** 2)
+                rows = share**2 * (row_term + (fine + of_p + more_q) * (delta - dlse) ** 2)
                 squares["dsink"] = (1 + more_q) * exact["dsink"] ** 2 + rows.sum((0, 2, 3))
         return {name: square.sqrt() for name, square in squares.items()}
 
