@@ -4,6 +4,7 @@ element. `accuracy` says what is made of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -111,6 +112,7 @@ class Part(NamedTuple):
         top = torch.where(top.isfinite(), top, 0)
 
         score = q @ k.mT * problem.scale
+        far = FAR if problem.sink is None else math.inf  # beside a sink of their size they are numbers like others
         score_term = coarse * score**2 + (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
         slope, slope_term = score.new_ones(()), score.new_zeros(())
         if problem.score is not None:
@@ -121,14 +123,14 @@ class Part(NamedTuple):
             moved = (ends - torch.stack([modified, slope])).nan_to_num(0, 0, 0).abs().amax(0) / (eps / 2)
             score_term, slope_term = moved**2
             # And one that is far from zero hides keys, or alike all of a row: it is a constant, which nothing rounds.
-            score_term = score_term + of_functions * torch.where(modified.abs() < FAR, modified, 0) ** 2
+            score_term = score_term + of_functions * torch.where(modified.abs() < far, modified, 0) ** 2
             # A derivative is made of values of the function, as 1 - tanh^2 is.
             slope_term = slope_term + of_functions * (slope**2 + 4 * (1 - slope) ** 2)
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
         p_term = p**2 * score_term
         # Keys that are alike have scores that are rounded alike.
-        of_p = 1 + more_k / fine + torch.where(lse.abs() < FAR, lse**2 + top**2, 0)
+        of_p = 1 + more_k / fine + torch.where(lse.abs() < far, lse**2 + top**2, 0)
         of_p = fine * of_p + p_term.sqrt().sum(-1, keepdim=True) ** 2 + (2 * self.precision.exp / eps) ** 2
         lse_term = of_p + fine * (lse**2 + top**2)
         out_term = smallest + (1 + more_k) * out**2 + ((p_rounded + p_term + more_k * p**2) * kept**2) @ v**2
