@@ -25,7 +25,7 @@ LAYERS = [
     {"reference"},
     {"backends"},
     {"dispatch"},
-    {"batching", "explanation"},
+    {"batching", "explanation", "flops"},
     {"ops"},
     {"api", "block_masks", "caches"},
     {"compat", "integrations", "parallel"},

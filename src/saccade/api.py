@@ -233,7 +233,7 @@ def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: 
       cpu: chosen
       cudnn: runs on sm80+, not on cpu; takes fp16, bf16, not fp32
       reference: runs it, not chosen
-      memory besides the outputs: a few tiles of scores, at most 16 MB
+      memory besides the outputs: a few tiles of scores, at most 16 MB for each thread
     """
     return Explanation(_call(q, operands, keywords), backend)
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from saccade import batching, dispatch, memory
+from saccade import batching, dispatch, flops, memory
 from saccade.backends import Outputs, Saved
 from saccade.layouts import PLAIN, Packed, Paged, empty_like_rows, form
 from saccade.problem import Header, Problem
@@ -375,48 +374,6 @@ for _rule in (batching.forward, batching.forward_out, batching.backward):
     torch.library.register_vmap(f"saccade::{_rule.__name__}", _rule, lib=library)
 if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
     library.impl("backward", batching.batched_backward, "Batched")
-
-
-def _products(q: Tensor, k: Tensor, v: Tensor, records: Any, header: str) -> tuple[int, int]:
-    """Multiply-adds of q k^T and of p v, hidden pairs counted too, as torch counts them for its own attention."""
-    layout = form(Header.parse(header).layout)
-    if isinstance(layout, Packed):
-        pairs = q.shape[1] * _pairs(records[0], records[1], q.shape[0], k.shape[0])
-    elif isinstance(layout, Paged):
-        pairs = _paged_pairs(layout.canonical(q).shape, records, k.shape[1])
-    else:
-        b, h, s, _ = layout.canonical(q).shape
-        pairs = b * h * s * layout.canonical(k).shape[2]
-    return pairs * q.shape[-1], pairs * v.shape[-1]
-
-
-def _pairs(cu_q: Tensor, cu_k: Tensor, t_q: int, t_k: int) -> int:
-    """Of rows and keys of the same sequence; without values to read, those of sequences of one length."""
-    if is_fake(cu_q) or cu_q.device.type == "meta":
-        return t_q * t_k // max(len(cu_q) - 1, 1)
-    return int((cu_q.diff().long() * cu_k.diff()).sum())
-
-
-def _paged_pairs(q: torch.Size, records: Any, page_size: int) -> int:
-    """Of rows and keys of the same sequence, and of all heads; without values to read, with full tables."""
-    table, used, *offsets = records
-    if is_fake(used) or used.device.type == "meta":
-        return q[0] * q[1] * q[2] * table.shape[1] * page_size
-    return q[1] * int((used.long() * (offsets[0].diff() if offsets else q[2])).sum())
-
-
-@register_flop_formula(torch.ops.saccade.forward_out, get_raw=True)
-def _forward_out_flops(out, *args, **kwargs) -> int:
-    return _forward_flops(*args, **kwargs)
-
-
-@register_flop_formula(torch.ops.saccade.forward, get_raw=True)
-def _forward_flops(q, k, v, sink, captures, records, header, *args, **kwargs) -> int:
-    scores, values = _products(q, k, v, records, header)
-    return 2 * (scores + values)
-
-
-@register_flop_formula(torch.ops.saccade.backward, get_raw=True)
-def _backward_flops(dout, dlse, out, lse, q, k, v, sink, captures, records, header, *args, **kwargs) -> int:
-    scores, values = _products(q, k, v, records, header)
-    return 2 * (3 * scores + 2 * values)
+register_flop_formula(torch.ops.saccade.forward, get_raw=True)(flops.forward)
+register_flop_formula(torch.ops.saccade.forward_out, get_raw=True)(flops.forward_out)
+register_flop_formula(torch.ops.saccade.backward, get_raw=True)(flops.backward)
