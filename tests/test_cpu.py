@@ -187,8 +187,10 @@ def test_tensors_that_the_native_kernel_adds(h_k):
     for shape in ((70, 90), (4, 70, 90), (2, 1, 70, 90), (4, 1, 90), (90,)):
         check(q, k, v, score_mod=bias(torch.randn(shape).requires_grad_())).assert_ok()
     seen[:, :, 7] = False
-    for _ in range(2):
-        check(q, k, v, mask=seen).assert_ok()
+    for sink in (None, torch.randn(4)):  # rows that see nothing, twice
+        check(q, k, v, mask=seen, sink=sink).assert_ok()
+        check(q, k, v, mask=causal(), sink=sink).assert_ok()
+        check(k.repeat_interleave(4 // h_k, 1), q[:, :h_k, :40], q[:, :h_k, :40], mask=causal(), sink=sink).assert_ok()
     hiding = torch.randn(70, 90)
     hiding[4] = -torch.inf
     check(q, k, v, score_mod=bias(hiding)).assert_ok()
@@ -197,9 +199,9 @@ def test_tensors_that_the_native_kernel_adds(h_k):
 def test_known_masks_and_biases_are_native(monkeypatch):
     """In float32, where that kernel is the faster one."""
     q, k, v = operands(70)
-    wanted = native.forward
+    wanted = native._without_sink
     calls = []
-    monkeypatch.setattr(native, "forward", lambda *x: calls.append(1) or wanted(*x))
+    monkeypatch.setattr(native, "_without_sink", lambda *x: calls.append(1) or wanted(*x))
     attention(q, k, v, mask=torch.rand(70, 70) > 0.2)
     attention(q, k, v, score_mod=bias(torch.randn(70, 70)))
     attention(q[:, :, :1], k, v, mask=causal())

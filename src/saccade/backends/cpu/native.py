@@ -64,12 +64,21 @@ def _sees_all(problem: Problem) -> bool:
     return right >= problem.q.shape[2] - 1 and left >= problem.k.shape[2] - 1
 
 
-def forward(problem: Problem, plus: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """out and lse; None where a row may be NaN or see nothing: the kernel makes zeros and an LSE of 0 of both, as its
-    maximum leaves NaN out where keys are fewer than a vector.
+    maximum leaves NaN out where keys are fewer than a vector."""
+    out, lse = _without_sink(problem)
+    if not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any()):
+        return None
+    return _with_sink(problem, out, lse)
 
-    `plus` takes the place of mask and score: (b or 1, h_q or 1, s_q, s_k), added to the scaled scores.
-    """
+
+def _with_sink(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return out, lse if problem.sink is None else sink.join(out, lse, problem.sink)
+
+
+def _without_sink(problem: Problem, plus: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`plus` takes the place of mask and score: (b or 1, h_q or 1, s_q, s_k), added to the scaled scores."""
     causal = plus is None and not _sees_all(problem)
     out = problem.empty_out()
     lse = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype())
@@ -85,10 +94,6 @@ def forward(problem: Problem, plus: Tensor | None = None) -> tuple[Tensor, Tenso
             out = found
         else:
             outs[:, :, member] = found
-    if not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any()):
-        return None
-    if problem.sink is not None:
-        lse = sink.join(out, lse, problem.sink)
     return out, lse
 
 
@@ -108,9 +113,9 @@ def added(problem: Problem) -> tuple[Tensor, Tensor] | None:
         grid, tensor = None, reads.bias(problem) if problem.mask is None else None
     if tensor is None:
         return None
-    found = forward(problem, tensor)
-    if found is not None and bool((found[1].isfinite() & (found[1] != 0)).all()):
-        return found
+    out, lse = _without_sink(problem, tensor)
+    if bool((lse.isfinite() & (lse != 0)).all()):
+        return _with_sink(problem, out, lse)
     if grid is not None:
         grid.cut.visited = 0.0  # the tiles are to be asked at once from now on
     return None
