@@ -1,6 +1,6 @@
 """What exp(score - lse) adds up to, in rows whose LSE is so large that log(total) has no place beside it in float32."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

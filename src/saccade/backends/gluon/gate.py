@@ -69,11 +69,13 @@ def compiled(row: str) -> tuple[Any, int]:
         return backward_gate.compiled(row)
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v))
-    caches = (x.view(32, 2, 16, x.shape[3]) if paged else x for x in (k, v))  # of pages of 16 rows
+    if paged:  # caches of pages of 16 rows
+        k, v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
     layout = _pages(packed) if paged else sequences.stand_in() if packed else Dense()
     drops = stand_in(q.device) if "dropout" in words else None
-    problem = Problem(q, *caches, None, lists.mask_of(edges), score_of(score, q), layout, 1.0, dropout=drops)
-    out, lse, counter = torch.empty_like(v), torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
+    problem = Problem(q, k, v, None, lists.mask_of(edges), score_of(score, q), layout, 1.0, dropout=drops)
+    out = torch.empty(1, 2, 512, d_v, dtype=v.dtype)
+    lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     made = config(problem.spec(), GPU, weight(problem.score))
     shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
     operands = zip((q, problem.k, problem.v, out), shapes, strict=True)
