@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from saccade.scores.callback import CallbackMod
-from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
+from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.program import Program
+from saccade.scores.programs import cache
 from saccade.scores.recorded import recorded
-from saccade.scores.survey import Survey
+from saccade.scores.recording import record
+from saccade.scores.tape import Tape
 
 
 def is_kind(word: str) -> bool:
@@ -54,37 +56,56 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
 
 
 def _bound(score_mod: Function, q: Tensor) -> Traced:
-    fn: Any = score_mod
-    if isinstance(score_mod, ScoreMod) and score_mod.bprop is not None:
-        fn = _WithDerivative(score_mod)
+    own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
+    fn: Any = WithDerivative(score_mod) if own else score_mod
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
-    program, found = _cache.program(fn, name, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    recording = record(fn, dtype, q.device, 1 + own)
+    program = cache.program(recording, name)
     if isinstance(score_mod, CallbackMod) and program.recorded is None:
-        program.recorded = recorded(score_mod, program, found)
-    made = Traced(program, *_values(program, found, q.device), score_mod)
+        program.recorded = recorded(score_mod, program, recording.tape)
+    made = Traced(program, *_values(program, recording.tape, q.device), score_mod, recording.tape.rows)
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(made, q.device, *score_mod.sample())
         program.checked = True
     return made
 
 
-def _values(program: Program, found: Survey, device: torch.device | None) -> tuple[list[Tensor], list[Any]]:
+def _values(program: Program, tape: Tape, device: torch.device | None) -> tuple[list[Tensor], list[Any]]:
     """The tensors and the numbers of a program, of what its function captures."""
-    leaves = [leaf.value for leaf in found.leaves]
-    tensors = [x if device is None else _on(x, device) for x in leaves if isinstance(x, Tensor)]
-    numbers = [x for x in leaves if not isinstance(x, Tensor)]
-    lifted = [x for i, x in enumerate(numbers) if i not in program.constants]
-    return _picked(program.before, [*tensors, *lifted]), _numbers(program.numbers, tensors, lifted)
+    tensors = [x if device is None else _on(x, device) for x in tape.tensors]
+    return _picked(program.before, [*tensors, *tape.numbers]), _numbers(program.numbers, tensors, tape.numbers)
+
+
+def captured(score_mod: Any) -> list[Tensor]:
+    """The leaves of autograd's graph behind what a function captures, and its other tensors that require a gradient."""
+    if score_mod is None or isinstance(score_mod, Score):
+        return []
+    held = record(score_mod, torch.float32, torch.device("cpu")).tape.tensors
+    found: dict[int, Tensor] = {}
+    nodes = [x.grad_fn for x in held if x.grad_fn is not None]
+    found = {id(x): x for x in held if x.requires_grad and x.grad_fn is None}
+    met = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        nodes += [x for x, _ in node.next_functions]
+    return list(found.values())
 
 
 def predicate(fn: Function, name: str | None = None) -> Traced:
     """A function (b, h, q_idx, kv_idx) -> bool as a program without a score.
 
     Raises:
-        ValueError: a function that cannot be traced.
+        ValueError: a function that cannot be recorded.
     """
-    program, found = _cache.program(Predicate(fn), name or name_of(fn), torch.float32)
-    tensors, numbers = _values(program, found, None)
+    recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
+    program = cache.program(recording, name or name_of(fn))
+    tensors, numbers = _values(program, recording.tape, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 
 
@@ -143,8 +164,3 @@ def from_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floa
     if identity == "none":
         return None
     return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_records(identity, list(tensors), ints, floats)
-
-
-def program_of(identity: str) -> Any:
-    """What a backward has to keep alive besides tensors, or None."""
-    return _cache.by_identity.get(identity)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from saccade.scores.callback_key import Callback, callback_key
 from saccade.scores.constant import callable_of, compile_constant, standing_for
-from saccade.scores.function import CacheInfo, Score, ScoreMod, name_of
+from saccade.scores.function import Score, ScoreMod, name_of
 from saccade.scores.graph import Graph, Recording, data_type
-from saccade.scores.survey import Survey, is_number, survey_of
+from saccade.scores.programs import CacheInfo
+from saccade.scores.tape import is_number
 
 Tensors = dict[str, Tensor]
 Recorded = tuple[Recording, Recording | None]
@@ -25,14 +26,8 @@ Recorded = tuple[Recording, Recording | None]
 class CallbackMod(ScoreMod):
     """A ScoreMod of recorded callbacks; `score_callback` makes it."""
 
-    keeps_derivative = True
     bound: tuple[Any, Score] | None = None
     """What it was bound to last, and of which values."""
-
-    def survey(self, zero_dim: bool) -> Survey:
-        """Of the tensors alone: recordings hold nothing else."""
-        found = survey_of(self.tensors, (("attr", "tensors"),), zero_dim)
-        return Survey((self.fn, self.bprop, *found.key), found.leaves)
 
     def values(self, q: Tensor) -> tuple[Any, ...]:
         """All that a Score for this q is made of but the tensors themselves, which stay: numbers by their bits."""

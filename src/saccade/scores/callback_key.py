@@ -16,10 +16,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.survey import LIBRARIES, Same, names_of, of_library
 
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"
+
+
+LIBRARIES = ("torch", "math", "operator", "builtins", "numpy")
+
+
+def of_library(value: types.FunctionType) -> bool:
+    """Whether a function is not a user's own."""
+    return (value.__module__ or "").partition(".")[0] in LIBRARIES
+
+
+class Same:
+    """Stands in a key for an object that is itself and nothing else; it keeps the object alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes that code, and functions made in it, may read."""
+    nested = (names_of(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*nested)
 
 
 class _Contents:

@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.scores.constant import callable_of, compile_constant, standing_for
 from saccade.scores.function import Function, Score, ScoreMod, name_of, pinned_program
 from saccade.scores.program import Program
-from saccade.scores.survey import Step, follow
+
 
 Plan = tuple[str, tuple[tuple[Step, ...], ...], tuple[tuple[Step, ...], ...], tuple[int, ...], tuple[int, ...]]
 """A program's identity, the paths of tensors and of numbers, and which of both it takes."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from saccade.scores.operations import OPERATIONS, computed
-from saccade.scores.survey import Constant
 
 
 class data_type(enum.Enum):
@@ -165,7 +164,7 @@ _INPUTS = ("score", "gradient", "tensor")
 
 
 @dataclass(frozen=True)
-class Recording(Constant):
+class Recording:
     """A callback's graph as a function of tiles: `(score, b, h, q_idx, kv_idx, *tensors) -> score`, with the gradient
     first where one is among its inputs. Equal recordings compute the same."""
 
@@ -217,7 +216,8 @@ class Recording(Constant):
                 case "tensor":
                     value = _read(tensors[step.attributes[0]], at)
                 case "number":
-                    value = torch.tensor(step.attributes[0], device=score.device)
+                    x = step.attributes[0]
+                    value = score.new_full((), x, dtype=torch.tensor(x).dtype)
                 case "gen_index":
                     value = at[step.attributes[0]]
                 case _:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from saccade.scores.function import Function, Score, ScoreMod
-from saccade.scores.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,6 @@ class Ready(ScoreMod):
     def __init__(self, kind: str, fn: Function, *tensors: Tensor) -> None:
         super().__init__(fn, *tensors)
         self.kind = kind
-        self._surveys: dict[bool, Survey] = {}
-
-    def survey(self, zero_dim: bool) -> Survey:
-        """Once: nothing in it changes, unless it is composed of what users wrote."""
-        if isinstance(self.fn, _Composed):
-            return super().survey(zero_dim)
-        if zero_dim not in self._surveys:
-            self._surveys[zero_dim] = super().survey(zero_dim)
-        return self._surveys[zero_dim]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_surveys": {}}
 
 
 def alibi(slopes: Tensor) -> ScoreMod:

@@ -24,8 +24,6 @@ class Program:
     """What a score function computes. Its graphs take score, b, h, q_idx, kv_idx, the captured tensors, the numbers,
     and the numbers once more as tensors of no dimensions."""
 
-    constants: tuple[int, ...] = ()
-    """Which of the function's numbers are part of the program."""
     recorded: Any = None
     """`recorded.Recorded`, where callbacks are behind it."""
     hiding: Any = None
@@ -83,6 +81,8 @@ class Program:
         def argument(x: Any) -> Any:
             if not isinstance(x, fx.Node):
                 return x
+            while x.meta["kind"] == "number" and name_of(x) == "expand":
+                x = x.args[0]
             if x in made:
                 return made[x]
             if x.meta["kind"] == "tensor":
