@@ -167,6 +167,8 @@ def attention(
     if jagged:
         q, k, v, layout = packed.values(q, k, v, layout)
     mask = as_mask(mask)
+    if mask is not None and mask.listed and backend != "reference":  # which takes functions as they are
+        mask = mask.bound()
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     if out is not None:
         _check_out(out, q, v, jagged)
@@ -252,6 +254,8 @@ def _call(q: Tensor | str, arguments: tuple[Any, ...], keywords: dict[str, Any])
         raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
     given = defaults | keywords
     given["mask"] = as_mask(given["mask"])
+    if given["mask"] is not None:
+        given["mask"] = given["mask"].bound()
     layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
     k, v = arguments
     if isinstance(q, Tensor) and q.is_nested:

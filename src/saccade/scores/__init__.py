@@ -1,6 +1,6 @@
 """How a scaled score changes before the softmax."""
 
-from saccade.scores.bind import bind, captured, from_records, is_kind, predicate
+from saccade.scores.bind import bind, captured, evaluated, from_records, is_kind, predicate
 from saccade.scores.callback import callback_clear, callback_info, score_callback
 from saccade.scores.callback_key import callback_key
 from saccade.scores.function import Score, ScoreMod, Traced, name_of
@@ -24,6 +24,6 @@ from saccade.scores.tape import Refused
 __all__ = [
     "KINDS", "LONGEST", "CacheInfo", "Graph", "Refused", "Score", "ScoreMod", "Softcap", "Traced", "alibi", "bias",
     "bind", "captured", "cache_clear", "cache_info", "callback_clear", "callback_info", "callback_key", "compose", "data_type",
-    "from_records", "is_kind", "name_of", "predicate", "program_of", "relative_bias", "score_callback", "softcap",
+    "evaluated",    "from_records", "is_kind", "name_of", "predicate", "program_of", "relative_bias", "score_callback", "softcap",
     "t5_bias", "t5_buckets", "temperature",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.scores.callback import CallbackMod
-from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of
+from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of, one_by_one
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.program import Program
 from saccade.scores.programs import cache
@@ -97,16 +97,28 @@ def captured(score_mod: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def predicate(fn: Function, name: str | None = None) -> Traced:
+def predicate(fn: Function, name: str | None = None) -> Any:
     """A function (b, h, q_idx, kv_idx) -> bool as a program without a score.
 
     Raises:
         ValueError: a function that cannot be recorded.
     """
+    if torch.compiler.is_compiling():
+        from saccade.scores import compiled
+
+        return compiled.bind_predicate(fn, name)
     recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
     program = cache.program(recording, name or name_of(fn))
     tensors, numbers = _values(program, recording.tape, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
+
+
+def evaluated(fn: Function, *at: Tensor) -> Tensor:
+    """A predicate by the function itself, bool of the shape of all four indices."""
+    if record(Predicate(fn), torch.float32, at[0].device).tape.rows:
+        score = torch.zeros([x.numel() for x in at], device=at[0].device)
+        return one_by_one(Predicate(fn))(score, *at) != 0
+    return fn(*at) != 0
 
 
 def _on(x: Tensor, device: torch.device) -> Tensor:

@@ -26,6 +26,8 @@ Recorded = tuple[Recording, Recording | None]
 class CallbackMod(ScoreMod):
     """A ScoreMod of recorded callbacks; `score_callback` makes it."""
 
+    frozen = True
+    """Its functions are recordings, which are constants."""
     bound: tuple[Any, Score] | None = None
     """What it was bound to last, and of which values."""
 

@@ -50,7 +50,7 @@ def softcap(cap: float) -> Softcap:
     Softcap(cap=50.0)
     """
     cap = float(cap)
-    if not (cap > 0 and math.isfinite(cap)):
+    if not 0 < cap < math.inf:
         raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
     return Softcap(cap)
 

@@ -129,8 +129,6 @@ class _Recorder(TorchFunctionMode):
         x = args[0] if args else None
         if name in _QUERIES and type(x) is StandIn:
             return _QUERIES[name](x, *args[1:])
-        if name in _VALUES:
-            raise Refused(_BRANCHES)
         if name in ("__repr__", "__format__", "__str__"):
             return f"a value of the score function, {name_of_place(x.place)}"
         if name == "to" or name == "type_as":
@@ -141,18 +139,34 @@ class _Recorder(TorchFunctionMode):
             if name != "data":
                 raise Refused(f"values of a score function have no {name}: they are one number each, of no known shape")
             name, func = "detach", Tensor.detach
-        if kwargs.get("out") is not None or name.rstrip("_") != name and not name.startswith("__") or name in _WRITES:
-            raise Refused(f"{name} writes in place; write a new value, such as x = x.{name.strip('_')}(…)")
+        if told := refusal(name):
+            raise Refused(told)
+        if kwargs.get("out") is not None:
+            raise Refused(f"{name} writes to out=…; use what it returns")
         graded = torch.is_grad_enabled()
-        try:
-            made = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place(not graded)))
-        except Refused:
-            raise
+        made = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place(not graded)))
         if self.graded and not graded:
             made = _stand_in(self.tape, self.tape.call(Tensor.detach, (made,), {}))
         return made
 
 
+def refusal(name: str) -> str | None:
+    """Why no value of a score function can be asked for this."""
+    if name in _VALUES:
+        return _BRANCHES
+    if name in _RANDOM:
+        return f"{name} draws random numbers: dropout_p of attention drops probabilities at random"
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+        return f"{name} writes in place; write a new value, such as x = x.{name.strip('_')}(…)"
+    if name in ("shape", "size", "dim", "ndim", "numel", "__len__"):
+        return _SHAPE
+    return None
+
+
+_SHAPE = (
+    "the shape of the score and the indices is not known: a function is given one value of each, whatever tile a kernel "
+    "works on; capture lengths as numbers"
+)
 _WRITES = frozenset(("__setitem__", *(f"__i{x}__" for x in (
     "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
 ))))  # fmt: skip
@@ -178,10 +192,7 @@ def _form(x: StandIn) -> tuple[torch.dtype, tuple[int, ...]]:
 def _shape(x: StandIn) -> torch.Size:
     found = _form(x)[1] if x.place > 4 else ()
     if not found:
-        raise Refused(
-            "the shape of the score and the indices is not known: a function is given one value of each, whatever tile "
-            "a kernel works on; capture lengths as numbers"
-        )
+        raise Refused(_SHAPE)
     return torch.Size(found)
 
 

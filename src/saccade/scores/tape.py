@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.scores.constant import word_of
 from saccade.scores.ranges import LONGEST
 
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
@@ -73,7 +74,7 @@ class Tape:
 
     def call(self, function: Any, args: Any, kwargs: Any, line: Any = None) -> int:
         """Records a step, and returns its place among the values."""
-        name = function.__name__
+        name = word_of(function)
         if name == "__getitem__":
             return self._indexed(args[0], args[1], line)
         lifts = name in LIFTED
@@ -91,7 +92,7 @@ class Tape:
     def given(self, x: Any, lifts: bool, keeps_zero: bool = False) -> Any:
         """An argument as a tape holds it; with `lifts` numbers are inputs."""
         kind = type(x)
-        if kind is self.kind:
+        if isinstance(x, self.kind):
             if x.tape is not self:
                 raise Refused("a value of another call meets the score: it was kept from there")
             return "value", x.place
@@ -107,7 +108,7 @@ class Tape:
             return self._number(x) if lifts and x != 0 and -LONGEST <= x <= LONGEST else ("constant", "int", x)
         if isinstance(x, float):
             x = float(x)
-            formed = not lifts or (keeps_zero and x == 0) or not math.isfinite(x)
+            formed = not lifts or (keeps_zero and x == 0) or not -math.inf < x < math.inf
             return ("constant", "float", _text(x)) if formed else self._number(x)
         if hasattr(x, "item"):  # numpy's
             return self.given(x.item(), lifts, keeps_zero)
@@ -134,14 +135,14 @@ class Tape:
             if other is x:
                 return i
         self.tensors.append(x)
-        self.forms.append((x.dtype, tuple([n == 1 for n in x.shape])))
+        self.forms.append((x.dtype, tuple([True if n == 1 else False for n in x.shape])))  # noqa: SIM210 (a branch makes a constant)
         return len(self.tensors) - 1
 
     # Indices
 
     def _indexed(self, base: Any, at: Any, line: Any) -> int:
         at = list(at) if isinstance(at, tuple) else [at]
-        if type(base) is self.kind:
+        if isinstance(base, self.kind):
             step = self.steps[base.place - 5] if base.place > 4 else None
             if step is None or step[0] is not read or not any([x[0] == "row" for x in step[1][1:]]):
                 return self._of_value(base, at, line)
@@ -160,7 +161,7 @@ class Tape:
                 continue
             if type(x) is int and not -tensor.shape[dim] <= x < tensor.shape[dim]:
                 raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
-            if isinstance(x, bool) or (isinstance(x, Tensor) and type(x) is not self.kind and x.dim()):
+            if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
                 raise Refused("captured tensors are read at single places: index with the values of the call")
             places[dim] = self.given(x, True)
         self.rows = self.rows or any([x is None for x in places])
@@ -170,7 +171,7 @@ class Tape:
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Some elements of a row that was computed."""
-        if base.place < 5 or any([type(x) is self.kind or isinstance(x, Tensor) for x in at]):
+        if base.place < 5 or any([isinstance(x, Tensor) for x in at]):
             raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
         given = self.given(base, False), self.given(tuple(at), False)
         return self._added(element, given, (), line)
