@@ -190,10 +190,15 @@ def attention(
         if mask is not None and torch.compiler.is_compiling():
             masks.pin(mask.identity)
         kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
-        header = str(Header(layout.text, *kinds, backend, deterministic, dropout is not None, return_max_scores))
         records = [*layout.records, *mask.records] if mask else layout.records
         ints = [*(mask.ints if mask else []), *(score.ints if score else [])]
-        floats = [scale, *(mask.floats if mask else []), *(score.floats if score else [])]
+        floats = [*(mask.floats if mask else []), *(score.floats if score else [])]
+        packs = bool(floats) and torch.compiler.is_compiling()
+        if packs:
+            one = torch.ones((), dtype=torch.float64, device="cpu")
+            records, floats = [*records, torch.stack([one * x for x in floats])], []
+        flags = deterministic, dropout is not None, return_max_scores, packs
+        header, floats = str(Header(layout.text, *kinds, backend, *flags)), [scale, *floats]
         if dropout is not None:
             records = [*records, dropout.state]
             floats.insert(1, dropout.p)

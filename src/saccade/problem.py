@@ -147,13 +147,15 @@ class Header:
     dropout: bool = False
     """Its state is the last of the records, and p the second of the floats."""
     max_scores: bool = False
+    numbers: bool = False
+    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of others."""
 
     def programs(self) -> list[Any]:
         """What a backward has to keep alive besides tensors."""
         return [scores.program_of(self.score), *masks.programs(self.mask)]
 
     def __str__(self) -> str:
-        flags = (flag for flag in ("deterministic", "dropout", "max_scores") if getattr(self, flag))
+        flags = (flag for flag in ("deterministic", "dropout", "max_scores", "numbers") if getattr(self, flag))
         return " ".join((self.layout, self.mask, self.score, self.backend, *flags))
 
     @staticmethod
@@ -178,6 +180,8 @@ class Header:
         scale, *floats = floats
         records, ints = list(records), list(ints)
         dropout = Dropout(records.pop(), floats.pop(0)) if self.dropout else None
+        if self.numbers:
+            floats = records.pop().tolist()
         layout = layouts.from_records(self.layout, records, q.shape[0], k.shape[0])
         mask = masks.from_records(self.mask, ints, records, floats)
         score = scores.from_records(self.score, captures, ints, floats)
