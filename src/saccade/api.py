@@ -172,6 +172,8 @@ def attention(
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     if out is not None:
         _check_out(out, q, v, jagged)
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError("scale is a number, which gets no gradient: multiply q by what is learned, and pass scale=1.0")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

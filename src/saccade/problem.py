@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.lazily import lazily
 from saccade import hardware, layouts, masks, scores
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, Packed, Paged, empty_like_rows
@@ -47,7 +48,7 @@ class Problem:
     launches: dict[Any, Any] = field(default_factory=dict)
     """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors."""
 
-    @cached_property
+    @lazily
     def key(self) -> tuple[Hashable, ...]:
         """Everything but values: Problems of one key have one Spec and run the same kernels on the same grid."""
         q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
@@ -83,7 +84,7 @@ class Problem:
             problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
             yield Sequence(rows, keys, problem)
 
-    @cached_property
+    @lazily
     def extent(self) -> Extent:
         if isinstance(self.layout, Paged):
             return self._paged_extent(self.layout)

@@ -31,9 +31,9 @@ def bind(score_mod: Any, q: Tensor) -> Score:
     own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
     kind = score_mod.kind if isinstance(score_mod, ScoreMod) else None
     if isinstance(score_mod, ScoreMod) and getattr(score_mod, "frozen", False):
-        forms = tuple([(x.dtype, tuple([bool(n == 1) for n in x.shape])) for x in score_mod.tensors])
-        plan = _plan_of_recordings(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
-        tensors, numbers = [x for x in score_mod.tensors], []
+        forms = tuple([(x.dtype, tuple([True if n == 1 else False for n in x.shape])) for x in score_mod.tensors])
+        plan, numbers = _plan_of_recordings(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
+        tensors = [x for x in score_mod.tensors]
     else:
         tape, outputs = recorded(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
         name = kind or _named(word_of(score_mod))
@@ -93,16 +93,17 @@ def _plan(name: str, steps: Any, outputs: Any, forms: Any, dtype: torch.dtype) -
 @compile_constant
 def _plan_of_recordings(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> Any:
     """Of callbacks' recordings, which are constants themselves."""
-    tensors = (
-        torch.zeros((), dtype=kind, requires_grad=kind.is_floating_point).expand([1 if x else 11 for x in ones])
-        for kind, ones in forms
-    )
+    tensors = (torch.zeros((), dtype=kind).expand([1 if one else 11 for one in ones]) for kind, ones in forms)
     mod = ScoreMod(callable_of(fn), *tensors, bprop=callable_of(bprop))
     own = mod.bprop is not None
-    made = record(WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own)
+    made = record(WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own, reads_numbers=False)
     identity, wanted, numbers, integral = _pinned(f"score({name_of(mod.fn)})", made)
     order = [next(i for i, x in enumerate(mod.tensors) if x is held) for held in made.tape.tensors]
-    return identity, wanted and tuple(order[i] for i in wanted), numbers, integral
+    wanted = None if wanted is None else tuple(order[i] for i in wanted)
+    # Numbers are counted behind the tensors, of which there may be more.
+    more = len(mod.tensors) - len(order)
+    numbers = None if numbers is None else tuple(i + more for i in numbers)
+    return (identity, wanted, numbers, integral), tuple(made.tape.numbers)
 
 
 def _pinned(name: str, recording: Recording) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.lazily import lazily
 from saccade.scores.operations import OPERATIONS, computed
 
 
@@ -173,7 +173,7 @@ class Recording:
     """Those that the last one needs."""
     derivative: bool
 
-    @cached_property
+    @lazily
     def _hash(self) -> int:
         return hash((self.name, self.steps, self.derivative))
 

@@ -35,11 +35,12 @@ class Softcap(Score):
         return 1 - torch.tanh(score / self.cap).square()
 
 
-def softcap(cap: float) -> Softcap:
+def softcap(cap: float | Tensor) -> Softcap | ScoreMod:
     """`score -> cap tanh(score / cap)`: keeps scores inside (-cap, cap), as Gemma 2 does.
 
     Args:
-        cap: positive and finite, in units of the scaled score. A runtime value: a new one never recompiles.
+        cap: positive and finite, in units of the scaled score. A runtime value: a new one never recompiles. A tensor of
+            no dimensions is read in each call, and gets a gradient if it requires one.
 
     Raises:
         ValueError: a cap that is not positive and finite.
@@ -49,10 +50,17 @@ def softcap(cap: float) -> Softcap:
     >>> softcap(50.0)
     Softcap(cap=50.0)
     """
+    if isinstance(cap, Tensor):
+        _check("softcap", cap, "a cap, a float or a float tensor of no dimensions", cap.dim() == 0)
+        return Ready("softcap", _softcap, cap)
     cap = float(cap)
     if not 0 < cap < math.inf:
         raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
     return Softcap(cap)
+
+
+def _softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, cap: Tensor) -> Tensor:
+    return cap * torch.tanh(score / cap)
 
 
 class Ready(ScoreMod):

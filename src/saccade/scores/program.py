@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from saccade.lazily import lazily
 from saccade.scores.assembly import Assembly, Read
 from saccade.scores.trace import TILE, K, Q, Raw, Refused, aten, name_of
 
@@ -176,7 +177,7 @@ class Program:
         assembly = Assembly(self, self.derived)
         return assembly.locals(wanted)
 
-    @cached_property
+    @lazily
     def identity(self) -> str:
         """Equal for equal programs, in every process."""
         text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any, NamedTuple
+
+import torch
 
 from saccade.scores.hiding import hiding
 from saccade.scores.program import Program
@@ -73,9 +76,10 @@ def _apart(recording: Recording, name: str) -> Program:
 
     def run() -> None:
         try:
-            raw = traced(recording)
-            program = Program(name, raw, recording.tape.dtype)
-            program.hiding = hiding(program, raw)
+            with _no_anomaly():
+                raw = traced(recording)
+                program = Program(name, raw, recording.tape.dtype)
+                program.hiding = hiding(program, raw, recording.tape.numbers)
             found[0] = program
         except BaseException as failed:
             found[1] = failed
@@ -86,6 +90,11 @@ def _apart(recording: Recording, name: str) -> Program:
     if found[1] is not None:
         raise found[1]
     return found[0]
+
+
+def _no_anomaly() -> Any:
+    """What torch looks for in derivatives of stand-ins it cannot find; the mode is one for all threads."""
+    return torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else nullcontext()
 
 
 cache = _Cache()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from saccade.scores.own import UNSEEN, Context, Unseen, attached, linear, see_functions
 from saccade.scores.tape import Refused, Tape
 
 _BRANCHES = (
@@ -77,13 +78,15 @@ class Recording(NamedTuple):
         return tuple(tape.steps), self.outputs, tuple(tape.forms), tape.dtype, torch.get_default_dtype()
 
 
-def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int = 1) -> Recording:
+def record(
+    fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int = 1, reads_numbers: bool = True
+) -> Recording:
     """Runs a function of (score, b, h, q_idx, kv_idx) once.
 
     Raises:
         Refused: it does what no kernel can; says what to write instead.
     """
-    tape = Tape(StandIn, dtype, device)
+    tape = Tape(StandIn, dtype, device, reads_numbers)
     recorder = _Recorder(tape)
     try:
         with recorder:
@@ -95,13 +98,43 @@ def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, out
                 "a score function returns the modified score, a tensor, and a mask function one of bools; got " + got
             )
         return Recording(tape, tuple([tape.given(x, True) for x in found]), recorder.pure)
-    except _Again:
-        return record(fn, dtype, device, outputs)
+    except Unseen:
+        see_functions(StandIn, _applied)
+        return record(fn, dtype, device, outputs, reads_numbers)
     except Refused as refused:
         refused.line = refused.line or user_line(refused)
         raise
     except Exception as failed:
         raise Refused(told(failed), user_line(failed)) from failed
+
+
+_RECORD = record.__code__
+
+
+def _applied(function: Any, args: Any) -> StandIn:
+    """What a torch.autograd.Function makes of stand-ins: its value, and its own derivative by each of them.
+
+    Raises:
+        Refused: a derivative that is not linear in the gradient, or several results.
+    """
+    with torch.no_grad():
+        context = Context(args)
+        made = context.called(function, args)
+    if type(made) is not StandIn:
+        raise Refused(f"{function.__name__} must return one value of the score, got {type(made).__name__}")
+    tape = made.tape
+    gradient = torch.ones_like(made)
+    before = len(tape.steps)
+    with torch.no_grad():
+        slopes = function.backward(context, gradient)
+    slopes = slopes if isinstance(slopes, tuple) else (slopes,)
+    if not linear(tape, gradient.place, before, [x.place for x in slopes if type(x) is StandIn]):
+        raise Refused(f"the backward of {function.__name__} is not linear in its gradient, as a derivative is")
+    for x, slope in zip(args, slopes, strict=False):
+        if type(x) is StandIn and slope is not None and _dtype(x).is_floating_point:
+            slope = slope if type(slope) is StandIn else torch.ones_like(made) * slope
+            made = _stand_in(tape, tape.call(attached, (made, x, slope), {}))
+    return made
 
 
 class _Recorder(TorchFunctionMode):
@@ -249,20 +282,22 @@ _TORCH = torch.__path__[0]
 _HERE = __file__.rpartition("/")[0]
 
 
-class _Again(Exception):
-    """The function is to be run once more, now that torch.autograd.Function tells of its calls."""
-
-
 def _place(whole: bool) -> tuple[str, int] | None:
-    """The line of the user's code that is running; with `whole`, is it inside of a torch.autograd.Function?"""
-    frame = sys._getframe(2)
+    """The line of the user's code that is running. With `whole`, is it in a torch.autograd.Function that nobody sees?
+
+    Raises:
+        Unseen: it is.
+    """
+    frame = sys._getframe(3)
     found = None
     while frame is not None:
         code = frame.f_code
         if found is None and not _inside(code.co_filename):
             found = code.co_filename, frame.f_lineno
-            if not whole:
-                return found
+        if code is _RECORD or (found is not None and not whole):
+            return found
+        if code is UNSEEN:
+            raise Unseen
         frame = frame.f_back
     return found
 

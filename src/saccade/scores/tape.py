@@ -5,7 +5,6 @@ Inside of torch.compile Dynamo follows what is written here, so it is plain: lis
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -104,11 +103,11 @@ class Tape:
             return kind.__name__, *[self.given(y, lifts) for y in x]
         if isinstance(x, int):
             x = int(x)
-            # The sign of an integer, its width, and what no arithmetic leaves finite are of the form.
+            # Whether an integer is 0, and whether it is small, are of the form.
             return self._number(x) if lifts and x != 0 and -LONGEST <= x <= LONGEST else ("constant", "int", x)
         if isinstance(x, float):
             x = float(x)
-            formed = not lifts or (keeps_zero and x == 0) or not -math.inf < x < math.inf
+            formed = not lifts or (keeps_zero and x == 0)
             return ("constant", "float", _text(x)) if formed else self._number(x)
         if hasattr(x, "item"):  # numpy's
             return self.given(x.item(), lifts, keeps_zero)

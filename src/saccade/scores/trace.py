@@ -30,7 +30,7 @@ Q, K = 61, 67
 """Of the tile that is traced: primes, so that no captured tensor fits it by accident."""
 
 POINTWISE = frozenset((
-    "abs", "add", "alias", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
+    "abs", "add", "alias", "attached", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
     "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "div", "elu", "eq",
     "erf", "erfc", "exp", "exp2", "expm1", "fill", "floor", "floor_divide", "fmax", "fmin", "fmod", "full_like", "ge",
     "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.lazily import lazily
 from saccade import blocks, hardware
 from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink
@@ -188,28 +188,28 @@ class _Grid:
             return exp(score.sub_(lse))
         return self.softmax(score) if whole else exp(score.float().sub_(lse)).to(score.dtype)
 
-    @cached_property
+    @lazily
     def compute(self) -> torch.dtype:
         return compute_dtype(self.problem.q.dtype)
 
-    @cached_property
+    @lazily
     def plain(self) -> bool:
         """A softmax over whole rows is the probability: no sink, and no row that may see nothing."""
         return self.problem.sink is None and bool((self.core.hi > self.core.lo).all())
 
-    @cached_property
+    @lazily
     def hull(self) -> Interval:
         """(1 or b, s_q)"""
         mask, extent = self.problem.mask, self.problem.extent
         everything = Interval(torch.zeros_like(extent.q_idx()), extent.keys)
         return (everything if mask is None else mask.hull(extent)).clipped(extent)
 
-    @cached_property
+    @lazily
     def core(self) -> Interval:
         mask, extent = self.problem.mask, self.problem.extent
         return self.hull if mask is None or mask.exact else mask.core(extent).clipped(extent)
 
-    @cached_property
+    @lazily
     def rows(self) -> int:
         """Query rows in a tile."""
         width = max(int(self.hull.length().max()) if self.hull.lo.numel() else 0, 1)
@@ -238,7 +238,7 @@ class _Grid:
     def tiles(self, heads: Heads) -> list[Tile]:
         return self._tiles[heads.batch.start if self.hull.lo.shape[0] > 1 else 0]
 
-    @cached_property
+    @lazily
     def _tiles(self) -> list[list[Tile]]:
         return [
             [tile for start in range(0, self.problem.q.shape[2], self.rows) if (tile := self._tile(b, start))]
@@ -279,7 +279,7 @@ class _Grid:
                 core = slice(*(min(max(edge, keys.start), keys.stop) for edge in (run.core.start, run.core.stop)))
                 yield tile._replace(keys=keys, core=core)
 
-    @cached_property
+    @lazily
     def states(self) -> Tensor | None:
         """Of the tiles of a mask that has them: see `saccade.blocks`."""
         mask = self.problem.mask

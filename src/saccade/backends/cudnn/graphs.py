@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.lazily import lazily
 from saccade.backends.cudnn.frontend import frontend
 from saccade.backends.cudnn.modification import Modification
 from saccade.backends.cudnn.replay import Replay
@@ -47,7 +47,7 @@ class Form:
     held: tuple[Place, ...] = ()
     """What the modification reads."""
 
-    @cached_property
+    @lazily
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
