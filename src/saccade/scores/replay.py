@@ -135,6 +135,8 @@ def _index(x: Any) -> Any:
 
 def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = function.__name__
+    if name in _SAME_SHAPE:
+        return args[0]
     if name in ("clamp", "clip"):
         x, low, high = (*args, None, None)[:3]
         low, high = kwargs.get("min", low), kwargs.get("max", high)
@@ -147,6 +149,9 @@ def _places(row: Row, change: Callable[[Tensor], Any]) -> Any:
     """Which values are where when the row's shape changes: of the numbers of its values, beside what is traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return change(torch.arange(len(row.values)).reshape(row.shape))
+
+
+_SAME_SHAPE = frozenset(("view_as", "expand_as", "reshape_as", "contiguous", "requires_grad_"))
 
 
 def _flat(args: Any) -> list[Any]:
