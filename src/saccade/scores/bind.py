@@ -11,12 +11,12 @@ from torch import Tensor
 
 from saccade.scores.callback import CallbackMod
 from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of, one_by_one
+from saccade.scores.kept import keep, kept
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.program import Program
 from saccade.scores.programs import cache
 from saccade.scores.recorded import recorded
 from saccade.scores.recording import record
-from saccade.scores.tape import Tape
 
 
 def is_kind(word: str) -> bool:
@@ -60,21 +60,29 @@ def _bound(score_mod: Function, q: Tensor) -> Traced:
     fn: Any = WithDerivative(score_mod) if own else score_mod
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    form = dtype, q.device, name
+    found = kept(score_mod, form)
+    if found is not None:
+        tensors, numbers = _values(found.program, *found.inputs(score_mod), q.device)
+        return Traced(found.program, tensors, numbers, score_mod, found.rows)
     recording = record(fn, dtype, q.device, 1 + own)
-    program = cache.program(recording, name)
+    program, tape = cache.program(recording, name), recording.tape
     if isinstance(score_mod, CallbackMod) and program.recorded is None:
-        program.recorded = recorded(score_mod, program, recording.tape)
-    made = Traced(program, *_values(program, recording.tape, q.device), score_mod, recording.tape.rows)
+        program.recorded = recorded(score_mod, program, tape)
+    made = Traced(program, *_values(program, tape.tensors, tape.numbers, q.device), score_mod, tape.rows)
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(made, q.device, *score_mod.sample())
         program.checked = True
+    keep(score_mod, form, recording, program)
     return made
 
 
-def _values(program: Program, tape: Tape, device: torch.device | None) -> tuple[list[Tensor], list[Any]]:
+def _values(
+    program: Program, given: Sequence[Tensor], numbers: Sequence[Any], device: torch.device | None
+) -> tuple[list[Tensor], list[Any]]:
     """The tensors and the numbers of a program, of what its function captures."""
-    tensors = [x if device is None else _on(x, device) for x in tape.tensors]
-    return _picked(program.before, [*tensors, *tape.numbers]), _numbers(program.numbers, tensors, tape.numbers)
+    tensors = [x if device is None else _on(x, device) for x in given]
+    return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
 def captured(score_mod: Any) -> list[Tensor]:
@@ -107,9 +115,15 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         from saccade.scores import compiled
 
         return compiled.bind_predicate(fn, name)
-    recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
-    program = cache.program(recording, name or name_of(fn))
-    tensors, numbers = _values(program, recording.tape, None)
+    form = "predicate", name
+    found = kept(fn, form)
+    if found is not None:
+        program, (given, numbers) = found.program, found.inputs(fn)
+    else:
+        recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
+        program, given, numbers = cache.program(recording, name or name_of(fn)), recording.tape.tensors, recording.tape.numbers
+        keep(fn, form, recording, program)
+    tensors, numbers = _values(program, given, numbers, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 
 

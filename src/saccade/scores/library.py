@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.scores.function import Function, Score, ScoreMod
+from saccade.scores.proof import PARTS
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _relative_bias(
     last: int,
     shared: bool,
 ) -> Tensor:
-    return score + table[torch.zeros_like(h) if shared else h, _column(q_idx, kv_idx, reach, last)]
+    return score + table[0 if shared else h, _column(q_idx, kv_idx, reach, last)]
 
 
 def _column(q_idx: Tensor, kv_idx: Tensor, reach: int, last: int) -> Tensor:
@@ -284,5 +285,8 @@ def _check(name: str, t: Any, wanted: str, fits: bool) -> None:
         raise ValueError(f"{name} needs {wanted}, got {t.dtype} {tuple(t.shape)}")
 
 
+PARTS[ScoreMod] = PARTS[Ready] = ("fn", "bprop"), ("tensors",)
+PARTS[_Composed] = (), ("mods",)
+PARTS[Softcap] = ("cap",), ()
 KINDS = ("softcap", "alibi", "bias", "relative_bias", "t5_bias", "temperature")
 """What a Spec calls the ready ones; any other function is `score(its name)`."""

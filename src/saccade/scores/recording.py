@@ -68,8 +68,8 @@ class Recording(NamedTuple):
     tape: Tape
     outputs: tuple[Any, ...]
     """What it returned, as a tape holds it."""
-    pure: bool
-    """Whether torch did nothing but steps: it read no tensor, and computed none of tensors alone."""
+    called: set[Any] | None
+    """Torch's functions that were steps; None if there were others, which read tensors or made them of others."""
 
     @property
     def key(self) -> Any:
@@ -97,7 +97,7 @@ def record(
             raise Refused(
                 "a score function returns the modified score, a tensor, and a mask function one of bools; got " + got
             )
-        return Recording(tape, tuple([tape.given(x, True) for x in found]), recorder.pure)
+        return Recording(tape, tuple([tape.given(x, True) for x in found]), recorder.called)
     except Unseen:
         see_functions(StandIn, _applied)
         return record(fn, dtype, device, outputs, reads_numbers)
@@ -142,7 +142,8 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self.tape, self.pure, self.graded = tape, True, torch.is_grad_enabled()
+        self.tape, self.graded = tape, torch.is_grad_enabled()
+        self.called: set[Any] | None = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -155,11 +156,14 @@ class _Recorder(TorchFunctionMode):
             return self._step(name, func, args, kwargs)
         if any([type(x) is StandIn for x in args]):  # torch.tensor(score)
             return self._step("detach", Tensor.detach, args[:1], {})
-        self.pure = self.pure and name in FORM
+        if self.called is not None and name not in FORM:
+            self.called = None
         return func(*args, **kwargs)
 
     def _step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else None
+        if self.called is not None:
+            self.called.add(func)
         if name in _QUERIES and type(x) is StandIn:
             return _QUERIES[name](x, *args[1:])
         if name in ("__repr__", "__format__", "__str__"):
