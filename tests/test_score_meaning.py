@@ -215,13 +215,14 @@ def test_tensors_written_in_place_are_live():
 
 
 def test_masks_are_live():
+    S = 200  # several tiles, some of them empty and some full
     n, table = 3, torch.ones(S, S, dtype=torch.bool).tril()
     live = mask_mod(lambda b, h, i, j: i - j < n)
     read = mask_mod(lambda b, h, i, j: table[i, j])
     blocked = block_mask(live, 1, 2, S, S), block_mask(read & causal(), 1, 2, S, S)
-    q, k, v = operands()
-    for n in (3, 8, 1):
-        table.copy_(torch.rand(S, S) < 0.5 + n / 20)
+    q, k, v = operands(S)
+    for n in (3, 80, 150, 1):
+        table.copy_(torch.rand(S, S) < n / 100)
         table.fill_diagonal_(True)
         i = torch.arange(S)
         for mask, seen in (
@@ -333,7 +334,9 @@ def test_first_in_a_transform():
         return attention(q, k, v, score_mod=alibi(t), backend=backend).square().sum()
 
     t = torch.ones(2)
-    torch.testing.assert_close(torch.func.grad(loss)(t), torch.func.grad(functools.partial(loss, backend="reference"))(t))
+    torch.testing.assert_close(
+        torch.func.grad(loss)(t), torch.func.grad(functools.partial(loss, backend="reference"))(t)
+    )
 
 
 def test_cold_threads():

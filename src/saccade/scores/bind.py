@@ -121,7 +121,11 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         program, (given, numbers) = found.program, found.inputs(fn)
     else:
         recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
-        program, given, numbers = cache.program(recording, name or name_of(fn)), recording.tape.tensors, recording.tape.numbers
+        program, given, numbers = (
+            cache.program(recording, name or name_of(fn)),
+            recording.tape.tensors,
+            recording.tape.numbers,
+        )
         keep(fn, form, recording, program)
     tensors, numbers = _values(program, given, numbers, None)
     return Traced(program, [x.detach() for x in tensors], numbers)

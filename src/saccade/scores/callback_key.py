@@ -21,14 +21,6 @@ Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"
 
 
-LIBRARIES = ("torch", "math", "operator", "builtins", "numpy")
-
-
-def of_library(value: types.FunctionType) -> bool:
-    """Whether a function is not a user's own."""
-    return (value.__module__ or "").partition(".")[0] in LIBRARIES
-
-
 class Same:
     """Stands in a key for an object that is itself and nothing else; it keeps the object alive."""
 
@@ -173,9 +165,7 @@ def _contents(value: Any, names: frozenset[str], seen: _Seen) -> Any:
         return float, value.hex()
     if isinstance(value, _PLAIN) or hasattr(type(value), "__members__"):  # cuDNN's own enumerations
         return type(value), value
-    if isinstance(value, (types.BuiltinFunctionType, enum.EnumMeta)) or (
-        isinstance(value, types.FunctionType) and of_library(value)
-    ):
+    if isinstance(value, (types.BuiltinFunctionType, enum.EnumMeta)):
         return Same(value)
     if id(value) in seen.numbers:
         return "again", seen.numbers[id(value)]
@@ -229,8 +219,6 @@ def _of_function(fn: types.FunctionType, outer: frozenset[str], seen: _Seen) -> 
 
 def _attributes(owner: Any, names: frozenset[str], seen: _Seen) -> tuple[Any, ...]:
     """What code reads of a module, a class or a function, by itself and by the methods that it calls."""
-    if isinstance(owner, types.ModuleType) and owner.__name__.partition(".")[0] in LIBRARIES:
-        return ()
     scopes = [vars(x) for x in owner.__mro__[:-1]] if isinstance(owner, type) else [vars(owner)]
     while isinstance(owner, type):
         methods = [getattr(scope[name], "__func__", scope[name]) for scope in scopes for name in names & scope.keys()]

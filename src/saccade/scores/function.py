@@ -42,6 +42,7 @@ class ScoreMod:
 
     kind: str | None = None
     """Its word in a Spec, where that is not `score(name)`."""
+
     def __init__(self, fn: Function, *tensors: Tensor, bprop: Function | None = None) -> None:
         if not callable(fn) or not (bprop is None or callable(bprop)):
             raise TypeError(f"ScoreMod needs functions, got fn={fn!r}, bprop={bprop!r}")

@@ -69,4 +69,3 @@ def _key(fn: Any, form: Any) -> Any:
 
 def forget() -> None:
     _kept.clear()
-

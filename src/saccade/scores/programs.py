@@ -98,9 +98,7 @@ def _no_anomaly() -> Any:
 
 
 cache = _Cache()
-os.register_at_fork(
-    before=cache.lock.acquire, after_in_parent=cache.lock.release, after_in_child=cache.lock.release
-)
+os.register_at_fork(before=cache.lock.acquire, after_in_parent=cache.lock.release, after_in_child=cache.lock.release)
 pinned: dict[str, Program] = {}
 """Programs that compiled graphs name: those do not keep them alive."""
 

@@ -186,7 +186,9 @@ class Proof:
             raise Unproven
         space, value = vars(x), _first(kind, name)
         self.checks.append(
-            lambda root: type(y := find(root)) is kind and _usual(kind) and _first(kind, name) is value and y is not None
+            lambda root: (
+                type(y := find(root)) is kind and _usual(kind) and _first(kind, name) is value and y is not None
+            )
         )
         if value is not _MISSING:  # a method, or a number that all objects share
             if name in space or (type(value) is types.FunctionType and len(path) > 1):

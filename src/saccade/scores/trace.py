@@ -72,8 +72,9 @@ class Raw:
                 return tuple(replayed(tape, recording.outputs, given[:5], tensors, numbers, lines.at))
 
         int64 = torch.int64
-        tile = torch.zeros(Q, K, dtype=tape.dtype), *(
-            torch.zeros(s, dtype=int64) for s in ((1, 1), (1, 1), (Q, 1), (1, K))
+        tile = (
+            torch.zeros(Q, K, dtype=tape.dtype),
+            *(torch.zeros(s, dtype=int64) for s in ((1, 1), (1, 1), (Q, 1), (1, K))),
         )
         fakes = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
         zeros = [torch.zeros((), dtype=int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
