@@ -9,11 +9,26 @@ import threading
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch._dynamo.testing
 from hypothesis import given
 from torch import Tensor
 
 import saccade
-from saccade import ScoreMod, alibi, attention, causal, compose, explain, relative_bias, scores, softcap, t5_bias
+from saccade import (
+    ScoreMod,
+    alibi,
+    attention,
+    bias,
+    causal,
+    compose,
+    explain,
+    mask_mod,
+    relative_bias,
+    scores,
+    softcap,
+    t5_bias,
+    window,
+)
 from saccade.scores import bind
 from saccade.scores.emit import Form
 from saccade.scores.source import value_source
@@ -237,13 +252,16 @@ def test_methods_partials_and_objects_hit():
 
 
 def test_the_cache_is_bounded(monkeypatch):
-    monkeypatch.setattr(scores.function, "MAXSIZE", 3)
+    """What was asked for again stays."""
+    monkeypatch.setattr(scores.programs, "MAXSIZE", 3)
     scores.cache_clear()
     held = {}
     for i in range(6):
-        exec(f"def mod(score, *at):\n    return score + {i}", held)
+        exec(f"def mod(score, *at):\n    return score {' + score' * i}", held)
         bind(held["mod"], Q)
+        bind(lambda score, *at: score * 2, Q)
     assert saccade.cache_info().currsize == 3
+    assert traced(lambda: bind(lambda score, *at: score * 3, Q)) == 0
 
 
 def test_gradients_outlive_the_cache():
@@ -392,11 +410,85 @@ def test_compile(name):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_a_closure_over_the_region_says_what_to_use():
+class Compiled(torch.nn.Module):
+    """What people write in a compiled region."""
+
+    def __init__(self, which: str):
+        super().__init__()
+        self.weight, self.table = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4, 9))
+        self.scale, self.which = 2.0, which
+
+    def score(self, score, b, h, q_idx, kv_idx):
+        return score + self.weight[h] * kv_idx
+
+    def forward(self, q, k, v, x, n):
+        local = q.mean((0, 2, 3))
+
+        def by(fn):
+            return attention(q, k, v, score_mod=fn)
+
+        def near(b, h, i, j):
+            return (i - j).abs() < n
+
+        match self.which:
+            case "method":
+                return by(self.score)
+            case "parameter":
+                return by(lambda s, b, h, i, j: s + self.weight[h] * (j - i).to(s.dtype))
+            case "table":
+                return by(lambda s, b, h, i, j: s + self.table[h, (j - i).clamp(-4, 4) + 4])
+            case "number":
+                return by(lambda s, b, h, i, j: torch.where(~(i < j), s * x, s * self.scale))
+            case "local":
+                return by(lambda s, b, h, i, j: s * local[h])
+            case "row":
+                return by(lambda s, b, h, i, j: s + (self.table[h] * self.table[h]).sum())
+            case "composed":
+                return by(compose(alibi(self.weight), softcap(x)))
+            case "mask":
+                return attention(q, k, v, mask=mask_mod(near))
+            case "masks":
+                return attention(q, k, v, mask=(~mask_mod(near) | causal()) & ~window(1, 1) | window(0, 0))
+            case _:
+                return by(bias(q.sum(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "which", ["method", "parameter", "table", "number", "local", "row", "composed", "mask", "masks", "bias"]
+)
+def test_compiled_regions(which, dynamic):
+    """Values, gradients, and how often they are compiled: once, or once more for the first other value."""
     torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounter()
+    module = Compiled(which)
+    compiled = torch.compile(module, fullgraph=True, backend=counted, dynamic=dynamic)
+    for i, (x, n, s) in enumerate(((2.5, 3, 8), (5.0, 5, 8), (7.5, 4, 8), (0.5, 7, 11), (3.0, 2, 13))):
+        q, k, v = (t.requires_grad_() for t in operands(s, s))
+        found, wanted = compiled(q, k, v, x, n), module(q, k, v, x, n)
+        torch.testing.assert_close(found, wanted)
+        leaves = [q, *module.parameters()]
+        pairs = (torch.autograd.grad(out.square().sum(), leaves, allow_unused=True) for out in (found, wanted))
+        for a, b in zip(*pairs, strict=True):
+            assert (a is None and b is None) or torch.allclose(a, b, atol=1e-5)
+        assert counted.frame_count <= (1 if dynamic else 1 + (i > 0) + (i > 2))
 
-    def layer(q, k, v, t):
-        return attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score + t[h])
 
-    with pytest.raises(Exception, match=r"use ScoreMod\(fn, \*tensors\)"):
-        torch.compile(layer, fullgraph=True, backend="eager")(*operands(), torch.randn(4))
+WRONG = {
+    "branch": (lambda s, b, h, i, j: s if i > j else -s, "branching"),
+    "shape": (lambda s, b, h, i, j: s * s.shape[-1], "shape of the score"),
+    "in place": (lambda s, b, h, i, j: s.add_(1), "in place"),
+    "softmax": (lambda s, b, h, i, j: s.softmax(-1), "attention's own"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_compiled_regions_say_what_is_wrong(name):
+    torch._dynamo.reset()
+    function, told = WRONG[name]
+
+    def layer(q, k, v):
+        return attention(q, k, v, score_mod=function)
+
+    with pytest.raises(Exception, match=told):
+        torch.compile(layer, fullgraph=True, backend="eager")(*operands())

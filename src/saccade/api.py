@@ -174,6 +174,8 @@ def attention(
     if jagged:
         q, k, v, layout = packed.values(q, k, v, layout)
     mask = as_mask(mask)
+    if mask is not None and mask.listed and backend != "reference":  # which takes functions as they are
+        mask = mask.bound()
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     if out is not None:
         _check_out(out, q, v, jagged)
@@ -195,10 +197,15 @@ def attention(
         if mask is not None and torch.compiler.is_compiling():
             masks.pin(mask.identity)
         kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
-        header = str(Header(layout.text, *kinds, backend, deterministic, dropout is not None, return_max_scores))
         records = layout.records if mask is None else [*layout.records, *mask.records]
         ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
-        floats = [scale, *([] if mask is None else mask.floats), *(score.floats if score else [])]
+        floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
+        packs = bool(floats) and torch.compiler.is_compiling()
+        if packs:
+            one = torch.ones((), dtype=torch.float64, device="cpu")
+            records, floats = [*records, torch.stack([one * x for x in floats])], []
+        flags = deterministic, dropout is not None, return_max_scores, packs
+        header, floats = str(Header(layout.text, *kinds, backend, *flags)), [scale, *floats]
         if dropout is not None:
             records = [*records, dropout.state]
             floats.insert(1, dropout.p)
@@ -260,6 +267,8 @@ def _call(q: Tensor | str, operands: tuple[Any, ...], keywords: dict[str, Any]) 
     given = defaults | keywords
     arguments.flags(**{name: given[name] for name in ("return_lse", "return_max_scores", "deterministic")})
     given["mask"] = as_mask(given["mask"])
+    if given["mask"] is not None:
+        given["mask"] = given["mask"].bound()
     layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
     if len(operands) != 2:
         raise TypeError(f"explain and plan take q, k and v, or a Spec's text, got {1 + len(operands)} operands")

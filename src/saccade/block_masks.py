@@ -28,9 +28,9 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         device: of q; that of the mask's tensors when None, or else torch's default.
 
     Returns:
-        A mask for calls of this shape, without used lengths. It does not see it when tensors that it captured are
-        changed. A mask of intervals alone needs no list of tiles, and is returned as it is; combined with another, it
-        is a mask without states again.
+        A mask for calls of this shape, without used lengths. Where the function of a mask, its numbers or its tensors
+        have changed since, a call finds the states again. A mask of intervals alone needs no list of tiles, and is
+        returned as it is; combined with another, it is a mask without states again.
 
     Raises:
         TypeError: no mask, or sizes that are no integers.
@@ -47,15 +47,16 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     if made is None:
         raise TypeError("block_mask needs a mask, got None")
     made = made.unblocked()
+    now = made.bound()
     if complaint := made.complaint(b, h, s_q, s_k):
         raise ValueError(complaint)
     if not made.listed:
         return made
     place = made.records[0].device if made.records and device is None else torch.empty(0, device=device).device
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
-    problem = Problem(q, k, k, None, made, None, Dense(), 1.0)
+    problem = Problem(q, k, k, None, now, None, Dense(), 1.0)
     if place.type == "cuda" and hardware.triton_obstacle() is None:
         from saccade.backends.device import lists
 
-        return Blocked(made, lists.states(problem), (s_q, s_k))
-    return Blocked(made, blocks.states(problem), (s_q, s_k))
+        return blocks.made_now(Blocked(made, lists.states(problem), (s_q, s_k)))
+    return blocks.made_now(Blocked(made, blocks.states(problem), (s_q, s_k)))

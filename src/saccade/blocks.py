@@ -6,9 +6,11 @@ size s_q s_k is ever held. Each backend makes of them what its own tiles need; s
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,11 +31,39 @@ def states_of(problem: Problem, make: Callable[[Problem], Tensor]) -> Tensor:
     assert mask is not None
     assert mask.listed, mask
     if isinstance(mask, Blocked):
-        return mask.states
+        if _made_of(mask.states) in (None, _contents(mask.mask)):
+            return mask.states
+        mask = mask.mask  # which is another one than it was when they were made
+        problem = replace(problem, mask=mask, launches={})
     lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (*mask.ints, *mask.floats, problem.layout.text, *shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
     return kept(key, [*mask.records, *problem.layout.records], lambda: make(problem))
+
+
+def made_now(mask: Blocked) -> Blocked:
+    """Says that the states of a mask are those of the mask as it is now."""
+    for old in [old for old, (alive, _) in _made.items() if alive.expired()]:
+        _made.pop(old, None)
+    _made[mask.states.untyped_storage()._cdata] = (
+        StorageWeakRef(mask.states.untyped_storage()),
+        _contents(mask.mask.bound()),
+    )
+    return mask
+
+
+def _made_of(states: Tensor) -> Hashable | None:
+    """What the mask was that states were made of, where it is known."""
+    alive, found = _made.get(states.untyped_storage()._cdata, (None, None))
+    return None if alive is None or alive.expired() else found
+
+
+def _contents(mask: Mask) -> Hashable:
+    """All that the states of a mask depend on, besides the shape of the call."""
+    return mask.identity, tuple(mask.ints), tuple(mask.floats), tuple(map(_version, mask.records))
+
+
+_made: dict[int, tuple[StorageWeakRef, Hashable]] = {}
 
 
 def shape(problem: Problem) -> tuple[int, int, int, int]:
@@ -114,6 +144,7 @@ def kept(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -> A
 
 _kept: OrderedDict[Hashable, tuple[Any, list[StorageWeakRef]]] = OrderedDict()
 _lock = threading.Lock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _version(x: Tensor) -> Hashable | None:

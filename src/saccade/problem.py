@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from saccade import hardware, layouts, masks, scores
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, Packed, Paged, empty_like_rows
+from saccade.lazily import lazily
 from saccade.masks import Extent, Mask
 from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
@@ -78,7 +79,7 @@ class Problem:
         vars(made).update(vars(self), launches=launches)
         return made
 
-    @cached_property
+    @lazily
     def key(self) -> tuple[Hashable, ...]:
         """Everything but values: Problems of one key have one Spec and run the same kernels on the same grid."""
         q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
@@ -116,7 +117,7 @@ class Problem:
             problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
             yield Sequence(rows, keys, problem)
 
-    @cached_property
+    @lazily
     def extent(self) -> Extent:
         if isinstance(self.layout, Paged):
             return self._paged_extent(self.layout)
@@ -180,13 +181,15 @@ class Header:
     dropout: bool = False
     """Its state is the last of the records, and p the second of the floats."""
     max_scores: bool = False
+    numbers: bool = False
+    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of others."""
 
     def programs(self) -> list[Any]:
         """What a backward has to keep alive besides tensors."""
         return [scores.program_of(self.score), *masks.programs(self.mask)]
 
     def __str__(self) -> str:
-        flags = (flag for flag in ("deterministic", "dropout", "max_scores") if getattr(self, flag))
+        flags = (flag for flag in ("deterministic", "dropout", "max_scores", "numbers") if getattr(self, flag))
         return " ".join((self.layout, self.mask, self.score, self.backend, *flags))
 
     @staticmethod
@@ -212,6 +215,8 @@ class Header:
         scale, *floats = floats
         records, ints = list(records), list(ints)
         dropout = Dropout(records.pop(), floats.pop(0)) if self.dropout else None
+        if self.numbers:
+            floats = records.pop().tolist()
         layout = layouts.from_records(self.layout, records, q.shape[0], k.shape[0])
         mask = masks.from_records(self.mask, ints, records, floats)
         score = scores.from_records(self.score, captures, ints, floats)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.scores.constant import knows_inversion
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -160,6 +162,16 @@ class Mask:
         """The mask without the list of tiles that may have been made for one shape."""
         return self
 
+    def bound(self) -> Mask:
+        """The mask of one call: functions in it are what they are now."""
+        return self
+
+    def refresh(self) -> None:
+        """Says that tensors of the mask were written where torch does not count it: through `.data`, numpy or dlpack.
+        What is kept of their old values is found anew."""
+        for x in self.bound().records:
+            torch.autograd.graph.increment_version(x)
+
     def __and__(self, other: Mask) -> Mask:
         return _intersection(self.unblocked(), other.unblocked()) if isinstance(other, Mask) else NotImplemented
 
@@ -181,12 +193,12 @@ class Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         same = len(self.records) == len(other.records) and all(
-            a is b for a, b in zip(self.records, other.records, strict=True)
+            _same(a, b) for a, b in zip(self.records, other.records, strict=True)
         )
         return self.identity == other.identity and (self.ints, self.floats) == (other.ints, other.floats) and same
 
     def __hash__(self) -> int:
-        return hash((self.identity, *self.ints, *self.floats, *map(id, self.records)))
+        return hash((self.identity, *self.ints, *self.floats, *(tuple(x.shape) for x in self.records)))
 
     def visible(self, s_q: int, s_k: int, b: int = 1, head: int = 0) -> Tensor:
         """The whole mask of one query head, bool (b, s_q, s_k), True where a query may attend: for pictures and small
@@ -367,6 +379,11 @@ class Combined(Mask):
         for part in self.parts:
             yield from part.leaves()
 
+    def bound(self) -> Mask:
+        parts = tuple([part.bound() for part in self.parts])
+        same = all([a is b for a, b in zip(parts, self.parts, strict=True)])
+        return self if same else type(self)(parts)  # pyright: ignore[reportCallIssue]
+
 
 @dataclass(frozen=True, eq=False)
 class And(Combined):
@@ -461,6 +478,7 @@ def causal() -> Mask:
     ■ ■ ■ ·
     ■ ■ ■ ■
     """
+    knows_inversion()
     return Window(None, 0)
 
 
@@ -480,6 +498,7 @@ def window(left: int | None, right: int | None) -> Mask:
     · ■ ■ ·
     · · ■ ■
     """
+    knows_inversion()
     return Window(_bound("left", left), _bound("right", right))
 
 
@@ -546,6 +565,12 @@ def documents(ids: Tensor) -> Mask:
     start, stop = first.gather(1, compact), last.gather(1, compact) + 1
     solid = stop - start == count.gather(1, compact)
     return Documents(compact.int(), start.int(), stop.int(), solid)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one, or views of the same elements."""
+    form = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return a is b or (form and a.device == b.device and a.data_ptr() == b.data_ptr())
 
 
 def _offset(extent: Extent, b: Tensor) -> Tensor:

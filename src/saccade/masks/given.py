@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade import scores
 from saccade.masks.expressions import Extent, Interval, Mask
-from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, everything, nothing
+from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, Written, everything, nothing
 from saccade.scores.constant import compile_constant
 
 
@@ -140,11 +140,11 @@ class Blocks:
         return (state == 2) | ((state == 1) & self.mod(b, h, q_idx, kv_idx))
 
 
-class OfShape(MaskMod):
-    """A mask for calls of one shape."""
+class _OneShape(MaskMod):
+    """For calls of one shape, all of whose rows are in use."""
 
     of_shape: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
-    form: tuple[int, int, int, int] = (1, 1, 0, 0)
+    form: tuple[int, ...]
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         form = self.form
@@ -155,6 +155,25 @@ class OfShape(MaskMod):
     def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         found = _too_small("the BlockMask", self.form, (b, h, s_q, s_k), broadcast=False)
         return found or super().packed_complaint(b, h, s_q, s_k)
+
+
+class OfShape(_OneShape, Written):
+    """A BlockMask as it is written."""
+
+    def __init__(self, fn: Any, name: str, form: tuple[int, ...]) -> None:
+        super().__init__(fn, name)
+        object.__setattr__(self, "form", form)
+
+    def bound(self) -> Mask:
+        return BoundOfShape(self.predicate, self.form)
+
+
+class BoundOfShape(_OneShape):
+    """The same in one call."""
+
+    def __init__(self, predicate: Any, form: tuple[int, ...]) -> None:
+        super().__init__(predicate)
+        object.__setattr__(self, "form", form)
 
 
 def _too_small(what: str, given: tuple[int, ...], call: tuple[int, int, int, int], broadcast: bool) -> str | None:
@@ -168,38 +187,59 @@ def _too_small(what: str, given: tuple[int, ...], call: tuple[int, int, int, int
     )
 
 
-_known: weakref.WeakKeyDictionary[Any, Mask] = weakref.WeakKeyDictionary()
+class _Known(NamedTuple):
+    """A BlockMask as a Mask, as long as it holds the same function and the same lists."""
+
+    mask: Mask
+    mod: Any
+    lists: tuple[Any, ...]
+
+    def holds(self, block_mask: Any) -> bool:
+        return self.mod is block_mask.mask_mod and self.lists == _versions(block_mask)
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+def _versions(block_mask: Any) -> tuple[Any, ...]:
+    held = (getattr(block_mask, name) for name in _LISTS)
+    return tuple([None if x is None else (id(x), None if x.is_inference() else x._version) for x in held])
 
 
 def remember(block_mask: Any, mask: Mask) -> None:
     """That a BlockMask is this Mask."""
-    _known[block_mask] = mask
+    _known[block_mask] = _Known(mask, block_mask.mask_mod, _versions(block_mask))
 
 
 def of_block_mask(block_mask: Any) -> Mask:
     """Torch's BlockMask: blocks that are listed as full are visible, in those that are listed besides its function
     decides, and all others are hidden."""
+    if torch.compiler.is_compiling():
+        return _of_lists(block_mask)
     known = _known.get(block_mask)
-    if known is None:
-        rows, keys = block_mask.BLOCK_SIZE
-        s_q, s_k = block_mask.seq_lengths
-        shape = *block_mask.kv_num_blocks.shape[:2], -(-s_q // rows), -(-s_k // keys)
-        states = torch.full(shape, EMPTY, dtype=torch.uint8, device=block_mask.kv_num_blocks.device)
-        mark(states, block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
-        if block_mask.full_kv_num_blocks is not None:
-            mark(states, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
-        fn = Blocks(states, block_mask.mask_mod, rows, keys)
-        known = OfShape(scores.predicate(fn, scores.name_of(block_mask.mask_mod)), fn)
-        object.__setattr__(known, "form", (*shape[:2], s_q, s_k))
-        remember(block_mask, known)
-    return known
+    if known is None or not known.holds(block_mask):
+        remember(block_mask, _of_lists(block_mask))
+        known = _known[block_mask]
+    return known.mask
 
 
-def mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> None:
-    """Writes a value where lists of blocks, (b, h, rows) long and (b, h, rows, keys), have entries."""
+def _of_lists(block_mask: Any) -> Mask:
+    rows, keys = block_mask.BLOCK_SIZE
+    s_q, s_k = block_mask.seq_lengths
+    shape = *block_mask.kv_num_blocks.shape[:2], -(-s_q // rows), -(-s_k // keys)
+    states = torch.full(shape, EMPTY, dtype=torch.uint8, device=block_mask.kv_num_blocks.device)
+    states = mark(states, block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
+    if block_mask.full_kv_num_blocks is not None:
+        states = mark(states, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
+    fn = Blocks(states, block_mask.mask_mod, rows, keys)
+    return OfShape(fn, scores.name_of(block_mask.mask_mod), (*shape[:2], s_q, s_k))
+
+
+def mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> Tensor:
+    """The states with a value where lists of blocks, (b, h, rows) long and (b, h, rows, keys), have entries."""
     index = index[..., : states.shape[3]].long()
     listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
     place = torch.where(listed, index, states.shape[3])  # behind the end
     wider = torch.nn.functional.pad(states, (0, 1))
-    wider.scatter_(3, place[:, :, : states.shape[2]], value)
-    states.copy_(wider[..., :-1])
+    return wider.scatter(3, place[:, :, : states.shape[2]], value)[..., :-1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade import scores
 from saccade.masks.expressions import And, Combined, Extent, Interval, Mask, Or
+from saccade.scores.constant import knows_inversion
 
 TILE = 64
 """Rows and keys of a tile whose state is kept: empty, partial or full."""
@@ -28,9 +29,7 @@ class MaskMod(Mask):
     exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
     listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
     predicate: scores.Traced
-    """The function as a graph, with what it captures."""
-    fn: Function | None = None
-    """The user's own, where it is known."""
+    """The function as a graph, with what it captured."""
 
     @property
     def identity(self) -> str:
@@ -66,8 +65,6 @@ class MaskMod(Mask):
         return scores.short(self.predicate.identity, self.predicate.tensors, scores.Sizes(b, h, s_q, s_k, exact=False))
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if self.fn is not None:
-            return self.fn(b, h, q_idx, kv_idx) != 0
         return self.predicate.holds(b, h, q_idx, kv_idx)
 
     def hull(self, extent: Extent) -> Interval:
@@ -79,6 +76,38 @@ class MaskMod(Mask):
     def __repr__(self) -> str:
         return f"mask_mod({self.predicate.kind})"
 
+
+class Written(MaskMod):
+    """A predicate as it was written: what it is, it is in each call anew."""
+
+    def __init__(self, fn: Function, name: str | None = None) -> None:
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "name", name)
+
+    fn: Function
+    name: str | None
+
+    @property
+    def predicate(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of this moment."""
+        return scores.predicate(self.fn, self.name)
+
+    def bound(self) -> Mask:
+        return MaskMod(self.predicate)
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """By the user's own function."""
+        return scores.evaluated(self.fn, b, h, q_idx, kv_idx)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.fn == self.fn  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __hash__(self) -> int:
+        return hash(self.fn)
+
+    def __repr__(self) -> str:
+        return f"mask_mod({self.name or scores.name_of(self.fn)})"
+
     def __reduce__(self) -> Any:
         return mask_mod, (self.fn,)
 
@@ -86,10 +115,10 @@ class MaskMod(Mask):
 def mask_mod(fn: Function) -> Mask:
     """Row i sees key j where `fn(b, h, q_idx, kv_idx)` is true: any predicate of pointwise torch operations.
 
-    It is traced here, once, with the tensors and numbers that it captures: their values are those of each call where
-    they are tensors, and those of this moment where they are numbers. Tiles of which nothing is visible are found on
-    q's device before the first call of a shape, and never visited; where everything is, nothing is tested. What
-    intervals can say, such as `causal() & mask_mod(fn)`, is not even looked at.
+    Each call of attention has the mask that the function says at that call, numbers and tensors included. Tiles of which
+    nothing is visible are found on q's device, again where the function, its numbers or its tensors have changed, and
+    never visited; where everything is, nothing is tested. What intervals can say, such as `causal() & mask_mod(fn)`, is
+    not even looked at.
 
     Args:
         fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. Rows and
@@ -109,9 +138,11 @@ def mask_mod(fn: Function) -> Mask:
     """
     if not callable(fn):
         raise TypeError(f"mask_mod needs a function of (b, h, q_idx, kv_idx), got {fn!r}")
-    if torch.compiler.is_compiling():
-        raise TypeError("mask_mod traces its function: make the mask outside of the compiled region")
-    return MaskMod(scores.predicate(fn), fn)
+    knows_inversion()
+    made = Written(fn)
+    if not torch.compiler.is_compiling():
+        made.bound()  # says what is wrong with a function here
+    return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +182,10 @@ class Blocked(Mask):
 
     def unblocked(self) -> Mask:
         return self.mask
+
+    def bound(self) -> Mask:
+        held = self.mask.bound()
+        return self if held is self.mask else Blocked(held, self.states, self.lengths)
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         given, tiles = tuple(self.states.shape), (-(-s_q // TILE), -(-s_k // TILE))
@@ -202,6 +237,10 @@ class Not(Combined):
     def identity(self) -> str:
         return self._around(self.part.identity)
 
+    def bound(self) -> Mask:
+        held = self.part.bound()
+        return self if held is self.part else Not(held)
+
     def _around(self, text: str) -> str:
         return f"~({text})" if isinstance(self.part, (And, Or)) else f"~{text}"
 
@@ -227,6 +266,9 @@ class OfRow(Mask):
     listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
     mask: Mask
     b: int
+
+    def bound(self) -> Mask:
+        return OfRow(self.mask.bound(), self.b)
 
     @property
     def identity(self) -> str:

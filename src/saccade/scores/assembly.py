@@ -20,7 +20,7 @@ from saccade.scores.trace import TILE, K, Q, aten, behind, name_of
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
 _PASSES = frozenset(
-    ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive", "scalar_tensor")
+    ("alias", "attached", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive", "scalar_tensor")
 )
 _FILLS = frozenset(("full_like", "full", "fill", "copy", "copy_"))
 _CONSTANTS = frozenset(("zeros_like", "zeros", "ones_like", "ones"))

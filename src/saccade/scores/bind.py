@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from saccade.scores.callback import CallbackMod
-from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, _cache, _WithDerivative, name_of
+from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of, one_by_one
+from saccade.scores.kept import keep, kept
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.program import Program
+from saccade.scores.programs import cache
+from saccade.scores.ranges import check_integers
 from saccade.scores.recorded import recorded
-from saccade.scores.survey import Survey
+from saccade.scores.recording import record
 
 
 def is_kind(word: str) -> bool:
@@ -54,38 +57,88 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
 
 
 def _bound(score_mod: Function, q: Tensor) -> Traced:
-    fn: Any = score_mod
-    if isinstance(score_mod, ScoreMod) and score_mod.bprop is not None:
-        fn = _WithDerivative(score_mod)
+    own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
+    fn: Any = WithDerivative(score_mod) if own else score_mod
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
-    program, found = _cache.program(fn, name, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    form = dtype, q.device, name
+    found = kept(score_mod, form)
+    if found is not None:
+        tensors, numbers = _values(found.program, *found.inputs(score_mod), q.device)
+        return Traced(found.program, tensors, numbers, score_mod, found.rows)
+    recording = record(fn, dtype, q.device, 1 + own)
+    program, tape = cache.program(recording, name), recording.tape
     if isinstance(score_mod, CallbackMod) and program.recorded is None:
-        program.recorded = recorded(score_mod, program, found)
-    made = Traced(program, *_values(program, found, q.device), score_mod)
+        program.recorded = recorded(score_mod, program, tape)
+    made = Traced(program, *_values(program, tape.tensors, tape.numbers, q.device), score_mod, tape.rows)
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(made, q.device, *score_mod.sample())
         program.checked = True
+    keep(score_mod, form, recording, program)
     return made
 
 
-def _values(program: Program, found: Survey, device: torch.device | None) -> tuple[list[Tensor], list[Any]]:
+def _values(
+    program: Program, given: Sequence[Tensor], numbers: Sequence[Any], device: torch.device | None
+) -> tuple[list[Tensor], list[Any]]:
     """The tensors and the numbers of a program, of what its function captures."""
-    leaves = [leaf.value for leaf in found.leaves]
-    tensors = [x if device is None else _on(x, device) for x in leaves if isinstance(x, Tensor)]
-    numbers = [x for x in leaves if not isinstance(x, Tensor)]
-    lifted = [x for i, x in enumerate(numbers) if i not in program.constants]
-    return _picked(program.before, [*tensors, *lifted]), _numbers(program.numbers, tensors, lifted)
+    check_integers(numbers)
+    tensors = [x if device is None else _on(x, device) for x in given]
+    return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
-def predicate(fn: Function, name: str | None = None) -> Traced:
+def captured(score_mod: Any) -> list[Tensor]:
+    """The leaves of autograd's graph behind what a function captures, and its other tensors that require a gradient."""
+    if score_mod is None or isinstance(score_mod, Score):
+        return []
+    held = record(score_mod, torch.float32, torch.device("cpu")).tape.tensors
+    found: dict[int, Tensor] = {}
+    nodes = [x.grad_fn for x in held if x.grad_fn is not None]
+    found = {id(x): x for x in held if x.requires_grad and x.grad_fn is None}
+    met = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        nodes += [x for x, _ in node.next_functions]
+    return list(found.values())
+
+
+def predicate(fn: Function, name: str | None = None) -> Any:
     """A function (b, h, q_idx, kv_idx) -> bool as a program without a score.
 
     Raises:
-        ValueError: a function that cannot be traced.
+        ValueError: a function that cannot be recorded.
     """
-    program, found = _cache.program(Predicate(fn), name or name_of(fn), torch.float32)
-    tensors, numbers = _values(program, found, None)
+    if torch.compiler.is_compiling():
+        from saccade.scores import compiled
+
+        return compiled.bind_predicate(fn, name)
+    form = "predicate", name
+    found = kept(fn, form)
+    if found is not None:
+        program, (given, numbers) = found.program, found.inputs(fn)
+    else:
+        recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
+        program, given, numbers = (
+            cache.program(recording, name or name_of(fn)),
+            recording.tape.tensors,
+            recording.tape.numbers,
+        )
+        keep(fn, form, recording, program)
+    tensors, numbers = _values(program, given, numbers, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
+
+
+def evaluated(fn: Function, *at: Tensor) -> Tensor:
+    """A predicate by the function itself, bool of the shape of all four indices."""
+    if record(Predicate(fn), torch.float32, at[0].device).tape.rows:
+        score = torch.zeros([x.numel() for x in at], device=at[0].device)
+        return one_by_one(Predicate(fn))(score, *at) != 0
+    return fn(*at) != 0
 
 
 def _on(x: Tensor, device: torch.device) -> Tensor:
@@ -143,8 +196,3 @@ def from_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floa
     if identity == "none":
         return None
     return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_records(identity, list(tensors), ints, floats)
-
-
-def program_of(identity: str) -> Any:
-    """What a backward has to keep alive besides tensors, or None."""
-    return _cache.by_identity.get(identity)

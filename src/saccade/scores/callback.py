@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +11,10 @@ from torch import Tensor
 
 from saccade.scores.callback_key import Callback, callback_key
 from saccade.scores.constant import callable_of, compile_constant, standing_for
-from saccade.scores.function import CacheInfo, Score, ScoreMod, name_of
+from saccade.scores.function import Score, ScoreMod, name_of
 from saccade.scores.graph import Graph, Recording, data_type
-from saccade.scores.survey import Survey, is_number, survey_of
+from saccade.scores.programs import CacheInfo
+from saccade.scores.tape import is_number
 
 Tensors = dict[str, Tensor]
 Recorded = tuple[Recording, Recording | None]
@@ -25,14 +24,10 @@ Recorded = tuple[Recording, Recording | None]
 class CallbackMod(ScoreMod):
     """A ScoreMod of recorded callbacks; `score_callback` makes it."""
 
-    keeps_derivative = True
+    frozen = True
+    """Its functions are recordings, which are constants."""
     bound: tuple[Any, Score] | None = None
     """What it was bound to last, and of which values."""
-
-    def survey(self, zero_dim: bool) -> Survey:
-        """Of the tensors alone: recordings hold nothing else."""
-        found = survey_of(self.tensors, (("attr", "tensors"),), zero_dim)
-        return Survey((self.fn, self.bprop, *found.key), found.leaves)
 
     def values(self, q: Tensor) -> tuple[Any, ...]:
         """All that a Score for this q is made of but the tensors themselves, which stay: numbers by their bits."""
@@ -129,10 +124,9 @@ def _pin(score_mod: Any, bprop: Any, forms: Any, forms_bprop: Any) -> str:
     """The name of a recording; torch.compile calls this once."""
     stand_ins = ({name: torch.zeros((), dtype=dtype) for name, dtype in given} for given in (forms, forms_bprop))
     recorded = _cache.recorded(callable_of(score_mod), callable_of(bprop), *stand_ins)
-    with _cache.lock:
-        held = vars(_pinned)
-        name = next((name for name, other in held.items() if other == recorded), f"recorded{len(held)}")
-        setattr(_pinned, name, recorded)
+    held = vars(_pinned)
+    name = next((name for name, other in list(held.items()) if other == recorded), f"recorded{len(held)}")
+    setattr(_pinned, name, recorded)
     return name
 
 
@@ -155,55 +149,46 @@ MAXSIZE = 256
 
 
 class _Cache:
-    """Recordings by the keys of their callbacks: bounded, least recently used first to go, safe for threads."""
+    """Recordings by the keys of their callbacks. No lock is held while a callback runs, nor is one needed: two threads
+    may record the same."""
 
     def __init__(self) -> None:
-        # Of all threads, one records at a time: a callback may keep values for the next one.
-        self.lock = threading.RLock()
-        self.recordings: OrderedDict[Any, Recorded] = OrderedDict()
-        self.linear: OrderedDict[Recording, None] = OrderedDict()
-        self.mods: OrderedDict[Any, tuple[list[Tensor], CallbackMod]] = OrderedDict()
+        self.recordings: dict[Any, Recorded] = {}
+        self.linear: dict[Recording, None] = {}
+        self.mods: dict[Any, tuple[list[Tensor], CallbackMod]] = {}
         self.hits = self.misses = 0
 
     def recorded(self, score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> Recorded:
         keys = callback_key(score_mod), callback_key(bprop)
         forms = (tuple((name, x.dtype) for name, x in tensors.items()) for tensors in (given, given_bprop))
         key = None if None in keys else (*keys, *forms)
-        with self.lock:
-            found = self.recordings.get(key) if key is not None else None
-            if found is not None:
-                self.hits += 1
-                self.recordings.move_to_end(key)
-                return found
-            self.misses += 1
-            found = _record(score_mod, bprop, given, given_bprop)
-            if key is not None:
-                self.recordings[key] = found
-                if len(self.recordings) > MAXSIZE:
-                    self.recordings.popitem(last=False)
+        found = self.recordings.get(key) if key is not None else None
+        if found is not None:
+            self.hits += 1
             return found
+        self.misses += 1
+        found = _record(score_mod, bprop, given, given_bprop)
+        if key is not None:
+            _put(self.recordings, key, found)
+        return found
 
     def of_numbers(self, found: Recorded, held: list[Tensor]) -> CallbackMod:
         """The modification of the same callbacks and tensors, which are numbers: it is cheap to keep, and reads their
         values in each call."""
         key = *found, *((id(x), x.data_ptr()) for x in held)
-        with self.lock:
-            kept = self.mods.get(key)
-            if kept is None:
-                kept = self.mods[key] = held, _modification(found, held)
-                if len(self.mods) > MAXSIZE:
-                    self.mods.popitem(last=False)
-            self.mods.move_to_end(key)
-            return kept[1]
+        kept = self.mods.get(key)
+        if kept is None:
+            kept = held, _modification(found, held)
+            _put(self.mods, key, kept)
+        return kept[1]
 
     def check_linear(self, recording: Recording, tensors: list[Tensor]) -> None:
         """
         Raises:
             ValueError: a derivative that is no factor of dP.
         """
-        with self.lock:
-            if recording in self.linear:
-                return
+        if recording in self.linear:
+            return
         device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
         dP = torch.tensor([[0.0], [1.0], [-2.5], [1e3]], dtype=torch.float64, device=device)
         score = torch.linspace(-4, 4, 16, dtype=torch.float64, device=device).expand(4, 16)
@@ -218,10 +203,14 @@ class _Cache:
                 f"score_mod_bprop {recording.name} must be linear in dP: of dP = {dP[row, 0]:g} it makes "
                 f"{found[row, column]:g}, and of dP = 1 {found[1, column]:g}"
             )
-        with self.lock:
-            self.linear[recording] = None
-            if len(self.linear) > MAXSIZE:
-                self.linear.popitem(last=False)
+        _put(self.linear, recording, None)
+
+
+def _put(held: dict[Any, Any], key: Any, value: Any) -> None:
+    """Into a bounded dictionary, of which the oldest goes."""
+    held[key] = value
+    if len(held) > MAXSIZE:
+        held.pop(next(iter(held)), None)
 
 
 _RELATIVE = 1e-6
@@ -256,14 +245,12 @@ def _inputs(graph: Graph, given: Tensors, first: int) -> dict[str, Any]:
 
 def callback_info() -> CacheInfo:
     """How many callbacks were found in the cache, and how many were recorded."""
-    with _cache.lock:
-        return CacheInfo(_cache.hits, _cache.misses, MAXSIZE, len(_cache.recordings))
+    return CacheInfo(_cache.hits, _cache.misses, MAXSIZE, len(_cache.recordings))
 
 
 def callback_clear() -> None:
     """Forgets all recorded callbacks; those in use stay."""
-    with _cache.lock:
-        _cache.recordings.clear()
-        _cache.linear.clear()
-        _cache.mods.clear()
-        _cache.hits = _cache.misses = 0
+    _cache.recordings.clear()
+    _cache.linear.clear()
+    _cache.mods.clear()
+    _cache.hits = _cache.misses = 0

@@ -16,10 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.survey import LIBRARIES, Same, names_of, of_library
 
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"
+
+
+class Same:
+    """Stands in a key for an object that is itself and nothing else; it keeps the object alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes that code, and functions made in it, may read."""
+    nested = (names_of(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*nested)
 
 
 class _Contents:
@@ -146,9 +165,7 @@ def _contents(value: Any, names: frozenset[str], seen: _Seen) -> Any:
         return float, value.hex()
     if isinstance(value, _PLAIN) or hasattr(type(value), "__members__"):  # cuDNN's own enumerations
         return type(value), value
-    if isinstance(value, (types.BuiltinFunctionType, enum.EnumMeta)) or (
-        isinstance(value, types.FunctionType) and of_library(value)
-    ):
+    if isinstance(value, (types.BuiltinFunctionType, enum.EnumMeta)):
         return Same(value)
     if id(value) in seen.numbers:
         return "again", seen.numbers[id(value)]
@@ -202,8 +219,6 @@ def _of_function(fn: types.FunctionType, outer: frozenset[str], seen: _Seen) -> 
 
 def _attributes(owner: Any, names: frozenset[str], seen: _Seen) -> tuple[Any, ...]:
     """What code reads of a module, a class or a function, by itself and by the methods that it calls."""
-    if isinstance(owner, types.ModuleType) and owner.__name__.partition(".")[0] in LIBRARIES:
-        return ()
     scopes = [vars(x) for x in owner.__mro__[:-1]] if isinstance(owner, type) else [vars(owner)]
     while isinstance(owner, type):
         methods = [getattr(scope[name], "__func__", scope[name]) for scope in scopes for name in names & scope.keys()]

@@ -1,8 +1,4 @@
-"""`bind` inside of `torch.compile`: the function is traced while the region is compiled, its captures stay values.
-
-Dynamo runs the functions here that are marked as constant, once, with the user's own function; the tensors and numbers
-that it captures are reached by their paths, in code that Dynamo follows, and so become inputs of the graph.
-"""
+"""`bind` inside of `torch.compile`: a Score whose tensors and numbers are the graph's, and whose Program is a constant."""
 
 from __future__ import annotations
 
@@ -13,98 +9,126 @@ import torch
 from torch import Tensor
 
 from saccade.scores.constant import callable_of, compile_constant, standing_for
-from saccade.scores.function import Function, Score, ScoreMod, name_of, pinned_program
-from saccade.scores.program import Program
-from saccade.scores.survey import Step, follow
-
-Plan = tuple[str, tuple[tuple[Step, ...], ...], tuple[tuple[Step, ...], ...], tuple[int, ...], tuple[int, ...]]
-"""A program's identity, the paths of tensors and of numbers, and which of both it takes."""
+from saccade.scores.function import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
+from saccade.scores.programs import cache, pinned, program_of
+from saccade.scores.recording import Recording, record
+from saccade.scores.symbols import recorded, stand_in_tape
 
 
 class Bound(Score):
     """A Score inside of a compiled region."""
 
-    def __init__(self, identity: str, tensors: Sequence[Tensor], numbers: Sequence[Any], fn: Function) -> None:
-        self.identity, self.tensors, self.fn = identity, tensors, fn
+    def __init__(self, identity: str, tensors: Sequence[Tensor], ints: Any, floats: Any, fn: Function) -> None:
+        self.identity, self.tensors, self.ints, self.floats, self.fn = identity, tensors, ints, floats, fn
         self.kind = identity.partition("~")[0]
-        self.ints = [x for x in numbers if isinstance(x, int)]
-        self.floats = [x for x in numbers if isinstance(x, float)]
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.fn(score, b, h, q_idx, kv_idx).to(score.dtype).expand_as(score)
 
 
 def bind(score_mod: Any, q: Tensor) -> Score:
-    double = q.dtype == torch.float64
-    if isinstance(score_mod, ScoreMod):
-        # A branch makes a constant of what a comparison of sizes does not.
-        ones = (tuple(True if n == 1 else False for n in x.shape) for x in score_mod.tensors)  # noqa: SIM210
-        forms = tuple((x.dtype, form) for x, form in zip(score_mod.tensors, ones, strict=True))
-        callables = standing_for(score_mod.fn), standing_for(score_mod.bprop)
-        plan = _plan_of_mod(*callables, getattr(score_mod, "kind", None), forms, double)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
+    kind = score_mod.kind if isinstance(score_mod, ScoreMod) else None
+    if isinstance(score_mod, ScoreMod) and getattr(score_mod, "frozen", False):
+        forms = tuple([(x.dtype, tuple([True if n == 1 else False for n in x.shape])) for x in score_mod.tensors])
+        plan, numbers = _plan_of_recordings(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
+        tensors = [x for x in score_mod.tensors]
     else:
-        plan = _plan_of_function(standing_for(score_mod), double)  # a closure over tensors? use ScoreMod(fn, *tensors)
-    identity, tensor_paths, number_paths, wanted_tensors, wanted_numbers = plan
-    tensors = [follow(score_mod, path) for path in tensor_paths]
-    tensors = [x.to(q.device) if x.dim() == 0 else x for x in tensors]
-    numbers = [follow(score_mod, path) for path in number_paths]
+        tape, outputs = recorded(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
+        name = kind or _named(word_of(score_mod))
+        plan = _plan(name, tuple(tape.steps), outputs, tuple(tape.forms), dtype)
+        tensors, numbers = tape.tensors, tape.numbers
+    return Bound(*_inputs(plan, [x.to(q.device) if x.dim() == 0 else x for x in tensors], numbers), score_mod)
+
+
+def bind_predicate(fn: Function, name: str | None) -> Bound:
+    tape, outputs = recorded(Predicate(fn), torch.float32, torch.device("cpu"), 1)
+    plan = _plan(name or _plain_name(word_of(fn)), tuple(tape.steps), outputs, tuple(tape.forms), torch.float32)
+    return Bound(*_inputs(plan, [x.detach() for x in tape.tensors], tape.numbers), fn)
+
+
+def word_of(fn: Any) -> str:
+    """As `name_of` without its last step."""
+    while isinstance(fn, ScoreMod) or hasattr(fn, "func"):
+        fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
+    return fn.__name__ if hasattr(fn, "__name__") else type(fn).__name__
+
+
+class _Word:
+    def __init__(self, word: str) -> None:
+        self.__name__ = word
+
+
+@compile_constant
+def _plain_name(word: str) -> str:
+    return name_of(_Word(word))
+
+
+@compile_constant
+def _named(word: str) -> str:
+    return f"score({name_of(_Word(word))})"
+
+
+def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, list[Tensor], list[Any], list[Any]]:
+    identity, wanted_tensors, wanted_numbers, integral = plan
     if wanted_tensors is None:
-        tensors = list(_before(identity, *tensors, *(torch.tensor(x) for x in numbers)))
+        taken = list(_before(identity, *tensors, *[torch.tensor(x) for x in numbers]))
     else:
-        tensors = [tensors[i] for i in wanted_tensors]
-    numbers = _numbers(identity, *numbers) if wanted_numbers is None else [numbers[i] for i in wanted_numbers]
-    return Bound(identity, tensors, numbers, score_mod)
+        taken = [tensors[i] for i in wanted_tensors]
+    if wanted_numbers is None:
+        picked = _numbers(identity, *numbers)
+    else:
+        picked = [numbers[i - len(tensors)] for i in wanted_numbers]
+    ints = [x for x, whole in zip(picked, integral, strict=True) if whole]
+    floats = [x for x, whole in zip(picked, integral, strict=True) if not whole]
+    return identity, taken, ints, floats
 
 
 @compile_constant
-def _plan_of_mod(standing: Any, bprop: Any, kind: str | None, forms: tuple[Any, ...], double: bool) -> Any:
-    # Any sizes do, as long as a program does not depend on them.
-    stand_ins = (
-        torch.zeros((), dtype=dtype).expand([1 if one else 11 + 6 * i for i, one in enumerate(ones)])
-        for dtype, ones in forms
-    )
-    fn = callable_of(standing)
-    mod = ScoreMod(fn, *stand_ins, bprop=callable_of(bprop))
-    return _plan(mod, kind or f"score({name_of(fn)})", double, sizes=False)
+def _plan(name: str, steps: Any, outputs: Any, forms: Any, dtype: torch.dtype) -> Any:
+    return _pinned(name, Recording(stand_in_tape(steps, forms, dtype), outputs, None))
 
 
 @compile_constant
-def _plan_of_function(standing: Any, double: bool) -> Any:
-    fn = callable_of(standing)
-    return _plan(fn, f"score({name_of(fn)})", double)
+def _plan_of_recordings(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> Any:
+    """Of callbacks' recordings, which are constants themselves."""
+    tensors = (torch.zeros((), dtype=kind).expand([1 if one else 11 for one in ones]) for kind, ones in forms)
+    mod = ScoreMod(callable_of(fn), *tensors, bprop=callable_of(bprop))
+    own = mod.bprop is not None
+    made = record(WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own, reads_numbers=False)
+    identity, wanted, numbers, integral = _pinned(f"score({name_of(mod.fn)})", made)
+    order = [next(i for i, x in enumerate(mod.tensors) if x is held) for held in made.tape.tensors]
+    wanted = None if wanted is None else tuple(order[i] for i in wanted)
+    # Numbers are counted behind the tensors, of which there may be more.
+    more = len(mod.tensors) - len(order)
+    numbers = None if numbers is None else tuple(i + more for i in numbers)
+    return (identity, wanted, numbers, integral), tuple(made.tape.numbers)
 
 
-def _plan(fn: Any, name: str, double: bool, sizes: bool = True) -> Any:
-    program, found = pinned_program(fn, name, torch.float64 if double else torch.float32, sizes)
-    tensors = [leaf for leaf in found.leaves if isinstance(leaf.value, Tensor)]
-    numbers = [leaf for leaf in found.leaves if not isinstance(leaf.value, Tensor)]
-    numbers = [leaf for i, leaf in enumerate(numbers) if i not in program.constants]
-    # The boundary counts tensors first, then numbers.
-    before, numbered = program.before, program.numbers
+def _pinned(name: str, recording: Recording) -> Any:
+    """What a graph is made of: the Program's identity, and which tensors and numbers of a tape it takes. Compiled graphs
+    name Programs, and keep none alive."""
+    program = cache.program(recording, name)
+    pinned[program.identity] = program
+    before, numbers = program.before, program.numbers
     return (
         program.identity,
-        tuple(leaf.path for leaf in tensors),
-        tuple(leaf.path for leaf in numbers),
         None if before[1] else tuple(before[0]),
-        None if numbered[1] else tuple(i - len(tensors) for i in numbered[0]),
+        None if numbers[1] else tuple(numbers[0]),
+        tuple(program.integral),
     )
 
 
 @torch._dynamo.allow_in_graph
 def _before(identity: str, *given: Tensor) -> tuple[Tensor, ...]:
-    module: Any = _program(identity).before[1]
+    module: Any = program_of(identity).before[1]
     return tuple(module(*given))
 
 
 @compile_constant
 def _numbers(identity: str, *numbers: Any) -> list[Any]:
     wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64) for x in numbers]
-    module: Any = _program(identity).numbers[1]
+    module: Any = program_of(identity).numbers[1]
     given = [torch.zeros(())] * (len(list(module.graph.find_nodes(op="placeholder"))) - len(wide))
     return [x.item() for x in module(*given, *wide)]
-
-
-def _program(identity: str) -> Program:
-    from saccade.scores.bind import program_of
-
-    return program_of(identity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -39,3 +40,23 @@ def callable_of(standing: Any) -> Any:
     if isinstance(standing, tuple):
         return types.MethodType(standing[0], ctypes.cast(standing[1], ctypes.py_object).value)
     return standing
+
+
+@compile_constant
+def word_of(function: Any) -> str:
+    """The name of one of torch's functions."""
+    return function.__name__
+
+
+@compile_constant
+def knows_inversion() -> bool:
+    """Whether Dynamo, which runs this while it compiles, follows `~` of objects as it follows `&` and `|` of them; it is
+    told how where it is not."""
+    found = sys.modules.get("torch._dynamo.variables")
+    if found is not None and not hasattr(found.BuiltinVariable, "call_invert"):
+
+        def call_invert(self: Any, tx: Any, x: Any) -> Any:
+            return x.call_method(tx, "__invert__", [], {}) if isinstance(x, found.UserDefinedObjectVariable) else None
+
+        found.BuiltinVariable.call_invert = call_invert
+    return found is not None

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import tracing
-from torch.utils._python_dispatch import _disable_current_modes
 
-from saccade.scores.hiding import Hidden, hiding
+from saccade.scores.hiding import Hidden
 from saccade.scores.program import Program
-from saccade.scores.ranges import check_integers
-from saccade.scores.survey import Survey, replaced, survey
-from saccade.scores.trace import Refused, traced
+from saccade.scores.programs import program_of
 
 Function = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
@@ -49,8 +42,6 @@ class ScoreMod:
 
     kind: str | None = None
     """Its word in a Spec, where that is not `score(name)`."""
-    keeps_derivative: bool = False
-    """Whether its survey tells of its own derivative too."""
 
     def __init__(self, fn: Function, *tensors: Tensor, bprop: Function | None = None) -> None:
         if not callable(fn) or not (bprop is None or callable(bprop)):
@@ -63,10 +54,6 @@ class ScoreMod:
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.fn(score, b, h, q_idx, kv_idx, *self.tensors)
 
-    def survey(self, zero_dim: bool) -> Survey:
-        """What it captures, as `saccade.scores.survey` finds it."""
-        return survey(self, zero_dim)
-
     def sample(self) -> tuple[int, int]:
         """On how many query rows and keys, from the first on, a derivative of the user's own is checked."""
         return 16, 16
@@ -75,15 +62,11 @@ class ScoreMod:
         return f"ScoreMod({name_of(self.fn)}, {len(self.tensors)} tensors)"
 
 
-class _WithDerivative:
+class WithDerivative:
     """(score, …) -> the modified score, and the user's derivative of it."""
 
     def __init__(self, mod: ScoreMod) -> None:
         self.fn, self.tensors, self.bprop = mod.fn, mod.tensors, mod.bprop
-        self.whole = mod.survey if mod.keeps_derivative else None
-
-    def survey(self, zero_dim: bool) -> Survey:
-        return self.whole(zero_dim) if self.whole else survey(self, zero_dim)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
         modified = self.fn(score, b, h, q_idx, kv_idx, *self.tensors)
@@ -101,164 +84,27 @@ class Predicate:
         return self.fn(b, h, q_idx, kv_idx)
 
 
+def one_by_one(fn: Function) -> Function:
+    """The function on whole tiles, called as if on single scores: where it makes rows of captured tensors, those are no
+    dimensions of the tile."""
+
+    def mapped(score: Tensor, *at: Tensor) -> Tensor:
+        made = fn
+        for i in reversed(range(4)):
+            dims: list[int | None] = [0, None, None, None, None]
+            dims[1 + i] = 0
+            made = torch.vmap(made, tuple(dims))
+        return made(score, *(x.flatten() for x in at))
+
+    return mapped
+
+
 def name_of(fn: Any) -> str:
     """A word for a function: what a Spec calls its score."""
     while hasattr(fn, "func") or isinstance(fn, ScoreMod):
         fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
     word = getattr(fn, "__name__", None) or type(fn).__name__
     return re.sub(r"\W+", "_", word).strip("_") or "score"
-
-
-class CacheInfo(NamedTuple):
-    """Like `functools.lru_cache`'s: `misses` counts what had to be traced."""
-
-    hits: int
-    misses: int
-    maxsize: int
-    currsize: int
-
-
-class _Family:
-    """The Programs of functions with one key: one, unless numbers or shapes had to become constants of it."""
-
-    def __init__(self) -> None:
-        self.constants: tuple[int, ...] = ()
-        self.shapes = False
-        self.programs: dict[Any, Program] = {}
-
-
-MAXSIZE = 256
-
-
-class _Cache:
-    """Bounded, least recently used first to go, safe for threads."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.families: OrderedDict[Any, _Family] = OrderedDict()
-        self.by_identity: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
-        self.hits = self.misses = 0
-
-    def program(self, fn: Function, name: str, dtype: torch.dtype, zero_dim: bool = True) -> tuple[Program, Survey]:
-        found = fn.survey(zero_dim) if isinstance(fn, (ScoreMod, _WithDerivative)) else survey(fn, zero_dim)
-        check_integers(leaf.value for leaf in found.leaves)
-        key = found.key, dtype
-        with self.lock:
-            family = self.families.get(key)
-            if family is None:
-                family = self.families[key] = _Family()
-                try:
-                    self._trace(family, fn, name, found, dtype)
-                except BaseException:
-                    del self.families[key]
-                    raise
-                if len(self.families) > MAXSIZE:
-                    self.families.popitem(last=False)
-            self.families.move_to_end(key)
-            values = _values(family, found)
-            program = family.programs.get(values)
-            if program is None:
-                program = self._trace(family, fn, name, found, dtype)
-            else:
-                self.hits += 1
-            return program, found
-
-    def _trace(self, family: _Family, fn: Function, name: str, found: Survey, dtype: torch.dtype) -> Program:
-        self.misses += 1
-        # Inside of torch.compile the modes of its own tracing are left alone.
-        with tracing(None), _disable_current_modes():
-            made, family.constants, family.shapes = _traced(fn, name, found, dtype, family)
-        # Equal programs are one, so that they share what is compiled.
-        made = self.by_identity.setdefault(made.identity, made)
-        if made.hiding is not None and (rest := made.hiding.rest) is not None:
-            made.hiding = made.hiding._replace(rest=self.by_identity.setdefault(rest.identity, rest))
-        if len(family.programs) >= MAXSIZE:
-            family.programs.clear()
-        family.programs[_values(family, found)] = made
-        return made
-
-
-_cache = _Cache()
-_pinned: list[Program] = []
-"""Programs that compiled graphs name: those do not keep them alive."""
-
-
-def pinned_program(fn: Function, name: str, dtype: torch.dtype, sizes: bool) -> tuple[Program, Survey]:
-    """A Program that is never forgotten; without `sizes` those of its tensors must not matter."""
-    with _cache.lock:
-        program, found = _cache.program(fn, name, dtype, zero_dim=False)
-        if not sizes and _cache.families[found.key, dtype].shapes:
-            raise Refused("the function reads the sizes of its tensors, which torch.compile may change", None)
-        _pinned.append(program)
-    return program, found
-
-
-def cache_info() -> CacheInfo:
-    """How many score functions were found in the cache, and how many were traced.
-
-    >>> cache_info().maxsize
-    256
-    """
-    with _cache.lock:
-        size = sum(len(family.programs) for family in _cache.families.values())
-        return CacheInfo(_cache.hits, _cache.misses, MAXSIZE, size)
-
-
-def cache_clear() -> None:
-    """Forgets all traced score functions; those in use stay."""
-    with _cache.lock:
-        _cache.families.clear()
-        _cache.hits = _cache.misses = 0
-
-
-def _values(family: _Family, found: Survey) -> tuple[Any, ...]:
-    numbers = [leaf.value for leaf in found.leaves if not isinstance(leaf.value, Tensor)]
-    shapes = tuple(tuple(x.value.shape) for x in found.leaves if isinstance(x.value, Tensor)) if family.shapes else ()
-    return *((type(numbers[i]), numbers[i]) for i in family.constants), shapes
-
-
-def _traced(
-    fn: Function, name: str, found: Survey, dtype: torch.dtype, family: _Family
-) -> tuple[Program, tuple[int, ...], bool]:
-    tensors = [leaf for leaf in found.leaves if isinstance(leaf.value, Tensor)]
-    numbers = [leaf for leaf in found.leaves if not isinstance(leaf.value, Tensor)]
-
-    def attempt(constants: Sequence[int], shapes: Sequence[Tensor]) -> Any:
-        lifted = [leaf for i, leaf in enumerate(numbers) if i not in constants]
-        paths = [leaf.path for leaf in (*tensors, *lifted)]
-
-        def with_captured(captured: Sequence[Tensor]) -> Any:
-            return replaced(fn, found, dict(zip(paths, captured, strict=True)))
-
-        return traced(with_captured, shapes, [leaf.value for leaf in lifted], dtype)
-
-    real = [leaf.value for leaf in tensors]
-    constants = family.constants
-    try:
-        raw = attempt(constants, real)
-    except Refused:
-        if not numbers:
-            raise
-        everything = tuple(range(len(numbers)))
-        raw = attempt(everything, real)  # raises where the numbers are not what it is about
-        constants = everything
-        for i in everything:  # one by one, which of them may be runtime values after all
-            fewer = tuple(x for x in constants if x != i)
-            try:
-                raw, constants = attempt(fewer, real), fewer
-            except Refused:
-                continue
-    other = [torch.empty((), dtype=x.dtype).expand([n if n == 1 else n + 5 for n in x.shape]) for x in real]
-    shapes = family.shapes
-    if any(x.numel() != 1 for x in real) and not shapes:
-        try:
-            shapes = attempt(constants, other).module.code != raw.module.code
-        except Refused:
-            shapes = True
-    program = Program(name, raw, dtype)
-    program.constants = constants
-    program.hiding = hiding(program, raw)
-    return program, constants, shapes
 
 
 class Score:
@@ -301,9 +147,14 @@ class Traced(Score):
     """A Program with its tensors and numbers."""
 
     def __init__(
-        self, program: Program, tensors: Sequence[Tensor], numbers: Sequence[Any], fn: Function | None = None
+        self,
+        program: Program,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[Any],
+        fn: Function | None = None,
+        rows: bool = False,
     ) -> None:
-        self.program, self.tensors, self.numbers, self.fn = program, tensors, numbers, fn
+        self.program, self.tensors, self.numbers, self.fn, self.rows = program, tensors, numbers, fn, rows
         self.kind, self.identity, self.own = program.name, program.identity, program.own
         self.ints = [int(x) for x, integral in zip(numbers, program.integral, strict=True) if integral]
         self.floats = [float(x) for x, integral in zip(numbers, program.integral, strict=True) if not integral]
@@ -311,7 +162,7 @@ class Traced(Score):
     @staticmethod
     def of_records(identity: str, tensors: list[Tensor], ints: list[int], floats: list[float]) -> Traced:
         """The inverse of `identity`, `tensors`, `ints` and `floats`; takes from the front of the lists."""
-        program = _cache.by_identity.get(identity)
+        program = program_of(identity)
         if program is None:
             raise RuntimeError(
                 f"the score {identity} was traced in another process, or long ago: call attention with its function"
@@ -329,7 +180,8 @@ class Traced(Score):
         """By the user's own function where there is one."""
         if self.fn is None:
             return self.tile(score, b, h, q_idx, kv_idx)
-        return self.fn(score, b, h, q_idx, kv_idx).to(score.dtype).expand_as(score)
+        fn = one_by_one(self.fn) if self.rows else self.fn
+        return fn(score, b, h, q_idx, kv_idx).to(score.dtype).expand_as(score)
 
     def tile(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The same by the graph."""

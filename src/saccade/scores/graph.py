@@ -5,14 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.lazily import lazily
 from saccade.scores.operations import OPERATIONS, computed
-from saccade.scores.survey import Constant
 
 
 class data_type(enum.Enum):
@@ -165,7 +164,7 @@ _INPUTS = ("score", "gradient", "tensor")
 
 
 @dataclass(frozen=True)
-class Recording(Constant):
+class Recording:
     """A callback's graph as a function of tiles: `(score, b, h, q_idx, kv_idx, *tensors) -> score`, with the gradient
     first where one is among its inputs. Equal recordings compute the same."""
 
@@ -174,7 +173,7 @@ class Recording(Constant):
     """Those that the last one needs."""
     derivative: bool
 
-    @cached_property
+    @lazily
     def _hash(self) -> int:
         return hash((self.name, self.steps, self.derivative))
 
@@ -217,7 +216,8 @@ class Recording(Constant):
                 case "tensor":
                     value = _read(tensors[step.attributes[0]], at)
                 case "number":
-                    value = torch.tensor(step.attributes[0], device=score.device)
+                    x = step.attributes[0]
+                    value = score.new_full((), x, dtype=torch.tensor(x).dtype)
                 case "gen_index":
                     value = at[step.attributes[0]]
                 case _:

@@ -34,6 +34,9 @@ class Bound(NamedTuple):
     terms: tuple[tuple[int, int], ...]
     """(which of the program's numbers, factor)"""
 
+    def limit(self, numbers: Sequence[Any]) -> int:
+        return self.constant + sum(factor * numbers[i] for i, factor in self.terms)
+
 
 class Hidden(NamedTuple):
     """Query i sees keys `i - left <= j <= i + right`, both counted from the first; None is unbounded."""
@@ -56,6 +59,8 @@ class Hiding(NamedTuple):
     """None: the score itself."""
     picks: tuple[int, ...]
     """Which of the program's numbers the rest takes."""
+    alike: tuple[tuple[Bound, Bound], ...]
+    """Bounds that were taken for one another, as their numbers were equal: the rest is right where they are."""
     known: dict[tuple[Any, ...], Hidden | None]
     """For numbers that were met."""
 
@@ -65,7 +70,9 @@ class Hiding(NamedTuple):
         if found is _NEW:
             if len(self.known) >= _KNOWN:
                 self.known.clear()
-            empty = self._empty_rows(numbers)
+            same = all(x.limit(numbers) == y.limit(numbers) for x, y in self.alike)
+            whole = all(_whole(numbers[i]) for x in self.bounds for i, _ in x.terms)
+            empty = self._empty_rows(numbers) if same and whole else None
             found = self.known[numbers] = None if empty is None else Hidden(*self._window(numbers), empty)
         return found
 
@@ -73,7 +80,7 @@ class Hiding(NamedTuple):
         """`left` and `right` of what is visible."""
         least: list[int | None] = [None, None]
         for sign, constant, terms in self.bounds:
-            limit = constant + sum(factor * numbers[i] for i, factor in terms)
+            limit = int(Bound(sign, constant, terms).limit(numbers))
             known = least[sign > 0]
             least[sign > 0] = limit if known is None else min(known, limit)
         return least[0], least[1]
@@ -89,14 +96,23 @@ class Hiding(NamedTuple):
         return False if self.complete and top <= -4 * size else None
 
 
+def _whole(x: Any) -> bool:
+    """Whether a number is an integer, and a float such that no sum with an index is rounded."""
+    return isinstance(x, int) or (x.is_integer() and abs(x) <= LONGEST)
+
+
 _KNOWN = 64
 _NEW: Any = object()
 SCORES = 1e7
 """No scaled product of a query and a key is larger: where finite numbers hide keys, that is taken for granted."""
 
 
-def hiding(program: Program, raw: Raw) -> Hiding | None:
-    """What a program hides. The graph that it was made of becomes that of the rest."""
+def hiding(program: Program, raw: Raw, numbers: Sequence[Any]) -> Hiding | None:
+    """What a program hides. The graph that it was made of becomes that of the rest; `numbers` are those of the recording
+    that it was made of, before any are computed."""
+    places, module = program.numbers
+    given = [] if module is not None else [numbers[i - raw.inputs[0]] for i in places]
+    alike: list[tuple[Bound, Bound]] = []
     found = _Select.of(program, raw) if shallow(raw.module.graph) else None
     bounds: list[Bound] = []
     values: list[float | int] = []
@@ -105,7 +121,7 @@ def hiding(program: Program, raw: Raw) -> Hiding | None:
         bounds += found.bounds
         values.append(found.value)
         complete &= found.complete
-        _simplify(program, raw, bounds)
+        _simplify(program, raw, bounds, given, alike)
         found = _Select.of(program, raw)
     if not bounds:
         return None
@@ -114,7 +130,7 @@ def hiding(program: Program, raw: Raw) -> Hiding | None:
     if rest.tensor_nodes != program.tensor_nodes:  # those of the call are the rest's, one by one
         return None
     picks = tuple(map(program.number_nodes.index, rest.number_nodes))
-    return Hiding(tuple(bounds), tuple(values), complete, None if _plain(rest) else rest, picks, {})
+    return Hiding(tuple(bounds), tuple(values), complete, None if _plain(rest) else rest, picks, tuple(alike), {})
 
 
 def _plain(program: Program) -> bool:
@@ -257,7 +273,7 @@ def _affine(program: Program, raw: Raw, x: Any) -> _Affine | None:
     found = _sum(program, raw, x)
     if found is not None and isinstance(x, fx.Node) and x.meta["val"].is_floating_point():
         wide = x.meta["val"].dtype in (torch.float32, torch.float64)
-        return found if wide and not found.terms and max(map(abs, found[:3])) <= LONGEST else None
+        return found if wide and max(map(abs, found[:3])) <= LONGEST else None
     return found
 
 
@@ -266,8 +282,7 @@ def _sum(program: Program, raw: Raw, x: Any) -> _Affine | None:
         known = constant_of(raw, x)
         if known is None:
             place = program.number_nodes.index(x) if x in program.number_nodes else None
-            integral = place is not None and program.integral[place]
-            return _Affine(0, 0, 0, ((place, 1),)) if integral and place is not None else None
+            return None if place is None else _Affine(0, 0, 0, ((place, 1),))  # a float if it is whole: see `hidden`
         x = known
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         return _Affine(0, 0, int(x)) if math.isfinite(x) and int(x) == x else None
@@ -287,14 +302,22 @@ def _sum(program: Program, raw: Raw, x: Any) -> _Affine | None:
     return given[0].times(-1) if name == "neg" else given[0] if len(given) == 1 else given[0].plus(given[1])
 
 
-def _simplify(program: Program, raw: Raw, known: Sequence[Bound]) -> None:  # noqa: C901 (one pass over a graph)
+def _simplify(  # noqa: C901 (one pass over a graph)
+    program: Program, raw: Raw, known: Sequence[Bound], numbers: Sequence[Any], alike: list[tuple[Bound, Bound]]
+) -> None:
     """What is selected by comparisons that are known, in the place of the selects."""
     truth: dict[Any, bool | None] = {}
 
     def implied(bounds: list[Bound] | None) -> bool:
-        return bounds is not None and all(
-            any(x[::2] == y[::2] and x.constant <= y.constant for x in known) for y in bounds
-        )
+        return bounds is not None and all(map(follows, bounds))
+
+    def follows(y: Bound) -> bool:
+        if any(x[::2] == y[::2] and x.constant <= y.constant for x in known):
+            return True
+        equal = (x for x in known if numbers and x.sign == y.sign and x.limit(numbers) == y.limit(numbers))
+        if (x := next(equal, None)) is not None:
+            alike.append((x, y))
+        return x is not None
 
     def replaced(x: fx.Node, by: Any) -> None:
         if _same_type(by, x):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.scores.function import Function, Score, ScoreMod
+from saccade.scores.proof import PARTS
 from saccade.scores.ranges import LONGEST
-from saccade.scores.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class Softcap(Score):
         return 1 - torch.tanh(score / self.cap).square()
 
 
-def softcap(cap: float) -> Softcap:
+def softcap(cap: float | Tensor) -> Softcap | ScoreMod:
     """`score -> cap tanh(score / cap)`: keeps scores inside (-cap, cap), as Gemma 2 does.
 
     Args:
-        cap: positive and finite, in units of the scaled score. A runtime value: a new one never recompiles.
+        cap: positive and finite, in units of the scaled score. A runtime value: a new one never recompiles. A tensor of
+            no dimensions is read in each call, and gets a gradient if it requires one.
 
     Raises:
         ValueError: a cap that is not positive and finite.
@@ -52,12 +53,17 @@ def softcap(cap: float) -> Softcap:
     >>> softcap(50.0)
     Softcap(cap=50.0)
     """
-    cap = arguments.number(
-        "cap", cap, ": write the function, lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)"
-    )
+    if isinstance(cap, Tensor):
+        _check("softcap", cap, "a cap, a float or a float tensor of no dimensions", lambda: cap.dim() == 0)
+        return Ready("softcap", _softcap, cap)
+    cap = arguments.number("cap", cap)
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
     return Softcap(cap)
+
+
+def _softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, cap: Tensor) -> Tensor:
+    return cap * torch.tanh(score / cap)
 
 
 class Ready(ScoreMod):
@@ -70,23 +76,11 @@ class Ready(ScoreMod):
         all; None: it broadcasts to (b, h_q, s_q, s_k)."""
         super().__init__(fn, *tensors)
         self.kind, self.heads, self.shares = kind, heads, shares
-        self._surveys: dict[bool, Survey] = {}
 
     @property
     def parts(self) -> tuple[Callable[..., Tensor], ...]:
         """What it is composed of."""
         return self.fn.mods if isinstance(self.fn, _Composed) else ()
-
-    def survey(self, zero_dim: bool) -> Survey:
-        """Once: nothing in it changes, unless it is composed of what users wrote."""
-        if isinstance(self.fn, _Composed):
-            return super().survey(zero_dim)
-        if zero_dim not in self._surveys:
-            self._surveys[zero_dim] = super().survey(zero_dim)
-        return self._surveys[zero_dim]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_surveys": {}}
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
@@ -153,7 +147,7 @@ def _relative_bias(
     last: int,
     shared: bool,
 ) -> Tensor:
-    return score + table[torch.zeros_like(h) if shared else h, _column(q_idx, kv_idx, reach, last)]
+    return score + table[0 if shared else h, _column(q_idx, kv_idx, reach, last)]
 
 
 def _column(q_idx: Tensor, kv_idx: Tensor, reach: int, last: int) -> Tensor:
@@ -314,5 +308,8 @@ def _check(name: str, t: Any, wanted: str, fits: Callable[[], bool]) -> None:
         raise ValueError(f"{name} needs {wanted}, of floats, got {t.dtype} {tuple(t.shape)}")
 
 
+PARTS[ScoreMod] = PARTS[Ready] = ("fn", "bprop"), ("tensors",)
+PARTS[_Composed] = (), ("mods",)
+PARTS[Softcap] = ("cap",), ()
 KINDS = ("softcap", "alibi", "bias", "relative_bias", "t5_bias", "temperature")
 """What a Spec calls the ready ones; any other function is `score(its name)`."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from saccade.lazily import lazily
 from saccade.scores.assembly import Assembly, Read
 from saccade.scores.trace import TILE, K, Q, Raw, Refused, aten, name_of
 
@@ -24,8 +25,6 @@ class Program:
     """What a score function computes. Its graphs take score, b, h, q_idx, kv_idx, the captured tensors, the numbers,
     and the numbers once more as tensors of no dimensions."""
 
-    constants: tuple[int, ...] = ()
-    """Which of the function's numbers are part of the program."""
     recorded: Any = None
     """`recorded.Recorded`, where callbacks are behind it."""
     hiding: Any = None
@@ -83,6 +82,8 @@ class Program:
         def argument(x: Any) -> Any:
             if not isinstance(x, fx.Node):
                 return x
+            while x.meta["kind"] == "number" and name_of(x) == "expand":
+                x = x.args[0]
             if x in made:
                 return made[x]
             if x.meta["kind"] == "tensor":
@@ -176,13 +177,13 @@ class Program:
         assembly = Assembly(self, self.derived)
         return assembly.locals(wanted)
 
-    @cached_property
+    @lazily
     def by_batch_row(self) -> bool:
         """Whether its value or a derivative depends on the number of the batch row."""
         graphs = self.value.graph, self.slope.graph, self.derived_slope.graph
         return any(x.target == "b" and x.users for graph in graphs for x in graph.find_nodes(op="placeholder"))
 
-    @cached_property
+    @lazily
     def identity(self) -> str:
         """Equal for equal programs, in every process."""
         text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from saccade.scores.callback import CallbackMod
 from saccade.scores.graph import Recording, Step
 from saccade.scores.program import Program
-from saccade.scores.survey import Survey
+from saccade.scores.tape import Tape
 
 
 class Recorded(NamedTuple):
@@ -22,13 +23,15 @@ class Recorded(NamedTuple):
     """None: there is no derivative of the user's own."""
 
 
-def recorded(mod: CallbackMod, program: Program, found: Survey) -> Recorded | None:
+def recorded(mod: CallbackMod, program: Program, tape: Tape) -> Recorded | None:
     """None where a Program has no place for something that the recordings read."""
-    places = _places(mod, program, found)
+    if program.before[1] is not None or program.numbers[1] is not None:
+        return None
+    places = [_place(x, program, tape) for x in mod.tensors]
     forward, backward = mod.fn, mod.bprop
     assert isinstance(forward, Recording)
     assert backward is None or isinstance(backward, Recording)
-    if places is None or any(
+    if any(
         step.name == "tensor" and places[step.attributes[0]] is None
         for recording in (forward, backward)
         if recording is not None
@@ -43,23 +46,18 @@ def recorded(mod: CallbackMod, program: Program, found: Survey) -> Recorded | No
     return Recorded(placed(forward), None if backward is None else placed(backward))
 
 
-def _places(mod: CallbackMod, program: Program, found: Survey) -> list[Step | None] | None:
-    """For each of the callback's tensors the step that reads it of a Program's inputs."""
-    leaves = [leaf.value for leaf in found.leaves]
-    if len(leaves) != len(mod.tensors) or program.before[1] is not None or program.numbers[1] is not None:
-        return None
-    # What Programs pick from: the tensors, then the numbers that are no constants.
-    tensors, numbers, constants = [], [], []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            tensors.append(i)
-        else:
-            (constants if len(numbers) + len(constants) in program.constants else numbers).append(i)
-    order = [*tensors, *numbers]
-    found_at: list[Step | None] = [None] * len(leaves)
-    for i in constants:
-        found_at[i] = Step("number", (), (leaves[i], repr(leaves[i])))
-    for name, (picked, _) in (("tensor", program.before), ("runtime", program.numbers)):
-        for j, place in enumerate(picked):
-            found_at[order[place]] = Step(name, (), (j,))
-    return found_at
+def _place(x: Tensor, program: Program, tape: Tape) -> Step | None:
+    """The step that reads one of the callback's tensors of a Program's inputs, which are picked from the tensors and
+    then the numbers of a tape."""
+    for name, held, first, (picked, _) in (
+        ("tensor", tape.tensors, 0, program.before),
+        ("runtime", tape.sources, len(tape.tensors), program.numbers),
+    ):
+        i = _index(held, x)
+        if i is not None and first + i in picked:
+            return Step(name, (), (picked.index(first + i),))
+    return None
+
+
+def _index(held: Sequence[Tensor | None], x: Tensor) -> int | None:
+    return next((i for i, other in enumerate(held) if other is x), None)

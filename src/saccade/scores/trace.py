@@ -1,9 +1,7 @@
-"""From a Python function of the score to a Program: graphs of pointwise operations and of reads of captured tensors.
+"""From a recording to a graph of pointwise operations and of reads of captured tensors.
 
-The function runs once on small fake tensors: score (Q, K), b and h (1, 1), q_idx (Q, 1), kv_idx (1, K), the shapes of a
-tile with broadcasting indices. What depends on no index and on no score is computed beforehand, by torch, once for each
-call: of captured tensors (`before`), and of numbers (`numbers`). All else must be pointwise, or a read of a captured
-tensor at computed indices.
+The recording runs again on small fake tensors: score (Q, K), b and h (1, 1), q_idx (Q, 1), kv_idx (1, K), the shapes of a
+tile with broadcasting indices. All of it must be pointwise, or a read of a captured tensor at computed indices.
 """
 
 # torch.fx types the arguments of nodes as unions of everything.
@@ -13,12 +11,9 @@ tensor at computed indices.
 
 from __future__ import annotations
 
-import linecache
 import logging
 import operator
-import sys
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,13 +21,16 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from saccade.scores.recording import Recording, line_of, told, user_line
+from saccade.scores.replay import replayed
+from saccade.scores.tape import TILE, Refused
+
 aten = torch.ops.aten
 Q, K = 61, 67
 """Of the tile that is traced: primes, so that no captured tensor fits it by accident."""
-TILE = ("score", "b", "h", "q_idx", "kv_idx")
 
 POINTWISE = frozenset((
-    "abs", "add", "alias", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
+    "abs", "add", "alias", "attached", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
     "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "div", "elu", "eq",
     "erf", "erfc", "exp", "exp2", "expm1", "fill", "floor", "floor_divide", "fmax", "fmin", "fmod", "full_like", "ge",
     "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp",
@@ -61,45 +59,26 @@ _ADVICE = {
 _REDUCTION = "a score function sees one tile of scores at a time, so it cannot reduce over them; do it beforehand"
 
 
-class Refused(ValueError):
-    """A function that cannot be traced; `line` is where, if it is known."""
-
-    def __init__(self, told: str, line: str | None) -> None:
-        super().__init__(told)
-        self.told, self.line = told, line
-
-    def __str__(self) -> str:
-        return f"{self.told}\n  {self.line}" if self.line else self.told
-
-
 class Raw:
     """One run of the function as a graph, its nodes sorted: `tile` depends on score or indices, `tensor` on captured
     tensors alone, `number` on numbers alone."""
 
-    def __init__(
-        self, fn: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any], dtype: torch.dtype
-    ) -> None:
-        lines = _Lines()
+    def __init__(self, recording: Recording) -> None:
+        tape, lines = recording.tape, _Lines()
 
-        def run(
-            score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *captured: Tensor
-        ) -> tuple[Tensor, ...]:
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            tensors, numbers = given[5 : 5 + len(tape.tensors)], given[5 + len(tape.tensors) :]
             with lines:
-                out = fn(captured)(score, b, h, q_idx, kv_idx)
-            out = out if isinstance(out, tuple) else (out,)
-            if not all(isinstance(x, Tensor) for x in out):
-                raise Refused(
-                    "a score function returns the modified score, a tensor, and a mask function one of bools; got "
-                    f"{out[0]!r}",
-                    None,
-                )
-            return out
+                return tuple(replayed(tape, recording.outputs, given[:5], tensors, numbers, lines.at))
 
         int64 = torch.int64
-        tile = torch.zeros(Q, K, dtype=dtype), *(torch.zeros(s, dtype=int64) for s in ((1, 1), (1, 1), (Q, 1), (1, K)))
-        fakes = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tensors]
-        zeros = [torch.zeros((), dtype=int64 if isinstance(x, int) else torch.float32) for x in numbers]
-        self.inputs = len(tensors), len(numbers)
+        tile = (
+            torch.zeros(Q, K, dtype=tape.dtype),
+            *(torch.zeros(s, dtype=int64) for s in ((1, 1), (1, 1), (Q, 1), (1, K))),
+        )
+        fakes = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
+        zeros = [torch.zeros((), dtype=int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
+        self.inputs = len(fakes), len(zeros)
         with torch.no_grad():
             self.module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tile, *fakes, *zeros)
         _constants_from_nothing(self.module.graph)
@@ -119,7 +98,7 @@ class Raw:
             if node.op != "call_function":
                 continue
             kinds = {x.meta["kind"] for x in node.all_input_nodes}
-            scalar = isinstance(node.meta["val"], Tensor) and node.meta["val"].dim() == 0
+            scalar = isinstance(node.meta["val"], Tensor) and node.meta["val"].numel() == 1
             kind = "tile" if "tile" in kinds else "tensor" if "tensor" in kinds or not scalar else "number"
             node.meta["kind"] = kind
             met[node.target] = met.get(node.target, 0) + 1
@@ -173,67 +152,21 @@ def _constants_from_nothing(graph: fx.Graph) -> None:
             node.replace_all_uses_with(made)
 
 
-def traced(fn: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any], dtype: torch.dtype) -> Raw:
-    """`fn(captured)` is the function with these fakes in the place of its leaves.
-
+def traced(recording: Recording) -> Raw:
+    """
     Raises:
-        Refused: it cannot be traced; says what to write instead.
+        Refused: what was recorded cannot be a graph; says what to write instead.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    with _lock:
-        silent, log.disabled = log.disabled, True  # it tells of every operation that fails; so do we
-        try:
-            return Raw(fn, tensors, numbers, dtype)
-        except Refused:
-            raise
-        except Exception as failed:
-            raise Refused(_told(failed), _user_line(failed)) from failed
-        finally:
-            log.disabled = silent
-
-
-_lock = threading.RLock()
-"""Tracing sets modes that are the process's own."""
-
-
-def _told(failed: Exception) -> str:
-    text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
-    if "DataDependent" in type(failed).__name__ or "data-dependent" in text or "is ambiguous" in text:
-        return (
-            "the function branches in Python on values that only the kernel knows; "
-            "write torch.where(condition, a, b), and keep to tensors (no int(), float(), bool(), math.*)"
-        )
-    if "broadcast" in text or "must match the size" in text:
-        return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
-    if isinstance(failed, TypeError) and "positional argument" in text:
-        return (
-            "a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors, a mask function "
-            f"with (b, h, q_idx, kv_idx); {text}"
-        )
-    return f"{type(failed).__name__}: {text}"
-
-
-def _user_line(failed: BaseException) -> str | None:
-    """The last line of the traceback that is neither torch's nor ours."""
-    found, at = None, failed.__traceback__
-    while at is not None:
-        file, number = at.tb_frame.f_code.co_filename, at.tb_lineno
-        if not _inside(file) and linecache.getline(file, number):
-            found = _line(file, number)
-        at = at.tb_next
-    return found
-
-
-_TORCH = torch.__path__[0]
-_HERE = __file__.rpartition("/")[0]
-
-
-def _inside(file: str) -> bool:
-    return file.startswith((_TORCH, "<frozen")) or file in (__file__, f"{_HERE}/function.py")
-
-
-def _line(file: str, number: int) -> str:
-    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+    silent, log.disabled = log.disabled, True  # it tells of every operation that fails; so do we
+    try:
+        return Raw(recording)
+    except Refused:
+        raise
+    except Exception as failed:
+        raise Refused(told(failed), user_line(failed)) from failed
+    finally:
+        log.disabled = silent
 
 
 class _Lines(TorchDispatchMode):
@@ -241,19 +174,19 @@ class _Lines(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[Any, list[tuple[str, int] | None]] = {}
+        self.found: dict[Any, list[Any]] = {}
+        self.line: Any = None
+
+    def at(self, line: Any) -> None:
+        self.line = line
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
-        while frame is not None and _inside(frame.f_code.co_filename):
-            frame = frame.f_back
-        self.found.setdefault(func, []).append(frame and (frame.f_code.co_filename, frame.f_lineno))
+        self.found.setdefault(func, []).append(self.line)
         return func(*args, **(kwargs or {}))
 
     def of(self, func: Any, nth: int) -> str | None:
         places = self.found.get(func, [])
-        place = places[nth] if nth < len(places) else None
-        return _line(*place) if place else None
+        return line_of(places[nth]) if nth < len(places) else None
 
 
 def name_of(node: fx.Node) -> str:

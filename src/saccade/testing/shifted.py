@@ -15,7 +15,7 @@ from saccade.masks import Extent, Mask
 
 def captured(score_mod: Any) -> dict[str, Tensor]:
     """The tensors of a score modification that require a gradient, by the names of their gradients."""
-    leaves = [] if score_mod is None else [leaf.value for leaf in scores.survey(score_mod).leaves]
+    leaves = scores.captured(score_mod)
     wanted = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
     return {f"dscore{i}": x for i, x in enumerate(wanted.values())}
 

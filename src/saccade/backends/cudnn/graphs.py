@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from saccade.backends.cudnn.frontend import frontend
 from saccade.backends.cudnn.modification import Modification
 from saccade.backends.cudnn.replay import Replay
+from saccade.lazily import lazily
 
 OTHERS = ("sdpa_fwd_prefill_sm", "sdpa_bwd_sm")
 """How the frontend's own kernels begin, which stand beside cuDNN's engines and know no score_mod."""
@@ -47,7 +47,7 @@ class Form:
     held: tuple[Place, ...] = ()
     """What the modification reads."""
 
-    @cached_property
+    @lazily
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 

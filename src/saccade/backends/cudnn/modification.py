@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from saccade.backends.cudnn.legal import HELD, legal
 from saccade.backends.cudnn.lowered import NoOperation, lowered, scaled
+from saccade.lazily import lazily
 from saccade.problem import ALIGNMENT
 from saccade.scores import Score, Softcap, Traced
 from saccade.scores.graph import Step, data_type
@@ -39,14 +39,14 @@ class Modification:
     """Passed by value too: cuDNN before 9.22 knows no constants in graphs. So graphs differ by their types alone."""
     types: tuple[torch.dtype, ...] = ()
 
-    @cached_property
+    @lazily
     def _hash(self) -> int:
         return hash((self.forward, self.backward, self.reads, self.numbers, self.integral, self.types))
 
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
+    @lazily
     def operations(self) -> int:
         """How many nodes a graph has for it, at most."""
         steps = (*self.forward, *(self.backward or ()))

@@ -1,0 +1,125 @@
+"""`torch.autograd.Function` in functions of the score: the value that it computes, with the derivative that it says.
+
+Torch tells nobody of a Function's call, so the first one that a recording meets, in a process, is told of from then on:
+`Function.apply` looks for stand-ins among its arguments, and does as before where there are none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+UNSEEN = Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
+"""The code that runs where a Function is called as torch has it."""
+
+
+class Unseen(BaseException):
+    """A recording is inside of a Function that it knows nothing of."""
+
+
+def see_functions(kind: type, applied: Callable[..., Any]) -> None:
+    """From now on `applied(function, args)` is what Functions make of arguments of this kind."""
+    plain = Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    if plain.__code__ is not UNSEEN:
+        return
+
+    @functools.wraps(plain)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return applied(cls, args) if any([type(x) is kind for x in args]) else plain(cls, *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Context:
+    """A Function's context while it is recorded."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.needs_input_grad = tuple([isinstance(x, Tensor) for x in args])
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def called(self, function: Any, args: Sequence[Any]) -> Any:
+        if function.setup_context is Function.setup_context:
+            return function.forward(self, *args)
+        made = function.forward(*args)
+        function.setup_context(self, args, made)
+        return made
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    save_for_forward = mark_dirty = mark_non_differentiable = lambda self, *tensors: None
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+_LINEAR = frozenset((
+    "neg", "__neg__", "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "to",
+    "float", "double", "clone", "detach", "view_as", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub",
+    "where", "masked_fill", "contiguous", "subtract", "alias",
+))  # fmt: skip
+
+
+def linear(tape: Any, gradient: int, first: int, outputs: Sequence[int]) -> bool:
+    """Whether values, made by the steps from `first` on, are a gradient times something else; or a sum of such."""
+    of_it = {gradient}
+    for place in range(first + 5, len(tape.steps) + 5):
+        function, given, named = tape.steps[place - 5]
+        name = function.__name__
+        by = [x[0] == "value" and x[1] in of_it for x in (*given, *(x for _, x in named))]
+        if not any(by):
+            continue
+        if name not in _LINEAR:
+            return False
+        once = name in ("mul", "__mul__", "__rmul__", "multiply")
+        sums = name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract")
+        picks = name in ("where", "masked_fill")
+        if (once and sum(by) > 1) or (sums and not all(by[:2])) or (not once and not sums and not picks and not by[0]):
+            return False
+        if "div" in name and any(by[1:]):
+            return False
+        if picks and not all(b or _is_zero(x) for b, x in _choices(name, given, by)):
+            return False
+        of_it.add(place)
+    return all(x in of_it for x in outputs)
+
+
+def _choices(name: str, given: Any, by: Sequence[bool]) -> list[tuple[bool, Any]]:
+    pairs = list(zip(by, given, strict=False))
+    return [pairs[1], pairs[2]] if name == "where" else [pairs[0], pairs[2]]
+
+
+def _is_zero(x: Any) -> bool:
+    return x[0] == "constant" and x[2] == 0
+
+
+# One operator stands for all of them in graphs: the value is the first argument, the derivative by the second is the
+# third.
+
+_library = torch.library.Library("saccade", "FRAGMENT")
+_library.define("attached(Tensor value, Tensor x, Tensor slope) -> Tensor")
+_library.impl("attached", lambda value, x, slope: value.clone(), "CompositeExplicitAutograd")
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    value, x, slope = inputs
+    ctx.shapes = value.shape, x.shape
+    ctx.save_for_backward(slope)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    (slope,) = ctx.saved_tensors
+    by_value, by_x = ctx.shapes
+    return gradient.sum_to_size(by_value), (gradient * slope).sum_to_size(by_x), None
+
+
+torch.library.register_autograd("saccade::attached", _backward, setup_context=_setup, lib=_library)
+
+
+def attached(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+    return torch.ops.saccade.attached(value, x.to(value.dtype), slope.to(value.dtype))

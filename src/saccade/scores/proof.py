@@ -1,0 +1,292 @@
+"""When a recording need not be made again: a proof that it would be the same.
+
+It holds for code whose every name resolves, at this call, to what it did, where each is plain: a number, a string, None,
+a tensor, one of torch's functions that the recording called, an arithmetic builtin, or a function of the same kind.
+Anything else has no proof, and is recorded at every call.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Find = Callable[[Any], Any]
+"""From the function that is called to something that it reads. What is found is not held: a proof keeps nothing alive."""
+Check = Callable[[Any], bool]
+
+
+class Unproven(Exception):
+    """Something that may change without notice."""
+
+
+_BUILTINS = (
+    abs, all, any, bool, divmod, enumerate, float, int, len, max, min, pow, range, reversed, round, slice, sum, tuple, zip,
+)  # fmt: skip
+_PURE = {id(x) for x in (
+    *_BUILTINS, *(x for held in (math, operator) for x in vars(held).values() if type(x) is types.BuiltinFunctionType)
+)}  # fmt: skip
+"""Functions whose results are those of their arguments alone, and that call no code of others on plain ones."""
+_NUMBERS = (int, float, complex)
+_SAME = (bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
+_MISSING = object()
+
+
+class Proof:
+    """What holds as long as the recording of a function does.
+
+    Args:
+        fn: the function.
+        called: torch's functions that its recording called.
+
+    Raises:
+        Unproven: nothing is known of when it would be the same.
+    """
+
+    def __init__(self, fn: Any, called: set[Any]) -> None:
+        self.called, self.checks, self.met = called, [], set()
+        self.tensors: list[tuple[weakref.ref[Tensor], Find]] = []
+        """Those that were found, and where."""
+        self._function(lambda root: root, fn)
+
+    def holds(self, fn: Any) -> bool:
+        for check in self.checks:
+            if not check(fn):
+                return False
+        return True
+
+    def find(self, x: Tensor) -> Find:
+        """Where a captured tensor is found.
+
+        Raises:
+            Unproven: nowhere.
+        """
+        for held, find in self.tensors:
+            if held() is x:
+                return find
+        raise Unproven
+
+    def _function(self, find: Find, fn: Any) -> None:
+        """A function, a method of an object, a partial of either, or one of the records in `PARTS`."""
+        kind = type(fn)
+        if kind is types.FunctionType:
+            self._code(find, fn, None)
+        elif kind is types.MethodType and type(fn.__func__) is types.FunctionType:
+            self.checks.append(lambda root: type(find(root)) is kind)
+            self._code(lambda root: find(root).__func__, fn.__func__, (lambda root: find(root).__self__, fn.__self__))
+        elif kind is functools.partial:
+            self._parts(find, fn, ("func",), ("args", "keywords"))
+        elif kind in PARTS:
+            self._parts(find, fn, *PARTS[kind])
+        else:
+            raise Unproven
+
+    def _parts(self, find: Find, fn: Any, names: Sequence[str], containers: Sequence[str]) -> None:
+        kind = type(fn)
+        self.checks.append(lambda root: type(find(root)) is kind)
+        for name in names:
+            self._plain(lambda root, name=name: getattr(find(root), name), getattr(fn, name))
+        for name in containers:
+            held = getattr(fn, name)
+            keys = list(held) if isinstance(held, dict) else list(range(len(held)))
+            self.checks.append(lambda root, name=name, n=len(keys): len(getattr(find(root), name)) == n)
+            for key in keys:
+                self._plain(lambda root, name=name, key=key: getattr(find(root), name)[key], held[key])
+
+    def _plain(self, find: Find, x: Any) -> None:
+        """What is found is x now; that it is the same later."""
+        kind = type(x)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            held, form = weakref.ref(x), (x.shape, x.dtype, x.device, x.requires_grad)
+            self.tensors.append((held, find))
+            self.checks.append(
+                lambda root: (y := find(root)) is held() and (y.shape, y.dtype, y.device, y.requires_grad) == form
+            )
+        elif kind in _SAME:
+            self.checks.append(lambda root: (y := find(root)) is x or (type(y) is kind and y == x))
+        elif kind in _NUMBERS:  # 0.0 and -0.0 are equal, and not the same
+            self.checks.append(lambda root: (y := find(root)) is x or (type(y) is kind and y == x and x != 0))
+        elif id(x) in _PURE or (callable(x) and kind.__hash__ is not None and x in self.called):
+            self.checks.append(lambda root: find(root) is x)
+        else:
+            self._function(find, x)
+
+    def _code(self, find: Find, fn: types.FunctionType, owner: tuple[Find, Any] | None) -> None:
+        code, defaults = fn.__code__, len(fn.__defaults__ or ())
+        self.checks.append(
+            lambda root: (
+                type(y := find(root)) is types.FunctionType
+                and y.__code__ is code
+                and len(y.__defaults__ or ()) == defaults
+                and not y.__kwdefaults__
+            )
+        )
+        if fn.__kwdefaults__ or id(fn) in self.met:
+            raise Unproven
+        self.met.add(id(fn))
+        for i, x in enumerate(fn.__defaults__ or ()):
+            self._plain(lambda root, i=i: find(root).__defaults__[i], x)
+        for root, name, path in _chains(code):
+            if root == "global":
+                self._global(find, fn, name, path)
+            elif root == "free":
+                i = code.co_freevars.index(name)
+                held = fn.__closure__ or ()
+                self._follow(lambda root, i=i: _contents(find(root).__closure__[i]), _contents(held[i]), path)
+            elif root == "self" and owner is not None:
+                if not path or name == "written":
+                    raise Unproven
+                self._follow(*owner, path)
+            else:
+                for attribute in path:  # of a value: those of tensors might be given others
+                    self._of_tensors(attribute)
+        self.met.discard(id(fn))
+
+    def _of_tensors(self, name: str) -> None:
+        held = getattr(Tensor, name, _MISSING)
+        if type(held) is not types.GetSetDescriptorType:  # which cannot be another one
+            self.checks.append(lambda root: getattr(Tensor, name, _MISSING) is held)
+
+    def _global(self, find: Find, fn: types.FunctionType, name: str, path: tuple[str, ...]) -> None:
+        if name in fn.__globals__:
+            self._follow(lambda root: find(root).__globals__.get(name, _MISSING), fn.__globals__[name], path)
+        else:
+            known = fn.__builtins__  # pyright: ignore[reportAttributeAccessIssue]
+            self.checks.append(lambda root: name not in find(root).__globals__)
+            self._follow(lambda root: find(root).__builtins__.get(name, _MISSING), known.get(name, _MISSING), path)
+
+    def _follow(self, find: Find, x: Any, path: tuple[str, ...]) -> None:
+        """What was found, and the attributes of it that code reads."""
+        if not path:
+            self._plain(find, x)
+        elif type(x) is types.ModuleType:
+            self.checks.append(lambda root: find(root) is x)
+            if path[0] not in vars(x):
+                raise Unproven
+            self._follow(lambda root: vars(x).get(path[0], _MISSING), vars(x)[path[0]], path[1:])
+        elif type(x) in (Tensor, torch.nn.Parameter, *_NUMBERS, *_SAME):
+            self._plain(find, x)
+            for attribute in path:
+                self._of_tensors(attribute)
+        else:
+            self._attribute(find, x, path)
+
+    def _attribute(self, find: Find, x: Any, path: tuple[str, ...]) -> None:
+        """Of an object whose class looks attributes up as Python does, and torch's modules their parameters."""
+        name, kind = path[0], type(x)
+        if isinstance(x, type) or not _usual(kind) or type(getattr(x, "__dict__", None)) is not dict:
+            raise Unproven
+        space, value = vars(x), _first(kind, name)
+        self.checks.append(
+            lambda root: (
+                type(y := find(root)) is kind and _usual(kind) and _first(kind, name) is value and y is not None
+            )
+        )
+        if value is not _MISSING:  # a method, or a number that all objects share
+            if name in space or (type(value) is types.FunctionType and len(path) > 1):
+                raise Unproven
+            self.checks.append(lambda root: name not in vars(find(root)))
+            if type(value) is types.FunctionType:
+                self._code(lambda root: value, value, (find, x))
+            elif type(value) in (*_NUMBERS, *_SAME):
+                self._plain(lambda root: _first(kind, name), value)
+            else:
+                raise Unproven
+        elif name in space:
+            self._follow(lambda root: vars(find(root)).get(name, _MISSING), space[name], path[1:])
+        else:
+            held = next((n for n in _HELD if isinstance(x, torch.nn.Module) and name in space.get(n, ())), None)
+            if held is None:
+                raise Unproven
+            self.checks.append(lambda root: name not in vars(find(root)))
+            self._follow(lambda root: vars(find(root))[held].get(name, _MISSING), space[held][name], path[1:])
+
+
+_HELD = ("_parameters", "_buffers", "_modules")
+PARTS: dict[type, tuple[Sequence[str], Sequence[str]]] = {}
+"""Records of functions: which of their attributes are such, and which are tuples or dictionaries of them."""
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is assigned
+        return _MISSING
+
+
+def _usual(kind: type) -> bool:
+    other = getattr(kind, "__getattr__", None)
+    return kind.__getattribute__ is object.__getattribute__ and other in (None, torch.nn.Module.__getattr__)
+
+
+def _first(kind: type, name: str) -> Any:
+    for cls in kind.__mro__:
+        if name in cls.__dict__:
+            return cls.__dict__[name]
+    return _MISSING
+
+
+_QUIET = frozenset((
+    "RESUME", "NOP", "CACHE", "PUSH_NULL", "PRECALL", "CALL", "KW_NAMES", "CALL_KW", "LOAD_CONST", "LOAD_SMALL_INT",
+    "LOAD_CONST_IMMORTAL", "COPY_FREE_VARS", "MAKE_CELL", "BINARY_OP", "BINARY_SUBSCR", "BINARY_SLICE", "COMPARE_OP",
+    "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_NOT", "RETURN_VALUE", "RETURN_CONST", "BUILD_TUPLE", "BUILD_SLICE",
+    "POP_TOP", "COPY", "SWAP", "JUMP_FORWARD", "JUMP_BACKWARD", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE",
+    "POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE",
+    "POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE", "EXTENDED_ARG", "UNPACK_SEQUENCE", "FOR_ITER",
+    "GET_ITER", "END_FOR", "POP_ITER", "TO_BOOL", "IS_OP", "STORE_FAST", "LOAD_FAST", "LOAD_FAST_CHECK",
+    "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "STORE_FAST_LOAD_FAST",
+    "STORE_FAST_STORE_FAST", "NOT_TAKEN",
+))  # fmt: skip
+"""Operations that neither name anything nor write anywhere but to locals."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _chains(code: types.CodeType) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """What code reads: ("global", name, attributes that follow), ("free", name, …), ("self", "read" or "written", …) of
+    its first argument, and ("value", "", …) of what it computes.
+
+    Raises:
+        Unproven: code that does something else.
+    """
+    return tuple(dict.fromkeys(_read(code)))
+
+
+def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    root: tuple[str, str] | None = None
+    path: list[str] = []
+    first = code.co_varnames[0] if code.co_argcount else ""
+    for step in dis.get_instructions(code):
+        name, given = step.opname, step.argval
+        if name in ("CACHE", "EXTENDED_ARG", "NOP"):
+            continue
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            root = root or ("value", "")
+            path.append(str(given))
+            continue
+        if root is not None:
+            yield *root, tuple(path)
+        root, path = None, []
+        locals_ = given if isinstance(given, tuple) else (given,)
+        if name == "LOAD_GLOBAL":
+            root = "global", str(given)
+        elif name == "LOAD_DEREF" and given in code.co_freevars:
+            root = "free", str(given)
+        elif name not in _QUIET:
+            raise Unproven
+        elif "STORE_FAST" in name and first in locals_:
+            yield "self", "written", ()
+        elif name.startswith("LOAD_FAST") and first in locals_:
+            if locals_[-1] == first:  # attributes are of the last
+                root = "self", "read"
+            if first in locals_[:-1]:
+                yield "self", "read", ()
+    if root is not None:
+        yield *root, tuple(path)

@@ -1,0 +1,338 @@
+"""A recording: what a function of the score computes, found out by running it on stand-ins for its arguments.
+
+The five arguments are stand-ins, and so is what torch makes of them: each operation on one is a step of a tape. All else
+is itself: numbers, strings and captured tensors, and what torch computes of tensors alone, which it computes at once.
+Where a tensor or a number meets a stand-in it becomes an input of the tape, by its place.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from saccade.scores.own import UNSEEN, Context, Unseen, attached, linear, see_functions
+from saccade.scores.tape import Refused, Tape
+
+_BRANCHES = (
+    "the function branches in Python on values that only the kernel knows; "
+    "write torch.where(condition, a, b), and keep to tensors (no int(), float(), bool(), math.*)"
+)
+_VALUES = frozenset((
+    "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__contains__", "item", "tolist",
+    "numpy", "data_ptr", "equal", "allclose", "is_nonzero", "__dlpack__", "nonzero", "untyped_storage", "storage",
+))  # fmt: skip
+_RANDOM = frozenset((
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
+    "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "multinomial",
+    "poisson", "binomial", "dropout", "dropout_", "native_dropout", "rrelu", "rrelu_", "gumbel_softmax",
+    "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d",
+))  # fmt: skip
+FORM = frozenset((
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout", "dim", "size",
+    "numel", "nelement", "__len__", "is_floating_point", "ndimension", "is_complex",
+))  # fmt: skip
+"""What a tensor tells of its form, not of its values."""
+_DEVICES = {"is_cuda": "cuda", "is_cpu": "cpu", "is_meta": "meta", "is_mps": "mps", "is_xpu": "xpu"}
+
+
+class StandIn(Tensor):
+    """A tensor without numbers, in the place of a value that a kernel computes."""
+
+    tape: Tape
+    place: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Refused("a value of a score function is used when its call is over")
+
+
+_EMPTY = torch.empty((), device="meta")
+_make: Any = Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _stand_in(tape: Tape, place: int) -> Any:
+    made = _make(StandIn, _EMPTY)
+    made.tape, made.place = tape, place
+    return made
+
+
+class Recording(NamedTuple):
+    """What one run of a function has left."""
+
+    tape: Tape
+    outputs: tuple[Any, ...]
+    """What it returned, as a tape holds it."""
+    called: set[Any] | None
+    """Torch's functions that were steps; None if there were others, which read tensors or made them of others."""
+
+    @property
+    def key(self) -> Any:
+        """Equal for recordings of one program."""
+        tape = self.tape
+        return tuple(tape.steps), self.outputs, tuple(tape.forms), tape.dtype, torch.get_default_dtype()
+
+
+def record(
+    fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int = 1, reads_numbers: bool = True
+) -> Recording:
+    """Runs a function of (score, b, h, q_idx, kv_idx) once.
+
+    Raises:
+        Refused: it does what no kernel can; says what to write instead.
+    """
+    tape = Tape(StandIn, dtype, device, reads_numbers)
+    recorder = _Recorder(tape)
+    try:
+        with recorder:
+            found = fn(*[_stand_in(tape, i) for i in range(5)])
+        found = found if outputs > 1 and type(found) is tuple else (found,)
+        if len(found) != outputs or not all(isinstance(x, Tensor) for x in found):
+            got = type(found[0]).__name__ if isinstance(found[0], (tuple, list)) else repr(found[0])
+            raise Refused(
+                "a score function returns the modified score, a tensor, and a mask function one of bools; got " + got
+            )
+        return Recording(tape, tuple([tape.given(x, True) for x in found]), recorder.called)
+    except Unseen:
+        see_functions(StandIn, _applied)
+        return record(fn, dtype, device, outputs, reads_numbers)
+    except Refused as refused:
+        refused.line = refused.line or user_line(refused)
+        raise
+    except Exception as failed:
+        raise Refused(told(failed), user_line(failed)) from failed
+
+
+_RECORD = record.__code__
+
+
+def _applied(function: Any, args: Any) -> StandIn:
+    """What a torch.autograd.Function makes of stand-ins: its value, and its own derivative by each of them.
+
+    Raises:
+        Refused: a derivative that is not linear in the gradient, or several results.
+    """
+    with torch.no_grad():
+        context = Context(args)
+        made = context.called(function, args)
+    if type(made) is not StandIn:
+        raise Refused(f"{function.__name__} must return one value of the score, got {type(made).__name__}")
+    tape = made.tape
+    gradient = torch.ones_like(made)
+    before = len(tape.steps)
+    with torch.no_grad():
+        slopes = function.backward(context, gradient)
+    slopes = slopes if isinstance(slopes, tuple) else (slopes,)
+    if not linear(tape, gradient.place, before, [x.place for x in slopes if type(x) is StandIn]):
+        raise Refused(f"the backward of {function.__name__} is not linear in its gradient, as a derivative is")
+    for x, slope in zip(args, slopes, strict=False):
+        if type(x) is StandIn and slope is not None and _dtype(x).is_floating_point:
+            slope = slope if type(slope) is StandIn else torch.ones_like(made) * slope
+            made = _stand_in(tape, tape.call(attached, (made, x, slope), {}))
+    return made
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees whatever torch is asked for while a function runs."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape, self.graded = tape, torch.is_grad_enabled()
+        self.called: set[Any] | None = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name in _RANDOM and kwargs.get("training", True):
+            raise Refused(f"{name} draws random numbers: dropout_p of attention drops probabilities at random")
+        if StandIn in types:
+            return self._step(name, func, args, kwargs)
+        if any([type(x) is StandIn for x in args]):  # torch.tensor(score)
+            return self._step("detach", Tensor.detach, args[:1], {})
+        if self.called is not None and name not in FORM:
+            self.called = None
+        return func(*args, **kwargs)
+
+    def _step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else None
+        if self.called is not None:
+            self.called.add(func)
+        if name in _QUERIES and type(x) is StandIn:
+            return _QUERIES[name](x, *args[1:])
+        if name in ("__repr__", "__format__", "__str__"):
+            return f"a value of the score function, {name_of_place(x.place)}"
+        if name == "to" or name == "type_as":
+            func, args, kwargs = _converted(x, args, kwargs)
+            if func is None:
+                return x
+        if func.__name__ == "__get__":
+            if name != "data":
+                raise Refused(f"values of a score function have no {name}: they are one number each, of no known shape")
+            name, func = "detach", Tensor.detach
+        if told := refusal(name):
+            raise Refused(told)
+        if kwargs.get("out") is not None:
+            raise Refused(f"{name} writes to out=…; use what it returns")
+        graded = torch.is_grad_enabled()
+        made = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place(not graded)))
+        if self.graded and not graded:
+            made = _stand_in(self.tape, self.tape.call(Tensor.detach, (made,), {}))
+        return made
+
+
+def refusal(name: str) -> str | None:
+    """Why no value of a score function can be asked for this."""
+    if name in _VALUES:
+        return _BRANCHES
+    if name in _RANDOM:
+        return f"{name} draws random numbers: dropout_p of attention drops probabilities at random"
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+        return f"{name} writes in place; write a new value, such as x = x.{name.strip('_')}(…)"
+    if name in ("shape", "size", "dim", "ndim", "numel", "__len__"):
+        return _SHAPE
+    return None
+
+
+_SHAPE = (
+    "the shape of the score and the indices is not known: a function is given one value of each, whatever tile a kernel "
+    "works on; capture lengths as numbers"
+)
+_WRITES = frozenset(("__setitem__", *(f"__i{x}__" for x in (
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+))))  # fmt: skip
+
+
+def name_of_place(place: int) -> str:
+    return ("score", "b", "h", "q_idx", "kv_idx")[place] if place < 5 else f"step {place - 5}"
+
+
+# What a stand-in tells of itself
+
+
+def _dtype(x: StandIn) -> torch.dtype:
+    return x.tape.dtype if x.place == 0 else torch.int64 if x.place < 5 else _form(x)[0]
+
+
+def _form(x: StandIn) -> tuple[torch.dtype, tuple[int, ...]]:
+    from saccade.scores.replay import form_of
+
+    return form_of(x.tape, x.place)
+
+
+def _shape(x: StandIn) -> torch.Size:
+    found = _form(x)[1] if x.place > 4 else ()
+    if not found:
+        raise Refused(_SHAPE)
+    return torch.Size(found)
+
+
+def _size(x: StandIn, dim: int | None = None) -> Any:
+    return _shape(x) if dim is None else _shape(x)[dim]
+
+
+def _unbound(x: StandIn, dim: int = 0) -> list[Any]:
+    n = _shape(x)[dim]
+    at = dim if dim >= 0 else len(_shape(x)) + dim
+    places = [(*[slice(None)] * at, i) for i in range(n)]
+    return [_stand_in(x.tape, x.tape.call(Tensor.__getitem__, (x, place), {})) for place in places]
+
+
+_QUERIES: dict[str, Callable[..., Any]] = {
+    "dtype": _dtype,
+    "device": lambda x: x.tape.device,
+    "shape": _shape,
+    "size": _size,
+    "dim": lambda x: len(_shape(x)),
+    "ndim": lambda x: len(_shape(x)),
+    "ndimension": lambda x: len(_shape(x)),
+    "numel": lambda x: _shape(x).numel(),
+    "nelement": lambda x: _shape(x).numel(),
+    "__len__": lambda x: _shape(x)[0],
+    "unbind": _unbound,
+    "__iter__": lambda x: iter(_unbound(x)),
+    "is_floating_point": lambda x: _dtype(x).is_floating_point,
+    "is_complex": lambda x: False,
+    "is_signed": lambda x: _dtype(x).is_signed,
+    "layout": lambda x: torch.strided,
+    "__hash__": lambda x: id(x),
+    **{name: lambda x, kind=kind: x.tape.device.type == kind for name, kind in _DEVICES.items()},
+}
+
+
+def _converted(x: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """`to` and `type_as` without devices and other tensors: (None, …) where nothing is left."""
+    found = [*args[1:], *kwargs.values()]
+    for y in found:
+        if isinstance(y, torch.dtype):
+            return Tensor.to, (x, y), {}
+        if type(y) is StandIn:
+            return Tensor.to, (x, _dtype(y)), {}
+        if isinstance(y, Tensor):
+            return Tensor.to, (x, y.dtype), {}
+    return None, (), {}
+
+
+# Where the user's code is
+
+
+_TORCH = torch.__path__[0]
+_HERE = __file__.rpartition("/")[0]
+
+
+def _place(whole: bool) -> tuple[str, int] | None:
+    """The line of the user's code that is running. With `whole`, is it in a torch.autograd.Function that nobody sees?
+
+    Raises:
+        Unseen: it is.
+    """
+    frame = sys._getframe(3)
+    found = None
+    while frame is not None:
+        code = frame.f_code
+        if found is None and not _inside(code.co_filename):
+            found = code.co_filename, frame.f_lineno
+        if code is _RECORD or (found is not None and not whole):
+            return found
+        if code is UNSEEN:
+            raise Unseen
+        frame = frame.f_back
+    return found
+
+
+def _inside(file: str) -> bool:
+    return file.startswith((_TORCH, _HERE, "<frozen"))
+
+
+def told(failed: BaseException) -> str:
+    """What an error of torch or of the function means here."""
+    text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
+    if "broadcast" in text or "must match the size" in text:
+        return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
+    if isinstance(failed, TypeError) and "positional argument" in text:
+        return (
+            "a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors, a mask function "
+            f"with (b, h, q_idx, kv_idx); {text}"
+        )
+    return f"{type(failed).__name__}: {text}"
+
+
+def user_line(failed: BaseException) -> str | None:
+    """The last line of the traceback that is neither torch's nor ours."""
+    found, at = None, failed.__traceback__
+    while at is not None:
+        file, number = at.tb_frame.f_code.co_filename, at.tb_lineno
+        if not _inside(file) and linecache.getline(file, number):
+            found = line_of((file, number))
+        at = at.tb_next
+    return found
+
+
+def line_of(place: tuple[str, int] | None) -> str | None:
+    return place and f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"

@@ -1,0 +1,295 @@
+"""A tape run again, on tensors of the shapes of a tile: the graph of a function is made of this.
+
+Every value is one number for each score, a tensor that broadcasts to a tile, or a row of them: a `Row` is read of a
+captured tensor that has fewer indices than dimensions, computed with, and reduced or indexed. Rows are unrolled here,
+so that nothing behind knows them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from saccade.scores.recording import line_of, told
+from saccade.scores.tape import Refused, Tape, element, read
+
+WIDEST = 256
+"""Elements of a row."""
+
+
+class Row:
+    """Values in the order of their places in a shape."""
+
+    def __init__(self, shape: tuple[int, ...], values: list[Any]) -> None:
+        self.shape, self.values = shape, values
+
+    def at(self, place: tuple[int, ...]) -> Any:
+        """The value at a place of a shape that this one broadcasts to."""
+        i = 0
+        for n, x in zip(self.shape, place[len(place) - len(self.shape) :], strict=True):
+            i = i * n + (x if n != 1 else 0)
+        return self.values[i]
+
+
+def replayed(
+    tape: Tape, outputs: Sequence[Any], tile: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any],
+    watch: Callable[[Any], None] = lambda line: None,
+) -> list[Tensor]:  # fmt: skip
+    """What the outputs are on a tile; `watch` is told the place in the user's code of each step before it runs.
+
+    Raises:
+        Refused: an operation that is not pointwise.
+    """
+    made = _Replay(tape, list(tile), tensors, numbers)
+    for (function, given, named), line in zip(tape.steps, tape.lines, strict=True):
+        watch(line)
+        made.values.append(made.step(function, given, named, line))
+    return [made.output(x, tape.lines[-1] if tape.lines else None) for x in outputs]
+
+
+class _Replay:
+    def __init__(self, tape: Tape, values: list[Any], tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
+        self.tape, self.values, self.tensors, self.numbers = tape, values, tensors, numbers
+
+    def step(self, function: Any, given: Any, named: Any, line: Any) -> Any:
+        try:
+            if function is read:
+                return self._read(given)
+            args = [self._argument(x) for x in given]
+            kwargs = {key: self._argument(x) for key, x in named}
+            if function is element:
+                return _element(args[0], args[1])
+            if function.__name__ in _JOINS or any(isinstance(x, Row) for x in [*_flat(args), *kwargs.values()]):
+                return _of_rows(function, args, kwargs)
+            return _plain(function, args, kwargs)
+        except Refused as refused:
+            raise Refused(refused.told, refused.line or line_of(line)) from refused
+        except Exception as failed:
+            raise Refused(told(failed), line_of(line)) from failed
+
+    def output(self, given: Any, line: Any) -> Tensor:
+        found = self._argument(given)
+        if isinstance(found, Row):
+            raise Refused(
+                f"the function returns a row of shape {found.shape} for each score: captured tensors meet the score by "
+                "indices, one for each dimension: table[b, h, q_idx, kv_idx]",
+                line_of(line),
+            )
+        return found if isinstance(found, Tensor) else torch.scalar_tensor(found)
+
+    def _argument(self, x: Any) -> Any:
+        match x[0]:
+            case "value":
+                return self.values[x[1]]
+            case "tensor":
+                held = self.tensors[x[1]]
+                return held if not held.dim() else _read(held, [_index(0)] * held.dim())
+            case "row":
+                return self._row(x[1], [("row", n) for n in x[2]])
+            case "number":
+                return self.numbers[x[1]]
+            case "constant":
+                return math.nan if x[1] == "float" and x[2] == "nan" else x[2]
+            case "slice":
+                return slice(*(self._argument(y) for y in x[1:]))
+            case "tuple":
+                return tuple(self._argument(y) for y in x[1:])
+        return [self._argument(y) for y in x[1:]]
+
+    def _read(self, given: Any) -> Any:
+        return self._row(given[0][1], given[1:])
+
+    def _row(self, tensor: int, at: Sequence[Any]) -> Any:
+        shape = tuple(x[1] for x in at if x[0] == "row")
+        if math.prod(shape) > WIDEST:
+            raise Refused(
+                f"a captured tensor is read with {len(at) - len(shape)} indices, and has {len(at)} dimensions: rows of "
+                f"{shape} elements are too long, up to {WIDEST} are computed with; captured tensors meet the score by "
+                "indices, table[b, h, q_idx, kv_idx]"
+            )
+        places = [None if x[0] == "row" else _index(self._argument(x)) for x in at]
+        held = self.tensors[tensor]
+        found = []
+        for place in product(*map(range, shape)):
+            rest = iter(place)
+            found.append(_read(held, [_index(next(rest)) if x is None else x for x in places]))
+        return Row(shape, found) if shape else found[0]
+
+
+def _read(table: Tensor, at: list[Any]) -> Tensor:
+    # Brackets would ask indices of no dimensions for their values, and shapes come out wrong of them.
+    return torch.ops.aten.index.Tensor(table, [x if x.dim() else x.expand(1, 1) for x in at]) if at else table
+
+
+def _index(x: Any) -> Any:
+    if isinstance(x, Row):
+        raise Refused("captured tensors are read at single places, not at rows of them")
+    return x if isinstance(x, Tensor) else torch.scalar_tensor(int(x), dtype=torch.int64)
+
+
+def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    name = function.__name__
+    if name in _SAME_SHAPE:
+        return args[0]
+    if name in ("clamp", "clip"):
+        x, low, high = (*args, None, None)[:3]
+        low, high = kwargs.get("min", low), kwargs.get("max", high)
+        if isinstance(low, Tensor) != isinstance(high, Tensor) and low is not None and high is not None:
+            return torch.clamp(torch.clamp(x, min=low), max=high)
+    return function(*args, **kwargs)
+
+
+def _places(row: Row, change: Callable[[Tensor], Any]) -> Any:
+    """Which values are where when the row's shape changes: of the numbers of its values, beside what is traced."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return change(torch.arange(len(row.values)).reshape(row.shape))
+
+
+_SAME_SHAPE = frozenset(("view_as", "expand_as", "reshape_as", "contiguous", "requires_grad_"))
+
+
+def _flat(args: Any) -> list[Any]:
+    return [y for x in args for y in (_flat(x) if isinstance(x, (tuple, list)) else (x,))]
+
+
+def _element(row: Any, at: Any) -> Any:
+    if not isinstance(row, Row):
+        raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
+    return _picked(row.values, _places(row, lambda x: x[at]))
+
+
+def _picked(values: list[Any], places: Tensor) -> Any:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        found = [values[i] for i in places.flatten().tolist()]
+    return Row(tuple(places.shape), found) if places.dim() else found[0]
+
+
+# Rows
+
+_REDUCES: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": torch.add, "prod": torch.mul, "amax": torch.maximum, "amin": torch.minimum, "mean": torch.add,
+    "any": torch.logical_or, "all": torch.logical_and, "logsumexp": torch.logaddexp, "norm": torch.add,
+    "vector_norm": torch.add, "linalg_vector_norm": torch.add,
+}  # fmt: skip
+_PRODUCTS = frozenset(("dot", "vdot", "inner", "matmul", "__matmul__", "mv", "linalg_vecdot", "vecdot"))
+_JOINS = frozenset(("stack", "cat", "concat", "hstack"))
+_SHAPES = frozenset((
+    "reshape", "view", "unsqueeze", "squeeze", "flatten", "transpose", "permute", "expand", "flip", "roll", "unflatten",
+    "movedim", "narrow", "select", "T", "mT", "t", "swapaxes", "repeat", "chunk", "split",
+))  # fmt: skip
+
+
+def _of_rows(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    name = function.__name__
+    if name in _REDUCES:
+        return _reduced(name, *args, **kwargs)
+    if name in _PRODUCTS:
+        return _product(args[0], args[1])
+    if name in _JOINS:
+        return _joined(name, *args, **kwargs)
+    if name in _SHAPES:
+        return _reshaped(function, args, kwargs)
+    shape = torch.broadcast_shapes(*(x.shape for x in [*args, *kwargs.values()] if isinstance(x, Row)))
+    if math.prod(shape) > WIDEST:
+        raise Refused(f"rows of {tuple(shape)} elements are too long: up to {WIDEST} are computed with")
+
+    def at(x: Any, place: tuple[int, ...]) -> Any:
+        return x.at(place) if isinstance(x, Row) else x
+
+    found = [
+        _plain(function, [at(x, place) for x in args], {key: at(x, place) for key, x in kwargs.items()})
+        for place in product(*map(range, shape))
+    ]
+    return Row(tuple(shape), found)
+
+
+def _groups(row: Row, dim: Any, keepdim: bool) -> tuple[tuple[int, ...], list[list[Any]]]:
+    """Values that are reduced to one, and the shape of what is left."""
+    dims = range(len(row.shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    dims = {d % len(row.shape) for d in dims}
+    kept = [d for d in range(len(row.shape)) if d not in dims]
+    left = tuple(row.shape[d] for d in kept)
+    ordered = _places(row, lambda x: x.permute(*kept, *sorted(dims)).reshape(math.prod(left), -1).tolist())
+    shape = tuple(1 if d in dims else n for d, n in enumerate(row.shape)) if keepdim else left
+    return shape, [[row.values[i] for i in group] for group in ordered]
+
+
+def _reduced(name: str, row: Row, *args: Any, **kwargs: Any) -> Any:
+    p = 2
+    if "norm" in name:
+        p = args[0] if args else kwargs.pop("p", kwargs.pop("ord", 2))
+        args = args[1:]
+        if p not in (2, 2.0, "fro", None):
+            raise Refused(f"{name} of rows is the Euclidean one; write another with sum()")
+    dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
+    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    shape, groups = _groups(row, dim, keepdim)
+    found = []
+    for group in groups:
+        values = [x * x for x in group] if "norm" in name else group
+        if name in ("any", "all") or (name == "sum" and values[0].dtype == torch.bool):
+            values = [x.to(torch.int64) if name == "sum" else x != 0 for x in values]
+        total = values[0]
+        for x in values[1:]:
+            total = _REDUCES[name](total, x)
+        total = total / len(values) if name == "mean" else total.sqrt() if "norm" in name else total
+        dtype = kwargs.get("dtype")
+        found.append(total if dtype is None else total.to(dtype))
+    return Row(shape, found) if shape else found[0]
+
+
+def _product(a: Any, b: Any) -> Any:
+    if not isinstance(a, Row) or not isinstance(b, Row) or len(a.shape) > 2 or len(b.shape) > 2:
+        raise Refused("products of rows take rows of one or two dimensions")
+    if a.shape[-1] != b.shape[0]:
+        raise Refused(f"rows of shapes {a.shape} and {b.shape} have no product")
+    rows, columns = a.shape[:-1], b.shape[1:]
+    found = []
+    for i in product(*map(range, rows)):
+        for j in product(*map(range, columns)):
+            total = None
+            for k in range(a.shape[-1]):
+                term = a.at((*i, k)) * b.at((k, *j))
+                total = term if total is None else total + term
+            found.append(total)
+    shape = (*rows, *columns)
+    return Row(shape, found) if shape else found[0]
+
+
+def _joined(name: str, parts: Any, dim: int = 0, axis: int | None = None) -> Any:
+    dim = dim if axis is None else axis
+    rows = [x if isinstance(x, Row) else Row((), [x]) for x in parts]
+    first = [sum(len(row.values) for row in rows[:i]) for i in range(len(rows))]
+    join = torch.stack if name == "stack" else torch.cat
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        numbered = [torch.arange(i, i + len(row.values)).reshape(row.shape) for i, row in zip(first, rows, strict=True)]
+        places = join(numbered, dim)
+    return _picked([x for row in rows for x in row.values], places)
+
+
+def _reshaped(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    row = args[0]
+    places = _places(row, lambda x: function(x, *args[1:], **kwargs))
+    if isinstance(places, (tuple, list)):
+        raise Refused(f"{function.__name__} makes several rows: take them by slices, x[:n]")
+    return _picked(row.values, places)
+
+
+def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype of a value, and of a row its shape."""
+    int64 = torch.int64
+    tile = [torch.zeros((1, 1), dtype=tape.dtype), *(torch.zeros((1, 1), dtype=int64) for _ in range(4))]
+    tensors = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
+    numbers = [torch.zeros((), dtype=int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
+    made = _Replay(tape, tile, tensors, numbers)
+    with torch.no_grad():
+        for (function, given, named), line in zip(tape.steps[: place - 4], tape.lines, strict=False):
+            made.values.append(made.step(function, given, named, line))
+    found = made.values[place]
+    return (found.values[0].dtype, found.shape) if isinstance(found, Row) else (found.dtype, ())

@@ -1,0 +1,144 @@
+"""Recording inside of torch.compile: Dynamo itself follows the user's function, run on tensors of a class of ours.
+
+So its guards are the proof that a recording holds, and what the function captures becomes inputs of the graph. A tape
+comes out as Python lists; what a Program needs of it is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from saccade.scores.constant import compile_constant, word_of
+from saccade.scores.recording import refusal
+from saccade.scores.tape import Refused, Tape
+
+
+class Symbol(Tensor):
+    """In the place of a value that a kernel computes."""
+
+    tape: Tape
+    place: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(func, args, kwargs or {})
+
+
+def symbol(tape: Tape, place: int) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty(()).as_subclass(Symbol)
+    made.tape, made.place = tape, place
+    return made
+
+
+class Follower(TorchFunctionMode):
+    """Shows Dynamo the calls whose symbols are inside of tuples, as in `table[h, kv_idx]`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _symbol(args) is None:
+            return func(*args, **(kwargs or {}))
+        return called(func, args, kwargs or {})
+
+
+def _symbol(args: Any) -> Any:
+    for x in args:
+        if isinstance(x, Symbol):
+            return x
+        if type(x) is tuple or type(x) is list:
+            found = _symbol(x)
+            if found is not None:
+                return found
+    return None
+
+
+def called(function: Any, args: Any, kwargs: Any) -> Any:
+    """What a function of torch's makes of symbols."""
+    name = word_of(function)
+    tape = _symbol(args).tape
+    if name == "__get__":
+        name = attribute_of(function)
+    if name == "dtype":
+        return _dtype(args[0])
+    if name == "device":
+        return tape.device
+    if name == "is_floating_point":
+        return _dtype(args[0]).is_floating_point
+    if name == "to" or name == "type_as":
+        for x in (*args[1:], *kwargs.values()):
+            if isinstance(x, torch.dtype):
+                return symbol(tape, tape.call(Tensor.to, (args[0], x), {}))
+            if isinstance(x, Symbol):
+                return symbol(tape, tape.call(Tensor.to, (args[0], _dtype(x)), {}))
+            if isinstance(x, Tensor):
+                return symbol(tape, tape.call(Tensor.to, (args[0], x.dtype), {}))
+        return args[0]
+    complaint(name)
+    return symbol(tape, tape.call(function, args, kwargs))
+
+
+def _dtype(x: Symbol) -> torch.dtype:
+    if x.place < 5:
+        return torch.int64 if x.place else x.tape.dtype
+    return _dtype_of(tuple(x.tape.steps), tuple(x.tape.forms), x.tape.dtype, x.place)
+
+
+@compile_constant
+def attribute_of(getter: Any) -> str:
+    return getter.__self__.__name__
+
+
+@compile_constant
+def complaint(name: str) -> None:
+    """
+    Raises:
+        Refused: no function of the score does this.
+    """
+    if told := refusal(name):
+        raise Refused(told)
+
+
+def recorded(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
+    """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
+    tape = Tape(Symbol, dtype, device, reads_numbers=False)
+    values = [symbol(tape, i) for i in range(5)]
+    with Follower():
+        found = fn(*values)
+    found = found if outputs > 1 else (found,)
+    return tape, tuple([tape.given(x, True) for x in found])
+
+
+def stand_in_tape(steps: Any, forms: Any, dtype: torch.dtype) -> Tape:
+    """A tape of the same program, whose tensors and numbers have no values."""
+    tape = Tape(Symbol, dtype, torch.device("cpu"))
+    tape.steps, tape.lines, tape.forms = list(steps), [None] * len(steps), list(forms)
+    # Any sizes do: no program depends on them.
+    tape.tensors = [
+        torch.zeros((), dtype=kind).expand([1 if one else 11 + 6 * i for i, one in enumerate(ones)])
+        for kind, ones in forms
+    ]
+    kinds: dict[int, str] = {}
+    for _, given, named in steps:
+        _kinds((*given, *(x for _, x in named)), kinds)
+    tape.numbers = [0 if kinds[i] == "int" else 0.0 for i in range(len(kinds))]
+    tape.sources = [None] * len(kinds)
+    return tape
+
+
+def _kinds(given: Any, found: dict[int, str]) -> None:
+    for x in given:
+        if x[0] == "number":
+            found[x[1]] = x[2]
+        elif x[0] in ("tuple", "list", "slice"):
+            _kinds(x[1:], found)
+
+
+@compile_constant
+def _dtype_of(steps: Any, forms: Any, dtype: torch.dtype, place: int) -> torch.dtype:
+    from saccade.scores.replay import form_of
+
+    return form_of(stand_in_tape(steps, forms, dtype), place)[0]

@@ -1,0 +1,203 @@
+"""A tape: the operations of a function of the score, in their order, and the tensors and numbers that they take.
+
+Inside of torch.compile Dynamo follows what is written here, so it is plain: lists, tuples and loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.scores.constant import word_of
+from saccade.scores.ranges import LONGEST
+
+TILE = ("score", "b", "h", "q_idx", "kv_idx")
+"""The arguments, which are the first values of every tape."""
+
+LIFTED = frozenset((
+    "add", "__add__", "__radd__", "sub", "subtract", "__sub__", "rsub", "__rsub__", "mul", "multiply", "__mul__",
+    "__rmul__", "div", "divide", "true_divide", "__truediv__", "__rdiv__", "__rtruediv__", "floor_divide",
+    "__floordiv__", "__rfloordiv__", "remainder", "__mod__", "__rmod__", "fmod", "eq", "ne", "lt", "le", "gt", "ge",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "not_equal", "less", "less_equal", "greater",
+    "greater_equal", "where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__rpow__", "pow", "__pow__",
+    "lerp", "maximum", "minimum", "fmax", "fmin",
+))  # fmt: skip
+"""Operations whose numbers are runtime values."""
+_EXPONENTS = frozenset(("pow", "__pow__"))
+_SELECTS = frozenset(("where", "masked_fill"))
+_OPERANDS = frozenset(("input", "self", "other", "min", "max", "value", "weight"))
+
+
+class Refused(ValueError):
+    """A function that cannot be recorded; `line` is where, if it is known."""
+
+    def __init__(self, told: str, line: str | None = None) -> None:
+        super().__init__(told)
+        self.told, self.line = told, line
+
+    def __str__(self) -> str:
+        return f"{self.told}\n  {self.line}" if self.line else self.told
+
+
+def read(table: Any, *at: Any) -> None:
+    """Names the steps that read a captured tensor: an index, or ("row", size), for each of its dimensions."""
+
+
+def element(row: Any, at: Any) -> None:
+    """Names the steps that take something of a row."""
+
+
+class Tape:
+    """What is recorded. Values are the arguments, then one for each step.
+
+    A step is (function, arguments, keywords). An argument is ("value", i), ("tensor", i), ("row", i, shape) for a
+    tensor without an index, ("number", i, type), ("constant", type, x), ("slice", a, b, c), ("tuple" or "list", …).
+    """
+
+    def __init__(self, kind: type, dtype: torch.dtype, device: Any, reads_numbers: bool = True) -> None:
+        self.kind, self.dtype, self.device, self.reads_numbers = kind, dtype, device, reads_numbers
+        self.steps: list[Any] = []
+        self.lines: list[Any] = []
+        """Where each was called."""
+        self.tensors: list[Any] = []
+        self.forms: list[Any] = []
+        """Of each tensor what a program depends on."""
+        self.numbers: list[Any] = []
+        self.sources: list[Any] = []
+        """Of each number the tensor of no dimensions that it was read of, or None."""
+        self.rows = False
+        """Whether something was read with fewer indices than dimensions."""
+
+    def call(self, function: Any, args: Any, kwargs: Any, line: Any = None) -> int:
+        """Records a step, and returns its place among the values."""
+        name = word_of(function)
+        if name == "__getitem__":
+            return self._indexed(args[0], args[1], line)
+        lifts = name in LIFTED
+        numbers = 1 if name in _EXPONENTS else 100
+        keeps_zero = name in _SELECTS
+        given = [self.given(x, lifts and i < numbers, keeps_zero) for i, x in enumerate(args)]
+        named = [(key, self.given(kwargs[key], lifts and key in _OPERANDS, keeps_zero)) for key in kwargs]
+        return self._added(function, tuple(given), tuple(named), line)
+
+    def _added(self, function: Any, given: Any, named: Any, line: Any) -> int:
+        self.steps.append((function, given, named))
+        self.lines.append(line)
+        return len(self.steps) + 4
+
+    def given(self, x: Any, lifts: bool, keeps_zero: bool = False) -> Any:
+        """An argument as a tape holds it; with `lifts` numbers are inputs."""
+        kind = type(x)
+        if isinstance(x, self.kind):
+            if x.tape is not self:
+                raise Refused("a value of another call meets the score: it was kept from there")
+            return "value", x.place
+        if isinstance(x, Tensor):
+            return self._tensor(x, lifts)
+        if kind is bool or x is None or kind is str or isinstance(x, (torch.dtype, torch.device)):
+            return "constant", str(kind), x
+        if kind is tuple or kind is list:
+            return kind.__name__, *[self.given(y, lifts) for y in x]
+        if isinstance(x, int):
+            x = int(x)
+            # Whether an integer is 0, and whether it is small, are of the form.
+            return self._number(x) if lifts and x != 0 and -LONGEST <= x <= LONGEST else ("constant", "int", x)
+        if isinstance(x, float):
+            x = float(x)
+            formed = not lifts or (keeps_zero and x == 0)
+            return ("constant", "float", _text(x)) if formed else self._number(x)
+        if hasattr(x, "item"):  # numpy's
+            return self.given(x.item(), lifts, keeps_zero)
+        return "constant", str(kind), x
+
+    def _number(self, x: Any, source: Any = None) -> Any:
+        self.numbers.append(x)
+        self.sources.append(source)
+        return "number", len(self.numbers) - 1, "int" if isinstance(x, int) else "float"
+
+    def _tensor(self, x: Tensor, lifts: bool) -> Any:
+        if lifts and self.reads_numbers and is_number(x):
+            for i, other in enumerate(self.sources):
+                if other is x:
+                    return "number", i, "int" if isinstance(self.numbers[i], int) else "float"
+            return self._number(x.item(), x)
+        i = self._placed(x)
+        if x.dim() and not all([n == 1 for n in x.shape]):
+            return "row", i, tuple([int(n) for n in x.shape])
+        return "tensor", i
+
+    def _placed(self, x: Tensor) -> int:
+        for i, other in enumerate(self.tensors):
+            if other is x:
+                return i
+        self.tensors.append(x)
+        self.forms.append((x.dtype, tuple([True if n == 1 else False for n in x.shape])))  # noqa: SIM210 (a branch makes a constant)
+        return len(self.tensors) - 1
+
+    # Indices
+
+    def _indexed(self, base: Any, at: Any, line: Any) -> int:
+        at = list(at) if isinstance(at, tuple) else [at]
+        if isinstance(base, self.kind):
+            step = self.steps[base.place - 5] if base.place > 4 else None
+            if step is None or step[0] is not read or not any([x[0] == "row" for x in step[1][1:]]):
+                return self._of_value(base, at, line)
+            tensor, places = self.tensors[step[1][0][1]], [None if x[0] == "row" else x for x in step[1][1:]]
+        else:
+            tensor, places = base, [None for _ in base.shape]
+        rows = [dim for dim, x in enumerate(places) if x is None]
+        full = _filled(at, len(rows))
+        if full is None:
+            told = f"a captured tensor of shape {tuple(tensor.shape)} is read with {len(at)} indices"
+            raise Refused(f"{told}; it takes up to one for each dimension, numbers, slices and values of the call")
+        for dim, x in zip(rows, full, strict=True):
+            if isinstance(x, slice):
+                if x != slice(None):
+                    tensor = tensor[tuple([slice(None) for _ in range(dim)] + [x])]
+                continue
+            if type(x) is int and not -tensor.shape[dim] <= x < tensor.shape[dim]:
+                raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
+            if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
+                raise Refused("captured tensors are read at single places: index with the values of the call")
+            places[dim] = self.given(x, True)
+        self.rows = self.rows or any([x is None for x in places])
+        sizes = [int(n) for n in tensor.shape]
+        held = [("row", n) if x is None else x for n, x in zip(sizes, places, strict=True)]
+        return self._added(read, (("tensor", self._placed(tensor)), *held), (), line)
+
+    def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
+        """Some elements of a row that was computed."""
+        if base.place < 5 or any([isinstance(x, Tensor) for x in at]):
+            raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
+        given = self.given(base, False), self.given(tuple(at), False)
+        return self._added(element, given, (), line)
+
+
+def _filled(at: list[Any], n: int) -> list[Any] | None:
+    """An index for each of n dimensions."""
+    dots = [i for i, x in enumerate(at) if x is Ellipsis]
+    missing = [slice(None) for _ in range(n - len(at) + len(dots))]
+    if len(at) - len(dots) > n or len(dots) > 1 or any([x is None for x in at]):
+        return None
+    return at[: dots[0]] + missing + at[dots[0] + 1 :] if dots else at + missing
+
+
+def _text(x: float) -> Any:
+    """NaN as something that is equal to itself."""
+    return "nan" if x != x else x
+
+
+def is_number(x: Tensor) -> bool:
+    """Whether a tensor is a runtime number, as a Python number is, and no captured tensor."""
+    return (
+        x.dim() == 0
+        and type(x) is Tensor
+        and x.device.type == "cpu"
+        and not x.requires_grad
+        and x.dtype != torch.bool
+        and not x.dtype.is_complex
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
