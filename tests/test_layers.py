@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "saccade"
 
 # From the ground up: a module imports from lower layers and from its own folder alone.
 LAYERS = [
-    {"arguments"},
+    {"arguments", "lazily"},
     {"hardware", "lengths", "memory", "scores", "dropout", "configs"},
     {"pages"},
     {"layouts"},

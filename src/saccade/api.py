@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from saccade import arguments, dispatch, masks, ops, packed, paged, scores, shapes
+from saccade import arguments, dispatch, ops, packed, paged, scores, shapes
 from saccade.dropout import Dropout
 from saccade.explanation import Explanation
 from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged, with_rows
 from saccade.masks import Mask, as_mask
 from saccade.partial import Partial, Scored
-from saccade.problem import Header, Problem
+from saccade.problem import Problem, flattened
 from saccade.spec import DTYPES, Spec
 
 if TYPE_CHECKING:
@@ -194,22 +194,9 @@ def attention(
         problem = Problem(*operands, sink, mask, score, layout, scale, deterministic, *options)
         found, lse, top = ops.execute(problem, backend, return_lse)
     else:
-        if mask is not None and torch.compiler.is_compiling():
-            masks.pin(mask.identity)
-        kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
-        records = layout.records if mask is None else [*layout.records, *mask.records]
-        ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
-        floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
-        packs = bool(floats) and torch.compiler.is_compiling()
-        if packs:
-            one = torch.ones((), dtype=torch.float64, device="cpu")
-            records, floats = [*records, torch.stack([one * x for x in floats])], []
-        flags = deterministic, dropout is not None, return_max_scores, packs
-        header, floats = str(Header(layout.text, *kinds, backend, *flags)), [scale, *floats]
-        if dropout is not None:
-            records = [*records, dropout.state]
-            floats.insert(1, dropout.p)
-        flat = q, k, v, sink, captures, records, header, ints, floats, bool(return_lse)
+        flags = {"backend": backend, "deterministic": deterministic, "max_scores": return_max_scores}
+        header, records, ints, floats = flattened(layout, mask, score, scale, dropout, **flags)
+        flat = q, k, v, sink, captures, records, str(header), ints, floats, bool(return_lse)
         if out is None:
             found, lse, top = ops.forward(*flat)
         else:

@@ -182,7 +182,7 @@ class Header:
     """Its state is the last of the records, and p the second of the floats."""
     max_scores: bool = False
     numbers: bool = False
-    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of others."""
+    """The floats of mask and score are a tensor, the last record but the dropout's: torch.compile makes others constants."""
 
     def programs(self) -> list[Any]:
         """What a backward has to keep alive besides tensors."""
@@ -223,6 +223,28 @@ class Header:
         q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
         options = {"deterministic": self.deterministic, "dropout": dropout, "max_scores": self.max_scores} | options
         return Problem(q, k, v, sink, mask, score, layout, scale, **options)
+
+
+def flattened(
+    layout: Layout, mask: Mask | None, score: Score | None, scale: float, dropout: Dropout | None, **options: Any
+) -> tuple[Header, list[Tensor], list[Any], list[Any]]:
+    """The Header of a call with these fields of its own, and the records, ints and floats that it tells of."""
+    compiling = torch.compiler.is_compiling()
+    if mask is not None and compiling:
+        masks.pin(mask.identity)
+    kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
+    records = [*layout.records, *([] if mask is None else mask.records)]
+    ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
+    floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
+    numbers = bool(floats) and compiling
+    if numbers:
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        records, floats = [*records, torch.stack([one * x for x in floats])], []
+    floats = [scale, *floats]
+    if dropout is not None:
+        records, floats = [*records, dropout.state], [scale, dropout.p, *floats[1:]]
+    header = Header(layout.text, *kinds, dropout=dropout is not None, numbers=numbers, **options)
+    return header, records, ints, floats
 
 
 ALIGNMENT = 16

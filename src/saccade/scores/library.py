@@ -57,7 +57,7 @@ def softcap(cap: float | Tensor) -> Softcap | ScoreMod:
         _check("softcap", cap, "a cap, a float or a float tensor of no dimensions", lambda: cap.dim() == 0)
         return Ready("softcap", _softcap, cap)
     cap = arguments.number("cap", cap)
-    if not (cap > 0 and math.isfinite(cap)):
+    if not 0 < cap < math.inf:
         raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
     return Softcap(cap)
 

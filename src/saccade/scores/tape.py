@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from saccade.scores.constant import word_of
-from saccade.scores.ranges import LONGEST
 
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
 """The arguments, which are the first values of every tape."""
@@ -103,8 +102,7 @@ class Tape:
             return kind.__name__, *[self.given(y, lifts) for y in x]
         if isinstance(x, int):
             x = int(x)
-            # Whether an integer is 0, and whether it is small, are of the form.
-            return self._number(x) if lifts and x != 0 and -LONGEST <= x <= LONGEST else ("constant", "int", x)
+            return self._number(x) if lifts and x != 0 else ("constant", "int", x)  # whether it is 0 is of the form
         if isinstance(x, float):
             x = float(x)
             formed = not lifts or (keeps_zero and x == 0)
