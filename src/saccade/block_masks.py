@@ -28,9 +28,9 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         device: of q; that of the mask's tensors when None, or else torch's default.
 
     Returns:
-        A mask for calls of this shape. Where the function of a mask, its numbers or its tensors have changed since, a call
-        finds the states again. A mask of intervals alone needs no list of tiles, and is returned as it is; combined with
-        another, it is a mask without states again.
+        A mask for calls of this shape. Where the function of a mask, its numbers or its tensors have changed since, a
+        call finds the states again. A mask of intervals alone needs no list of tiles, and is returned as it is;
+        combined with another, it is a mask without states again.
 
     Raises:
         TypeError: no mask.

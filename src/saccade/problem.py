@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.lazily import lazily
 from saccade import hardware, layouts, masks, scores
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, Packed, Paged, empty_like_rows
+from saccade.lazily import lazily
 from saccade.masks import Extent, Mask
 from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
@@ -149,7 +149,8 @@ class Header:
     """Its state is the last of the records, and p the second of the floats."""
     max_scores: bool = False
     numbers: bool = False
-    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of others."""
+    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of an
+    operator's floats."""
 
     def programs(self) -> list[Any]:
         """What a backward has to keep alive besides tensors."""

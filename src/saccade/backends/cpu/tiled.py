@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.lazily import lazily
 from saccade import blocks, hardware
 from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink
 from saccade.backends.cpu.softmax import Softmax, exp
 from saccade.layouts import empty_like_rows
+from saccade.lazily import lazily
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Interval
 from saccade.problem import Problem
 from saccade.scores import Score

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.lazily import lazily
 from saccade.backends.cudnn.frontend import frontend
 from saccade.backends.cudnn.modification import Modification
 from saccade.backends.cudnn.replay import Replay
+from saccade.lazily import lazily
 
 OTHERS = ("sdpa_fwd_prefill_sm", "sdpa_bwd_sm")
 """How the frontend's own kernels begin, which stand beside cuDNN's engines and know no score_mod."""

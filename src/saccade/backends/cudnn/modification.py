@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.lazily import lazily
 from saccade.backends.cudnn.legal import HELD, legal
 from saccade.backends.cudnn.lowered import NoOperation, lowered, scaled
+from saccade.lazily import lazily
 from saccade.problem import ALIGNMENT
 from saccade.scores import Score, Softcap, Traced
 from saccade.scores.graph import Step, data_type
