@@ -121,8 +121,9 @@ def attention(
             predicate by `mask_mod(fn)`, combined with `&`, `|` and `~`; a bool tensor that broadcasts to
             (b, h_q, s_q, s_k), True where a query sees a key; or torch's BlockMask. None: everyone to everyone.
         score_mod: how a scaled score changes: any function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch
-            operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. It is
-            traced once; captured tensors get gradients, and new values never recompile. See `ScoreMod`.
+            operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. A call
+            has what the function would compute at that call; captured tensors get gradients, and new values never
+            recompile. See `ScoreMod`.
         layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches; `Packed(…)` for sequences of
             different lengths, end to end; `Paged(…)` for keys and values in the pages of a cache. Nested (jagged)
             tensors are packed sequences that need no layout but their order; out is nested as well.
@@ -173,15 +174,12 @@ def attention(
     order = layout.order if jagged else ""
     if jagged:
         q, k, v, layout = packed.values(q, k, v, layout)
-    mask = as_mask(mask)
-    if mask is not None and mask.listed and backend != "reference":  # which takes functions as they are
-        mask = mask.bound()
+    mask = _bound_mask(mask, backend)
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     if out is not None:
         _check_out(out, q, v, jagged)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else arguments.number("scale", scale, _LEARNED_SCALE)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = _determined(deterministic)
     score = _bound(score_mod, q, k, layout)
     dropout = Dropout.draw(float(dropout_p), q.device)
     captures = score.tensors if score else ()
@@ -271,6 +269,16 @@ def _call(q: Tensor | str, operands: tuple[Any, ...], keywords: dict[str, Any]) 
     dropout = Dropout(torch.empty(2, dtype=torch.int64), given["dropout_p"]) if given["dropout_p"] else None
     options = {"deterministic": deterministic, "dropout": dropout, "max_scores": given["return_max_scores"]}
     return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, **options)
+
+
+def _bound_mask(mask: Any, backend: str) -> Mask | None:
+    """The mask of this call; `reference` takes functions as they are."""
+    made = as_mask(mask)
+    return made if made is None or not made.listed or backend == "reference" else made.bound()
+
+
+def _determined(asked: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout) -> scores.Score | None:

@@ -182,7 +182,8 @@ class Header:
     """Its state is the last of the records, and p the second of the floats."""
     max_scores: bool = False
     numbers: bool = False
-    """The floats of mask and score are a tensor, the last record but the dropout's: torch.compile makes others constants."""
+    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of an
+    operator's floats."""
 
     def programs(self) -> list[Any]:
         """What a backward has to keep alive besides tensors."""

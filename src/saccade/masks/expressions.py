@@ -381,7 +381,7 @@ class Combined(Mask):
 
     def bound(self) -> Mask:
         parts = tuple([part.bound() for part in self.parts])
-        same = all([a is b for a, b in zip(parts, self.parts, strict=True)])
+        same = all(a is b for a, b in zip(parts, self.parts, strict=True))
         return self if same else type(self)(parts)  # pyright: ignore[reportCallIssue]
 
 

@@ -115,10 +115,11 @@ class Written(MaskMod):
 def mask_mod(fn: Function) -> Mask:
     """Row i sees key j where `fn(b, h, q_idx, kv_idx)` is true: any predicate of pointwise torch operations.
 
-    Each call of attention has the mask that the function says at that call, numbers and tensors included. Tiles of which
-    nothing is visible are found on q's device, again where the function, its numbers or its tensors have changed, and
-    never visited; where everything is, nothing is tested. What intervals can say, such as `causal() & mask_mod(fn)`, is
-    not even looked at.
+    Each call of attention has the mask that the function says at that call, numbers and tensors included. Tiles of
+    which nothing is visible are found on q's device, again where the function, its numbers or its tensors have changed,
+    and never visited; where everything is, nothing is tested. What intervals can say, such as `causal() &
+    mask_mod(fn)`, is not even looked at. Writes through `.data`, numpy or dlpack, which torch does not count, have to
+    be told of: `mask.refresh()`.
 
     Args:
         fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. Rows and

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from saccade.scores.trace import TILE, K, Q, aten, behind, name_of
+from saccade.scores.tape import TILE
+from saccade.scores.trace import K, Q, aten, behind, name_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
@@ -23,7 +24,7 @@ _PASSES = frozenset(
     ("alias", "attached", "clone", "detach", "lift_fresh", "lift_fresh_copy", "expand", "positive", "scalar_tensor")
 )
 _FILLS = frozenset(("full_like", "full", "fill", "copy", "copy_"))
-_CONSTANTS = frozenset(("zeros_like", "zeros", "ones_like", "ones"))
+_CONSTANTS = frozenset(("_efficientzerotensor", "zeros_like", "zeros", "ones_like", "ones"))
 
 
 @dataclass(frozen=True)

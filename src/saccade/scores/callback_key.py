@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"
 

@@ -1,4 +1,4 @@
-"""`bind` inside of `torch.compile`: a Score whose tensors and numbers are the graph's, and whose Program is a constant."""
+"""`bind` inside of `torch.compile`: a Score of the graph's tensors and numbers, whose Program is a constant."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def bind(score_mod: Any, q: Tensor) -> Score:
     own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
     kind = score_mod.kind if isinstance(score_mod, ScoreMod) else None
     if isinstance(score_mod, ScoreMod) and getattr(score_mod, "frozen", False):
-        forms = tuple([(x.dtype, tuple([True if n == 1 else False for n in x.shape])) for x in score_mod.tensors])
+        forms = tuple([(x.dtype, tuple([n == 1 for n in x.shape])) for x in score_mod.tensors])
         plan, numbers = _plan_of_recordings(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
-        tensors = [x for x in score_mod.tensors]
+        tensors = list(score_mod.tensors)
     else:
         tape, outputs = recorded(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
         name = kind or _named(word_of(score_mod))
@@ -107,8 +107,8 @@ def _plan_of_recordings(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> 
 
 
 def _pinned(name: str, recording: Recording) -> Any:
-    """What a graph is made of: the Program's identity, and which tensors and numbers of a tape it takes. Compiled graphs
-    name Programs, and keep none alive."""
+    """What a graph is made of: the Program's identity, and which tensors and numbers of a tape it takes. Compiled
+    graphs name Programs, and keep none alive."""
     program = cache.program(recording, name)
     pinned[program.identity] = program
     before, numbers = program.before, program.numbers

@@ -50,8 +50,8 @@ def word_of(function: Any) -> str:
 
 @compile_constant
 def knows_inversion() -> bool:
-    """Whether Dynamo, which runs this while it compiles, follows `~` of objects as it follows `&` and `|` of them; it is
-    told how where it is not."""
+    """Whether Dynamo, which runs this while it compiles, follows `~` of objects as it does `&` and `|`: it is told how
+    where it does not."""
     found = sys.modules.get("torch._dynamo.variables")
     if found is not None and not hasattr(found.BuiltinVariable, "call_invert"):
 

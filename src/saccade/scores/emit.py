@@ -22,7 +22,8 @@ from torch import fx
 
 from saccade.scores.program import Program
 from saccade.scores.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
-from saccade.scores.trace import TILE, K, Q, Refused, behind, name_of
+from saccade.scores.tape import TILE
+from saccade.scores.trace import K, Q, Refused, behind, name_of
 
 
 class Form(NamedTuple):

@@ -20,8 +20,7 @@ Function = Callable[..., Tensor]
 class ScoreMod:
     """`score -> fn(score, b, h, q_idx, kv_idx, *tensors)`: a function of the score with the tensors that it captures.
 
-    `attention` takes any callable; this record names the tensors, where a closure over them cannot be followed (inside
-    of `torch.compile`), and takes a derivative of your own.
+    `attention` takes any callable; this record takes a derivative of your own too, and tensors by name.
 
     Args:
         fn: pointwise torch operations on score, the indices and reads of the tensors at computed indices. The five are

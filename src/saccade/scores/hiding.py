@@ -108,8 +108,8 @@ SCORES = 1e7
 
 
 def hiding(program: Program, raw: Raw, numbers: Sequence[Any]) -> Hiding | None:
-    """What a program hides. The graph that it was made of becomes that of the rest; `numbers` are those of the recording
-    that it was made of, before any are computed."""
+    """What a program hides. The graph that it was made of becomes that of the rest; `numbers` are those of the
+    recording that it was made of, before any are computed."""
     places, module = program.numbers
     given = [] if module is not None else [numbers[i - raw.inputs[0]] for i in places]
     alike: list[tuple[Bound, Bound]] = []

@@ -30,7 +30,7 @@ def see_functions(kind: type, applied: Callable[..., Any]) -> None:
 
     @functools.wraps(plain)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return applied(cls, args) if any([type(x) is kind for x in args]) else plain(cls, *args, **kwargs)
+        return applied(cls, args) if any(type(x) is kind for x in args) else plain(cls, *args, **kwargs)
 
     Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
 

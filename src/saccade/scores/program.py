@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade.lazily import lazily
 from saccade.scores.assembly import Assembly, Read
-from saccade.scores.trace import TILE, K, Q, Raw, Refused, aten, name_of
+from saccade.scores.tape import TILE
+from saccade.scores.trace import K, Q, Raw, aten, name_of
 
 
 class Program:
@@ -260,4 +261,4 @@ def _more_decompositions() -> dict[Any, Any]:
     return get_decompositions([getattr(aten, name) for name in names if hasattr(aten, name)])
 
 
-__all__ = ["Program", "Read", "Refused"]
+__all__ = ["Program", "Read"]

@@ -15,7 +15,8 @@ import torch
 
 from saccade.scores.hiding import hiding
 from saccade.scores.program import Program
-from saccade.scores.recording import Recording
+from saccade.scores.recording import Recording, told
+from saccade.scores.tape import Refused
 from saccade.scores.trace import traced
 
 MAXSIZE = 256
@@ -81,8 +82,10 @@ def _apart(recording: Recording, name: str) -> Program:
                 program = Program(name, raw, recording.tape.dtype)
                 program.hiding = hiding(program, raw, recording.tape.numbers)
             found[0] = program
-        except BaseException as failed:
-            found[1] = failed
+        except Refused as refused:
+            found[1] = refused
+        except Exception as failed:  # such as torch has no derivative of
+            found[1] = Refused(told(failed))
 
     thread = threading.Thread(target=run, name="saccade lowers a score function")
     thread.start()

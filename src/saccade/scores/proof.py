@@ -1,8 +1,8 @@
 """When a recording need not be made again: a proof that it would be the same.
 
-It holds for code whose every name resolves, at this call, to what it did, where each is plain: a number, a string, None,
-a tensor, one of torch's functions that the recording called, an arithmetic builtin, or a function of the same kind.
-Anything else has no proof, and is recorded at every call.
+It holds for code whose every name resolves, at this call, to what it did, where each is plain: a number, a string,
+None, a tensor, one of torch's functions that the recording called, an arithmetic builtin, or a function of the same
+kind. Anything else has no proof, and is recorded at every call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Find = Callable[[Any], Any]
-"""From the function that is called to something that it reads. What is found is not held: a proof keeps nothing alive."""
+"""From the function that is called to something that it reads. Nothing is held: a proof keeps nothing alive."""
 Check = Callable[[Any], bool]
 
 
@@ -29,7 +29,8 @@ class Unproven(Exception):
 
 
 _BUILTINS = (
-    abs, all, any, bool, divmod, enumerate, float, int, len, max, min, pow, range, reversed, round, slice, sum, tuple, zip,
+    abs, all, any, bool, divmod, enumerate, float, int, len, max, min, pow, range, reversed, round, slice, sum, tuple,
+    zip,
 )  # fmt: skip
 _PURE = {id(x) for x in (
     *_BUILTINS, *(x for held in (math, operator) for x in vars(held).values() if type(x) is types.BuiltinFunctionType)
@@ -58,10 +59,7 @@ class Proof:
         self._function(lambda root: root, fn)
 
     def holds(self, fn: Any) -> bool:
-        for check in self.checks:
-            if not check(fn):
-                return False
-        return True
+        return all(check(fn) for check in self.checks)
 
     def find(self, x: Tensor) -> Find:
         """Where a captured tensor is found.
@@ -97,7 +95,7 @@ class Proof:
         for name in containers:
             held = getattr(fn, name)
             keys = list(held) if isinstance(held, dict) else list(range(len(held)))
-            self.checks.append(lambda root, name=name, n=len(keys): len(getattr(find(root), name)) == n)
+            self.checks.append(functools.partial(_of_length, find, name, len(keys)))
             for key in keys:
                 self._plain(lambda root, name=name, key=key: getattr(find(root), name)[key], held[key])
 
@@ -210,6 +208,10 @@ class Proof:
             self._follow(lambda root: vars(find(root))[held].get(name, _MISSING), space[held][name], path[1:])
 
 
+def _of_length(find: Find, name: str, n: int, root: Any) -> bool:
+    return len(getattr(find(root), name)) == n
+
+
 _HELD = ("_parameters", "_buffers", "_modules")
 PARTS: dict[type, tuple[Sequence[str], Sequence[str]]] = {}
 """Records of functions: which of their attributes are such, and which are tuples or dictionaries of them."""
@@ -259,7 +261,7 @@ def _chains(code: types.CodeType) -> tuple[tuple[str, str, tuple[str, ...]], ...
     return tuple(dict.fromkeys(_read(code)))
 
 
-def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:  # noqa: C901 (a table of operations)
     root: tuple[str, str] | None = None
     path: list[str] = []
     first = code.co_varnames[0] if code.co_argcount else ""

@@ -1,8 +1,8 @@
 """A recording: what a function of the score computes, found out by running it on stand-ins for its arguments.
 
-The five arguments are stand-ins, and so is what torch makes of them: each operation on one is a step of a tape. All else
-is itself: numbers, strings and captured tensors, and what torch computes of tensors alone, which it computes at once.
-Where a tensor or a number meets a stand-in it becomes an input of the tape, by its place.
+The five arguments are stand-ins, and so is what torch makes of them: each operation on one is a step of a tape. All
+else is itself: numbers, strings and captured tensors, and what torch computes of tensors alone, which it computes at
+once. Where a tensor or a number meets a stand-in it becomes an input of the tape, by its place.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ class _Recorder(TorchFunctionMode):
             raise Refused(f"{name} draws random numbers: dropout_p of attention drops probabilities at random")
         if StandIn in types:
             return self._step(name, func, args, kwargs)
-        if any([type(x) is StandIn for x in args]):  # torch.tensor(score)
+        if name in ("as_tensor", "asarray") and type(args[0]) is StandIn:
+            return args[0]
+        if any(type(x) is StandIn for x in args):  # torch.tensor(score)
             return self._step("detach", Tensor.detach, args[:1], {})
         if self.called is not None and name not in FORM:
             self.called = None
@@ -201,8 +203,8 @@ def refusal(name: str) -> str | None:
 
 
 _SHAPE = (
-    "the shape of the score and the indices is not known: a function is given one value of each, whatever tile a kernel "
-    "works on; capture lengths as numbers"
+    "the shape of the score and the indices is not known: a function is given one value of each, whatever tile a "
+    "kernel works on; capture lengths as numbers"
 )
 _WRITES = frozenset(("__setitem__", *(f"__i{x}__" for x in (
     "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
@@ -261,7 +263,7 @@ _QUERIES: dict[str, Callable[..., Any]] = {
     "is_complex": lambda x: False,
     "is_signed": lambda x: _dtype(x).is_signed,
     "layout": lambda x: torch.strided,
-    "__hash__": lambda x: id(x),
+    "__hash__": id,
     **{name: lambda x, kind=kind: x.tape.device.type == kind for name, kind in _DEVICES.items()},
 }
 

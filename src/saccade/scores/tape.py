@@ -123,7 +123,7 @@ class Tape:
                     return "number", i, "int" if isinstance(self.numbers[i], int) else "float"
             return self._number(x.item(), x)
         i = self._placed(x)
-        if x.dim() and not all([n == 1 for n in x.shape]):
+        if x.dim() and not all(n == 1 for n in x.shape):
             return "row", i, tuple([int(n) for n in x.shape])
         return "tensor", i
 
@@ -141,7 +141,7 @@ class Tape:
         at = list(at) if isinstance(at, tuple) else [at]
         if isinstance(base, self.kind):
             step = self.steps[base.place - 5] if base.place > 4 else None
-            if step is None or step[0] is not read or not any([x[0] == "row" for x in step[1][1:]]):
+            if step is None or step[0] is not read or not any(x[0] == "row" for x in step[1][1:]):
                 return self._of_value(base, at, line)
             tensor, places = self.tensors[step[1][0][1]], [None if x[0] == "row" else x for x in step[1][1:]]
         else:
@@ -161,14 +161,14 @@ class Tape:
             if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
                 raise Refused("captured tensors are read at single places: index with the values of the call")
             places[dim] = self.given(x, True)
-        self.rows = self.rows or any([x is None for x in places])
+        self.rows = self.rows or any(x is None for x in places)
         sizes = [int(n) for n in tensor.shape]
         held = [("row", n) if x is None else x for n, x in zip(sizes, places, strict=True)]
         return self._added(read, (("tensor", self._placed(tensor)), *held), (), line)
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Some elements of a row that was computed."""
-        if base.place < 5 or any([isinstance(x, Tensor) for x in at]):
+        if base.place < 5 or any(isinstance(x, Tensor) for x in at):
             raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
         given = self.given(base, False), self.given(tuple(at), False)
         return self._added(element, given, (), line)
@@ -178,7 +178,7 @@ def _filled(at: list[Any], n: int) -> list[Any] | None:
     """An index for each of n dimensions."""
     dots = [i for i, x in enumerate(at) if x is Ellipsis]
     missing = [slice(None) for _ in range(n - len(at) + len(dots))]
-    if len(at) - len(dots) > n or len(dots) > 1 or any([x is None for x in at]):
+    if len(at) - len(dots) > n or len(dots) > 1 or any(x is None for x in at):
         return None
     return at[: dots[0]] + missing + at[dots[0] + 1 :] if dots else at + missing
 

@@ -1,7 +1,7 @@
 """From a recording to a graph of pointwise operations and of reads of captured tensors.
 
-The recording runs again on small fake tensors: score (Q, K), b and h (1, 1), q_idx (Q, 1), kv_idx (1, K), the shapes of a
-tile with broadcasting indices. All of it must be pointwise, or a read of a captured tensor at computed indices.
+The recording runs again on small fake tensors, of the shapes of a tile with broadcasting indices: score (Q, K), b and h
+(1, 1), q_idx (Q, 1), kv_idx (1, K). All of it must be pointwise, or a read of a captured tensor at computed indices.
 """
 
 # torch.fx types the arguments of nodes as unions of everything.
@@ -23,14 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from saccade.scores.recording import Recording, line_of, told, user_line
 from saccade.scores.replay import replayed
-from saccade.scores.tape import TILE, Refused
+from saccade.scores.tape import Refused
 
 aten = torch.ops.aten
 Q, K = 61, 67
 """Of the tile that is traced: primes, so that no captured tensor fits it by accident."""
 
 POINTWISE = frozenset((
-    "abs", "add", "alias", "attached", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
+    "abs", "add", "alias", "attached", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or",
+    "bitwise_right_shift",
     "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "div", "elu", "eq",
     "erf", "erfc", "exp", "exp2", "expm1", "fill", "floor", "floor_divide", "fmax", "fmin", "fmod", "full_like", "ge",
     "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp",
@@ -38,6 +39,14 @@ POINTWISE = frozenset((
     "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "ne",
     "neg", "ones_like", "pow", "positive", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "rsub",
     "scalar_tensor", "sgn", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "trunc",
+    "acos", "acosh", "addcdiv", "addcmul", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cosh", "deg2rad",
+    "digamma", "erfinv", "float_power", "frac", "gcd", "hardshrink", "heaviside", "i0", "igamma", "igammac", "isneginf",
+    "isposinf", "lcm", "ldexp", "lgamma", "mvlgamma", "nextafter", "polygamma", "rad2deg", "signbit", "sinc", "sinh",
+    "softshrink", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1",
+    "special_bessel_j0", "special_bessel_j1", "special_bessel_y0", "special_bessel_y1", "special_entr", "special_erfcx",
+    "special_i0e", "special_i1", "special_i1e", "special_log_ndtr", "special_modified_bessel_i0",
+    "special_modified_bessel_i1", "special_modified_bessel_k0", "special_modified_bessel_k1", "special_ndtri",
+    "special_spherical_bessel_j0", "special_xlog1py", "special_zeta", "tan",
     "where", "xlogy", "zeros_like", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "_to_copy",
     "lift_fresh", "lift_fresh_copy", "threshold", "hypot", "selu",
 ))  # fmt: skip

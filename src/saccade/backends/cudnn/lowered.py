@@ -17,7 +17,8 @@ from torch import fx
 
 from saccade.scores.graph import Step, data_type
 from saccade.scores.program import Program
-from saccade.scores.trace import TILE, name_of
+from saccade.scores.tape import TILE
+from saccade.scores.trace import name_of
 
 FLOAT, INT32, BOOLEAN = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN
 
