@@ -5,8 +5,6 @@ from saccade.masks.expressions import (
     And,
     Combined,
     Documents,
-    Extent,
-    Interval,
     Mask,
     Or,
     Prefix,
@@ -17,6 +15,7 @@ from saccade.masks.expressions import (
     window,
 )
 from saccade.masks.given import TensorMask, as_mask, is_block_mask, remember
+from saccade.masks.interval import Extent, Interval
 from saccade.masks.predicates import EMPTY, FULL, PARTIAL, TILE, Blocked, MaskMod, Not, Written, mask_mod
 from saccade.masks.text import KINDS, from_records, is_kind, of_batch_row, pin, programs
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.expressions import Extent, Interval, Mask
+from saccade.masks.expressions import Mask
+from saccade.masks.interval import Extent, Interval
 from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, Written, everything, nothing
 from saccade.scores.constant import compile_constant
 

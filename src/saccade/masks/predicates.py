@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.expressions import And, Combined, Extent, Interval, Mask, Or
+from saccade.masks.expressions import And, Combined, Mask, Or
+from saccade.masks.interval import Extent, Interval
 from saccade.scores.constant import knows_inversion
 
 TILE = 64
