@@ -200,5 +200,5 @@ def is_number(x: Tensor) -> bool:
         and not x.requires_grad
         and x.dtype != torch.bool
         and not x.dtype.is_complex
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
     )
