@@ -28,6 +28,36 @@ def test_against_the_oracle(name):
     check(q, k, v, mask=causal(), score_mod=made(name, 2, 90, 110, b=1), backend="triton").assert_ok()
 
 
+TABLE, ROWS = torch.randn(2, 110, requires_grad=True), torch.randn(110, 8, requires_grad=True)
+
+
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 0.5
+
+
+WRITTEN = {
+    "rows": lambda s, b, h, i, j: s + 0.1 * (ROWS[i] - ROWS[j]).pow(2).sum(-1),
+    "one by one": lambda s, b, h, i, j: s + TABLE[h][j] * 0.5,
+    "own derivative": lambda s, b, h, i, j: s + 0.1 * Through.apply(s * 3),
+    "functions": lambda s, b, h, i, j: s + torch.tan(s * 0.1) + torch.sinh(s * 0.1) + torch.cosh(s * 0.1),
+    "inverses": lambda s, b, h, i, j: (
+        s + torch.atanh(torch.tanh(s) * 0.5) + torch.acosh(s.abs() + 1.5) + s.frac() * 0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_as_people_write_them(name):
+    q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 90), (1, 110), (1, 110)))
+    check(q, k, v, mask=causal(), score_mod=WRITTEN[name], backend="triton").assert_ok()
+
+
 @pytest.mark.parametrize("name", ["relative_bias", "ids", "bias", "temperature"])
 def test_repeatable_gradients_of_captured_tensors(name):
     """Added up as integers; tables that end within reach and beyond it, and dropout besides."""

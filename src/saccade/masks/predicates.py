@@ -101,7 +101,7 @@ class Written(MaskMod):
         return scores.evaluated(self.fn, b, h, q_idx, kv_idx)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.fn == self.fn  # pyright: ignore[reportAttributeAccessIssue]
+        return type(other) is type(self) and other.fn == self.fn
 
     def __hash__(self) -> int:
         return hash(self.fn)

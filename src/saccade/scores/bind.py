@@ -57,8 +57,10 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
 
 
 def _bound(score_mod: Function, q: Tensor) -> Traced:
+    fn: Any = score_mod
     own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
-    fn: Any = WithDerivative(score_mod) if own else score_mod
+    if own:
+        fn = WithDerivative(fn)
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     form = dtype, q.device, name

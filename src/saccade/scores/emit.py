@@ -59,7 +59,9 @@ _FLOAT = {
     "ceil": "tl.ceil({})", "trunc": "truncated({})", "round": "rounded({})", "neg": "(-{})",
     "reciprocal": "(1.0 / {})", "sigmoid": "sigmoid({})", "expm1": "expm1({})", "log1p": "log1p({})",
     "sign": "signed({})", "sgn": "signed({})", "log10": "(tl.log2({}) * 0.30102999566398120)",
-    "relu": "larger({}, 0.0)",
+    "relu": "larger({}, 0.0)", "tan": "(tl.sin({0}) / tl.cos({0}))", "sinh": "(0.5 * (expm1({0}) - expm1(-{0})))",
+    "cosh": "(0.5 * (tl.exp({0}) + tl.exp(-{0})))", "atanh": "(0.5 * (log1p({0}) - log1p(-{0})))",
+    "acosh": "tl.log({0} + tl.sqrt_rn({0} * {0} - 1.0))", "frac": "({0} - truncated({0}))",
 }  # fmt: skip
 _INT = {
     "abs": "tl.abs({})", "neg": "(-{})", "sign": "signed({})", "sgn": "signed({})",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-UNSEEN = Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
+UNSEEN = Function.apply.__func__.__code__
 """The code that runs where a Function is called as torch has it."""
 
 
@@ -24,7 +24,7 @@ class Unseen(BaseException):
 
 def see_functions(kind: type, applied: Callable[..., Any]) -> None:
     """From now on `applied(function, args)` is what Functions make of arguments of this kind."""
-    plain = Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    plain = Function.apply.__func__
     if plain.__code__ is not UNSEEN:
         return
 

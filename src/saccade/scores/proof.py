@@ -157,7 +157,7 @@ class Proof:
         if name in fn.__globals__:
             self._follow(lambda root: find(root).__globals__.get(name, _MISSING), fn.__globals__[name], path)
         else:
-            known = fn.__builtins__  # pyright: ignore[reportAttributeAccessIssue]
+            known = fn.__builtins__
             self.checks.append(lambda root: name not in find(root).__globals__)
             self._follow(lambda root: find(root).__builtins__.get(name, _MISSING), known.get(name, _MISSING), path)
 
@@ -274,7 +274,7 @@ def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:  
             path.append(str(given))
             continue
         if root is not None:
-            yield *root, tuple(path)
+            yield root[0], root[1], tuple(path)
         root, path = None, []
         locals_ = given if isinstance(given, tuple) else (given,)
         if name == "LOAD_GLOBAL":
@@ -291,4 +291,4 @@ def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:  
             if first in locals_[:-1]:
                 yield "self", "read", ()
     if root is not None:
-        yield *root, tuple(path)
+        yield root[0], root[1], tuple(path)

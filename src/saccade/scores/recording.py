@@ -53,7 +53,7 @@ class StandIn(Tensor):
 
 
 _EMPTY = torch.empty((), device="meta")
-_make: Any = Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
+_make: Any = Tensor._make_subclass
 
 
 def _stand_in(tape: Tape, place: int) -> Any:
@@ -111,7 +111,7 @@ def record(
 _RECORD = record.__code__
 
 
-def _applied(function: Any, args: Any) -> StandIn:
+def _applied(function: Any, args: Any) -> Any:
     """What a torch.autograd.Function makes of stand-ins: its value, and its own derivative by each of them.
 
     Raises:
@@ -123,7 +123,7 @@ def _applied(function: Any, args: Any) -> StandIn:
     if type(made) is not StandIn:
         raise Refused(f"{function.__name__} must return one value of the score, got {type(made).__name__}")
     tape = made.tape
-    gradient = torch.ones_like(made)
+    gradient: Any = torch.ones_like(made)
     before = len(tape.steps)
     with torch.no_grad():
         slopes = function.backward(context, gradient)
@@ -163,7 +163,7 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if self.called is not None:
             self.called.add(func)
         if name in _QUERIES and type(x) is StandIn:

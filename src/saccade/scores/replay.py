@@ -138,7 +138,8 @@ def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if name in _SAME_SHAPE:
         return args[0]
     if name in ("clamp", "clip"):
-        x, low, high = (*args, None, None)[:3]
+        x, low, high = [*args, None, None][:3]
+        assert x is not None
         low, high = kwargs.get("min", low), kwargs.get("max", high)
         if isinstance(low, Tensor) != isinstance(high, Tensor) and low is not None and high is not None:
             return torch.clamp(torch.clamp(x, min=low), max=high)
@@ -245,7 +246,8 @@ def _reduced(name: str, row: Row, *args: Any, **kwargs: Any) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    if not isinstance(a, Row) or not isinstance(b, Row) or len(a.shape) > 2 or len(b.shape) > 2:
+    shapes: list[tuple[int, ...]] = [x.shape if isinstance(x, Row) else () for x in (a, b)]
+    if not all(0 < len(shape) <= 2 for shape in shapes):
         raise Refused("products of rows take rows of one or two dimensions")
     if a.shape[-1] != b.shape[0]:
         raise Refused(f"rows of shapes {a.shape} and {b.shape} have no product")

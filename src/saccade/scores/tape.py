@@ -26,7 +26,8 @@ LIFTED = frozenset((
 ))  # fmt: skip
 """Operations whose numbers are runtime values."""
 _EXPONENTS = frozenset(("pow", "__pow__"))
-_SELECTS = frozenset(("where", "masked_fill"))
+_ZEROS = frozenset(("where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max"))
+"""Where a 0 is of the form: what is never negative is read faster, and adding what is 0 where it is seen hides."""
 _OPERANDS = frozenset(("input", "self", "other", "min", "max", "value", "weight"))
 
 
@@ -77,7 +78,7 @@ class Tape:
             return self._indexed(args[0], args[1], line)
         lifts = name in LIFTED
         numbers = 1 if name in _EXPONENTS else 100
-        keeps_zero = name in _SELECTS
+        keeps_zero = name in _ZEROS
         given = [self.given(x, lifts and i < numbers, keeps_zero) for i, x in enumerate(args)]
         named = [(key, self.given(kwargs[key], lifts and key in _OPERANDS, keeps_zero)) for key in kwargs]
         return self._added(function, tuple(given), tuple(named), line)
@@ -102,7 +103,8 @@ class Tape:
             return kind.__name__, *[self.given(y, lifts) for y in x]
         if isinstance(x, int):
             x = int(x)
-            return self._number(x) if lifts and x != 0 else ("constant", "int", x)  # whether it is 0 is of the form
+            formed = not lifts or (keeps_zero and x == 0)
+            return ("constant", "int", x) if formed else self._number(x)
         if isinstance(x, float):
             x = float(x)
             formed = not lifts or (keeps_zero and x == 0)
@@ -160,7 +162,7 @@ class Tape:
                 raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
             if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
                 raise Refused("captured tensors are read at single places: index with the values of the call")
-            places[dim] = self.given(x, True)
+            places[dim] = self.given(x, True, True)
         self.rows = self.rows or any(x is None for x in places)
         sizes = [int(n) for n in tensor.shape]
         held = [("row", n) if x is None else x for n, x in zip(sizes, places, strict=True)]
@@ -197,5 +199,5 @@ def is_number(x: Tensor) -> bool:
         and not x.requires_grad
         and x.dtype != torch.bool
         and not x.dtype.is_complex
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
     )
