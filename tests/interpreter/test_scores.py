@@ -28,7 +28,7 @@ def test_against_the_oracle(name):
     check(q, k, v, mask=causal(), score_mod=made(name, 2, 90, 110, b=1), backend="triton").assert_ok()
 
 
-TABLE, ROWS = torch.randn(2, 110, requires_grad=True), torch.randn(110, 8, requires_grad=True)
+HEADS, PLACES = torch.randn(2, 110, requires_grad=True), torch.randn(110, 8, requires_grad=True)
 
 
 class Through(torch.autograd.Function):
@@ -42,8 +42,8 @@ class Through(torch.autograd.Function):
 
 
 WRITTEN = {
-    "rows": lambda s, b, h, i, j: s + 0.1 * (ROWS[i] - ROWS[j]).pow(2).sum(-1),
-    "one by one": lambda s, b, h, i, j: s + TABLE[h][j] * 0.5,
+    "rows": lambda s, b, h, i, j: s + 0.1 * (PLACES[i] - PLACES[j]).pow(2).sum(-1),
+    "one by one": lambda s, b, h, i, j: s + HEADS[h][j] * 0.5,
     "own derivative": lambda s, b, h, i, j: s + 0.1 * Through.apply(s * 3),
     "functions": lambda s, b, h, i, j: s + torch.tan(s * 0.1) + torch.sinh(s * 0.1) + torch.cosh(s * 0.1),
     "inverses": lambda s, b, h, i, j: (
