@@ -31,7 +31,9 @@ def bind(score_mod: Any, q: Tensor) -> Score:
     own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
     kind = score_mod.kind if isinstance(score_mod, ScoreMod) else None
     if isinstance(score_mod, ScoreMod) and getattr(score_mod, "frozen", False):
-        forms = tuple([(x.dtype, tuple([n == 1 for n in x.shape])) for x in score_mod.tensors])
+        # A branch makes a constant of what a comparison of sizes does not.
+        ones = [tuple([True if n == 1 else False for n in x.shape]) for x in score_mod.tensors]  # noqa: SIM210
+        forms = tuple([(x.dtype, form) for x, form in zip(score_mod.tensors, ones, strict=True)])
         plan, numbers = _plan_of_recordings(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
         tensors = list(score_mod.tensors)
     else:

@@ -1,8 +1,7 @@
 """A Program as the source of Triton functions, which Triton and Gluon kernels call alike.
 
 Every function takes `data` first: for each captured tensor its pointer, and a stride and a size for each dimension;
-then the numbers. Floats are float32. Integers are 32 bits wide where their range, which is followed from the indices
-on, allows it, and 64 bits elsewhere.
+then the numbers. Floats are float32. Integers are 32 bits wide where their range, followed from the indices, allows it.
 """
 
 # torch.fx types the arguments of nodes as unions of everything.
