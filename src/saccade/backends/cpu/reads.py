@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from saccade.problem import Problem
 from saccade.scores import Score
@@ -101,14 +102,14 @@ def _both(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
         made: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             if node.op == "output":
-                outputs.append(fx.node.map_arg(node.args[0][0], made.__getitem__))
+                outputs.append(map_arg(node.args[0][0], made.__getitem__))
                 continue
             if node.op == "get_attr":
                 target = f"constant{number}_{node.target}"
                 setattr(constants, target, getattr(module, str(node.target)))
                 made[node] = graph.get_attr(target)
                 continue
-            arguments = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            arguments = map_arg((node.args, node.kwargs), made.__getitem__)
             key = node.op, node.target, str(arguments)
             if key not in known:
                 known[key] = graph.node_copy(node, made.__getitem__)
