@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saccade import attention, bias, causal, mask_mod, softcap, window
-from saccade.backends.cpu import cut, native, pool, tiled
+from saccade.backends.cpu import cut, native, pool, reads, tiled
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
 
@@ -215,3 +215,33 @@ def test_a_captured_tensor_is_never_written():
     q, k, v = operands(70)
     check(q, k, v, mask=window(9, 9), score_mod=lambda s, b, h, i, j: table[i, j]).assert_ok()
     assert torch.equal(table, before)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda score, b, h, q_idx, kv_idx: torch.exp(score),
+        lambda score, b, h, q_idx, kv_idx: 0.5 * score * score,
+        lambda score, b, h, q_idx, kv_idx: 3 * torch.tanh(score) + torch.tanh(score) * (q_idx - kv_idx),
+    ],
+    ids=["its own derivative", "whose derivative is the score", "tanh"],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_value_and_derivative_of_one_graph(fn, dtype, crew):
+    """What is shared by both is nobody's to write to."""
+    q, k, v = operands(70, 90, dtype=TORCH_DTYPES[dtype])
+    check(q, k, v, mask=causal(), score_mod=fn, dout=torch.randn_like(q), backend="cpu").assert_ok()
+
+
+def test_tanh_has_all_its_digits():
+    x = torch.cat([torch.linspace(-30, 30, 10001), torch.logspace(-40, 1, 10001), torch.tensor([0.0, 1e38])])
+    x = torch.cat([x, -x, torch.tensor([torch.inf, -torch.inf])])
+    wrong = (reads.tanh(x).double() - x.double().tanh()).abs()
+    assert bool((wrong <= 4 * torch.finfo(torch.float32).eps * x.double().tanh().abs()).all())
+    assert bool(reads.tanh(torch.tensor([torch.nan])).isnan().all())
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 70, 90), (1, 4, 70, 90), (4, 70, 90), (70, 90), (90,)])
+def test_a_bias_is_added_in_place(shape, crew):
+    q, k, v = operands(70, 90, dtype=torch.bfloat16)
+    check(q, k, v, mask=causal(), score_mod=bias(torch.randn(shape)), backend="cpu").assert_ok()

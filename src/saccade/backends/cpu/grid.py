@@ -47,6 +47,7 @@ class Grid:
     def __init__(self, problem: Problem, cut: Cut) -> None:
         self.problem, self.cut, self.scratch = problem, cut, Scratch()
         self.products, self.inside = cut.shape.products, problem.lse_dtype()
+        self.bias = reads.bias(problem) if problem.score is not None else None
 
     @staticmethod
     def of(problem: Problem) -> Grid:
@@ -92,14 +93,29 @@ class Grid:
         made = self.product(q, k[:, tile.keys].mT, "product", self.problem.scale)
         score = self.scratch.cast("score", made, self.inside)
         modify, way_back = self.problem.score, None
-        if modify is not None:
+        if self.bias is not None and not derivative:
+            view = self._view(score, heads, tile)
+            view.add_(self._piece(self.bias, heads, tile))
+        elif modify is not None:
             b_idx, h_idx, q_idx, kv_idx = self._indices(heads, tile)
             at = b_idx + self.problem.first_b, h_idx, q_idx, kv_idx
             scaled = score.view(len(b_idx), len(h_idx), len(q_idx), len(kv_idx))
-            if derivative:
-                way_back = Modification(modify, scaled, at, reads.derivative(modify, scaled, at))
-            score = reads.tile(modify, scaled, at).view_as(score)
+            modified, slope = reads.apply(modify, scaled, at, derivative)
+            score = modified.view_as(score)
+            if slope is not None:
+                way_back = Modification(modify, scaled, at, slope)
         return self._hide(score, heads, tile), way_back
+
+    def _view(self, score: Tensor, heads: Heads, tile: Tile) -> Tensor:
+        """(b, h, q, k)"""
+        return score.view(heads.batch.stop - heads.batch.start, -1, tile.rows.stop - tile.rows.start, score.shape[-1])
+
+    def _piece(self, x: Tensor, heads: Heads, tile: Tile) -> Tensor:
+        """The tile's part of a tensor (b or 1, h_q or 1, s_q or 1, s_k or 1)."""
+        group, every = self.problem.group, slice(None)
+        head = slice(heads.heads.start * group, heads.heads.stop * group)
+        at = heads.batch, head, tile.rows, tile.keys
+        return x[tuple(place if n > 1 else every for place, n in zip(at, x.shape, strict=True))]
 
     def _indices(self, heads: Heads, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch rows, query heads, rows and keys of a tile, which broadcast to (b, h, q, k)."""
@@ -126,7 +142,7 @@ class Grid:
 
     def _hide(self, score: Tensor, heads: Heads, tile: Tile) -> Tensor:
         """-inf, in place, where a query does not see a key."""
-        view = score.view(heads.batch.stop - heads.batch.start, -1, tile.rows.stop - tile.rows.start, score.shape[-1])
+        view = self._view(score, heads, tile)
         for start, stop in (tile.keys.start, tile.core.start), (tile.core.stop, tile.keys.stop):
             if start < stop:
                 edge = view[..., start - tile.keys.start : stop - tile.keys.start]

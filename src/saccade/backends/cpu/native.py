@@ -7,6 +7,7 @@ alone, 309 against 1150 without either. There its own bf16 backward takes 1766, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from saccade.layouts import empty_like_rows
 from saccade.masks import Window
 from saccade.problem import Problem
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def runs_forward(problem: Problem) -> bool:
@@ -80,21 +81,11 @@ def _with_sink(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tens
 def _without_sink(problem: Problem, plus: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`plus` takes the place of mask and score: (b or 1, h_q or 1, s_q, s_k), added to the scaled scores."""
     causal = plus is None and not _sees_all(problem)
-    out = problem.empty_out()
-    lse = torch.empty(problem.q.shape[:3], dtype=problem.lse_dtype())
-    q, outs, lses = (x.unflatten(1, (-1, problem.group)) for x in (problem.q, out, lse))
-    for member in range(problem.group):  # k and v are read as they are, not repeated
-        bias = plus
-        if plus is not None and plus.shape[1] > 1:
-            bias = plus.unflatten(1, (-1, problem.group))[:, :, member]
-        operands = q[:, :, member], problem.k, problem.v
-        found, found_lse = _forward(*operands, 0.0, causal, attn_mask=bias, scale=problem.scale)
-        lses[:, :, member] = found_lse
-        if problem.group == 1 and problem.out is None and found.stride() == out.stride():
-            out = found
-        else:
-            outs[:, :, member] = found
-    return out, lse
+    # Query heads find their key heads themselves.
+    found, lse = _forward(problem.q, problem.k, problem.v, 0.0, causal, attn_mask=plus, scale=problem.scale)
+    out = problem.out if problem.out is not None else empty_like_rows(problem.q, problem.v.shape[3])
+    same = problem.out is None and found.stride() == out.stride()
+    return found if same else out.copy_(found), lse.contiguous()
 
 
 def added(problem: Problem) -> tuple[Tensor, Tensor] | None:
@@ -111,10 +102,10 @@ def added(problem: Problem) -> tuple[Tensor, Tensor] | None:
         tensor = grid.added()
     else:
         grid, tensor = None, reads.bias(problem) if problem.mask is None else None
-    if tensor is None:
+    if tensor is None or tensor.shape[2:] != (problem.q.shape[2], problem.k.shape[2]):
         return None
     out, lse = _without_sink(problem, tensor)
-    if bool((lse.isfinite() & (lse != 0)).all()):
+    if bool(lse.all()) and math.isfinite(lse.sum().item()):
         return _with_sink(problem, out, lse)
     if grid is not None:
         grid.cut.visited = 0.0  # the tiles are to be asked at once from now on
