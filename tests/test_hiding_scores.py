@@ -218,6 +218,9 @@ def test_layouts():
     flat = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
     calls = [
         (True, (q, k, v), {"mask": documents(ids)}),
+        (False, (q, k, v), {"mask": ~documents(ids)}),  # of which some rows see hidden keys alone
+        (False, (q, k, v), {"mask": causal() & ~window(2, 0)}),
+        (True, (q, k, v), {"mask": ~causal() | documents(ids)}),
         (True, (q, k, v), {"mask": prefix(3) & causal(), "sink": torch.randn(2)}),
         (True, (q, k, v), {"layout": Dense("bhsd", used, used)}),
         (False, (q, k, v), {"layout": Dense("bhsd", used, other)}),

@@ -8,7 +8,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from saccade.layouts import Dense, Packed
-from saccade.masks import UNBOUNDED, Blocked, Combined, Documents, Mask, Prefix, Window
+from saccade.masks import UNBOUNDED, And, Blocked, Documents, Mask, Or, Prefix, Window
 from saccade.problem import Problem
 from saccade.scores import Score
 
@@ -83,6 +83,6 @@ def _every_row_sees(problem: Problem, window: Window, off: int) -> bool:
 
 def _on_diagonal(mask: Mask) -> bool:
     """Whether every row sees the key of its own number, of as many rows as keys."""
-    if isinstance(mask, Combined):
-        return all(map(_on_diagonal, mask.parts))
+    if isinstance(mask, And | Or):  # not ~, which is a Combined too, and of what holds the diagonal hides it
+        return (all if isinstance(mask, And) else any)(map(_on_diagonal, mask.parts))
     return isinstance(mask, (Window, Prefix, Documents))
