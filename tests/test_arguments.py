@@ -29,6 +29,21 @@ WRONG_TYPES = {
         "deterministic must be True or False, got 'yes'",
     ),
     "dropout_p": (TypeError, lambda: attention(Q, Q, Q, dropout_p="0.1"), "dropout_p must be a number, got '0.1'"),
+    "scale beyond floats": (
+        ValueError,
+        lambda: attention(Q, Q, Q, scale=10**400),
+        "scale must be a number that a float",
+    ),
+    "sparse": (
+        ValueError,
+        lambda: attention(Q.to_sparse(), Q, Q),
+        "must be dense tensors, such as x.to_dense(), or all three jagged ones, got torch.sparse_coo (2, 4, 6, 8)",
+    ),
+    "out with a gradient": (
+        ValueError,
+        lambda: attention(Q, Q, Q, out=torch.empty(2, 4, 6, 8, requires_grad=True)),
+        "out (2, 4, 6, 8) is written to, and must not require a gradient",
+    ),
     "dropout of each head": (ValueError, lambda: attention(Q, Q, Q, dropout_p=torch.zeros(4)), "must be one number"),
     "operands of explain": (TypeError, lambda: explain(Q, K), "q, k and v, or a Spec's text, got 2 operands"),
     "merge": (

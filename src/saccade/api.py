@@ -315,8 +315,7 @@ def _checked(
     """q, k and v as a backend takes them, or an error that quotes their shapes. In the hot path of small calls."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise TypeError(f"q, k and v must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
+    arguments.operands(q, k, v)
     flat = isinstance(layout, Packed)
     if not isinstance(layout, Paged) and not q.dim() == k.dim() == v.dim() == (3 if flat else 4):
         raise ValueError(f"q, k and v must have {'three' if flat else 'four'} dimensions: {_shapes(q, k, v, layout)}")
@@ -384,6 +383,8 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, jagged: bool) -> None:
     if out.shape != wanted or out.dtype != q.dtype or out.device != q.device:
         got = f"{out.dtype} {tuple(out.shape)} on {out.device}"
         raise ValueError(f"out must be {q.dtype} {wanted} on {q.device}, got {got}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
 

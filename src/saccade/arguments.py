@@ -21,6 +21,19 @@ def tensors(**named: Any) -> None:
             raise TypeError(f"{name} must be a tensor, got {told(x)}")
 
 
+def operands(q: Any, k: Any, v: Any) -> None:
+    """
+    Raises:
+        TypeError: not all are tensors.
+        ValueError: sparse ones, or others without strides.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise TypeError(f"q, k and v must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
+    if not q.layout == k.layout == v.layout == torch.strided:
+        got = f"{q.layout} {tuple(q.shape)}, {k.layout} {tuple(k.shape)}, {v.layout} {tuple(v.shape)}"
+        raise ValueError(f"q, k and v must be dense tensors, such as x.to_dense(), or all three jagged ones, got {got}")
+
+
 def flags(**named: Any) -> None:
     """
     Raises:
@@ -54,7 +67,10 @@ def number(name: str, x: Any, otherwise: str = "") -> float:
         ValueError: several, or one that needs a gradient; `otherwise` says what to do then.
     """
     if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
-        return float(x)
+        try:
+            return float(x)
+        except OverflowError:
+            raise ValueError(f"{name} must be a number that a float holds, got one beyond 1.8e308") from None
     if isinstance(x, Tensor):
         if x.numel() != 1 or x.is_complex():
             raise ValueError(f"{name} must be one number, got {told(x)}")
