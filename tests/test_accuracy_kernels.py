@@ -34,8 +34,10 @@ class _Kernel(torch.autograd.Function):
         p = (score - top).exp()
         total = p.sum(-1, keepdim=True)
         lse = (top + total.log())[..., 0] + (0.03 if fault == "LSE + 0.03" else 0)
-        p = _eight_bits(p) if fault == "P of 8 bits" else p.to(q.dtype)
+        p = _eight_bits(p) if fault == "P of 8 bits" else _cut(p, q.dtype) if fault == "P cut off" else p.to(q.dtype)
         out = (p.to(wide) @ values.to(wide) / total.clamp(min=1e-30)).to(q.dtype)
+        if fault == "out 1 % too large":
+            out = (out.to(wide) * 1.01).to(q.dtype)
         if fault == "a dropped tile of rows":
             out[:, :, -ROWS:] = 0
         ctx.save_for_backward(q, k, v, out, lse)
@@ -53,7 +55,8 @@ class _Kernel(torch.autograd.Function):
         ds = _eight_bits(ds) if fault == "ds of 8 bits" else ds.to(dtype)
         p, ds = p.to(dtype).to(lse.dtype), ds.to(lse.dtype)
         found = ds @ k * ctx.scale, ds.mT @ q * ctx.scale, p.mT @ dout
-        return *(x.to(dtype) for x in found), None
+        larger = 1.01 if fault == "gradients 1 % too large" else 1.0
+        return *((x * larger).to(dtype) for x in found), None
 
 
 def _stale(x: Tensor) -> Tensor:
@@ -62,6 +65,12 @@ def _stale(x: Tensor) -> Tensor:
     late = slice(STAGES * KEYS, (STAGES + 1) * KEYS)
     x[:, :, late] = x[:, :, :KEYS]
     return x
+
+
+def _cut(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded towards zero."""
+    rounded = x.to(dtype)
+    return torch.where(rounded.to(x.dtype) > x, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
 
 
 def _eight_bits(x: Tensor) -> Tensor:
@@ -79,7 +88,11 @@ WRONG = {
     "a dropped tile of rows": {"out", "dq"},
     "a stale stage of k": {"out", "lse"},
     "a stale stage of v": {"out"},
+    "out 1 % too large": {"out"},
+    "gradients 1 % too large": {"dq", "dk", "dv"},
 }
+BIASED = {"P cut off": {"out"}}
+"""In 16 bits."""
 
 
 def ratios(fault: str | None, dtype: str, s_q: int, s_k: int) -> dict[str, float]:
@@ -103,6 +116,13 @@ def test_the_kernel_without_a_fault_passes(dtype, lengths):
 def test_wrong_kernels_fail(fault, dtype):
     found = ratios(fault, dtype, 300, 300)
     assert {name for name, ratio in found.items() if ratio > 1} >= WRONG[fault], found
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("fault", BIASED)
+def test_roundings_that_lean_one_way_fail(fault, dtype):
+    found = ratios(fault, dtype, 300, 300)
+    assert {name for name, ratio in found.items() if ratio > 1} >= BIASED[fault], found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,6 +25,9 @@ At = tuple[slice, slice, slice]
 FAR = 1 << 20
 """A score beyond it hides its key, or is what all of a row score: float32 has no place for what is added to it."""
 
+BEYOND = 16.0
+"""A score's error of more leaves nothing known of its probability."""
+
 
 class Precision(NamedTuple):
     """The dtypes that a backend computes in between. What it multiplies and what it returns have the inputs' dtype."""
@@ -128,7 +131,7 @@ class Part(NamedTuple):
             slope_term = slope_term + of_functions * (slope**2 + 4 * (1 - slope) ** 2)
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
-        p_term = p**2 * score_term
+        p_term = p**2 * ((eps / 2 * score_term.sqrt()).clamp(max=BEYOND).expm1() / (eps / 2)) ** 2
         # Keys that are alike have scores that are rounded alike.
         of_p = 1 + more_k / fine + torch.where(lse.abs() < far, lse**2 + top**2, 0)
         of_p = fine * of_p + p_term.sqrt().sum(-1, keepdim=True) ** 2 + (2 * self.precision.exp / eps) ** 2
@@ -149,8 +152,9 @@ class Part(NamedTuple):
             )
             before = dp - delta + dlse
             if isinstance(problem.score, Shifted) and problem.score.captured():
-                before_term = p_term * before**2 + p**2 * (dp_term + row_term)
-                for name, rows in problem.score.squares(before_term, score.detach()).items():
+                before_term = p_term * before**2 + p**2 * dp_term
+                of_row = p * row_term.sqrt()  # an error in delta, which is common to a row's keys
+                for name, rows in problem.score.squares(before_term, of_row, score.detach()).items():
                     squares[name] = exact[name].double() ** 2 + rows
             ds = p * before * slope
             ds_term = p_term * (before * slope) ** 2 + p**2 * ((dp_term + row_term) * slope**2 + before**2 * slope_term)
@@ -165,7 +169,9 @@ class Part(NamedTuple):
             if problem.sink is not None:
                 share = torch.where(hidden, 0, (problem.sink[:, None, None] - lse).exp())
                 rows = share**2 * (row_term + (fine + of_p + more_q) * (delta - dlse) ** 2)
-                squares["dsink"] = (1 + more_q) * exact["dsink"] ** 2 + rows.sum((0, 2, 3))
+                assert self.problem.sink is not None
+                tiny = torch.finfo(self.problem.sink.dtype).smallest_normal ** 2
+                squares["dsink"] = tiny + (1 + more_q) * exact["dsink"] ** 2 + rows.sum((0, 2, 3))
         return {name: square.sqrt() for name, square in squares.items()}
 
     def _oracle(self) -> Results:

@@ -12,6 +12,8 @@ from saccade import scores
 from saccade.dropout import Dropout
 from saccade.masks import Extent, Mask
 
+DRAWS = 8
+
 
 def captured(score_mod: Any) -> dict[str, Tensor]:
     """The tensors of a score modification that require a gradient, by the names of their gradients."""
@@ -53,14 +55,28 @@ class Shifted(scores.Score):
     def captured(self) -> dict[str, Tensor]:
         return captured(getattr(self.score, "fn", None))
 
-    def squares(self, gradient: Tensor, score: Tensor) -> dict[str, Tensor]:
-        """The roundings of what is added up for captured tensors, squared: sum gradient (d modified / d tensor)^2."""
+    def squares(self, gradient: Tensor, of_rows: Tensor, score: Tensor) -> dict[str, Tensor]:
+        """The roundings of what is added up for captured tensors, squared: sum gradient (d modified / d tensor)^2, and
+        what a row's keys have in common, of_rows (d modified / d tensor), added up by rows first."""
         leaves, held = self.captured(), self.score.tensors
-        sums = [torch.zeros_like(x, dtype=torch.float64) if x.requires_grad else None for x in held]
-        b, h, *at = places(score)
-        self.score.accumulate(sums, gradient, score, b + self.b, h + self.h, *at, power=2)
+        at = places(score)
+        at = (at[0] + self.b, at[1] + self.h, *at[2:])
+
+        def added(gradient: Tensor, power: int) -> list[Tensor | None]:
+            sums = [torch.zeros_like(x, dtype=torch.float64) if x.requires_grad else None for x in held]
+            self.score.accumulate(sums, gradient, score, *at, power=power)
+            return sums
+
+        total = added(gradient, 2)
+        signs = torch.Generator().manual_seed(0)
+        for _ in range(DRAWS):  # rows of random signs add up as their squares do
+            sign = 2 * torch.randint(0, 2, (*score.shape[:3], 1), generator=signs).to(score) - 1
+            for x, more in zip(total, added(sign * of_rows, 1), strict=True):
+                if x is not None and more is not None:
+                    x += more**2 / DRAWS
         # What is computed of them beforehand is taken for a choice among them.
-        made = [(x, total.to(x.dtype)) for x, total in zip(held, sums, strict=True) if total is not None]
+        pairs = zip(held, total, strict=True)
+        made = [(x, t.clamp(max=torch.finfo(x.dtype).max).to(x.dtype)) for x, t in pairs if t is not None]
         outputs, totals = zip(*made, strict=True)
         found = torch.autograd.grad(outputs, list(leaves.values()), totals, allow_unused=True, retain_graph=True)
         pairs = zip(leaves.items(), found, strict=True)

@@ -7,14 +7,20 @@ import math
 import torch
 from torch import Tensor
 
+COMMON = 1 / 16
+"""How much of what is rounded may lean one way: tensor cores cut sums off, they do not round them."""
+
 
 class Tally:
-    """Of a tensor's errors and terms, part after part: the largest elements, the sums of squares, and the worst row."""
+    """Of a tensor's errors and terms, part after part: the largest elements, the sums of squares, the worst row, and
+    how much of the errors lies along the exact result."""
 
     def __init__(self, eps: float) -> None:
         self.eps = eps
         self.top = torch.zeros(3, dtype=torch.float64)
         self.squares = torch.zeros(3, dtype=torch.float64)
+        self.along = torch.zeros(2, dtype=torch.float64)
+        self.spread, self.common = 0.0, 0.0
         self.row = 0.0
         self.broken = False
 
@@ -26,8 +32,13 @@ class Tally:
         finite = exact.isfinite()
         self.broken |= bool((x.isfinite() != finite).any()) or bool((x != exact)[~finite].any())
         # Where the plain run overflows, it says nothing.
-        found = torch.stack([y.nan_to_num(0, 0, 0).abs() for y in (x - exact, eager - exact, terms)])
-        self.top = torch.maximum(self.top, found.flatten(1).amax(1).cpu())
+        found = torch.stack([y.nan_to_num(0, 0, 0) for y in (x - exact, eager - exact, terms)])
+        exact = exact.nan_to_num(0, 0, 0)
+        self.along += (found[:2] * exact).flatten(1).sum(1).cpu()
+        of_rows = (found[2] * exact.abs()).sum(-1)  # a row's errors may be one and the same
+        self.spread += float(of_rows.square().sum())
+        self.common += float(of_rows.sum())
+        self.top = torch.maximum(self.top, found.abs().flatten(1).amax(1).cpu())
         self.squares += found.square().flatten(1).sum(1).cpu()
         error, other, term = found.square().mean(-1).sqrt()
         self.row = max(self.row, float(self._shares(error, other, term).max()))
@@ -36,7 +47,8 @@ class Tally:
         if self.broken:
             return math.inf
         # The roots of the sums stand for the roots of the means.
-        wholes = torch.stack([self.top, self.squares.sqrt()], dim=1)
+        along = [*self.along.abs().tolist(), math.sqrt(self.spread) + COMMON * self.common]
+        wholes = torch.stack([self.top, self.squares.sqrt(), torch.tensor(along, dtype=torch.float64)], dim=1)
         return max(self.row, float(self._shares(*wholes).max()))
 
     def _shares(self, error: Tensor, other: Tensor, term: Tensor) -> Tensor:
