@@ -34,7 +34,7 @@ class _Kernel(torch.autograd.Function):
         p = (score - top).exp()
         total = p.sum(-1, keepdim=True)
         lse = (top + total.log())[..., 0] + (0.03 if fault == "LSE + 0.03" else 0)
-        p = _eight_bits(p) if fault == "P of 8 bits" else _cut(p, q.dtype) if fault == "P cut off" else p.to(q.dtype)
+        p = _eight_bits(p) if fault == "P of 8 bits" else p.to(q.dtype)
         out = (p.to(wide) @ values.to(wide) / total.clamp(min=1e-30)).to(q.dtype)
         if fault == "out 1 % too large":
             out = (out.to(wide) * 1.01).to(q.dtype)
@@ -67,12 +67,6 @@ def _stale(x: Tensor) -> Tensor:
     return x
 
 
-def _cut(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded towards zero."""
-    rounded = x.to(dtype)
-    return torch.where(rounded.to(x.dtype) > x, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
-
-
 def _eight_bits(x: Tensor) -> Tensor:
     unit = x.abs().amax() / 256
     return (x / unit).to(torch.float8_e4m3fn).to(x.dtype) * unit
@@ -91,8 +85,6 @@ WRONG = {
     "out 1 % too large": {"out"},
     "gradients 1 % too large": {"dq", "dk", "dv"},
 }
-BIASED = {"P cut off": {"out"}}
-"""In 16 bits."""
 
 
 def ratios(fault: str | None, dtype: str, s_q: int, s_k: int) -> dict[str, float]:
@@ -116,13 +108,6 @@ def test_the_kernel_without_a_fault_passes(dtype, lengths):
 def test_wrong_kernels_fail(fault, dtype):
     found = ratios(fault, dtype, 300, 300)
     assert {name for name, ratio in found.items() if ratio > 1} >= WRONG[fault], found
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("fault", BIASED)
-def test_roundings_that_lean_one_way_fail(fault, dtype):
-    found = ratios(fault, dtype, 300, 300)
-    assert {name for name, ratio in found.items() if ratio > 1} >= BIASED[fault], found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

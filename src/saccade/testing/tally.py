@@ -34,10 +34,11 @@ class Tally:
         # Where the plain run overflows, it says nothing.
         found = torch.stack([y.nan_to_num(0, 0, 0) for y in (x - exact, eager - exact, terms)])
         exact = exact.nan_to_num(0, 0, 0)
-        self.along += (found[:2] * exact).flatten(1).sum(1).cpu()
-        of_rows = (found[2] * exact.abs()).sum(-1)  # a row's errors may be one and the same
-        self.spread += float(of_rows.square().sum())
-        self.common += float(of_rows.sum())
+        if x.shape[-1] > 1:  # an LSE has what its exponentials have
+            self.along += (found[:2] * exact).flatten(1).sum(1).cpu()
+            of_rows = (found[2] * exact.abs()).sum(-1)  # a row's errors may be one and the same
+            self.spread += float(of_rows.square().sum())
+            self.common += float(of_rows.sum())
         self.top = torch.maximum(self.top, found.abs().flatten(1).amax(1).cpu())
         self.squares += found.square().flatten(1).sum(1).cpu()
         error, other, term = found.square().mean(-1).sqrt()
