@@ -14,7 +14,7 @@ a number.
 
 Roundings lean no way, so that a result which is a factor too large is caught where each of its rows would pass: what
 x - exact has in common with exact, sum (x - exact) exact, may be twice what eager has, plus eps/2 times the root of the
-sum of the squares of rows, each sum terms |exact|, plus a sixteenth of their sum.
+sum of the squares of rows, each sum terms |exact|, plus a quarter of their sum.
 
 Two backends round more, and are granted it: the cpu's products of bfloat16 leave in bfloat16, and `reference` rounds
 each of its steps to the inputs' dtype. On a GPU, values of score functions have 11 bits, which is what its tanh has.

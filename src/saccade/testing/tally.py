@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-COMMON = 1 / 16
-"""How much of what is rounded may lean one way: tensor cores cut sums off, they do not round them."""
+COMMON = 1 / 4
+"""How much of what is rounded may lean one way: numbers that are alike are rounded alike, and tensor cores cut sums off."""
 
 
 class Tally:
