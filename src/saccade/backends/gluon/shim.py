@@ -109,6 +109,20 @@ def opaque(number):
     )
 
 
+@gluon.jit
+def uniform(number):
+    """An int32 that all threads have, as one that ptxas knows to be the same in a warp: of what gl.min and gl.max make
+    in Triton 3.9 it knows nothing, and a loop that such a number bounds has no uniform registers."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+        "=r,r",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @gluon.constexpr_function
 def _count_text(order):
     return (

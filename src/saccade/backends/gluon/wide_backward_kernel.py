@@ -43,7 +43,7 @@ from saccade.backends.gluon.key_block import following, hidden, onto
 from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Ring, Trade, new_barriers, new_ring
 from saccade.backends.gluon.queue import pass_on_fenced, wait_for_turn
-from saccade.backends.gluon.shim import aggregate, start_next, view, wait_for_last
+from saccade.backends.gluon.shim import aggregate, start_next, uniform, view, wait_for_last
 
 BLOCK = gl.constexpr(64)
 """Rows and keys of a tile, and columns of a chunk."""
@@ -349,7 +349,7 @@ def consume_for_keys(
     """The second consumer: ds, dk, and the other columns of every dq."""
     # [64, D]
     dk = zeros(D)
-    steps = block.steps(group)
+    steps = uniform(block.steps(group))
     wait_for_last()
     mbarrier.wait(shared.keys_full, 0)
     # Zeros, which the first step adds to the sums of its own block of rows: cheaper than a test in every step.
