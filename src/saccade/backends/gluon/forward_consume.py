@@ -38,6 +38,7 @@ from saccade.backends.gluon.schedule import (
     USED,
 )
 from saccade.backends.gluon.shim import fast_log2, pack_pairs, unpack_pairs
+from saccade.backends.gluon.tiles import row_maxima, row_sums
 
 # A row's maximum starts here: finite, so that no difference of two is NaN.
 LOWEST = gl.constexpr(-1e30)
@@ -76,12 +77,6 @@ def issue_values(pipe, p, stage, acc):
 
 
 @gluon.jit
-def row_sums(p):
-    """Sums [64, 8] of p [64, BLOCK_K] within each thread; the four threads of a row meet when the work item ends."""
-    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
 def step(
     c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, MASKED: gl.constexpr, LOWER: gl.constexpr, mask,
     score, dropout, terms, inside, factor, b, h, q_idx, rows, keys,
@@ -99,7 +94,7 @@ def step(
     if MASKED:
         s = hidden(s, tile, LOWER, mask, b, h, q_idx, rows, keys)
     # [64]
-    new_max = gl.maximum(row_max, risen(gl.max(s, 1), tile, score, terms, 1, s.shape[1]))
+    new_max = gl.maximum(row_max, risen(row_maxima(s), tile, score, terms, 1, s.shape[1]))
     # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
     alpha = gl.exp2((row_max - new_max) * factor)
     # [64, BLOCK_K]
@@ -301,7 +296,7 @@ def consume(
                 s = hidden(s, number, True, mask, b, h, q_idx, rows, keys)
         # [64]
         lowest: gl.constexpr = LOWEST_VAST if score.vast else LOWEST
-        row_max = gl.maximum(risen(gl.max(s, 1), number, score, terms, 1, BLOCK_K), lowest)
+        row_max = gl.maximum(risen(row_maxima(s), number, score, terms, 1, BLOCK_K), lowest)
         # [64, BLOCK_K]
         weights = weighed(s, row_max, number, score, terms, factor)
         # [64, 8]

@@ -71,3 +71,62 @@ def between(s, lo, hi, LOWER: gl.constexpr, UPPER: gl.constexpr):
         low = gl.expand_dims(gl.expand_dims(low, 1), 3)
         x = gl.where(8 * i + e >= low, x, float("-inf"))
     return gl.convert_layout(x.reshape([s.shape[0], s.shape[1]]), s.type.layout)
+
+
+@gluon.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def _halves(x):
+    """Both halves of the last axis of x [M, L, N]."""
+    return gl.split(x.reshape([x.shape[0], x.shape[1], 2, x.shape[2] // 2]).permute((0, 1, 3, 2)))
+
+
+@gluon.jit
+def one_by_one(x, combine: gl.constexpr):
+    """Combines the last axis of x [M, L, N], all of it in registers, from its first element to its last: [M, L].
+
+    gl.reduce does that in Triton 3.6, but makes a tree in 3.9, of which ptxas makes a longer way from the products to
+    the last weight (docs/findings/gluon.md).
+    """
+    M: gl.constexpr = x.shape[0]
+    L: gl.constexpr = x.shape[1]
+    parts = (x,)
+    for level in gl.static_range(_log2(x.shape[2])):
+        halves = ()
+        for i in gl.static_range(2**level):
+            first, second = _halves(parts[i])
+            halves = halves + (first, second)  # noqa: RUF005 - Triton has no starred tuples
+        parts = halves
+    made = parts[0]
+    for i in gl.static_range(1, x.shape[2]):
+        made = combine(made, parts[i])
+    return made.reshape([M, L])
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _largest(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def row_sums(p):
+    """Sums [64, 8] of p [64, BLOCK_K] within each thread; the four threads of a row meet when the work item ends."""
+    # [64, 8, BLOCK_K / 8]
+    return one_by_one(p.reshape([p.shape[0], p.shape[1] // 8, 8]).permute((0, 2, 1)), _sum)
+
+
+@gluon.jit
+def row_maxima(s):
+    """The largest of each row of s [64, BLOCK_K]: [64]."""
+    # [64, 4, BLOCK_K / 4]: the four threads of a row, and what each of them has
+    x = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
+    x = one_by_one(x.reshape([s.shape[0], 4, s.shape[1] // 4]), _largest)
+    return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
