@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 COMMON = 1 / 4
-"""How much of what is rounded may lean one way: numbers that are alike are rounded alike, and tensor cores cut sums off."""
+"""How much of what is rounded may lean one way: numbers that are alike are rounded alike, and sums are cut off."""
 
 
 class Tally:
