@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from saccade import attention
+from saccade.scores.programs import cache
 
 B, H, S, D = 1, 2, 5, 4
 
@@ -172,3 +173,21 @@ def test_a_refusal_that_the_function_catches_is_one(ask):
 
     with pytest.raises(ValueError, match=r"test_stranger_scores\.py"):
         attention(*rows(), score_mod=fn)
+
+
+def test_a_change_between_a_recording_and_its_proof_is_seen(monkeypatch):
+    x, known = 2.0, cache.program
+
+    def fn(score, b, h, q_idx, kv_idx):
+        return torch.sinc(score * x)
+
+    def slowly(*args):
+        nonlocal x
+        x = 5.0  # as another thread may
+        return known(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "program", slowly)
+        attention(*rows(), score_mod=fn)
+    for _ in range(3):
+        torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
