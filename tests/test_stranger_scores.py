@@ -191,3 +191,15 @@ def test_a_change_between_a_recording_and_its_proof_is_seen(monkeypatch):
         attention(*rows(), score_mod=fn)
     for _ in range(3):
         torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
+
+
+def test_a_tensor_with_operations_of_its_own_is_refused():
+    class Tripled(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            found = super().__torch_function__(func, types, args, kwargs)
+            return found * 3 if func is torch.Tensor.__getitem__ else found
+
+    table = torch.ones(H).as_subclass(Tripled)
+    with pytest.raises(ValueError, match="Tripled has a __torch_function__ of its own"):
+        attention(*rows(), score_mod=lambda score, b, h, q_idx, kv_idx: score * table[h])
