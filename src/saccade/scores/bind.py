@@ -65,7 +65,7 @@ def _bound(score_mod: Function, q: Tensor) -> Traced:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     form = dtype, q.device, name
     found = kept(score_mod, form)
-    if found is not None:
+    if found is not None and found.sure:
         tensors, numbers = _values(found.program, *found.inputs(score_mod), q.device)
         return Traced(found.program, tensors, numbers, score_mod, found.rows)
     recording = record(fn, dtype, q.device, 1 + own)
@@ -76,7 +76,7 @@ def _bound(score_mod: Function, q: Tensor) -> Traced:
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(made, q.device, *score_mod.sample())
         program.checked = True
-    keep(score_mod, form, recording, program)
+    keep(score_mod, form, recording, program, found)
     return made
 
 
@@ -121,7 +121,7 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         return compiled.bind_predicate(fn, name)
     form = "predicate", name
     found = kept(fn, form)
-    if found is not None:
+    if found is not None and found.sure:
         program, (given, numbers) = found.program, found.inputs(fn)
     else:
         recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
@@ -130,7 +130,7 @@ def predicate(fn: Function, name: str | None = None) -> Any:
             recording.tape.tensors,
             recording.tape.numbers,
         )
-        keep(fn, form, recording, program)
+        keep(fn, form, recording, program, found)
     tensors, numbers = _values(program, given, numbers, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 

@@ -27,6 +27,8 @@ class Kept(NamedTuple):
     rows: bool
     alive: tuple[Any, ...]
     """Weak references, which take it away with what they refer to."""
+    sure: bool
+    """The proof is older than the recording. Else another thread may have changed something between the two."""
 
     def inputs(self, fn: Any) -> tuple[list[Tensor], list[Any]]:
         tensors = [find(fn) for find in self.tensors]
@@ -37,18 +39,20 @@ _kept: dict[Any, Kept] = {}
 
 
 def kept(fn: Any, form: Any) -> Kept | None:
-    """What is known of a function whose proof holds; `form` is all else that a recording depends on."""
+    """What is known of a function whose proof holds; `form` is all else that a recording depends on. Its recording is
+    the function's if it is `sure`."""
     found = _kept.get(_key(fn, form))
     return found if found is not None and found.proof.holds(fn) else None
 
 
-def keep(fn: Any, form: Any, recording: Recording, program: Program) -> None:
-    """Keeps a recording if there is a proof for it."""
+def keep(fn: Any, form: Any, recording: Recording, program: Program, older: Kept | None) -> None:
+    """Keeps a recording if there is a proof for it, surely if `older` was `kept` before the recording and still is."""
     if recording.called is None:
         return
     key = _key(fn, form)
     try:
-        proof = Proof(fn, recording.called)
+        sure = older is not None and older.proof.holds(fn)
+        proof = older.proof if older is not None and sure else Proof(fn, recording.called)
         tensors = tuple([proof.find(x) for x in recording.tape.tensors])
         read = [None if x is None else proof.find(x) for x in recording.tape.sources]
         parts = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
@@ -59,7 +63,7 @@ def keep(fn: Any, form: Any, recording: Recording, program: Program) -> None:
     if len(_kept) >= MAXSIZE:
         _kept.clear()
     numbers = tuple(zip(recording.tape.numbers, read, strict=True))
-    _kept[key] = Kept(proof, program, tensors, numbers, recording.tape.rows, alive)
+    _kept[key] = Kept(proof, program, tensors, numbers, recording.tape.rows, alive, sure)
 
 
 def _key(fn: Any, form: Any) -> Any:

@@ -38,6 +38,7 @@ _PURE = {id(x) for x in (
 """Functions whose results are those of their arguments alone, and that call no code of others on plain ones."""
 _NUMBERS = (int, float, complex)
 _SAME = (bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
+_OF_C = (types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MISSING = object()
 
 
@@ -127,7 +128,8 @@ class Proof:
                 and not y.__kwdefaults__
             )
         )
-        if fn.__kwdefaults__ or id(fn) in self.met:
+        nameless = owner is not None and not code.co_argcount  # the object is one of *args
+        if fn.__kwdefaults__ or id(fn) in self.met or nameless:
             raise Unproven
         self.met.add(id(fn))
         for i, x in enumerate(fn.__defaults__ or ()):
@@ -150,8 +152,9 @@ class Proof:
 
     def _of_tensors(self, name: str) -> None:
         held = getattr(Tensor, name, _MISSING)
-        if type(held) is not types.GetSetDescriptorType:  # which cannot be another one
-            self.checks.append(lambda root: getattr(Tensor, name, _MISSING) is held)
+        if type(held) not in _OF_C and not any(held is x for x in self.called):  # it may read anything
+            raise Unproven
+        self.checks.append(lambda root: getattr(Tensor, name, _MISSING) is held)
 
     def _global(self, find: Find, fn: types.FunctionType, name: str, path: tuple[str, ...]) -> None:
         if name in fn.__globals__:
@@ -166,11 +169,15 @@ class Proof:
         if not path:
             self._plain(find, x)
         elif type(x) is types.ModuleType:
-            self.checks.append(lambda root: find(root) is x)
+            self.checks.append(lambda root: find(root) is x and type(x) is types.ModuleType)
             if path[0] not in vars(x):
                 raise Unproven
             self._follow(lambda root: vars(x).get(path[0], _MISSING), vars(x)[path[0]], path[1:])
-        elif type(x) in (Tensor, torch.nn.Parameter, *_NUMBERS, *_SAME):
+        elif type(x) in (*_NUMBERS, *_SAME):
+            self._plain(find, x)
+        elif type(x) in (Tensor, torch.nn.Parameter):
+            if path[0] in vars(x):  # an attribute that somebody gave it
+                raise Unproven
             self._plain(find, x)
             for attribute in path:
                 self._of_tensors(attribute)

@@ -91,6 +91,8 @@ def record(
     try:
         with recorder:
             found = fn(*[_stand_in(tape, i) for i in range(5)])
+        if recorder.refused is not None:  # and the function caught it
+            raise recorder.refused
         found = found if outputs > 1 and type(found) is tuple else (found,)
         if len(found) != outputs or not all(isinstance(x, Tensor) for x in found):
             got = type(found[0]).__name__ if isinstance(found[0], (tuple, list)) else repr(found[0])
@@ -144,8 +146,16 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.tape, self.graded = tape, torch.is_grad_enabled()
         self.called: set[Any] | None = set()
+        self.refused: Refused | Unseen | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._seen(func, types, args, kwargs)
+        except (Refused, Unseen) as refused:
+            self.refused = self.refused or refused
+            raise
+
+    def _seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
         if name == "__get__":
@@ -294,7 +304,7 @@ def _place(whole: bool) -> tuple[str, int] | None:
     Raises:
         Unseen: it is.
     """
-    frame = sys._getframe(3)
+    frame = sys._getframe(4)
     found = None
     while frame is not None:
         code = frame.f_code

@@ -31,6 +31,18 @@ _ZEROS = frozenset(("where", "masked_fill", "clamp", "clip", "clamp_min", "clamp
 _OPERANDS = frozenset(("input", "self", "other", "min", "max", "value", "weight"))
 
 
+_TORCH_FUNCTIONS: Any = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+
+
+def _check_operations(x: Tensor) -> None:
+    own: Any = type(x).__torch_function__
+    if getattr(own, "__func__", own) not in _TORCH_FUNCTIONS:
+        raise Refused(
+            f"{type(x).__name__} has a __torch_function__ of its own, which no kernel calls; "
+            "capture x.as_subclass(torch.Tensor)"
+        )
+
+
 class Refused(ValueError):
     """A function that cannot be recorded; `line` is where, if it is known."""
 
@@ -119,6 +131,7 @@ class Tape:
         return "number", len(self.numbers) - 1, "int" if isinstance(x, int) else "float"
 
     def _tensor(self, x: Tensor, lifts: bool) -> Any:
+        _check_operations(x)
         if lifts and self.reads_numbers and is_number(x):
             for i, other in enumerate(self.sources):
                 if other is x:
@@ -130,6 +143,7 @@ class Tape:
         return "tensor", i
 
     def _placed(self, x: Tensor) -> int:
+        _check_operations(x)
         for i, other in enumerate(self.tensors):
             if other is x:
                 return i

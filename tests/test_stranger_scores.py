@@ -1,0 +1,205 @@
+"""Score functions against their own meaning, one score at a time, with things changed between the calls."""
+
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from saccade import attention
+from saccade.scores.programs import cache
+
+B, H, S, D = 1, 2, 5, 4
+
+
+def rows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, H, S, D, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def meaning(fn: Callable[..., Any]) -> torch.Tensor:
+    """Attention in float64, with the function called for each score."""
+    q, k, v = rows()
+    scores = q @ k.mT / math.sqrt(D)
+    for at in torch.cartesian_prod(*map(torch.arange, scores.shape)):
+        scores[tuple(at)] = fn(scores[tuple(at)], *at)
+    return scores.softmax(-1) @ v
+
+
+def stages_of_arguments() -> Iterator[Any]:
+    class Strength:
+        c = 2.0
+
+        def method(*args: Any) -> Any:
+            return args[1] * args[0].c  # type: ignore[attr-defined]
+
+    held = Strength()
+    yield held.method
+    held.c = 5.0
+    yield held.method
+
+
+def stages_of_added_methods() -> Iterator[Any]:
+    c = 2.0
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s.stronger()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "stronger", lambda x: x * c, raising=False)
+        yield fn
+        c = 5.0
+        yield fn
+
+
+def stages_of_given_attributes() -> Iterator[Any]:
+    table: Any = torch.tensor([0.5, 0.25])
+    table.strength = 2.0
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * table.strength + table[h]
+
+    yield fn
+    table.strength = 5.0
+    yield fn
+
+
+def stages_of_a_module_of_another_class() -> Iterator[Any]:
+    class Other(types.ModuleType):
+        @property
+        def c(self) -> float:
+            return 5.0
+
+    module: Any = types.ModuleType("module")
+    module.c = 2.0
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * module.c
+
+    yield fn
+    module.__class__ = Other
+    yield fn
+
+
+def stages_of_patched_functions() -> Iterator[Any]:
+    known, c = torch.tanh, 2.0
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.tanh(s) * 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield fn
+        patch.setattr(torch, "tanh", lambda x: known(x) * c)
+        yield fn
+        c = 4.0
+        yield fn
+        patch.setattr(torch, "tanh", torch.sin)
+        yield fn
+    yield fn
+
+
+def stages_of_types() -> Iterator[Any]:
+    x: Any = 1
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        match x:
+            case bool():
+                return s * 7
+            case 1 if isinstance(x, int):
+                return s * 2
+            case float():
+                return s * x * 3
+            case [a, *_]:
+                return s * a
+            case {"k": v}:
+                return s * v
+            case _:
+                return s * len(str(x))
+
+    for x in (1, 1.0, True, 2.5, [3.0], {"k": 4.0}, "abcd", None, 8):  # noqa: B007 (the function reads it)
+        yield fn
+
+
+def stages_of_numbers() -> Iterator[Any]:
+    x: Any = 1.0
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.where(i - j < x, s + min(x, 9), s + math.copysign(1.0, x) * (i - j))
+
+    for x in (1.0, 0.0, -0.0, 0, True, 3, 1 << 20, math.inf, -2.5):  # noqa: B007
+        yield fn
+
+
+def stages_of_tensors() -> Iterator[Any]:
+    whole = torch.arange(12.0)
+    t: Any = whole[2:4]
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * t[h] + t[-1]
+
+    yield fn
+    whole.mul_(0.5)
+    yield fn
+    for t in (whole[::5], whole[:1].expand(2), torch.tensor([2, 3]), torch.tensor([True, False])):  # noqa: B007
+        yield fn
+    t = torch.ones(2)
+    yield fn
+    t.data = torch.tensor([0.25, 4.0])
+    yield fn
+    t.set_(torch.arange(6.0)[1::2])
+    yield fn
+
+
+STAGES = [found for name, found in list(globals().items()) if name.startswith("stages_")]
+
+
+@pytest.mark.parametrize("stages", STAGES, ids=lambda stages: stages.__name__.removeprefix("stages_of_"))
+def test_a_call_is_what_the_function_says_at_it(stages):
+    for fn in stages():
+        want = meaning(fn)
+        for _ in range(3):
+            torch.testing.assert_close(attention(*rows(), score_mod=fn), want)
+
+
+@pytest.mark.parametrize("ask", [float, bool, lambda score: score.shape[0], lambda score: score.add_(1)])
+def test_a_refusal_that_the_function_catches_is_one(ask):
+    def fn(score, b, h, q_idx, kv_idx):
+        try:
+            return score * (2 if ask(score) else 3)
+        except Exception:
+            return score
+
+    with pytest.raises(ValueError, match=r"test_stranger_scores\.py"):
+        attention(*rows(), score_mod=fn)
+
+
+def test_a_change_between_a_recording_and_its_proof_is_seen(monkeypatch):
+    x, known = 2.0, cache.program
+
+    def fn(score, b, h, q_idx, kv_idx):
+        return torch.sinc(score * x)
+
+    def slowly(*args):
+        nonlocal x
+        x = 5.0  # as another thread may
+        return known(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "program", slowly)
+        attention(*rows(), score_mod=fn)
+    for _ in range(3):
+        torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
+
+
+def test_a_tensor_with_operations_of_its_own_is_refused():
+    class Tripled(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            found = super().__torch_function__(func, types, args, kwargs)
+            return found * 3 if func is torch.Tensor.__getitem__ else found
+
+    table = torch.ones(H).as_subclass(Tripled)
+    with pytest.raises(ValueError, match="Tripled has a __torch_function__ of its own"):
+        attention(*rows(), score_mod=lambda score, b, h, q_idx, kv_idx: score * table[h])
