@@ -203,3 +203,20 @@ def test_a_tensor_with_operations_of_its_own_is_refused():
     table = torch.ones(H).as_subclass(Tripled)
     with pytest.raises(ValueError, match="Tripled has a __torch_function__ of its own"):
         attention(*rows(), score_mod=lambda score, b, h, q_idx, kv_idx: score * table[h])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_rows_of_tensors_that_a_compiled_region_is_given(dynamic):
+    """Their lengths are constants of a program, whatever torch.compile makes of sizes."""
+
+    def call(q, k, v, x):
+        return attention(q, k, v, score_mod=lambda score, b, h, i, j: score + (x[i] - x[j]).pow(2).sum(-1))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n, width in ((12, 5), (20, 5), (20, 3)):
+        q, k, v = (torch.randn(1, 2, n, 8) for _ in range(3))
+        x = torch.randn(n, width, requires_grad=True)
+        found, wanted = compiled(q, k, v, x), call(q, k, v, x)
+        torch.testing.assert_close(found, wanted)
+        gradients = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, wanted))
+        torch.testing.assert_close(*gradients)

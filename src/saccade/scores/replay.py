@@ -17,10 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from saccade.scores.recording import line_of, told
-from saccade.scores.tape import Refused, Tape, element, read
-
-WIDEST = 256
-"""Elements of a row."""
+from saccade.scores.tape import WIDEST, Refused, Tape, element, read
 
 
 class Row:

@@ -43,6 +43,10 @@ def _check_operations(x: Tensor) -> None:
         )
 
 
+WIDEST = 256
+"""Elements of a row that is computed with."""
+
+
 class Refused(ValueError):
     """A function that cannot be recorded; `line` is where, if it is known."""
 
@@ -139,7 +143,7 @@ class Tape:
             return self._number(x.item(), x)
         i = self._placed(x)
         if x.dim() and not all(n == 1 for n in x.shape):
-            return "row", i, tuple([int(n) for n in x.shape])
+            return "row", i, tuple([_constant(n) for n in x.shape])
         return "tensor", i
 
     def _placed(self, x: Tensor) -> int:
@@ -178,8 +182,7 @@ class Tape:
                 raise Refused("captured tensors are read at single places: index with the values of the call")
             places[dim] = self.given(x, True, True)
         self.rows = self.rows or any(x is None for x in places)
-        sizes = [int(n) for n in tensor.shape]
-        held = [("row", n) if x is None else x for n, x in zip(sizes, places, strict=True)]
+        held = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, places, strict=True)]
         return self._added(read, (("tensor", self._placed(tensor)), *held), (), line)
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
@@ -197,6 +200,16 @@ def _filled(at: list[Any], n: int) -> list[Any] | None:
     if len(at) - len(dots) > n or len(dots) > 1 or any(x is None for x in at):
         return None
     return at[: dots[0]] + missing + at[dots[0] + 1 :] if dots else at + missing
+
+
+def _constant(n: Any) -> int:
+    """A row's length, which a program is written for. Inside of torch.compile a branch makes a constant of it."""
+    if not torch.compiler.is_compiling():
+        return int(n)
+    for i in range(WIDEST + 1):
+        if n == i:
+            return i
+    raise Refused(f"rows of {n} elements are too long: up to {WIDEST} are computed with")
 
 
 def _text(x: float) -> Any:
