@@ -51,7 +51,7 @@ def oracle(call: Call) -> tuple[Tensor, Tensor]:
         if call.sink is not None:
             scores.append(call.sink[head])
             values.append(torch.zeros_like(out[0, 0, 0]))
-        if scores:
+        if any(bool(x > -torch.inf) for x in scores):
             lse[n, head, i] = torch.stack(scores).logsumexp(0)
             weights = (torch.stack(scores) - lse[n, head, i]).exp()
             out[n, head, i] = (weights[:, None] * torch.stack(values)).sum(0)
