@@ -171,7 +171,7 @@ def test_a_refusal_that_the_function_catches_is_one(ask):
         except Exception:
             return score
 
-    with pytest.raises(ValueError, match=r"test_stranger_scores\.py"):
+    with pytest.raises(ValueError, match=r"test_score_changes\.py"):
         attention(*rows(), score_mod=fn)
 
 
