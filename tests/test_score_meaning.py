@@ -484,7 +484,8 @@ def test_learned_numbers():
 
 # Rows of captured tensors
 
-P, B = torch.randn(S, 16, requires_grad=True), torch.randn(2, S, S, requires_grad=True)
+DOUBLE = {"dtype": torch.float64, "requires_grad": True}
+P, B = torch.randn(S, 16, **DOUBLE), torch.randn(2, S, S, **DOUBLE)
 ROWS = {
     "distance": lambda s, b, h, i, j: s + (P[i] - P[j]).pow(2).sum(-1),
     "dot": lambda s, b, h, i, j: s + torch.dot(B[h, i], B[h // 2, j]),
@@ -500,13 +501,13 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name):
-    q, k, v = operands()
+    q, k, v = (x.double() for x in operands())
     out, right = attention(q, k, v, score_mod=ROWS[name]), wanted(q, k, v, ROWS[name])
-    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, right)
     pairs = (torch.autograd.grad(x.square().sum(), (P, B), allow_unused=True) for x in (out, right))
     for found, expected in zip(*pairs, strict=True):
         if expected is not None:
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(found, expected)
 
 
 # What is refused says so
