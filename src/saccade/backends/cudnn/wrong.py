@@ -1,5 +1,5 @@
 """What cuDNN's graphs computed wrong on an H200 (9.19, frontend 1.32), by words: refused, as a wrong number is worse
-than none. A word is lifted by deleting it, once tests of tests/test_cudnn_gpu.py that have it pass.
+than none. A word is lifted by deleting it, once tests of tests/backends/test_cudnn_gpu.py that have it pass.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ KEYS = "a tensor of keys that is none of rows"
 
 
 def words(score_mod, gradient, s=128):
-    """What is refused of functions of `tests/test_cudnn_gpu.py`."""
+    """What is refused of functions of `tests/backends/test_cudnn_gpu.py`."""
     call = problem(score_mod, None, s, s)
     return [x.partition(" with ")[2].split(", ") for x in cudnn.refusals(call, gradient)]
 

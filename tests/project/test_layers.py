@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "saccade"
+PACKAGE = Path(__file__).parents[2] / "src" / "saccade"
 
 # From the ground up: a module imports from lower layers and from its own folder alone.
 LAYERS = [
