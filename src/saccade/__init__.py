@@ -8,8 +8,8 @@ torch.Size([1, 8, 256, 64])
 
 from saccade.api import Explanation, attention, explain, plan
 from saccade.block_masks import block_mask
-from saccade.caches import append_kv
 from saccade.dispatch import Plan, Unsupported
+from saccade.kv_cache import append_kv
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, documents, mask_mod, prefix, window
 from saccade.partial import Partial, Scored, merge

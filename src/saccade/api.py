@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from saccade import arguments, dispatch, ops, packed, paged, scores, shapes
+from saccade import arguments, dispatch, ops, scores
 from saccade.dropout import Dropout
 from saccade.explanation import Explanation
-from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged, with_rows
+from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged, nested, validate, with_rows
 from saccade.masks import Mask, as_mask
 from saccade.partial import Partial, Scored
 from saccade.problem import Problem, flattened
@@ -173,7 +173,7 @@ def attention(
     jagged = isinstance(q, Tensor) and q.is_nested
     order = layout.order if jagged else ""
     if jagged:
-        q, k, v, layout = packed.values(q, k, v, layout)
+        q, k, v, layout = nested.values(q, k, v, layout)
     mask = _bound_mask(mask, backend)
     q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
     if out is not None:
@@ -201,7 +201,7 @@ def attention(
             found, (lse, top) = out, ops.forward_out(out, *flat)
     if jagged:
         assert isinstance(layout, Packed)
-        found = packed.nested(found, layout, order)
+        found = nested.nested(found, layout, order)
     if out is not None:
         found = out
     if return_max_scores:
@@ -259,11 +259,9 @@ def _call(q: Tensor | str, operands: tuple[Any, ...], keywords: dict[str, Any]) 
         raise TypeError(f"explain and plan take q, k and v, or a Spec's text, got {1 + len(operands)} operands")
     k, v = operands
     if isinstance(q, Tensor) and q.is_nested:
-        q, k, v, layout = packed.values(q, k, v, layout)
+        q, k, v, layout = nested.values(q, k, v, layout)
     checked = _checked(q, k, v, mask, score_mod, layout, sink, given["dropout_p"])
-    deterministic = given["deterministic"]
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = _determined(given["deterministic"])
     views = [layout.canonical(x) for x in checked]
     score = _bound(score_mod, q, k, layout)
     dropout = Dropout(torch.empty(2, dtype=torch.int64), given["dropout_p"]) if given["dropout_p"] else None
@@ -285,9 +283,11 @@ def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout
     if score_mod is None:
         return None
     if isinstance(layout, Paged):
-        sizes = paged.sizes(layout, layout.canonical(q).shape, layout.capacity(k.shape[1]))
+        sizes = validate.paged_sizes(layout, layout.canonical(q).shape, layout.capacity(k.shape[1]))
     elif isinstance(layout, Packed):
-        sizes = scores.Sizes(layout.sequences, q.shape[1], *packed.longest(layout, q.shape[0], k.shape[0]), exact=False)
+        sizes = scores.Sizes(
+            layout.sequences, q.shape[1], *validate.longest(layout, q.shape[0], k.shape[0]), exact=False
+        )
     else:
         b, h, s_q, _ = layout.canonical(q).shape
         sizes = scores.Sizes(b, h, s_q, layout.canonical(k).shape[2], exact=not layout.records)
@@ -312,7 +312,7 @@ def _checked(
     sink: Tensor | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as a backend takes them, or an error that quotes their shapes. In the hot path of small calls."""
+    """q, k and v as a backend takes them, or an error that quotes their validate. In the hot path of small calls."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
     arguments.operands(q, k, v)
@@ -327,10 +327,10 @@ def _checked(
     if q.dtype not in DTYPES:
         raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
     if isinstance(layout, Paged):
-        complaint = paged.complaint(q.shape, k.shape, v.shape, layout)
+        complaint = validate.paged_complaint(q.shape, k.shape, v.shape, layout)
     else:
         b_dim, h_dim, s_dim = (None, 1, 0) if flat else ORDERS[layout.order][:3]
-        complaint = shapes.complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
+        complaint = validate.complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
     if mask is not None or sink is not None or layout.records:
@@ -347,14 +347,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
 
 
-def _check_records(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    layout: Layout,
-    sink: Tensor | None,
-) -> None:
+def _check_records(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, sink: Tensor | None) -> None:
     records = [*layout.records, *mask.records] if mask is not None else layout.records
     for tensor in records:
         if tensor.device != q.device:
@@ -363,15 +356,17 @@ def _check_records(
         return
     rows, s_k = layout.canonical(q).shape, layout.canonical(k).shape[2]
     if isinstance(layout, Packed):
-        complaint = packed.complaint(mask, layout, rows, s_k)
+        complaint = validate.packed_complaint(mask, layout, rows, s_k)
     elif isinstance(layout, Paged):
-        complaint = paged.mask_complaint(mask, layout, paged.sizes(layout, rows, layout.capacity(k.shape[1])))
+        complaint = validate.paged_mask_complaint(
+            mask, layout, validate.paged_sizes(layout, rows, layout.capacity(k.shape[1]))
+        )
     else:
         complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
         if records and not complaint:
-            complaint = shapes.record_complaint(rows, s_k, mask, layout)
+            complaint = validate.record_complaint(rows, s_k, mask, layout)
     if sink is not None and not complaint:
-        complaint = shapes.sink_complaint(sink, rows[1], q.device)
+        complaint = validate.sink_complaint(sink, rows[1], q.device)
     if complaint:
         raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments, layouts, memory, ops, paged
-from saccade.layouts import Paged
-from saccade.pages import Append, Rotary
+from saccade import arguments, layouts, memory, ops
+from saccade.backends import Append, Rotary
+from saccade.layouts import Paged, validate
 
 ops.library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor[] records, str layout, "
@@ -117,7 +117,7 @@ def _check(
     arguments.tensors(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     shapes = f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}, "
     shapes += f"k_new {tuple(k_new.shape)}, v_new {tuple(v_new.shape)}"
-    complaint = paged.complaint(k_new.shape, k_cache.shape, v_cache.shape, layout, "k_new")
+    complaint = validate.paged_complaint(k_new.shape, k_cache.shape, v_cache.shape, layout, "k_new")
     if not complaint and (k_new.shape[:-1] != v_new.shape[:-1] or v_new.shape[-1] != v_cache.shape[-1]):
         complaint = "k_new and v_new must have the same rows and heads, and v_cache's head dim"
     if not complaint and k_new.shape[-2] != k_cache.shape[-2]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from saccade.backends import Append, Rotary
 from saccade.backends.cpu import append as operations
 from saccade.backends.triton import append as launches
 from saccade.layouts import Paged
-from saccade.pages import Append, Rotary
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from saccade.layouts import Paged
 from saccade.problem import Problem
 from saccade.spec import FLAGS, Spec
 
@@ -97,6 +98,30 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 (b, h_q, s_q), where `problem.max_scores` asks for it."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[Tensor | None]]
 """dq, dk, dv, dsink, and those of the score's tensors, as far as they are wanted."""
+
+
+class Rotary(NamedTuple):
+    """Which pairs of a row's first elements are turned by its position's angles; products in float32."""
+
+    cos: Tensor
+    """(positions, pairs), contiguous"""
+    sin: Tensor
+    interleaved: bool
+    """Pairs are (0, 1), (2, 3), …; else (0, pairs), (1, pairs + 1), …"""
+
+
+class Append(NamedTuple):
+    """New rows for a cache, as a backend sees them: tensors in the layout's own order."""
+
+    k_cache: Tensor
+    """(pages, page_size, h_k, d)"""
+    v_cache: Tensor
+    k_new: Tensor
+    """(b, s, h_k, d), or (t, h_k, d)"""
+    v_new: Tensor
+    layout: Paged
+    """with the lengths before"""
+    rotary: Rotary | None
 
 
 class Backend(Protocol):

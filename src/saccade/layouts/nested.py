@@ -1,4 +1,4 @@
-"""Packed sequences at the door: nested tensors, which carry their own offsets, and masks that do not fit."""
+"""Nested (jagged) tensors, which carry their own offsets, as packed sequences."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import shapes
-from saccade.layouts import Layout, Packed
-from saccade.masks import Mask
+from saccade.layouts.dense import Dense
+from saccade.layouts.packed import Packed
+from saccade.layouts.paged import Paged
 
 _RAGGED = {"bhsd": 2, "bshd": 1}
 """Which dimension has the sequences."""
 
 
-def values(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Packed]:
+def values(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> tuple[Tensor, Tensor, Tensor, Packed]:
     """The values of nested q, k and v as (t, h, d) tensors, and where the sequences are.
 
     Raises:
@@ -42,26 +42,3 @@ def nested(out: Tensor, layout: Packed, order: str) -> Tensor:
     """(t, h, d) as a nested tensor in this order."""
     made = torch.nested.nested_tensor_from_jagged(out, layout.cu_seqlens_q)
     return made if order == "bshd" else made.transpose(1, 2)
-
-
-def complaint(mask: Mask | None, layout: Packed, q: torch.Size, t_k: int) -> str | None:
-    """What is wrong with a mask over packed sequences; the layout's own tensors were checked when it was made.
-
-    Args:
-        q: (1, h_q, t_q, d).
-    """
-    b = layout.sequences
-    told = "packed sequences see nothing of one another: make documents sequences, instead of documents(ids)"
-    if found := shapes.sequence_mask_complaint(mask, b, told):
-        return found
-    for leaf in mask.leaves() if mask is not None else ():
-        if leaf.listed and (found := leaf.packed_complaint(b, q[1], *longest(layout, q[2], t_k))):
-            return found
-    return None
-
-
-def longest(layout: Packed, t_q: int, t_k: int) -> tuple[int, int]:
-    """Upper bounds of the lengths; one that nobody may read has the tensor's rows in its place."""
-    bounds = (layout.max_seqlen_q, t_q), (layout.max_seqlen_k, t_k)
-    s_q, s_k = (t if isinstance(bound, Tensor) else min(bound, t) for bound, t in bounds)
-    return s_q, s_k

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.lengths import check_offsets, check_vector, described, shortened
+from saccade.layouts.offsets import check_offsets, check_vector, described, shortened
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,27 +130,3 @@ class Paged:
 
     def __repr__(self) -> str:
         return f"Paged({self.sequences} sequences of up to {self.block_table.shape[1]} pages)"
-
-
-class Rotary(NamedTuple):
-    """Which pairs of a row's first elements are turned by its position's angles; products in float32."""
-
-    cos: Tensor
-    """(positions, pairs), contiguous"""
-    sin: Tensor
-    interleaved: bool
-    """Pairs are (0, 1), (2, 3), …; else (0, pairs), (1, pairs + 1), …"""
-
-
-class Append(NamedTuple):
-    """New rows for a cache, as a backend sees them: tensors in the layout's own order."""
-
-    k_cache: Tensor
-    """(pages, page_size, h_k, d)"""
-    v_cache: Tensor
-    k_new: Tensor
-    """(b, s, h_k, d), or (t, h_k, d)"""
-    v_new: Tensor
-    layout: Paged
-    """with the lengths before"""
-    rotary: Rotary | None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.pages import Append, Paged, Rotary
+from saccade.backends import Append, Rotary
+from saccade.layouts import Paged
 
 
 def append(given: Append) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from saccade.backends import Append, Rotary
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.triton.append_kernel import append_kernel
 from saccade.backends.triton.paged import many
 from saccade.backends.triton.paged_kernel import Pages
-from saccade.pages import Append, Paged, Rotary
+from saccade.layouts import Paged
 
 
 def append(given: Append) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from saccade.caches import append_kv
 from saccade.compat.transformer_engine.call import FORMATS, WrongCall
+from saccade.kv_cache import append_kv
 from saccade.layouts import Paged
 
 if TYPE_CHECKING:

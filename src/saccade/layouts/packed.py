@@ -1,0 +1,144 @@
+"""Packed sequences: end to end, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.layouts.offsets import check_offsets, check_vector, described, shortened
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Sequences of different lengths end to end, without padding: q (t_q, h_q, d), k (t_k, h_k, d), v (t_k, h_k, d_v).
+
+    Formula: sequence `i` has the rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of q, the first `seqused_q[i]` of them
+    in use (all without it), and sees only its own keys, `cu_seqlens_k[i]` to `cu_seqlens_k[i + 1]`. Indices count
+    within the sequence, and masks are bottom-right aligned in each. out is (t_q, h_q, d_v), the LSE (h_q, t_q). Rows
+    that are not in use, those beyond the last sequence among them, are never read; their output and gradients are zero
+    and their LSE is -inf.
+
+    Args:
+        cu_seqlens_q: (b + 1,) int32 or int64 on q's device: 0, then where each sequence of q ends, never decreasing.
+            Sequences may be empty.
+        cu_seqlens_k: the same of k and v.
+        max_seqlen_q: an upper bound of q's lengths; an integer, or a tensor of one, which nothing reads.
+        max_seqlen_k: the same of k and v.
+        seqused_q: (b,) integer tensor: how many rows of each sequence are in use, or None.
+        seqused_k: the same of k and v.
+        validate: read the offsets before each call on a GPU too, which waits for them. On a CPU they always are. A
+            kernel that is given wrong offsets stays inside of the tensors, and its results mean nothing.
+
+    Raises:
+        ValueError: offsets or lengths that are not integer vectors of fitting shapes, a negative or broken bound; when
+            they are read, offsets that do not begin at 0, decrease, or end beyond the tensor.
+
+    Source: the argument names are those of FlashAttention's varlen functions (https://arxiv.org/abs/2205.14135).
+
+    >>> offsets = torch.tensor([0, 3, 3, 10])
+    >>> Packed(offsets, offsets, 7, 7)
+    Packed(3 sequences)
+    >>> q, k, v = torch.randn(10, 4, 16), torch.randn(10, 2, 16), torch.randn(10, 2, 16)
+    >>> attention(q, k, v, mask=causal(), layout=Packed(offsets, offsets, 7, 7)).shape
+    torch.Size([10, 4, 16])
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | Tensor
+    max_seqlen_k: int | Tensor
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    validate: bool = False
+
+    kind = "packed"
+    """Its word in a Spec."""
+    order = "thd"
+
+    def __post_init__(self) -> None:
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            check_vector(name, getattr(self, name), "(b + 1,)")
+            if not len(getattr(self, name)):
+                raise ValueError(f"{name} must hold b + 1 offsets, of which the first is 0, got none")
+        if self.cu_seqlens_q.shape != self.cu_seqlens_k.shape:
+            shapes = [tuple(x.shape) for x in (self.cu_seqlens_q, self.cu_seqlens_k)]
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_k must have one shape (b + 1,), got {shapes[0]}, {shapes[1]}"
+            )
+        for name in ("seqused_q", "seqused_k"):
+            used = getattr(self, name)
+            if used is not None:
+                check_vector(name, used, "(b,)")
+                if len(used) != self.sequences:
+                    raise ValueError(f"{name} must have shape ({self.sequences},), got {tuple(used.shape)}")
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            bound = getattr(self, name)
+            if isinstance(bound, Tensor):
+                if bound.numel() != 1 or bound.is_floating_point():
+                    raise ValueError(f"{name} must be an integer or a tensor of one, got {described(bound)}")
+            elif isinstance(bound, (bool, float)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0:
+                raise ValueError(f"{name} must be an integer from 0 on, or a tensor of one, got {bound!r}")
+
+    @property
+    def sequences(self) -> int:
+        """How many."""
+        return len(self.cu_seqlens_q) - 1
+
+    @property
+    def text(self) -> str:
+        """The static part, e.g. `packed,seqused_k`: what `records` says about the tensors that follow."""
+        names = [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
+        return ",".join([self.kind, *names, *(["validate"] if self.validate else [])])
+
+    @property
+    def records(self) -> list[Tensor]:
+        """The tensors, in the order in which `text` names them. The bounds are not among them: no result needs them."""
+        used = (self.seqused_q, self.seqused_k)
+        return [self.cu_seqlens_q, self.cu_seqlens_k, *(x for x in used if x is not None)]
+
+    def canonical(self, x: Tensor) -> Tensor:
+        """A (1, h, t, d) view of a (t, h, d) tensor."""
+        return x.transpose(0, 1).unsqueeze(0)
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """A (t, h, d) view of a (1, h, t, d) tensor."""
+        return x.squeeze(0).transpose(0, 1)
+
+    def canonical_lse(self, x: Tensor) -> Tensor:
+        """A (1, h, t) view of an (h, t) tensor."""
+        return x.unsqueeze(0)
+
+    def ordered_lse(self, x: Tensor) -> Tensor:
+        return x.squeeze(0)
+
+    def rows_in_use(self, t_q: int) -> Tensor:
+        """bool (t_q): which rows of q are."""
+        row = torch.arange(t_q, device=self.cu_seqlens_q.device)
+        b = torch.bucketize(row, self.cu_seqlens_q[1:], right=True)
+        inside = b < self.sequences
+        if self.seqused_q is None or not self.sequences:
+            return inside
+        b = b.clamp(max=self.sequences - 1)
+        return inside & (row - self.cu_seqlens_q[b] < self.seqused_q[b])
+
+    def check(self, t_q: int, t_k: int) -> None:
+        """Reads the offsets.
+
+        Raises:
+            ValueError: they do not begin at 0, decrease, or end beyond the t_q or t_k rows that there are; used lengths
+                outside of their sequences.
+        """
+        for side, t in (("q", t_q), ("k", t_k)):
+            offsets = getattr(self, f"cu_seqlens_{side}")
+            lengths = check_offsets(f"cu_seqlens_{side}", offsets.tolist(), t)
+            used = getattr(self, f"seqused_{side}")
+            if used is not None and any(not 0 <= n <= s for n, s in zip(used.tolist(), lengths, strict=True)):
+                raise ValueError(
+                    f"seqused_{side} must be between 0 and the sequences' lengths {shortened(lengths)}, "
+                    f"got {shortened(used.tolist())}"
+                )
+
+    def __repr__(self) -> str:
+        return f"Packed({self.sequences} sequences)"

@@ -1,0 +1,32 @@
+"""The memory order of tensors: outputs that have an operand's, and copies that keep it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor of x's shape with last dimension `d`, dense, its dimensions in x's memory order.
+
+    So a transposed view in gives a transposed view out, as torch's own attention does.
+    """
+    shape = [*x.shape[:-1], d]
+    if x.is_contiguous():
+        return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    order = _memory_order(x)
+    made = torch.empty([shape[dim] for dim in order], dtype=dtype or x.dtype, device=x.device)
+    return made.permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """The dimensions, those with the largest strides first, and the last one last."""
+    return [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension: itself, or a copy whose other dimensions keep their memory order."""
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    order = _memory_order(x)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
