@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, Paged, attention, merge
-from saccade.testing.broken import BREAKS, CALLS, HEAD, ROW, assert_same_kind, nan_row, operands, results
+from saccade.testing.non_finite import BREAKS, CALLS, HEAD, ROW, assert_same_kind, nan_row, operands, results
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 PADDED = {"padded": {"layout": Dense("bhsd", torch.tensor([8]), torch.tensor([10]))}}

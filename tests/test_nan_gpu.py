@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import Paged, Unsupported, attention
-from saccade.testing.broken import BREAKS, CALLS, HEAD, ROW, assert_same_kind, operands, results
+from saccade.testing.non_finite import BREAKS, CALLS, HEAD, ROW, assert_same_kind, operands, results
 
 pytestmark = pytest.mark.gpu
 

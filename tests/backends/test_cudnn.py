@@ -35,8 +35,17 @@ from saccade.reference import operands, probability
 from saccade.scores import Graph, bind, data_type, score_callback
 from saccade.scores.graph import Recording
 from saccade.testing import check
-from saccade.testing.callbacks import NAMES, USUAL, Softcap, added, case, one, scaled_causal, scaled_causal_bprop
-from saccade.testing.tally import Tally
+from saccade.testing.callbacks import (
+    NAMES,
+    USUAL,
+    SoftcapCallback,
+    added,
+    case,
+    one,
+    scaled_causal,
+    scaled_causal_bprop,
+)
+from saccade.testing.error_tally import ErrorTally
 
 
 def test_it_is_never_chosen():
@@ -236,7 +245,7 @@ def test_callbacks_are_called_as_they_were_written():
 
 def test_new_numbers_are_the_same_graph():
     def made(cap):
-        given, softcap = {"cap": one(cap)}, Softcap()
+        given, softcap = {"cap": one(cap)}, SoftcapCallback()
         call = problem(score_callback(softcap.forward, softcap.backward, given, given))
         mod = modification(call.score, True)
         return mod, [x.item() for x in mod.tensors(call.score)]
@@ -372,7 +381,7 @@ def test_gradients_of_the_lse_as_columns(dtype):
     dlse = torch.randn(2, 4, 5)
     wider, out2, dout2 = launch.extended(v, out, dout, dlse)
     found = (out2.double() * dout2.double()).sum(-1) - (out.double() * dout.double()).sum(-1)
-    tally = Tally(torch.finfo(torch.float32).eps)
+    tally = ErrorTally(torch.finfo(torch.float32).eps)
     tally.add(found, -dlse, -dlse, dlse)
     assert tally.ratio() <= 1
     assert wider.shape[3] == out2.shape[3] == 24

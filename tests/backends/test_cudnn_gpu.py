@@ -11,7 +11,7 @@ from saccade import Dense, alibi, attention, bias, causal, softcap, window
 from saccade.compat.cudnn import graph_clear, graph_info, score_callback
 from saccade.compat.transformer_engine import DotProductAttention, get_attention_backend
 from saccade.testing import check
-from saccade.testing.callbacks import USUAL, Softcap, added, case, one
+from saccade.testing.callbacks import USUAL, SoftcapCallback, added, case, one
 
 pytest.importorskip("cudnn", reason="needs the extra [cudnn]: nvidia-cudnn-frontend")
 pytestmark = pytest.mark.gpu
@@ -164,7 +164,7 @@ def test_graphs_are_built_once():
         return out, *torch.autograd.grad(out.sum(), tensors)
 
     def softcapped(cap):
-        kept, given = Softcap(), {"cap": one(cap)}
+        kept, given = SoftcapCallback(), {"cap": one(cap)}
         return score_callback(kept.forward, kept.backward, given, given)
 
     first, *_ = step(softcapped(0.5))

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, attention, causal, window
-from saccade.bench import first, grids, host, rows, timing, work
+from saccade.bench import cost, first_call, grids, host, rows, timing
 from saccade.bench import run as runs
 from saccade.bench.grids import GRIDS, MODES, Cell, named
 from saccade.bench.machine import Run
-from saccade.bench.providers import CEILINGS, PROVIDERS, Call, Prepared, Provider, matching, prepared
+from saccade.bench.providers import CEILINGS, PROVIDERS, PeerInputs, Prepared, Provider, matching, prepared
 from saccade.bench.providers.flex import predicate
 from saccade.bench.providers.sdpa import visible
-from saccade.bench.providers.varlen import options
-from saccade.bench.rows import Row
+from saccade.bench.providers.torch_varlen import options
+from saccade.bench.rows import BenchRow
 from saccade.bench.run import Bench
 from saccade.bench.timing import Clock, HostStopwatch, Times
-from saccade.bench.yardstick import Yardstick, sampled
+from saccade.bench.verify import Verifier, sampled
 from saccade.compat import torch_varlen
 from saccade.masks import Extent, of_batch_row
 from saccade.testing.cases import NAMED, SMALL, Case
@@ -46,7 +46,7 @@ def bench(*providers: Provider | str, ceilings: tuple[Provider, ...] = ()) -> Be
     return Bench(Run.now(CPU, "abc"), CPU, found, QUICK, ceilings)
 
 
-def measured(*providers: Provider | str, cell: Cell = FORWARD, **given) -> dict[str, Row]:
+def measured(*providers: Provider | str, cell: Cell = FORWARD, **given) -> dict[str, BenchRow]:
     (made,) = runs.run(bench(*providers, **given), [cell])
     return {row.provider: row for row in made}
 
@@ -135,7 +135,7 @@ def test_a_mask_tensor_is_every_mask(case: str):
 
 @pytest.mark.parametrize("case", [case for case in FULL if case.mask != "none" and case.used == "all"], ids=str)
 def test_flex_predicates_are_the_masks(case: Case):
-    call = Call.of(case.inputs(), "bhsd")
+    call = PeerInputs.of(case.inputs(), "bhsd")
     seen = predicate(call.mask, case.s_k - case.s_q)
     rows_, keys = torch.arange(case.s_q)[:, None], torch.arange(case.s_k)
     for b in range(case.b):
@@ -162,7 +162,7 @@ def test_packed_sequences(case: Case, mode: str):
 def test_the_yardstick_of_packed_sequences_looks_at_the_longest():
     cell, inputs = Cell(PACKED, "backward"), PACKED.inputs()
     results = PROVIDERS["naive"].prepare(cell, inputs).call()
-    yardstick = Yardstick(cell, inputs)
+    yardstick = Verifier(cell, inputs)
     assert yardstick.error_ratio(results, "thd") <= 1
     for place in (12, 13):  # the longest sequence's last row, and the shortest
         broken = [x.clone() for x in results]
@@ -174,9 +174,9 @@ def test_the_yardstick_of_packed_sequences_looks_at_the_longest():
 def test_the_oracle_takes_some_rows_of_a_long_sequence_at_a_time(mask: str, monkeypatch):
     cell = Cell(PACKED.replace(mask=mask), "backward")
     inputs = cell.case.inputs()
-    whole = Yardstick(cell, inputs)
-    monkeypatch.setattr("saccade.bench.yardstick._PAIRS", 30)
-    sliced = Yardstick(cell, inputs)
+    whole = Verifier(cell, inputs)
+    monkeypatch.setattr("saccade.bench.verify._PAIRS", 30)
+    sliced = Verifier(cell, inputs)
     for truth, other in zip(whole.truths, sliced.truths, strict=True):
         for name, (exact, *_) in truth.ways.items():
             torch.testing.assert_close(other.ways[name][0], exact)
@@ -237,7 +237,7 @@ def test_causal_is_spelled_as_this_version_of_varlen_attn_has_it():
 
     def newest(query, key, value, *lengths, window_size=(-1, -1), enable_gqa=False): ...
 
-    call = Call.of(PACKED.inputs(), "bshd")
+    call = PeerInputs.of(PACKED.inputs(), "bshd")
     assert options(first, call) == {"is_causal": True}
     assert options(newest, replace(call, group=4)) == {"window_size": (-1, 0), "enable_gqa": True}
     with pytest.raises(NotImplementedError, match="window"):
@@ -258,7 +258,7 @@ def test_a_graph_that_cannot_be_kept_is_made_anew_outside_of_the_clock():
         count.append(None)
         return q * 2 + k.repeat_interleave(2, 1) + v.repeat_interleave(2, 1)
 
-    call = Call.of(inputs, "bhsd")
+    call = PeerInputs.of(inputs, "bhsd")
     one = prepared(function, "backward", call, retains=False)
     HostStopwatch().sample(one, 3, 0.0)
     assert len(count) == 3
@@ -297,7 +297,7 @@ def test_without_an_oracle_nothing_is_timed(monkeypatch):
     def no_memory(*_):
         raise MemoryError("too large")
 
-    monkeypatch.setattr(runs, "Yardstick", no_memory)
+    monkeypatch.setattr(runs, "Verifier", no_memory)
     row = measured("naive")["naive"]
     assert row.ms is None
     assert "too large" in row.reason
@@ -310,7 +310,7 @@ def test_the_yardstick_looks_at_first_and_last_heads_and_at_all_that_is_not_fini
     assert places[0] == (2, 4)
     assert places[-1] == (0, 0)
     assert len(set(places)) == len(places) < case.b * case.h_k
-    yardstick = Yardstick(cell, inputs)
+    yardstick = Verifier(cell, inputs)
     (out,) = PROVIDERS["naive"].prepare(cell, inputs).call()
     assert yardstick.error_ratio((out,), "bhsd") <= 1
     assert yardstick.error_ratio((torch.zeros_like(out),), "bhsd") > 1
@@ -333,10 +333,10 @@ def test_without_inputs_the_run_goes_on(monkeypatch):
 
 def test_a_lost_device_leaves_the_rows_of_its_cell(monkeypatch):
     def lost(*_):
-        raise runs.Broken("illegal memory access")
+        raise runs.DeviceLost("illegal memory access")
 
     monkeypatch.setattr(timing, "measure", lost)
-    with pytest.raises(runs.Broken) as found:
+    with pytest.raises(runs.DeviceLost) as found:
         list(runs.run(bench("naive"), [Cell(TINY, "forward")]))
     assert [row.provider for row in found.value.rows] == ["naive"]
 
@@ -420,7 +420,7 @@ def test_host_time():
 
 
 def test_first_call_runs_in_a_process_of_its_own():
-    (made,) = first.run(bench("saccade-cpu", "naive", "sdpa-padded"), [Cell(TINY, "backward")])
+    (made,) = first_call.run(bench("saccade-cpu", "naive", "sdpa-padded"), [Cell(TINY, "backward")])
     found = {row.provider: row for row in made}
     assert found["saccade-cpu"].mode == "first backward"
     assert found["saccade-cpu"].ms
@@ -430,8 +430,8 @@ def test_first_call_runs_in_a_process_of_its_own():
 
 
 def test_first_call_says_why_a_child_failed(monkeypatch):
-    monkeypatch.setattr(first, "SECONDS", 1e-3)
-    ((row,),) = first.run(bench("saccade-cpu"), [Cell(TINY, "forward")])
+    monkeypatch.setattr(first_call, "SECONDS", 1e-3)
+    ((row,),) = first_call.run(bench("saccade-cpu"), [Cell(TINY, "forward")])
     assert row.ms is None
     assert "TimeoutExpired" in row.reason
 
@@ -441,7 +441,7 @@ def test_first_call_says_why_a_child_failed(monkeypatch):
 
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_visible_pairs_are_counted_exactly(case: Case, monkeypatch):
-    monkeypatch.setattr(work, "_AT_ONCE", 1000)
+    monkeypatch.setattr(cost, "_AT_ONCE", 1000)
     inputs = case.inputs()
     layout, mask = inputs.keywords["layout"], inputs.keywords.get("mask")
     count = 0
@@ -456,7 +456,7 @@ def test_visible_pairs_are_counted_exactly(case: Case, monkeypatch):
             count += int(mask.sees(extent, *at).expand(s_q, s_k).sum())
     if case.mask == "causal" and case.s_q == case.s_k and case.used == "all":
         count -= case.b * case.s_q / 2  # published figures leave half of the diagonal out
-    assert work.visible_pairs(case, inputs) == count
+    assert cost.visible_pairs(case, inputs) == count
 
 
 @pytest.mark.parametrize("name", ["packed", "packed-cross", "packed-used", "packed-prefixes", "packed-union"])
@@ -470,18 +470,18 @@ def test_pairs_of_packed_sequences_are_those_of_each(name: str):
         used = (None if x is None else x[b : b + 1] for x in (layout.seqused_q, layout.seqused_k))
         keywords = {"mask": None if mask is None else of_batch_row(mask, b), "layout": Dense("bhsd", *used)}
         one = case.replace(b=1, s_q=s_q, s_k=s_k, order="bhsd")
-        count += work.visible_pairs(one, replace(inputs, keywords=keywords))
-    assert work.visible_pairs(case, inputs) == count
+        count += cost.visible_pairs(one, replace(inputs, keywords=keywords))
+    assert cost.visible_pairs(case, inputs) == count
 
 
 def test_flops_and_bytes():
     case = named(Case("", dtype="bf16", b=2, h_q=4, h_k=2, s_q=8, s_k=16, d=32, d_v=64))
     inputs = case.inputs()
-    assert work.Work.of(case, inputs, "forward").flops == 4 * 2 * 4 * 8 * 16 * (32 + 64) / 2
-    assert work.Work.of(case, inputs, "backward").flops == 2.5 * work.Work.of(case, inputs, "forward").flops
+    assert cost.Cost.of(case, inputs, "forward").flops == 4 * 2 * 4 * 8 * 16 * (32 + 64) / 2
+    assert cost.Cost.of(case, inputs, "backward").flops == 2.5 * cost.Cost.of(case, inputs, "forward").flops
     q, k, v, out, lse = 2 * 2 * 4 * 8 * 32, 2 * 2 * 2 * 16 * 32, 2 * 2 * 2 * 16 * 64, 2 * 2 * 4 * 8 * 64, 4 * 2 * 4 * 8
-    assert work.Work.of(case, inputs, "forward").bytes == q + k + v + out
-    assert work.Work.of(case, inputs, "backward").bytes == 2 * (q + k + v + out) + lse
+    assert cost.Cost.of(case, inputs, "forward").bytes == q + k + v + out
+    assert cost.Cost.of(case, inputs, "backward").bytes == 2 * (q + k + v + out) + lse
     llama = Case("", b=1, h_q=16, h_k=16, s_q=8192, s_k=8192, d=128, mask="causal")
     assert 2 * llama.h_q * 256 * llama.s_q**2 / 2 == 4 * 16 * 8192**2 * 128 / 2
 
@@ -529,7 +529,9 @@ def command(monkeypatch):
 
     from saccade.bench.cli import bench as command
 
-    monkeypatch.setitem(GRIDS, "tiny", grids.Grid((Cell(TINY, "forward"), Cell(TINY, "backward")), ("naive",), "two"))
+    monkeypatch.setitem(
+        GRIDS, "tiny", grids.BenchGrid((Cell(TINY, "forward"), Cell(TINY, "backward")), ("naive",), "two")
+    )
     app = typer.Typer()
     app.command()(command)
     return lambda *words: CliRunner().invoke(app, ["--device", "cpu", *words], env={"COLUMNS": "200"})

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from saccade.bench import report, rows, work
+from saccade.bench import cost, report, rows
 from saccade.bench.grids import Cell, named
 from saccade.bench.machine import Run
-from saccade.bench.rows import Row
+from saccade.bench.rows import BenchRow
 from saccade.bench.timing import Times
 from saccade.testing.cases import Case
 
@@ -18,10 +18,10 @@ TINY = named(Case("", dtype="fp32", b=1, h_q=4, h_k=2, s_q=24, s_k=24, d=8, mask
 FORWARD = Cell(TINY, "forward")
 
 
-def made(provider: str, ms: float | None, role: str = "peer", cell: Cell = FORWARD, **fields) -> Row:
-    row = rows.blank(Run("1", "2026-01-01T00:00:00Z", "abc", "GPU", "2", "3"), cell, "spec", provider, role)
+def made(provider: str, ms: float | None, role: str = "peer", cell: Cell = FORWARD, **fields) -> BenchRow:
+    row = rows.empty_row(Run("1", "2026-01-01T00:00:00Z", "abc", "GPU", "2", "3"), cell, "spec", provider, role)
     row = replace(row, error_ratio=0.5, **fields)
-    return row if ms is None else row.timed(Times(ms, ms, ms), work.Work(10**9, 10**6))
+    return row if ms is None else row.timed(Times(ms, ms, ms), cost.Cost(10**9, 10**6))
 
 
 # Rows
@@ -41,7 +41,7 @@ def test_fields_of_the_future_are_passed_over(tmp_path):
 
 
 def test_ratios_are_to_the_fastest_other_peer():
-    found = rows.compared([made("mine", 2.0, "saccade"), made("a", 3.0), made("b", 4.0), made("wrong", None)])
+    found = rows.with_ratios([made("mine", 2.0, "saccade"), made("a", 3.0), made("b", 4.0), made("wrong", None)])
     mine, a, b, wrong = found
     assert (mine.ratio, mine.ratio_to) == (1.5, "a")
     assert (a.ratio, a.ratio_to) == (4 / 3, "b")
@@ -74,7 +74,7 @@ def results(tmp_path):
                     made("flex", None, cell=cell, reason="wrong: the error is 9 of the tolerance"),
                     made("matmul", 0.1, "ceiling", cell),
                 ]
-                rows.append(folder / "h200" / "a.jsonl", rows.compared(found))
+                rows.append(folder / "h200" / "a.jsonl", rows.with_ratios(found))
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 
 from saccade import Packed, Paged, attention
 from saccade.backends.triton import paged as launches
-from saccade.testing.broken import BREAKS, CALLS, HEAD, ROW, assert_same_kind, operands, results
+from saccade.testing.non_finite import BREAKS, CALLS, HEAD, ROW, assert_same_kind, operands, results
 
 
 @pytest.mark.parametrize("name", CALLS)

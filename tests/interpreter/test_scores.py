@@ -18,14 +18,14 @@ from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind, source
 from saccade.scores.emit import Form
 from saccade.testing.accuracy import check
-from saccade.testing.scores import NAMES, halved_from, made, near_or_third
+from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_oracle(name):
     # Of fewer elements the plain run's largest error, by which the tolerance goes, is luck.
     q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 90), (1, 110), (1, 110)))
-    check(q, k, v, mask=causal(), score_mod=made(name, 2, 90, 110, b=1), backend="triton").assert_ok()
+    check(q, k, v, mask=causal(), score_mod=build_score(name, 2, 90, 110, b=1), backend="triton").assert_ok()
 
 
 HEADS, PLACES = torch.randn(2, 110, requires_grad=True), torch.randn(110, 8, requires_grad=True)
@@ -62,7 +62,7 @@ def test_as_people_write_them(name):
 def test_repeatable_gradients_of_captured_tensors(name):
     """Added up as integers; tables that end within reach and beyond it, and dropout besides."""
     q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 137), (1, 145), (1, 145)))
-    score_mod = made(name, 2, 137, 145, b=1)
+    score_mod = build_score(name, 2, 137, 145, b=1)
     check(q, k, v, score_mod=score_mod, backend="triton", deterministic=True, dropout_p=0.2).assert_ok()
 
 
@@ -172,7 +172,7 @@ def test_random_functions(unary, join):
 
 
 def test_equal_sources_are_one_function():
-    text = source.value_source(bind(made("alibi", 2, 8, 8), torch.zeros(1)).program, Form((False,)))
+    text = source.value_source(bind(build_score("alibi", 2, 8, 8), torch.zeros(1)).program, Form((False,)))
     assert device_scores.jit(text)["apply"] is device_scores.jit(text)["apply"]
     assert device_scores.jit(text)["apply"] is not device_scores.jit(text.replace("x0", "y0"))["apply"]
 
@@ -180,7 +180,7 @@ def test_equal_sources_are_one_function():
 def test_new_values_emit_nothing():
     before = len(device_scores._sources)
     for n in (9, 21, 33):
-        device_scores.record(bind(made("relative_bias", 2, n, n), torch.zeros(1)))
+        device_scores.record(bind(build_score("relative_bias", 2, n, n), torch.zeros(1)))
         device_scores.record(bind(lambda score, *at, by=float(n): score * by, torch.zeros(1)))
     assert len(device_scores._sources) <= before + 2
 
@@ -188,7 +188,7 @@ def test_new_values_emit_nothing():
 def test_large_tensors_have_wide_places(monkeypatch):
     monkeypatch.setattr(device_scores, "NARROW_LIMIT", 0)
     q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
-    check(q, k, v, score_mod=made("bias", 2, 33, 33, b=1), backend="triton").assert_ok()
+    check(q, k, v, score_mod=build_score("bias", 2, 33, 33, b=1), backend="triton").assert_ok()
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from saccade import Paged, append_kv, attention, causal, softcap, window
 from saccade.testing import check
-from saccade.testing.parts import Precision
-from saccade.testing.tally import at_once
+from saccade.testing.call_slice import Precision
+from saccade.testing.error_tally import worst_row_error
 
 H_Q, H_K, D = 8, 2, 64
 CHECKED = 500
@@ -98,8 +98,8 @@ def test_random_steps(name, device, steps):
         tensors = step.q, step.k, step.v
         found = attention(*tensors, **given, return_lse=True)
         exact = attention(*(x.float() for x in tensors), **given, return_lse=True, backend="reference")
-        lse = at_once(found.lse[..., None], exact.lse[..., None], of_scores, 1.0)
-        ratios.append(torch.stack([at_once(found.out, exact.out, torch.finfo(torch.bfloat16).eps), lse]))
+        lse = worst_row_error(found.lse[..., None], exact.lse[..., None], of_scores, 1.0)
+        ratios.append(torch.stack([worst_row_error(found.out, exact.out, torch.finfo(torch.bfloat16).eps), lse]))
         if i % CHECKED == 0 and len(step.q) < 100:
             check(*tensors, **given).assert_ok()
     assert torch.stack(appended).all()

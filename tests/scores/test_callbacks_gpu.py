@@ -11,7 +11,7 @@ from saccade import Dense, Packed, attention, causal, explain
 from saccade.compat.cudnn import cache_clear, cache_info, score_callback
 from saccade.compat.transformer_engine import DotProductAttention, get_attention_backend
 from saccade.testing import check
-from saccade.testing.callbacks import NAMES, Softcap, case, one
+from saccade.testing.callbacks import NAMES, SoftcapCallback, case, one
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +95,7 @@ def test_with_what_others_refuse(backend):
 def test_new_scalars_never_compile(backend):
     kernel = import_module(f"saccade.backends.{backend}.forward_kernel").forward_kernel
     q, k, v = operands("bhsd", torch.bfloat16, 2, 2, 128, 128, 64)
-    softcap = Softcap()
+    softcap = SoftcapCallback()
     cache_clear()
 
     def call(cap):

@@ -10,7 +10,7 @@ import torch
 from saccade import attention, causal, mask_mod
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED
-from saccade.testing.scores import NAMES, halved_from, made, near_or_third
+from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 from saccade.testing.shifted import captured
 
 pytestmark = pytest.mark.gpu
@@ -31,13 +31,13 @@ def operands(h_q: int, h_k: int, s_q: int, s_k: int, d: int) -> list[torch.Tenso
 @pytest.mark.parametrize("name", NAMES)
 def test_named(name: str, backend: str) -> None:
     q, k, v = operands(4, 2, 200, 300, 64)
-    check(q, k, v, mask=causal(), score_mod=made(name, 4, 200, 300, "cuda"), backend=backend).assert_ok()
+    check(q, k, v, mask=causal(), score_mod=build_score(name, 4, 200, 300, "cuda"), backend=backend).assert_ok()
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5_bias", "gated"])
 def test_wide_heads(name: str, backend: str) -> None:
     q, k, v = operands(4, 4, 300, 300, 128)
-    check(q, k, v, score_mod=made(name, 4, 300, 300, "cuda"), backend=backend).assert_ok()
+    check(q, k, v, score_mod=build_score(name, 4, 300, 300, "cuda"), backend=backend).assert_ok()
 
 
 @pytest.mark.parametrize("name", ["bias-sink", "composed"])
@@ -69,7 +69,7 @@ def test_new_values_never_compile(backend: str) -> None:
 def test_learning_repeatably(name: str, backend: str) -> None:
     """Right, and the same bits each time."""
     q, k, v = operands(4, 2, 700, 900, 64)
-    mod = made(name, 4, 700, 900, "cuda")
+    mod = build_score(name, 4, 700, 900, "cuda")
     keywords = {"mask": causal(), "score_mod": mod, "deterministic": True, "backend": backend}
     check(q, k, v, **keywords).assert_ok()
     leaves = list(captured(mod).values())

@@ -33,7 +33,7 @@ from saccade.scores import bind
 from saccade.scores.emit import Form
 from saccade.scores.source import value_source
 from saccade.testing.accuracy import check
-from saccade.testing.scores import NAMES, made
+from saccade.testing.scores import NAMES, build_score
 
 Q = torch.zeros(1, 2, 4, 4)
 
@@ -46,7 +46,7 @@ def operands(s_q: int = 37, s_k: int = 45, h: int = 4, dtype: torch.dtype = torc
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_oracle(name, dtype):
     q, k, v = operands(dtype=dtype)
-    check(q, k, v, mask=causal(), score_mod=made(name, 4, 37, 45), backend="cpu").assert_ok()
+    check(q, k, v, mask=causal(), score_mod=build_score(name, 4, 37, 45), backend="cpu").assert_ok()
 
 
 def grid(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -57,7 +57,7 @@ def grid(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_graphs_are_the_function(name):
-    mod = made(name, 3, 5, 7)
+    mod = build_score(name, 3, 5, 7)
     score, *at = grid(torch.float32)
     score.requires_grad_()
     bound = bind(mod, score)

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from saccade.bench import first, grids, host, report, rows
+from saccade.bench import first_call, grids, host, report, rows
 from saccade.bench.grids import GRIDS, Cell
 from saccade.bench.machine import Run, folder
 from saccade.bench.providers import PROVIDERS, Provider, matching
-from saccade.bench.rows import Row
-from saccade.bench.run import Bench, Broken, described, run
+from saccade.bench.rows import BenchRow
+from saccade.bench.run import Bench, DeviceLost, described, run
 from saccade.bench.timing import Clock
 
 
@@ -52,7 +52,7 @@ def bench(
     if measure_host:
         source, default = host.run, "host"
     elif measure_first:
-        source, default = first.run, "first-call"
+        source, default = first_call.run, "first-call"
     names = [name for name in cases.split(",") if name] or [default]
     console = Console(stderr=True, soft_wrap=True)
     try:
@@ -91,8 +91,13 @@ def bench(
 
 
 def _measure(
-    setting: Bench, source: Iterator[list[Row]], cells: list[Cell], file: Path | None, minutes: float, bar: Progress
-) -> list[Row]:
+    setting: Bench,
+    source: Iterator[list[BenchRow]],
+    cells: list[Cell],
+    file: Path | None,
+    minutes: float,
+    bar: Progress,
+) -> list[BenchRow]:
     """All rows of `source`, which makes those of one cell after the other; they are in the file before the next."""
     task, start, found = bar.task_ids[0], time.monotonic(), []
     bar.console.print(f"run {setting.run.run} on {setting.run.gpu}" + (f", rows to {file}" if file else ""))
@@ -110,7 +115,7 @@ def _measure(
             done += 1
             bar.advance(task)
             _say(bar, made)
-    except Broken as lost:
+    except DeviceLost as lost:
         found += lost.rows
         if file:
             rows.append(file, lost.rows)
@@ -118,7 +123,7 @@ def _measure(
     return found
 
 
-def _say(progress: Progress, made: list[Row]) -> None:
+def _say(progress: Progress, made: list[BenchRow]) -> None:
     """One line for a cell, so that a log tells what happened while it happens."""
     words = []
     for row in made:
@@ -129,7 +134,7 @@ def _say(progress: Progress, made: list[Row]) -> None:
     progress.console.print(f"{made[0].case} {made[0].mode}: {'; '.join(words)}", markup=False, highlight=False)
 
 
-def _rate(row: Row) -> str:
+def _rate(row: BenchRow) -> str:
     if row.mode == "host":
         return f"{1e3 * (row.ms or 0):.1f} us"
     if row.mode.startswith("first"):
@@ -138,7 +143,7 @@ def _rate(row: Row) -> str:
     return f"{row.tflops:.4g} TF{ratio}" if row.tflops else f"{row.gbps or 0:.0f} GB/s"
 
 
-def _finish(found: list[Row], old: list[Row] | None, json_lines: bool) -> None:
+def _finish(found: list[BenchRow], old: list[BenchRow] | None, json_lines: bool) -> None:
     if json_lines:
         for row in found:
             typer.echo(row.json())
@@ -150,7 +155,7 @@ def _finish(found: list[Row], old: list[Row] | None, json_lines: bool) -> None:
         typer.echo(report.comparison(found, old), err=json_lines)
 
 
-def _summary(found: list[Row]) -> list[str]:
+def _summary(found: list[BenchRow]) -> list[str]:
     """For each saccade backend and peer, over the cells that both have: worst and geometric mean of the speed-up."""
     times = {(*row.cell, row.provider): row.ms for row in found if row.ms}
     names = {row.provider: row.role for row in found if row.ms}

@@ -30,7 +30,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Grid:
+class BenchGrid:
     """Cells, and the providers that are worth their time on them."""
 
     cells: tuple[Cell, ...]
@@ -158,31 +158,31 @@ _SMALL = Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64)
 _FIRST = [_tokens(128, 2048, "causal").replace(score=score) for score in ("none", "alibi", "relative_bias(128)")]
 
 GRIDS = {
-    "h200": Grid(_cells(_GRID, "forward", "backward"), FUSED, "16k tokens, h d = 2048, s = 1k to 16k, both modes"),
-    "grid-forward": Grid(_cells(_GRID, "forward"), FUSED, "the forward half of h200"),
-    "grid-backward": Grid(_cells(_GRID, "backward"), FUSED, "the backward half of h200"),
-    "flex-bar": Grid(
+    "h200": BenchGrid(_cells(_GRID, "forward", "backward"), FUSED, "16k tokens, h d = 2048, s = 1k to 16k, both modes"),
+    "grid-forward": BenchGrid(_cells(_GRID, "forward"), FUSED, "the forward half of h200"),
+    "grid-backward": BenchGrid(_cells(_GRID, "backward"), FUSED, "the backward half of h200"),
+    "flex-bar": BenchGrid(
         _cells(_FLEX, "forward", "backward"),
         ("saccade-*", "flex", "fa3", "sdpa-cudnn"),
         "against compiled FlexAttention: d 64 and 128, s 2048 and 8192, both modes",
     ),
-    "scores": Grid(
+    "scores": BenchGrid(
         _cells(map(named, _SCORES), "forward", "backward"),
         ("saccade-gluon", "saccade-triton", "flex"),
         "score functions against compiled FlexAttention: d 64 and 128, s 8192, both modes, learned tables with theirs",
     ),
-    "callbacks": Grid(
+    "callbacks": BenchGrid(
         _cells(map(named, _CALLBACKS), "forward", "backward"),
         ("saccade-gluon", "saccade-cudnn"),
         "cuDNN's score callbacks on gluon against cuDNN itself: d 64 and 128, s 8192, both modes",
     ),
-    "callbacks-host": Grid(
+    "callbacks-host": BenchGrid(
         _cells([named(_SMALL.replace(score=f"callback({name})")) for name in USUAL], "forward"),
         ("saccade-gluon", "saccade-cudnn"),
         "score callbacks for --host: one small call of each, its graphs in the cache",
     ),
     # The oracle's float64 matrices of one head fill an H200 in the backward at 32k, which is therefore timed at 16k.
-    "masks": Grid(
+    "masks": BenchGrid(
         tuple(
             Cell(named(case.replace(b=1, s_q=s, s_k=s)), mode)
             for case in _MASKS
@@ -191,54 +191,54 @@ GRIDS = {
         ("saccade-gluon", "saccade-triton", "flex"),
         "documents, neighbourhoods and random blocks against compiled FlexAttention: d 128, s 8192 and 32768",
     ),
-    "gqa": Grid(
+    "gqa": BenchGrid(
         tuple(
             cell for case in _GQA for cell in _cells([case], "forward", *(["backward"] if case.s_q <= 16384 else []))
         ),
         FUSED,
         "64 query heads on 8 key heads, d 128, one row of s = 2k to 32k",
     ),
-    "window": Grid(
+    "window": BenchGrid(
         _cells(_WINDOW, "forward", "backward"),
         (*FUSED, "flex"),
         "causal window of 1024 at s = 8192: d 128, and d 64 with a sink",
     ),
-    "max-scores": Grid(
+    "max-scores": BenchGrid(
         _cells([_tokens(128, 8192, mask) for mask in ("none", "causal")], "forward"),
         ("saccade-gluon", "saccade-triton", "max-scores-*"),
         "what the largest score of each row costs as one more output: d 128, s 8192",
     ),
-    "dims": Grid(
+    "dims": BenchGrid(
         _cells(_DIMS, "forward", "backward"),
         FUSED,
         "fp16 and bf16 at d 128, and d 192/128, 96 and 80: 4 x 16 heads, s = 4096",
     ),
-    "varlen": Grid(
+    "varlen": BenchGrid(
         _cells(_varlen(), "forward", "backward"),
         ("auto", "saccade-gluon", "saccade-triton", "fa3", "fa4", "torch-varlen", "sdpa-padded"),
         "packed sequences: 8 up to 2048, 32 up to 4096, 256 documents, one of 30k among 100 of 300; both modes",
     ),
-    "varlen-cpu": Grid(
+    "varlen-cpu": BenchGrid(
         _cells([_documents("fp32", "none"), _documents("fp32", "causal")], "forward+backward"),
         ("saccade-cpu", "sdpa-padded"),
         "64 packed documents of 100 to 2000 tokens against SDPA on the padded batch",
     ),
-    "host": Grid(
+    "host": BenchGrid(
         _cells([named(_SMALL)], "forward"),
         ("saccade-*", "sdpa", "sdpa-flash", "sdpa-cudnn", "fa3"),
         "what --host measures: one small call",
     ),
-    "first-call": Grid(
+    "first-call": BenchGrid(
         _cells(map(named, _FIRST), "forward", "backward"),
         ("saccade-*", "flex"),
         "what --first measures: one plain call and two scores, causal, d 128",
     ),
-    "models": Grid(
+    "models": BenchGrid(
         _cells(map(named, MODELS), "forward", "backward"),
         (*FUSED, "flex"),
         "layers of real models",
     ),
-    "scores-cpu": Grid(
+    "scores-cpu": BenchGrid(
         tuple(
             cell
             for dtype in ("fp32", "bf16")
@@ -247,7 +247,7 @@ GRIDS = {
         ("saccade-cpu", "flex"),
         "softcap and causal, 1x8x4096x64, against compiled FlexAttention, which has no backward there",
     ),
-    "cpu": Grid(
+    "cpu": BenchGrid(
         tuple(_CPU),
         ("saccade-cpu", "sdpa", "sdpa-padded"),
         "1x8x4096x64 in bf16 and fp32, and a window of 256 at 8192 against SDPA with a mask tensor",

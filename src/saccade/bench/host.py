@@ -10,28 +10,28 @@ import torch
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers import Prepared
-from saccade.bench.rows import Row, blank, compared
+from saccade.bench.rows import BenchRow, empty_row, with_ratios
 from saccade.bench.run import Bench, described, inputs_of, spec_of
 from saccade.bench.timing import Times, rotated
-from saccade.bench.yardstick import Yardstick
+from saccade.bench.verify import Verifier
 
 CALLS = 1000
 
 
-def run(bench: Bench, cells: Iterable[Cell], calls: int = CALLS) -> Iterator[list[Row]]:
+def run(bench: Bench, cells: Iterable[Cell], calls: int = CALLS) -> Iterator[list[BenchRow]]:
     """The rows of each Cell, of mode `host`; their ms are the host's for one call, without rates."""
     for cell in cells:
         yield _rows(bench, cell, calls)
 
 
-def _rows(bench: Bench, cell: Cell, calls: int) -> list[Row]:
+def _rows(bench: Bench, cell: Cell, calls: int) -> list[BenchRow]:
     inputs = inputs_of(cell.case, bench.device)
     spec = spec_of(cell, inputs)
-    yardstick = Yardstick(cell, inputs) if bench.check else None
-    found: dict[str, Row] = {}
+    yardstick = Verifier(cell, inputs) if bench.check else None
+    found: dict[str, BenchRow] = {}
     ready: dict[str, Prepared] = {}
     for provider in bench.providers:
-        row = replace(blank(bench.run, cell, spec, provider.name, provider.role), mode="host")
+        row = replace(empty_row(bench.run, cell, spec, provider.name, provider.role), mode="host")
         bench.tell(f"host: {provider.name}")
         try:
             reason = provider.supports(cell, inputs)
@@ -55,7 +55,7 @@ def _rows(bench: Bench, cell: Cell, calls: int) -> list[Row]:
             samples[name].append(_seconds(ready[name].call, calls, bench.device))
     for name, seconds in samples.items():
         found[name] = found[name].timed(Times.of(seconds), None)
-    return compared(list(found.values()))
+    return with_ratios(list(found.values()))
 
 
 def _seconds(call: Callable[[], object], calls: int, device: torch.device) -> float:

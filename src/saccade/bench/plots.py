@@ -6,19 +6,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from saccade.bench.rows import Row
+from saccade.bench.rows import BenchRow
 
 _FIXED = ("mode", "dtype", "layout", "mask", "score", "sink", "h_q", "h_k", "d", "d_v", "deterministic", "gpu")
 """What the points of one plot share; the batch shrinks as the sequence grows."""
 
 
-def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
+def draw(rows: Iterable[BenchRow], folder: Path) -> list[Path]:
     """The files that were made; a series that has one length only is a table's, not a plot's.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (extra `[bench]`).
     """
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[BenchRow]] = {}
     for row in rows:
         if row.tflops and row.s_q == row.s_k and row.provider != "copy":
             groups.setdefault(tuple(getattr(row, name) for name in _FIXED), []).append(row)
@@ -30,14 +30,14 @@ def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
     return made
 
 
-def _plot(rows: list[Row], folder: Path) -> Path:
+def _plot(rows: list[BenchRow], folder: Path) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.2), dpi=150)
-    series: dict[str, list[Row]] = {}
+    series: dict[str, list[BenchRow]] = {}
     for row in sorted(rows, key=lambda row: row.s_q):
         series.setdefault(row.provider, []).append(row)
     order = ("saccade", "peer", "ceiling")
@@ -66,7 +66,7 @@ def _plot(rows: list[Row], folder: Path) -> Path:
     return path
 
 
-def _name(row: Row) -> str:
+def _name(row: BenchRow) -> str:
     heads = [] if row.h_q == row.h_k else [f"h{row.h_q}x{row.h_k}"]
     flags = [word for word in ("sink", "deterministic") if getattr(row, word)]
     words = [row.mode, row.dtype, f"d{row.d}", *heads, row.mask, *([] if row.score == "none" else [row.score]), *flags]

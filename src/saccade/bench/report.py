@@ -5,8 +5,8 @@ A page says where a table goes and what it selects:
     <!-- bench gpu=h200 mode=forward d=128 -->
     <!-- /bench -->
 
-`gpu` is a folder under benchmarks/results, every other word a field of a Row and the value that it must have, with `|`
-between several; `providers=` names the columns. Everything between the two markers is made here.
+`gpu` is a folder under benchmarks/results. Every other word is a field of a BenchRow and its value; `|` separates
+alternatives. `providers=` names the columns. This module writes everything between the two markers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from saccade.bench import plots
-from saccade.bench.rows import Row, latest, read
+from saccade.bench.rows import BenchRow, latest, read
 
 RESULTS, PLOTS = Path("benchmarks/results"), Path("benchmarks/plots")
 
@@ -58,22 +58,22 @@ def parsed(query: str) -> dict[str, list[str]]:
     found = {}
     for word in query.split():
         name, equals, value = word.partition("=")
-        if not equals or (name not in ("gpu", "providers") and name not in Row.__dataclass_fields__):
+        if not equals or (name not in ("gpu", "providers") and name not in BenchRow.__dataclass_fields__):
             raise ValueError(f"{word!r} in <!-- bench {query}--> is no field=value of a row")
         found[name] = value.split("|")
     return found
 
 
-def selected(rows: Iterable[Row], query: dict[str, list[str]]) -> list[Row]:
+def selected(rows: Iterable[BenchRow], query: dict[str, list[str]]) -> list[BenchRow]:
     return [row for row in rows if all(str(getattr(row, name)) in values for name, values in query.items())]
 
 
-def table(rows: list[Row], columns: list[str] | None = None) -> str:
+def table(rows: list[BenchRow], columns: list[str] | None = None) -> str:
     """Markdown: a line for each cell, each provider's TFLOP/s (or time, with its unit), and saccade's best ratio.
 
     The columns on the left are the parts of the shape that differ between the cells.
     """
-    cells: dict[tuple[str, str, bool], dict[str, Row]] = {}
+    cells: dict[tuple[str, str, bool], dict[str, BenchRow]] = {}
     for row in rows:
         cells.setdefault(row.cell, {})[row.provider] = row
     shapes = [next(iter(providers.values())) for providers in cells.values()]
@@ -101,7 +101,7 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
-def comparison(new: Iterable[Row], old: Iterable[Row]) -> str:
+def comparison(new: Iterable[BenchRow], old: Iterable[BenchRow]) -> str:
     """A line for each provider and cell that both have: the old time over the new, above 1 is faster now.
 
     The ceilings' ratio beside it says how far the machines or their clocks differ.
@@ -121,18 +121,18 @@ def comparison(new: Iterable[Row], old: Iterable[Row]) -> str:
     return "\n".join(["old / new time:", *sorted(lines), "geometric means: " + ", ".join(means)])
 
 
-def _varies(shapes: list[Row], name: str) -> bool:
+def _varies(shapes: list[BenchRow], name: str) -> bool:
     values = [getattr(row, name) for row in shapes]
     return len(set(values)) > 1 and values != [getattr(row, _SAME.get(name, "case")) for row in shapes]
 
 
-def _columns(rows: Iterable[Row]) -> list[str]:
+def _columns(rows: Iterable[BenchRow]) -> list[str]:
     """Providers with a time: saccade's first, then peers, then the matrix product."""
     roles = {row.provider: row.role for row in rows if row.ms and row.provider != "copy"}
     return sorted(roles, key=lambda name: (("saccade", "peer", "ceiling").index(roles[name]), name))
 
 
-def _figure(row: Row | None) -> str:
+def _figure(row: BenchRow | None) -> str:
     if row is None:
         return ""
     if row.ms is None:
@@ -144,12 +144,12 @@ def _figure(row: Row | None) -> str:
     return f"{row.tflops:.0f}" if row.tflops and row.tflops >= 10 else f"{row.tflops or 0:.3g}"
 
 
-def _best(rows: Iterable[Row]) -> str:
+def _best(rows: Iterable[BenchRow]) -> str:
     ratios = [row.ratio for row in rows if row.role == "saccade" and row.ratio]
     return f"{max(ratios):.2f}" if ratios else ""
 
 
-def _order(row: Row, names: list[str]) -> tuple[tuple[bool, float, str], ...]:
+def _order(row: BenchRow, names: list[str]) -> tuple[tuple[bool, float, str], ...]:
     """Numbers as numbers, `none` before other masks."""
 
     def key(value: object) -> tuple[bool, float, str]:
@@ -159,7 +159,7 @@ def _order(row: Row, names: list[str]) -> tuple[tuple[bool, float, str], ...]:
     return tuple(key(getattr(row, name)) for name in names)
 
 
-def _caption(rows: list[Row]) -> str:
+def _caption(rows: list[BenchRow]) -> str:
     """What the figures are, and of which runs."""
     units = {"host": "microseconds", "first": "seconds"}
     unit = ", ".join(sorted({units.get(row.mode.split()[0], "TFLOP/s") for row in rows}))

@@ -1,4 +1,4 @@
-"""Results as JSON lines: one Row for each provider of a Cell, in files that only grow."""
+"""Results as JSON lines: one BenchRow for each provider of a Cell, in files that only grow."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from saccade.bench.cost import Cost
 from saccade.bench.grids import Cell
 from saccade.bench.machine import Run
 from saccade.bench.timing import Times
-from saccade.bench.work import Work
 from saccade.testing.cases import Case
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """What one provider did in one Cell of one run."""
 
     run: str
@@ -59,7 +59,7 @@ class Row:
     ms_q1: float | None = None
     ms_q3: float | None = None
     tflops: float | None = None
-    """10^12 operations of visible pairs in a second, by `Work`."""
+    """10^12 operations of visible pairs in a second, by `Cost`."""
     gbps: float | None = None
     """10^9 bytes in a second: inputs read once, outputs written once."""
     error_ratio: float | None = None
@@ -79,7 +79,7 @@ class Row:
         """What rows must share to be compared."""
         return self.case, self.mode, self.deterministic
 
-    def timed(self, times: Times, work: Work | None) -> Row:
+    def timed(self, times: Times, work: Cost | None) -> BenchRow:
         found = replace(self, **asdict(times))
         if work is None:
             return found
@@ -90,10 +90,10 @@ class Row:
         return json.dumps({name: _rounded(value) for name, value in asdict(self).items()}, ensure_ascii=False)
 
 
-def blank(run: Run, cell: Cell, spec: str, provider: str, role: str) -> Row:
-    """A Row before anything is known."""
+def empty_row(run: Run, cell: Cell, spec: str, provider: str, role: str) -> BenchRow:
+    """A BenchRow before anything is known."""
     case = cell.case
-    return Row(
+    return BenchRow(
         **asdict(run),
         provider=provider,
         role=role,
@@ -124,7 +124,7 @@ def _lengths(case: Case) -> str:
     return "full" if case.used == "all" else f"ragged-{case.used}"
 
 
-def compared(rows: list[Row]) -> list[Row]:
+def with_ratios(rows: list[BenchRow]) -> list[BenchRow]:
     """The rows of one Cell with their ratios to the best peer and to the ceilings."""
     timed = {row.provider: row for row in rows if row.ms}
     ceilings = {row.provider: row for row in timed.values() if row.role == "ceiling"}
@@ -145,20 +145,20 @@ def compared(rows: list[Row]) -> list[Row]:
     return found
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
+def append(path: Path, rows: Iterable[BenchRow]) -> None:
     """Adds rows to a file, whole lines at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(row.json() + "\n" for row in rows))
 
 
-def read(*paths: Path) -> list[Row]:
+def read(*paths: Path) -> list[BenchRow]:
     """The rows of files, and of all `*.jsonl` under folders.
 
     Raises:
-        ValueError: a line that is no Row; the message names the file and the line.
+        ValueError: a line that is no BenchRow; the message names the file and the line.
     """
-    names = {field.name for field in fields(Row)}
+    names = {field.name for field in fields(BenchRow)}
     found = []
     for path in paths:
         for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
@@ -167,13 +167,13 @@ def read(*paths: Path) -> list[Row]:
                     continue
                 try:
                     given: dict[str, Any] = json.loads(line)
-                    found.append(Row(**{name: value for name, value in given.items() if name in names}))
+                    found.append(BenchRow(**{name: value for name, value in given.items() if name in names}))
                 except (TypeError, ValueError) as wrong:
                     raise ValueError(f"{file}:{number} is no row of a benchmark: {wrong}") from wrong
     return found
 
 
-def latest(rows: Iterable[Row]) -> list[Row]:
+def latest(rows: Iterable[BenchRow]) -> list[BenchRow]:
     """For every cell the rows of its last run: figures of different runs are never mixed within a cell."""
     newest: dict[tuple[str, str, bool], tuple[str, str]] = {}
     rows = list(rows)

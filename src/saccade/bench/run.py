@@ -14,19 +14,19 @@ import torch
 
 from saccade.api import explain
 from saccade.bench import timing
+from saccade.bench.cost import Cost
 from saccade.bench.grids import Cell
 from saccade.bench.machine import Run
 from saccade.bench.providers import CEILINGS, Prepared, Provider
-from saccade.bench.rows import Row, blank, compared
+from saccade.bench.rows import BenchRow, empty_row, with_ratios
 from saccade.bench.timing import Clock
-from saccade.bench.work import Work
-from saccade.bench.yardstick import Yardstick
+from saccade.bench.verify import Verifier
 from saccade.testing.cases import Case, Inputs
 
 Tell = Callable[[str], None]
 
 
-class Broken(RuntimeError):
+class DeviceLost(RuntimeError):
     """The device answers nothing any more, as after an illegal memory access: only a new process can go on.
 
     Attributes:
@@ -35,7 +35,7 @@ class Broken(RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
-        self.rows: list[Row] = []
+        self.rows: list[BenchRow] = []
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Bench:
     """Hears what is being done, for a progress bar."""
 
 
-def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[Row]]:
+def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[BenchRow]]:
     """The rows of each Cell.
 
     Raises:
-        Broken: the device is lost; the rows of the Cells before were given.
+        DeviceLost: the device is lost; the rows of the Cells before were given.
     """
     last: tuple[Case, Inputs] | None = None
     for cell in cells:
@@ -91,19 +91,19 @@ def spec_of(cell: Cell, inputs: Inputs) -> str:
     return str(explain(inputs.q, inputs.k, inputs.v, deterministic=cell.deterministic, **inputs.keywords).spec)
 
 
-def _rows(bench: Bench, cell: Cell, inputs: Inputs) -> list[Row]:
+def _rows(bench: Bench, cell: Cell, inputs: Inputs) -> list[BenchRow]:
     table = _Table.of(bench, cell, spec_of(cell, inputs))
     try:
         ready = _ready(bench, cell, inputs, table)
         _forget(bench.device)
         bench.tell(f"{cell}: timing {len(ready)}")
-        work = Work.of(cell.case, inputs, cell.mode)
+        work = Cost.of(cell.case, inputs, cell.mode)
         for name, times in timing.measure(ready, bench.device, bench.clock, table.failed).items():
             table.rows[name] = table.rows[name].timed(times, ready[name].work or work)
-    except Broken as lost:
+    except DeviceLost as lost:
         lost.rows = list(table.rows.values())
         raise
-    return compared(list(table.rows.values()))
+    return with_ratios(list(table.rows.values()))
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,20 @@ class _Table:
     """A Cell's rows while they are being made."""
 
     device: torch.device
-    rows: dict[str, Row]
+    rows: dict[str, BenchRow]
 
     @staticmethod
     def of(bench: Bench, cell: Cell, spec: str) -> _Table:
         everyone = [*bench.providers, *bench.ceilings]
-        return _Table(bench.device, {one.name: blank(bench.run, cell, spec, one.name, one.role) for one in everyone})
+        return _Table(
+            bench.device, {one.name: empty_row(bench.run, cell, spec, one.name, one.role) for one in everyone}
+        )
 
     def failed(self, name: str, reason: str | Exception) -> None:
         """Says why a provider has no time.
 
         Raises:
-            Broken: its exception was the device's end.
+            DeviceLost: its exception was the device's end.
         """
         line = reason if isinstance(reason, str) else described(reason)
         self.rows[name] = replace(self.rows[name], reason=line)
@@ -130,7 +132,7 @@ class _Table:
             try:
                 torch.cuda.synchronize(self.device)
             except RuntimeError as lost:
-                raise Broken(f"{name}: {line}; then {described(lost)}") from lost
+                raise DeviceLost(f"{name}: {line}; then {described(lost)}") from lost
 
 
 def _ready(bench: Bench, cell: Cell, inputs: Inputs, table: _Table) -> dict[str, Prepared]:
@@ -139,7 +141,7 @@ def _ready(bench: Bench, cell: Cell, inputs: Inputs, table: _Table) -> dict[str,
     if bench.check:
         bench.tell(f"{cell}: exact answer")
         try:
-            yardstick = Yardstick(cell, inputs)
+            yardstick = Verifier(cell, inputs)
         except Exception as problem:  # most likely memory
             for name in table.rows:
                 table.failed(name, f"not checked, so not timed: the oracle failed: {described(problem)}")
@@ -177,4 +179,4 @@ def _forget(device: torch.device) -> None:
         try:
             torch.cuda.empty_cache()
         except RuntimeError as lost:
-            raise Broken(described(lost)) from lost
+            raise DeviceLost(described(lost)) from lost

@@ -31,7 +31,7 @@ SAMPLES = 7
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """What was found about a case."""
 
     case: str
@@ -95,7 +95,7 @@ def _fitted(case: Case, length: int, device: torch.device) -> Case:
     return case.smaller(length) if length else case
 
 
-def _row(case: Case, backend: str, device: torch.device) -> Row:
+def _row(case: Case, backend: str, device: torch.device) -> CheckRow:
     inputs = case.inputs(device)
     at: dict[str, Any] = {"case": case.name, "device": str(device)}
     at |= {name: getattr(case, name) for name in ("b", "h_q", "h_k", "s_q", "s_k")}
@@ -104,18 +104,18 @@ def _row(case: Case, backend: str, device: torch.device) -> Row:
             *(inputs.q, inputs.k, inputs.v), dout=inputs.dout, dlse=inputs.dlse, backend=backend, **inputs.keywords
         )
     except Unsupported as refused:
-        return Row(**at, backend=backend, reason=str(refused))
+        return CheckRow(**at, backend=backend, reason=str(refused))
     at |= {"spec": report.spec, "backend": report.backend}
     at |= {"error_ratio": round(report.ratio, 4) if math.isfinite(report.ratio) else None}
     if not report.ratio <= 1:
-        return Row(**at)
+        return CheckRow(**at)
     # Without the LSE, as models call it.
     calls = [lambda: attention(inputs.q, inputs.k, inputs.v, backend=backend, **inputs.keywords)]
     calls += [sdpa] if (sdpa := _sdpa(inputs)) else []
     ms, *others = _medians(calls, device)
     sdpa_ms = others[0] if others else None
     speedup = round(sdpa_ms / ms, 3) if sdpa_ms else None
-    return Row(**at, passed=True, ms=ms, sdpa_ms=sdpa_ms, speedup=speedup)
+    return CheckRow(**at, passed=True, ms=ms, sdpa_ms=sdpa_ms, speedup=speedup)
 
 
 def _sdpa(inputs: Inputs) -> Callable[[], Tensor] | None:
@@ -165,7 +165,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[CheckRow]) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("case", "q x k", "backend", "error", "ms", "SDPA ms", "speed-up", ""):
         table.add_column(name, justify="left" if name in ("case", "backend", "") else "right", no_wrap=True)

@@ -42,9 +42,9 @@ from saccade.layouts import Dense, Paged
 from saccade.masks import as_mask
 from saccade.problem import Problem
 from saccade.testing import packed, paged
-from saccade.testing.parts import Part, Precision, Results, with_gradients
-from saccade.testing.shifted import captured, shifted, shifted_dropout, shifted_mask
-from saccade.testing.tally import Tally
+from saccade.testing.call_slice import CallSlice, Precision, Results, with_gradients
+from saccade.testing.error_tally import ErrorTally
+from saccade.testing.shifted import captured, shift_dropout, shift_mask, shift_score
 
 SCORES_AT_ONCE = 1 << 22
 """The oracle takes as many heads together as keep a score matrix below this, but never less than a group."""
@@ -132,7 +132,7 @@ def check(
     _check_form(found, q, k, v, keywords)
 
     eps = torch.finfo(q.dtype).eps
-    tallies = {name: Tally(eps) for name in found}
+    tallies = {name: ErrorTally(eps) for name in found}
     captures = captured(keywords.get("score_mod"))
     sums = {"dsink": sink} if sink is not None else {}
     sums |= captures
@@ -227,7 +227,7 @@ def _parts(
     dlse: Tensor | None,
     keywords: dict[str, Any],
     precision: Precision,
-) -> Iterator[Part]:
+) -> Iterator[CallSlice]:
     layout, mask, sink = keywords.get("layout", Dense()), as_mask(keywords.get("mask")), keywords.get("sink")
     scale = keywords.get("scale", 1 / math.sqrt(q.shape[-1]))
     dropout = _seeded(Dropout.draw, q.device)(keywords.get("dropout_p", 0.0), q.device)
@@ -251,10 +251,10 @@ def _parts(
                 v=v[keys_at],
                 sink=None if sink is None else sink.detach()[heads],
                 layout=dense,
-                mask=shifted_mask(mask, b, heads.start),
-                score=shifted(keywords.get("score_mod"), q, b, heads.start),
+                mask=shift_mask(mask, b, heads.start),
+                score=shift_score(keywords.get("score_mod"), q, b, heads.start),
                 scale=float(scale),
-                dropout=shifted_dropout(dropout, b, heads.start),
+                dropout=shift_dropout(dropout, b, heads.start),
             )
             dout_part, dlse_part = (None if x is None else x[rows_at] for x in (dout, dlse))
-            yield Part(rows_at, keys_at, problem, dout_part, dlse_part, precision)
+            yield CallSlice(rows_at, keys_at, problem, dout_part, dlse_part, precision)

@@ -14,7 +14,7 @@ from saccade.scores import ScoreMod
 FLOAT, INT32, BOOLEAN = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN
 
 
-class Case(NamedTuple):
+class CallbackCase(NamedTuple):
     """The four arguments of a call, by TransformerEngine's names."""
 
     score_mod: Callable[..., Any]
@@ -25,7 +25,7 @@ class Case(NamedTuple):
     def score(self) -> ScoreMod:
         return score_callback(*self)
 
-    def learned(self, requires_grad: bool) -> Case:
+    def learned(self, requires_grad: bool) -> CallbackCase:
         """The same, with or without gradients of those tensors that learn."""
         if requires_grad or self.score_mod_tensors is None:
             return self
@@ -63,7 +63,7 @@ def scaled_causal_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
     return graph.mul(a=causal_bprop(graph, dP, tensors), b=tensors["factor"], compute_data_type=FLOAT)
 
 
-class Softcap:
+class SoftcapCallback:
     """Keeps what it computed in the forward for the backward."""
 
     def __init__(self) -> None:
@@ -179,31 +179,33 @@ def one(x: float) -> Tensor:
     return torch.full((1, 1, 1, 1), x)
 
 
-def case(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cpu", b: int = 2) -> Case:
+def case(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cpu", b: int = 2) -> CallbackCase:
     """One of `NAMES`, its tensors on a device; those that learn require a gradient."""
     drawn = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=drawn).to(device).requires_grad_()
 
-    softcap, all_backward = Softcap(), Derivatives()
-    makers: dict[str, Callable[[], Case]] = {
-        "causal": lambda: Case(causal, causal_bprop, {"neg_inf": one(-1e9)}, {"zero": one(0.0)}),
-        "scaled_causal": lambda: Case(
+    softcap, all_backward = SoftcapCallback(), Derivatives()
+    makers: dict[str, Callable[[], CallbackCase]] = {
+        "causal": lambda: CallbackCase(causal, causal_bprop, {"neg_inf": one(-1e9)}, {"zero": one(0.0)}),
+        "scaled_causal": lambda: CallbackCase(
             scaled_causal,
             scaled_causal_bprop,
             {"neg_inf": one(-1e9), "factor": one(1.5)},
             {"zero": one(0.0), "factor": one(1.5)},
         ),
-        "softcap": lambda: Case(softcap.forward, softcap.backward, {"cap": one(0.8)}, {"cap": one(0.8)}),
-        "post_scale_bias": lambda: Case(post_scale_bias, identity_bprop),
-        "alibi": lambda: Case(alibi, None, {"slopes": normal(1, h, 1, 1)}),
-        "added": lambda: Case(added, identity_bprop, {"bias": normal(b, 1, s_q, s_k)}),
-        "band": lambda: Case(band, None, {"near": normal(h, 1, 1), "rows": normal(1, s_q, 1), "far": normal(1)}),
-        "everything": lambda: Case(
+        "softcap": lambda: CallbackCase(softcap.forward, softcap.backward, {"cap": one(0.8)}, {"cap": one(0.8)}),
+        "post_scale_bias": lambda: CallbackCase(post_scale_bias, identity_bprop),
+        "alibi": lambda: CallbackCase(alibi, None, {"slopes": normal(1, h, 1, 1)}),
+        "added": lambda: CallbackCase(added, identity_bprop, {"bias": normal(b, 1, s_q, s_k)}),
+        "band": lambda: CallbackCase(
+            band, None, {"near": normal(h, 1, 1), "rows": normal(1, s_q, 1), "far": normal(1)}
+        ),
+        "everything": lambda: CallbackCase(
             everything, None, {"one": one(1.0), "small": one(0.25), "large": one(7.5).to(device)}
         ),
-        "derivatives": lambda: Case(all_backward.forward, all_backward.backward),
+        "derivatives": lambda: CallbackCase(all_backward.forward, all_backward.backward),
     }
     return makers[name]()
 

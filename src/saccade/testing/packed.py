@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from saccade.testing.cases import Case
 
 
-class Side(NamedTuple):
+class PackedSide(NamedTuple):
     """The lengths of a drawn problem's queries, or of its keys."""
 
     offsets: Tensor
@@ -28,7 +28,7 @@ class Side(NamedTuple):
     longest: int
 
 
-def sides(case: Case, made: torch.Generator) -> tuple[Side, Side]:
+def sides(case: Case, made: torch.Generator) -> tuple[PackedSide, PackedSide]:
     """Of queries and keys: the longest sequence that the Case has, any others, and empty ones."""
 
     def drawn(s: int) -> Tensor:
@@ -42,7 +42,7 @@ def sides(case: Case, made: torch.Generator) -> tuple[Side, Side]:
     return _side(lengths_q, "q" in case.used, case.tail, made), _side(lengths_k, "k" in case.used, case.tail, made)
 
 
-def _side(lengths: Tensor, ragged: bool, tail: int, made: torch.Generator) -> Side:
+def _side(lengths: Tensor, ragged: bool, tail: int, made: torch.Generator) -> PackedSide:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     used = (torch.rand(len(lengths), generator=made) * (lengths + 1)).long() if ragged else None
     held = lengths if used is None else used
@@ -50,10 +50,12 @@ def _side(lengths: Tensor, ragged: bool, tail: int, made: torch.Generator) -> Si
     b = torch.bucketize(place, offsets[1:], right=True)
     inside = torch.cat([held, torch.zeros(1, dtype=torch.int64)])  # behind the last sequence nothing is in use
     unused = place - offsets[b] >= inside[b]
-    return Side(offsets.int(), None if used is None else used.int(), unused, int(lengths.max()) if len(lengths) else 0)
+    return PackedSide(
+        offsets.int(), None if used is None else used.int(), unused, int(lengths.max()) if len(lengths) else 0
+    )
 
 
-def layout(q: Side, k: Side, device: torch.device | str) -> Packed:
+def layout(q: PackedSide, k: PackedSide, device: torch.device | str) -> Packed:
     used_q, used_k = (None if side.used is None else side.used.to(device) for side in (q, k))
     return Packed(q.offsets.to(device), k.offsets.to(device), q.longest, k.longest, used_q, used_k)
 
@@ -88,7 +90,7 @@ def draw(seed: int, dtype: str) -> Case:
     )
 
 
-class Place(NamedTuple):
+class SequencePlace(NamedTuple):
     """Where one sequence is in q and in k."""
 
     number: int
@@ -98,17 +100,17 @@ class Place(NamedTuple):
     keys: slice
 
 
-def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[Place]:
+def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[SequencePlace]:
     """Of each sequence of any layout; q and k are (b, h, s, d), and a paged cache is gathered."""
     if isinstance(layout, Packed):
         ends = (pairwise(x.tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
         for b, (rows, keys) in enumerate(zip(*ends, strict=True)):
-            yield Place(b, slice(0, 1), slice(*rows), slice(0, 1), slice(*keys))
+            yield SequencePlace(b, slice(0, 1), slice(*rows), slice(0, 1), slice(*keys))
         return
     rows = layout.rows(q.shape[2]) if isinstance(layout, Paged) else [slice(0, q.shape[2])] * q.shape[0]
     for b, row in enumerate(rows):
         batch = slice(b, b + 1)
-        yield Place(b, batch if len(rows) == q.shape[0] else slice(0, 1), row, batch, slice(0, k.shape[2]))
+        yield SequencePlace(b, batch if len(rows) == q.shape[0] else slice(0, 1), row, batch, slice(0, k.shape[2]))
 
 
 def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:

@@ -26,7 +26,7 @@ class _Distances(torch.nn.Module):
         return score - self.strength * self.slopes[h].exp() * (q_idx - kv_idx).abs().float().sqrt()
 
 
-def made(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cpu", b: int = 2) -> Score:
+def build_score(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cpu", b: int = 2) -> Score:
     """One of `NAMES`, its tensors on a device; those that learn require a gradient."""
     drawn = torch.Generator().manual_seed(1)
 

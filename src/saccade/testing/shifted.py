@@ -22,13 +22,13 @@ def captured(score_mod: Any) -> dict[str, Tensor]:
     return {f"dscore{i}": x for i, x in enumerate(wanted.values())}
 
 
-def shifted(score_mod: Any, q: Tensor, b: int, h: int) -> scores.Score | None:
+def shift_score(score_mod: Any, q: Tensor, b: int, h: int) -> scores.Score | None:
     """The Score of some batch rows and heads, from b and h on."""
     score = scores.bind(score_mod, q)
-    return None if score is None else Shifted(score, b, h)
+    return None if score is None else ShiftedScore(score, b, h)
 
 
-def shifted_dropout(dropout: Dropout | None, b: int, h: int) -> Dropout | None:
+def shift_dropout(dropout: Dropout | None, b: int, h: int) -> Dropout | None:
     """The Dropout of some batch rows and heads, from b and h on."""
     return None if dropout is None else _ShiftedDropout(dropout.state, dropout.p, b, h)
 
@@ -42,7 +42,7 @@ class _ShiftedDropout(Dropout):
         return super().keep(b + self.b, h + self.h, rows, keys)
 
 
-class Shifted(scores.Score):
+class ShiftedScore(scores.Score):
     """A score modification as some batch rows and heads see it, whose numbers start at zero."""
 
     def __init__(self, score: scores.Score, b: int, h: int) -> None:
@@ -83,7 +83,7 @@ class Shifted(scores.Score):
         return {name: torch.zeros_like(x) if x_sum is None else x_sum.abs() for (name, x), x_sum in pairs}
 
 
-def shifted_mask(mask: Mask | None, b: int, h: int) -> Mask | None:
+def shift_mask(mask: Mask | None, b: int, h: int) -> Mask | None:
     """The Mask of some batch rows and heads, from b and h on."""
     return None if mask is None else ShiftedMask(mask, b, h)
 

@@ -8,15 +8,15 @@ from fnmatch import fnmatch
 from torch.nn.attention import SDPBackend
 
 from saccade import dispatch
-from saccade.bench.providers.base import Call, Prepared, Provider, prepared
+from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.bench.providers.ceilings import Copy, Matmul
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4
 from saccade.bench.providers.flex import Flex
-from saccade.bench.providers.own import MaxScores, Naive, Saccade
+from saccade.bench.providers.saccade import MaxScores, Naive, Saccade
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
-from saccade.bench.providers.varlen import TorchVarlen
+from saccade.bench.providers.torch_varlen import TorchVarlen
 
-__all__ = ["CEILINGS", "PROVIDERS", "Call", "Prepared", "Provider", "matching", "prepared"]
+__all__ = ["CEILINGS", "PROVIDERS", "PeerInputs", "Prepared", "Provider", "matching", "prepared"]
 
 _ALL: list[Provider] = [
     *(Saccade(backend) for backend in dispatch.NAMES if backend != "reference"),

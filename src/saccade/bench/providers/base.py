@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from saccade.bench.cost import Cost
 from saccade.bench.grids import Cell
-from saccade.bench.work import Work
 from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask
 from saccade.scores import ScoreMod, Softcap
@@ -30,7 +30,7 @@ class Prepared:
     """What the dimensions of the results are."""
     before: Callable[[], None] | None = None
     """What every call needs anew and the clock must not see."""
-    work: Work | None = None
+    work: Cost | None = None
     """Where it is not the cell's."""
     after: Callable[[Results], Results] | None = None
     """From what the call returns to results in `order`; nobody times it."""
@@ -85,7 +85,7 @@ def learned(inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Call(Operands):
+class PeerInputs(Operands):
     """Inputs as a peer wants them: its order, no NaN in the padding."""
 
     mask: Mask | None
@@ -96,7 +96,7 @@ class Call(Operands):
     """Query heads per key head."""
 
     @staticmethod
-    def of(inputs: Inputs, order: str) -> Call:
+    def of(inputs: Inputs, order: str) -> PeerInputs:
         """Tensors in `order`, or packed as they are, contiguous: each provider gets the memory layout that it was made
         for."""
         layout: Layout = inputs.keywords.get("layout", Dense())
@@ -107,7 +107,7 @@ class Call(Operands):
         group = tensors[0].shape[1] // max(1, tensors[1].shape[1])
         q, k, v, dout = (target.ordered(x).contiguous() for x in tensors)
         found = (inputs.keywords.get(name) for name in ("mask", "score_mod", "sink"))
-        return Call(q, k, v, dout, target.order, *found, layout=layout, group=group)
+        return PeerInputs(q, k, v, dout, target.order, *found, layout=layout, group=group)
 
     def lengths(self) -> tuple[Tensor, Tensor, int, int]:
         """Offsets and longest sequences of packed queries and keys, as varlen functions take them.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.bench.cost import Cost
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Provider
-from saccade.bench.work import Work
 from saccade.testing.cases import Inputs
 
 
@@ -27,7 +27,7 @@ class Matmul(Provider):
             a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
             self._operands[device, dtype] = a, b
         a, b = self._operands[device, dtype]
-        return Prepared(lambda: (a @ b,), work=Work(2 * n**3, 3 * a.numel() * a.element_size()))
+        return Prepared(lambda: (a @ b,), work=Cost(2 * n**3, 3 * a.numel() * a.element_size()))
 
 
 class Copy(Provider):
@@ -45,4 +45,4 @@ class Copy(Provider):
             source = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8, device=device).repeat(size >> 20)
             self._buffers[device] = source, torch.empty_like(source)
         source, target = self._buffers[device]
-        return Prepared(lambda: (target.copy_(source),), work=Work(0, 2 * source.numel()))
+        return Prepared(lambda: (target.copy_(source),), work=Cost(0, 2 * source.numel()))

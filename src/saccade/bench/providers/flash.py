@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Call, Prepared, Provider, Results, prepared
+from saccade.bench.providers.base import PeerInputs, Prepared, Provider, Results, prepared
 from saccade.layouts import Packed
 from saccade.masks import Mask, Window
 from saccade.scores import Softcap
@@ -58,7 +58,7 @@ class FlashAttention3(_Flash):
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         self._load()
-        call = Call.of(inputs, "bshd")
+        call = PeerInputs.of(inputs, "bshd")
         operators = torch.ops.flash_attn_3
         left, right = _window(call.mask, -1)
         given: dict[str, Any] = {"softmax_scale": call.q.shape[-1] ** -0.5, "is_causal": cell.case.mask == "causal"}
@@ -116,7 +116,7 @@ class FlashAttention4(_Flash):
         return super().supports(cell, inputs)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        call, functions = Call.of(inputs, "bshd"), importlib.import_module("flash_attn.cute")
+        call, functions = PeerInputs.of(inputs, "bshd"), importlib.import_module("flash_attn.cute")
         lengths = _lengths(call)
         attend = functions.flash_attn_varlen_func if lengths else functions.flash_attn_func
         given: dict[str, Any] = {"causal": cell.case.mask == "causal", "deterministic": cell.deterministic, **lengths}
@@ -134,7 +134,7 @@ class FlashAttention4(_Flash):
         return prepared(function, cell.mode, call)
 
 
-def _lengths(call: Call) -> dict[str, Any]:
+def _lengths(call: PeerInputs) -> dict[str, Any]:
     """What both call the offsets and longest sequences of packed operands; nothing for others."""
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     return dict(zip(names, call.lengths(), strict=True)) if isinstance(call.layout, Packed) else {}

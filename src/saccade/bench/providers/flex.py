@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Call, Prepared, Provider, learned, prepared
+from saccade.bench.providers.base import PeerInputs, Prepared, Provider, learned, prepared
 from saccade.masks import And, Documents, Mask, Or, Prefix, Window, Written
 from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
@@ -44,7 +44,7 @@ class Flex(Provider):
 
         # A compiled function counts its recompilations: without this the ninth shape would run uncompiled.
         torch._dynamo.reset()
-        call, case = replace(Call.of(inputs, "bhsd"), learned=learned(inputs, cell.mode)), cell.case
+        call, case = replace(PeerInputs.of(inputs, "bhsd"), learned=learned(inputs, cell.mode)), cell.case
         compiled = torch.compile(flex_attention, dynamic=False)
         block_mask = None
         if call.mask is not None:
@@ -111,7 +111,7 @@ def _joined(parts: list[Predicate], join: Callable[[Tensor, Tensor], Tensor]) ->
     return seen
 
 
-def _score(call: Call) -> Callable[..., Tensor] | None:
+def _score(call: PeerInputs) -> Callable[..., Tensor] | None:
     """As its users write it: indices are single numbers, the table of T5 is one for every distance."""
     match call.score:
         case None:

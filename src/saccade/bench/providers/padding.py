@@ -16,15 +16,15 @@ from saccade.testing.cases import Inputs
 class Padding:
     """Where each packed row is in a batch (b, h, s, d) whose rows are as long as the longest sequence."""
 
-    q: Side
-    k: Side
+    q: PaddedSide
+    k: PaddedSide
 
     @staticmethod
     def of(inputs: Inputs) -> Padding:
         layout = inputs.keywords["layout"]
         assert isinstance(layout, Packed)
-        q = Side.of(layout.cu_seqlens_q, layout.seqused_q, inputs.q.shape[0])
-        return Padding(q, Side.of(layout.cu_seqlens_k, layout.seqused_k, inputs.k.shape[0]))
+        q = PaddedSide.of(layout.cu_seqlens_q, layout.seqused_q, inputs.q.shape[0])
+        return Padding(q, PaddedSide.of(layout.cu_seqlens_k, layout.seqused_k, inputs.k.shape[0]))
 
     def inputs(self, packed: Inputs) -> Inputs:
         """The same problem as a padded batch."""
@@ -50,7 +50,7 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class Side:
+class PaddedSide:
     """Of queries, or of keys."""
 
     used: Tensor
@@ -66,12 +66,12 @@ class Side:
     """t of the packed tensor"""
 
     @staticmethod
-    def of(offsets: Tensor, used: Tensor | None, total: int) -> Side:
+    def of(offsets: Tensor, used: Tensor | None, total: int) -> PaddedSide:
         lengths = offsets.diff()
         held = lengths if used is None else used
         longest = int(lengths.max())
         row, place = (torch.arange(longest, device=held.device) < held[:, None]).nonzero(as_tuple=True)
-        return Side(held.long(), longest, row, place, offsets.long()[row] + place, total)
+        return PaddedSide(held.long(), longest, row, place, offsets.long()[row] + place, total)
 
     def padded(self, x: Tensor) -> Tensor:
         """(b, h, s, d) of (t, h, d), zero where nothing is."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Call, Prepared, Provider, prepared
+from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.bench.providers.padding import Padding
 from saccade.layouts import Packed
 from saccade.masks import Extent
@@ -45,7 +45,7 @@ class Sdpa(Provider):
         return None
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        call = Call.of(inputs, "bhsd")
+        call = PeerInputs.of(inputs, "bhsd")
         causal, gqa, kernel = cell.case.mask == "causal", call.group > 1, self.kernel
 
         def context() -> AbstractContextManager[object]:
@@ -74,7 +74,7 @@ class SdpaPadded(Sdpa):
         if isinstance(inputs.keywords.get("layout"), Packed):
             padding = Padding.of(inputs)
             inputs = padding.inputs(inputs)
-        call = Call.of(inputs, "bhsd")
+        call = PeerInputs.of(inputs, "bhsd")
         mask, group = visible(call, cell.case.b), call.group
         if padding is not None:  # rows of padding see what there is: nobody looks at them, and kernels want some
             mask = mask | padding.unseen()
@@ -88,7 +88,7 @@ class SdpaPadded(Sdpa):
         return found if padding is None else padding.undone(found)
 
 
-def visible(call: Call, b: int) -> Tensor:
+def visible(call: PeerInputs, b: int) -> Tensor:
     """(b or 1, 1, s_q, s_k) bool, True where a query may attend."""
     used = call.layout.seqused_q, call.layout.seqused_k
     extent = Extent.of(call.q.shape[2], call.k.shape[2], *used, call.q.device)

@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Work:
+class Cost:
     """What one call does at least."""
 
     flops: int
@@ -29,10 +29,10 @@ class Work:
     """Every input read once, every output written once."""
 
     @staticmethod
-    def of(case: Case, inputs: Inputs, mode: str) -> Work:
+    def of(case: Case, inputs: Inputs, mode: str) -> Cost:
         """Forward: 2 h_q (d + d_v) for each visible pair of query and key; backward: 2.5 times that."""
         forward = 2 * case.h_q * (case.d + case.d_v) * visible_pairs(case, inputs)
-        return Work(int(forward * SHARE[mode]), _bytes(inputs, mode))
+        return Cost(int(forward * SHARE[mode]), _bytes(inputs, mode))
 
 
 def visible_pairs(case: Case, inputs: Inputs) -> Fraction:

@@ -11,7 +11,7 @@ COMMON = 1 / 4
 """How much of what is rounded may lean one way: numbers that are alike are rounded alike, and sums are cut off."""
 
 
-class Tally:
+class ErrorTally:
     """Of a tensor's errors and terms, part after part: the largest elements, the sums of squares, the worst row, and
     how much of the errors lies along the exact result."""
 
@@ -57,7 +57,7 @@ class Tally:
         return torch.where(error == 0, 0, error / (2 * (other + self.eps / 2 * term)))
 
 
-def at_once(x: Tensor, exact: Tensor, eps: float, least: float = 0.0) -> Tensor:
+def worst_row_error(x: Tensor, exact: Tensor, eps: float, least: float = 0.0) -> Tensor:
     """Error over tolerance of the worst row, (), on its device and without a wait for the host: for thousands of calls.
 
     Rows are along the last dimension, and each may be off by two roundings of eps/2 for what is rounded on the way, of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade import reference
 from saccade.problem import Problem
-from saccade.testing.shifted import Shifted, places
+from saccade.testing.shifted import ShiftedScore, places
 
 Results = dict[str, Tensor]
 """out, lse, and as far as they are asked for max_scores, dq, dk, dv, dsink."""
@@ -54,7 +54,7 @@ class Precision(NamedTuple):
         return cls(wide, wide, torch.float16 if half and backend != "triton" else wide)
 
 
-class Part(NamedTuple):
+class CallSlice(NamedTuple):
     """One batch row and some heads of a call, tensors (1, h, s, …), and where they are in it."""
 
     rows_at: At
@@ -151,7 +151,7 @@ class Part(NamedTuple):
                 + (dout**2 * (out_term + more_v * out**2)).sum(-1, keepdim=True)
             )
             before = dp - delta + dlse
-            if isinstance(problem.score, Shifted) and problem.score.captured():
+            if isinstance(problem.score, ShiftedScore) and problem.score.captured():
                 before_term = p_term * before**2 + p**2 * dp_term
                 of_row = p * row_term.sqrt()  # an error in delta, which is common to a row's keys
                 for name, rows in problem.score.squares(before_term, of_row, score.detach()).items():
@@ -179,7 +179,7 @@ class Part(NamedTuple):
         given = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
         leaves = {name: x.detach().requires_grad_(backward) for name, x in given.items() if x is not None}
         problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
-        if isinstance(problem.score, Shifted):
+        if isinstance(problem.score, ShiftedScore):
             leaves |= problem.score.captured()
         out, lse, largest = reference.attention(problem)
         return {"max_scores": largest} | with_gradients(out, lse, leaves, self.dout, self.dlse)
@@ -204,7 +204,7 @@ class Part(NamedTuple):
         """(1, h_q, s, d) summed over the query heads of each key head"""
         return x.unflatten(1, (-1, self.problem.group)).sum(2)
 
-    def _wide(self, dtype: torch.dtype) -> Part:
+    def _wide(self, dtype: torch.dtype) -> CallSlice:
         """The same numbers in another dtype."""
 
         def wide(x: Tensor | None) -> Tensor | None:

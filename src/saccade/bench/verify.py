@@ -19,10 +19,10 @@ from saccade.bench.providers.base import Prepared, Results
 from saccade.layouts import Dense, Layout, Packed, form
 from saccade.problem import Problem
 from saccade.testing import packed
+from saccade.testing.call_slice import At, CallSlice, Precision
 from saccade.testing.cases import Inputs
-from saccade.testing.parts import At, Part, Precision
-from saccade.testing.shifted import shifted, shifted_mask
-from saccade.testing.tally import Tally
+from saccade.testing.error_tally import ErrorTally
+from saccade.testing.shifted import shift_mask, shift_score
 
 _GROUPS = 4
 """Key heads, with all of their query heads, that are looked at."""
@@ -49,7 +49,7 @@ class _Truth:
     ways: dict[str, _Ways]
 
 
-class Yardstick:
+class Verifier:
     """The exact answer to a Cell."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
@@ -72,7 +72,7 @@ class Yardstick:
         layout = form(order)
         for name, result in zip(self.names, results, strict=False):
             x = layout.canonical(result.detach())
-            tally = Tally(self.eps)
+            tally = ErrorTally(self.eps)
             for truth in self.truths:
                 ways = truth.ways[name]
                 part = x[truth.keys_at if name in ("dk", "dv") else truth.rows_at]
@@ -110,7 +110,7 @@ def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
         yield divmod(place, case.h_k)
 
 
-def _truth(cell: Cell, inputs: Inputs, place: packed.Place, key_head: int, names: tuple[str, ...]) -> _Truth:
+def _truth(cell: Cell, inputs: Inputs, place: packed.SequencePlace, key_head: int, names: tuple[str, ...]) -> _Truth:
     group = cell.case.h_q // cell.case.h_k
     batch, rows = place.batch_q, place.rows
     heads = slice(key_head * group, (key_head + 1) * group)
@@ -169,7 +169,7 @@ def _joined(name: str, parts: list[_Ways], dim: int) -> _Ways:
     return total, torch.stack(eager).sum(0), squares.sqrt()
 
 
-def _part(cell: Cell, inputs: Inputs, b: int, rows_at: At, keys_at: At) -> Part:
+def _part(cell: Cell, inputs: Inputs, b: int, rows_at: At, keys_at: At) -> CallSlice:
     """One query head of batch row or sequence b."""
     layout: Layout = inputs.keywords.get("layout", Dense())
     mask, sink, head = inputs.keywords.get("mask"), inputs.keywords.get("sink"), rows_at[1]
@@ -181,10 +181,10 @@ def _part(cell: Cell, inputs: Inputs, b: int, rows_at: At, keys_at: At) -> Part:
         v=v[keys_at],
         sink=None if sink is None else sink.detach()[head],
         layout=Dense("bhsd", *used),
-        mask=shifted_mask(mask, b, head.start),
-        score=shifted(inputs.keywords.get("score_mod"), q, b, head.start),
+        mask=shift_mask(mask, b, head.start),
+        score=shift_score(inputs.keywords.get("score_mod"), q, b, head.start),
         scale=q.shape[-1] ** -0.5,
     )
     # Peers are held to what a fused backend of the machine is.
     precision = Precision.of(q.dtype, q.device, "auto")
-    return Part(rows_at, keys_at, problem, None if cell.mode == "forward" else dout[rows_at], None, precision)
+    return CallSlice(rows_at, keys_at, problem, None if cell.mode == "forward" else dout[rows_at], None, precision)

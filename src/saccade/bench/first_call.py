@@ -20,7 +20,7 @@ import torch
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers import PROVIDERS, Prepared
-from saccade.bench.rows import Row, blank, compared
+from saccade.bench.rows import BenchRow, empty_row, with_ratios
 from saccade.bench.run import Bench, described, inputs_of, spec_of
 from saccade.bench.timing import Times
 
@@ -29,19 +29,19 @@ SECONDS = 120
 _CACHES = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"
 
 
-def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[Row]]:
+def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[BenchRow]]:
     """The rows of each Cell, of mode `first forward` and so on: one call of each provider, without rates."""
     for cell in cells:
         yield _rows(bench, cell)
 
 
-def _rows(bench: Bench, cell: Cell) -> list[Row]:
+def _rows(bench: Bench, cell: Cell) -> list[BenchRow]:
     inputs = inputs_of(cell.case, bench.device)
     spec = spec_of(cell, inputs)
     found = []
     for provider in bench.providers:
         bench.tell(f"first call: {provider.name} {cell}")
-        row = replace(blank(bench.run, cell, spec, provider.name, provider.role), mode=f"first {cell.mode}")
+        row = replace(empty_row(bench.run, cell, spec, provider.name, provider.role), mode=f"first {cell.mode}")
         row = replace(row, reason=provider.supports(cell, inputs))
         if not row.reason:
             try:
@@ -49,7 +49,7 @@ def _rows(bench: Bench, cell: Cell) -> list[Row]:
             except (OSError, ValueError, subprocess.SubprocessError) as problem:
                 row = replace(row, reason=described(problem))
         found.append(row)
-    return compared(found)
+    return with_ratios(found)
 
 
 def _child(device: torch.device, cell: Cell, provider: str) -> Times:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Call, Prepared, Provider, prepared
+from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.masks import Window
 from saccade.testing.cases import Inputs
 
@@ -46,7 +46,7 @@ class TorchVarlen(Provider):
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         from torch.nn.attention.varlen import varlen_attn
 
-        call = Call.of(inputs, "bshd")
+        call = PeerInputs.of(inputs, "bshd")
         lengths, given = call.lengths(), options(varlen_attn, call)
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class TorchVarlen(Provider):
         return prepared(function, cell.mode, call)
 
 
-def options(varlen_attn: Any, call: Call) -> dict[str, Any]:
+def options(varlen_attn: Any, call: PeerInputs) -> dict[str, Any]:
     """The call's mask and groups as this version of the function spells them.
 
     Raises:
