@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from typing import NamedTuple
 
 import hypothesis
@@ -136,3 +137,12 @@ def fresh_process():
         return done.stdout
 
     return run
+
+
+FORWARD_KERNELS = {"gluon": "gluon.forward.kernel", "triton": "triton.forward_kernel"}
+
+
+@pytest.fixture
+def forward_kernel():
+    """A function that gives a backend's forward kernel."""
+    return lambda backend: import_module(f"saccade.backends.{FORWARD_KERNELS[backend]}").forward_kernel

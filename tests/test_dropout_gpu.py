@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -87,11 +85,10 @@ def test_replays_draw_anew(backend: str) -> None:
     assert not torch.equal(found[1], found[2])
 
 
-def test_another_p_never_compiles(backend: str) -> None:
-    forward_kernel = import_module(f"saccade.backends.{backend}.forward_kernel").forward_kernel
+def test_another_p_never_compiles(backend: str, forward_kernel) -> None:
     q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     attention(q, k, v, dropout_p=0.3, backend=backend)
-    cache = forward_kernel.device_caches[0][0]
+    cache = forward_kernel(backend).device_caches[0][0]
     before = len(cache)
     for p in (0.5, 0.1, 1e-9, 0.75, 1 - 1e-9):
         attention(q.clone()[:, :, : int(100 * p) + 5], k, v, dropout_p=p, backend=backend)

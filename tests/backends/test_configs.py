@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 
 from saccade import Spec, configs
-from saccade.backends.gluon import config as gluon
+from saccade.backends.gluon.forward import config as gluon
 from saccade.backends.triton import config as triton
 
-CONFIGS = {"gluon": gluon.Config, "triton": triton.Config}
+CONFIGS = {"gluon": gluon.ForwardConfig, "triton": triton.Config}
 TABLES = [file for file in resources.files(configs).iterdir() if file.name.endswith(".json")]
 ROWS = [(file.name, key, row) for file in TABLES for key, row in json.loads(file.read_text()).items()]
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (8, 8), (40, 24), (136, 32), (48, 256), (256, 128), (128, 256)]
@@ -31,7 +31,7 @@ def test_shipped_rows(table, key, row):
 @pytest.mark.parametrize(("d", "d_v"), DIMS)
 @pytest.mark.parametrize("gpu", ["h200", "a GPU without a table"])
 def test_hopper_schedules_fit(gpu, d, d_v, mask):
-    made = gluon.config(Spec("bf16", d, d_v, mask=mask), gpu)
+    made = gluon.forward_config(Spec("bf16", d, d_v, mask=mask), gpu)
     fits(made, d, d_v)
 
 
@@ -40,7 +40,7 @@ def test_hopper_formulas_fit():
         fits(gluon.formula(d, d_v), d, d_v)
 
 
-def fits(made: gluon.Config, d: int, d_v: int) -> None:
+def fits(made: gluon.ForwardConfig, d: int, d_v: int) -> None:
     assert gluon.shared_bytes(d, d_v, made) <= gluon.SHARED_BYTES
     assert 128 * (made.consumers * made.registers + made.loader_registers) <= 65536
     assert made.registers % 8 == made.loader_registers % 8 == 0
@@ -74,7 +74,7 @@ def test_candidates_of_hopper(d, d_v):
         assert row.key() == gluon.key(Spec("bf16", d, d_v, mask="causal" if row.masked else "none"))
 
 
-def shape(made: gluon.Config) -> gluon.Config:
+def shape(made: gluon.ForwardConfig) -> gluon.ForwardConfig:
     return replace(made, registers=0, loader_registers=0)
 
 
@@ -94,14 +94,14 @@ def test_a_user_s_row_comes_first(tmp_path, monkeypatch):
     spec = Spec("bf16", 128)
     made = replace(gluon.formula(128, 128), block_k=64)
     fields = {name: value for name, value in vars(made).items() if name != "spill"}
-    gluon.config.cache_clear()
+    gluon.forward_config.cache_clear()
     try:
         configs.save("h200", {gluon.key(spec): {"config": fields, "measured": {}}})
-        assert gluon.config(spec, "h200") == made
+        assert gluon.forward_config(spec, "h200") == made
     finally:
         monkeypatch.undo()
         configs.table.cache_clear()
-        gluon.config.cache_clear()
+        gluon.forward_config.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["gluon", "triton"])

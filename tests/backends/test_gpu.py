@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -198,16 +197,15 @@ def test_auto_takes_the_first_gpu_backend(dtype: torch.dtype) -> None:
     assert torch.equal(attention(q, k, v), attention(q, k, v, backend=chosen))
 
 
-def test_no_second_compile_for_other_shapes(backend: str) -> None:
+def test_no_second_compile_for_other_shapes(backend: str, forward_kernel) -> None:
     """Lengths, batches, heads, window bounds and scales are runtime arguments."""
     chosen = explain(*operands(1, 2, 64, 64), mask=window(5, 0), backend=backend).backend
-    forward_kernel = import_module(f"saccade.backends.{chosen}.forward_kernel").forward_kernel
 
     def call(b: int, h: int, s: int, left: int, scale: float) -> None:
         attention(*operands(b, h, s, 64), mask=window(left, 0), scale=scale, backend=backend)
 
     call(1, 2, 64, 5, 0.1)
-    cache = forward_kernel.device_caches[0][0]
+    cache = forward_kernel(chosen).device_caches[0][0]
     before = len(cache)
     for b, h, s, left, scale in (
         (2, 3, 77, 1, 1.0),

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saccade import Packed
 from saccade.backends.device import sequences
-from saccade.backends.gluon import schedule
+from saccade.backends.gluon import tile_scheduler
 from saccade.problem import Problem
 
 BLOCK = 16
@@ -53,13 +53,13 @@ class Work(NamedTuple):
 @triton.jit
 def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: tl.constexpr):
     item, work = tl.program_id(0), Work(heads, section, packs)
-    b, h_k, in_group, row = schedule.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1)
+    b, h_k, in_group, row = tile_scheduler.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1)
     _, _, there, _ = sequences.extent(span_q, b, s_q)
     place = found + item * 4
     tl.store(place, b)
     tl.store(place + 1, h_k * packs + in_group)
     tl.store(place + 2, row)
-    tl.store(place + 3, schedule.packed_list(work, item, span_q, row, there, BLOCK))
+    tl.store(place + 3, tile_scheduler.packed_list(work, item, span_q, row, there, BLOCK))
 
 
 def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple[Any, Problem]:

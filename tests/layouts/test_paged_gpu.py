@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade import Paged, append_kv, attention, causal, explain, mask_mod, window
-from saccade.backends.gluon import pages
+from saccade.backends import gluon
 from saccade.testing import check, paged
 from saccade.testing.cases import Case
 
@@ -169,8 +169,8 @@ def test_nothing_else_is_written() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """gluon without its refusal of few query rows."""
-    monkeypatch.setattr(pages, "FEW_ROWS", -1)
-    monkeypatch.setattr(pages, "FEW_ITEMS", 0)
+    monkeypatch.setattr(gluon, "FEW_ROWS", -1)
+    monkeypatch.setattr(gluon, "FEW_ITEMS", 0)
 
 
 def in_bulk(case: Case) -> Case:

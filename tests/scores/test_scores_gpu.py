@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -46,9 +44,7 @@ def test_cases(name: str, backend: str) -> None:
     check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend=backend, **given.keywords).assert_ok()
 
 
-def test_new_values_never_compile(backend: str) -> None:
-    forward_kernel = import_module(f"saccade.backends.{backend}.forward_kernel").forward_kernel
-
+def test_new_values_never_compile(backend: str, forward_kernel) -> None:
     def call(s: int, reach: int, cap: float) -> None:
         table = torch.randn(4, 2 * reach + 1, device="cuda")
 
@@ -58,7 +54,7 @@ def test_new_values_never_compile(backend: str) -> None:
         attention(*operands(4, 4, s, s, 64), score_mod=mod, backend=backend)
 
     call(64, 5, 0.5)
-    cache = forward_kernel.device_caches[0][0]
+    cache = forward_kernel(backend).device_caches[0][0]
     before = len(cache)
     for s, reach, cap in ((77, 1, 1.0), (256, 16, 0.0), (1000, 300, 2.5)):
         call(s, reach, cap)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
-from saccade.backends.gluon import pages
 from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
@@ -27,8 +26,38 @@ SUPPORT = Support(
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
 
 
+# Which paged calls the forward takes.
+MIN_PAGE_ROWS = 8
+"""Rows of a page that a bulk copy brings at least: those whose places in shared memory are swizzled together."""
+ITEM_ROWS = 128
+"""Query rows that are worked on together."""
+FEW_ROWS = 64
+"""Mean query rows of a sequence and a key head up to which memory bandwidth decides, and `triton` is faster."""
+FEW_ITEMS = 66
+"""Work items below which half of an H200 would be idle, as this kernel does not split keys. Neither number has been
+measured."""
+
+
 def refusals(problem: Problem, gradient: bool) -> list[str]:
-    return pages.refusals(problem) if isinstance(problem.layout, Paged) and not gradient else []
+    """Why these kernels do not take a call whose Spec they support."""
+    layout = problem.layout
+    if gradient or not isinstance(layout, Paged):
+        return []
+    h_k, size = problem.k.shape[1:3]
+    reasons = []
+    if size % MIN_PAGE_ROWS:
+        reasons.append(f"takes page sizes that are multiples of {MIN_PAGE_ROWS}, not {size}")
+    if layout.num_splits is not None:
+        reasons.append(f"does not split keys: not with num_splits={layout.num_splits}")
+    sequences = max(layout.sequences, 1)
+    rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // sequences)
+    items = sequences * h_k * -(-rows // ITEM_ROWS)
+    if layout.sequences and (rows <= FEW_ROWS or items < FEW_ITEMS):
+        reasons.append(
+            f"takes many query rows for pages: more than {FEW_ROWS} for each sequence and key head, and at least "
+            f"{FEW_ITEMS} blocks of {ITEM_ROWS} of them in all, not {rows} and {items}"
+        )
+    return reasons
 
 
 def workspace(spec: Spec) -> str:
@@ -40,7 +69,7 @@ def workspace(spec: Spec) -> str:
 
 
 def forward(problem: Problem, lse: bool) -> Outputs:
-    from saccade.backends.gluon import launch
+    from saccade.backends.gluon.forward import launch
 
     return launch.forward(problem, lse)
 

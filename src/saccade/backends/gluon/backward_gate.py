@@ -12,7 +12,7 @@ from saccade.backends.device import lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import Cut, Plan, arguments, options, workspace
-from saccade.backends.gluon.relaunch import descriptor
+from saccade.backends.gluon.tma_launch import descriptor
 from saccade.layouts import Dense
 from saccade.problem import Problem
 

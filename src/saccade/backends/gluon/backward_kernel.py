@@ -42,8 +42,9 @@ from saccade.backends.gluon.item_load import load_items
 from saccade.backends.gluon.key_block import following, hidden, onto
 from saccade.backends.gluon.key_items import BATCH, NUMBERS, block_of
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, Slots, new_barriers, new_ring
+from saccade.backends.gluon.ptx import wait_until_written
 from saccade.backends.gluon.queue import pass_on, wait_for_turn
-from saccade.backends.gluon.shim import aggregate, start_next, tma_reduce_add, wait_for_last, wait_until_written
+from saccade.backends.gluon.shim import aggregate, start_next, tma_reduce_add, wait_for_last
 
 BLOCK_K = gl.constexpr(128)
 """Keys of one program, 64 for each consumer."""

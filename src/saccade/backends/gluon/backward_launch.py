@@ -20,12 +20,19 @@ from saccade.backends.device import dropout, lists, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Head, Rows, runtime_int
-from saccade.backends.gluon import GRADIENT, schedule
+from saccade.backends.gluon import GRADIENT, tile_scheduler
 from saccade.backends.gluon.backward_kernel import backward_kernel
 from saccade.backends.gluon.dq_sum import PIECE, finish_kernel, prepare_kernel
-from saccade.backends.gluon.launch import LEAST_SCALE, OPTIONS, counter, multiprocessors, shape_of
 from saccade.backends.gluon.queue import Queue, rank_kernel
-from saccade.backends.gluon.relaunch import Relaunch, descriptor
+from saccade.backends.gluon.tma_launch import (
+    LEAST_SCALE,
+    OPTIONS,
+    CachedLaunch,
+    counter,
+    descriptor,
+    multiprocessors,
+    shape_of,
+)
 from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import Problem, aligned
@@ -71,7 +78,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
             for kernel, grid, fixed, (operands, rest) in zip(plan.kernels, plan.grids, plan.fixed, calls, strict=True):
                 shapes = plan.shapes[: len(operands)]
                 compiled = kernel[grid](*map(descriptor, operands, shapes), *rest, **fixed, **options(kernel))
-                again.append(Relaunch.of(compiled, grid, shapes, tuple(fixed.values())))
+                again.append(CachedLaunch.of(compiled, grid, shapes, tuple(fixed.values())))
             problem.launches[key] = plan, again
         if plan.divided > 1:
             for share, whole in zip(shares, (dk, dv), strict=True):
@@ -200,7 +207,7 @@ class Plan:
                 *[plain((rows,), (block_q,))] * 2,
                 *([] if cut.kernel is wide_backward_kernel else [plain(tiles, (1, PIECE.value))]),
             ],
-            order=schedule.Order.of(key_blocks, b, h_k, divided, min(section, b * h_k * divided)),
+            order=tile_scheduler.Order.of(key_blocks, b, h_k, divided, min(section, b * h_k * divided)),
             divided=divided,
             numbers=(
                 *((key_blocks, blocks, s_q, s_k) for _ in queued),

@@ -12,9 +12,11 @@ from saccade.backends.device import dropout, lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.records import Head
 from saccade.backends.device.scores import SCORED, score_of, weight
-from saccade.backends.gluon import backward_gate, launch, page_boxes
-from saccade.backends.gluon.config import config, key
-from saccade.backends.gluon.forward_kernel import forward_kernel
+from saccade.backends.gluon import backward_gate
+from saccade.backends.gluon.forward import launch, paged_tma
+from saccade.backends.gluon.forward.config import forward_config, key
+from saccade.backends.gluon.forward.kernel import forward_kernel
+from saccade.backends.gluon.tma_launch import OPTIONS
 from saccade.configs import table
 from saccade.layouts import Dense, Paged
 from saccade.problem import Problem
@@ -76,7 +78,7 @@ def compiled(row: str) -> tuple[Any, int]:
     problem = Problem(q, k, v, None, lists.mask_of(edges), score_of(score, q), layout, 1.0, dropout=drops)
     out = torch.empty(1, 2, 512, d_v, dtype=v.dtype)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
-    made = config(problem.spec(), GPU, weight(problem.score))
+    made = forward_config(problem.spec(), GPU, weight(problem.score))
     shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
     operands = zip((q, problem.k, problem.v, out), shapes, strict=True)
     descriptors = (TensorDescriptor(x, **shape) for x, shape in operands)
@@ -91,12 +93,12 @@ def compiled(row: str) -> tuple[Any, int]:
             None,
             counter,
             *sequences.spans(problem, counter if packed else None),
-            page_boxes.record(problem),
+            paged_tma.record(problem),
             *records,
             *numbers,
             problem.scale,
         ),
         **fixed,
-        **launch.OPTIONS,
+        **OPTIONS,
         grid=(1,),
     ), (LISTED_SPILL if edges == "listed" else made.spill) + PACKED_SPILL * packed + PAGED_SPILL * paged

@@ -20,7 +20,7 @@ from saccade.backends.device.lists_kernel import list_of
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.gluon.key_block import KeyBlock, ListedKeyBlock, PackedKeyBlock, PackedListedKeyBlock
-from saccade.backends.gluon.shim import count_up
+from saccade.backends.gluon.ptx import count_up
 
 # The numbers of an item, which are those of a KeyBlock; batch row -1: no more work. From FIRST_ROW on packed sequences
 # have theirs, and NUMBER is which list is the block's, or, packed, which of all blocks it is.

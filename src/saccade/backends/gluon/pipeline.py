@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from saccade.backends.gluon.shim import aggregate, barrier_arrive, barrier_sync, thread_barrier
+from saccade.backends.gluon.ptx import barrier_arrive, barrier_sync
+from saccade.backends.gluon.shim import aggregate, thread_barrier
 
 TURN = gl.constexpr(6)
 """6 to 8: whose turn it is to issue products."""

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent, is_packed, tile_of
 from saccade.backends.gluon.key_work import key_block_at, packed_key_block
-from saccade.backends.gluon.shim import add_one, fence_memory, wait_until
+from saccade.backends.gluon.ptx import add_one, fence_memory, wait_until
 
 
 class Queue(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 from saccade.backends.device import tuning
-from saccade.backends.gluon import launch
-from saccade.backends.gluon.config import SHARED_BYTES, Config, block_dv, key, shared_bytes
+from saccade.backends.gluon.forward import launch
+from saccade.backends.gluon.forward.config import SHARED_BYTES, ForwardConfig, block_dv, key, shared_bytes
 from saccade.backends.gluon.pipeline import MAX_STAGES
 from saccade.problem import Problem
 
@@ -20,28 +20,28 @@ SPARE = 24
 """Registers of a consumer's thread that hold no part of a tile, at least."""
 
 
-class Row(tuning.Row):
+class ForwardRow(tuning.Row):
     """The forward."""
 
     def key(self) -> str:
         return key(self.spec())
 
-    def candidates(self) -> Iterator[Config]:
+    def candidates(self) -> Iterator[ForwardConfig]:
         """Schedules worth a try: tiles fit shared memory, and scores, probabilities and sums a consumer's registers."""
         ways = product((2, 3), (64, 128), range(2, MAX_STAGES + 1), (1, 2), (0, 1), (0, 8))
         for consumers, block_k, stages, slots, turns, fewer in ways:
             registers = (REGISTERS - 32) // consumers // 8 * 8 - fewer
-            made = Config(consumers, block_k, stages, slots, turns, registers, REGISTERS - consumers * registers)
+            made = ForwardConfig(consumers, block_k, stages, slots, turns, registers, REGISTERS - consumers * registers)
             # Of a thread: float32 scores and sums of out, and 16-bit probabilities.
             held = block_k // 2 + block_k // 4 + block_dv(self.d_v) // 2
             shared = shared_bytes(self.d, self.d_v, made)
             if shared <= SHARED_BYTES - BARRIER_BYTES and held + SPARE <= registers:
                 yield made
 
-    def call(self, problem: Problem, best: Mapping[str, Config]) -> Callable[[Config], object]:
+    def call(self, problem: Problem, best: Mapping[str, ForwardConfig]) -> Callable[[ForwardConfig], object]:
         return lambda tile: launch.forward(problem, tile=tile)
 
 
-def rows(dims: list[tuple[int, int]]) -> list[Row]:
+def rows(dims: list[tuple[int, int]]) -> list[ForwardRow]:
     """The rows of the table for these head dims (d, d_v)."""
-    return [Row("forward", d, d_v, masked) for d, d_v in dims for masked in (False, True)]
+    return [ForwardRow("forward", d, d_v, masked) for d, d_v in dims for masked in (False, True)]

@@ -42,8 +42,9 @@ from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
 from saccade.backends.gluon.key_block import following, hidden, onto
 from saccade.backends.gluon.key_work import key_block
 from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Ring, Trade, new_barriers, new_ring
+from saccade.backends.gluon.ptx import uniform
 from saccade.backends.gluon.queue import pass_on_fenced, wait_for_turn
-from saccade.backends.gluon.shim import aggregate, start_next, uniform, view, wait_for_last
+from saccade.backends.gluon.shim import aggregate, start_next, view, wait_for_last
 
 BLOCK = gl.constexpr(64)
 """Rows and keys of a tile, and columns of a chunk."""

@@ -5,6 +5,8 @@ call costs the host. Here they are encoded from what is known since the first la
 it would from its own wrapper (docs/findings/gluon.md).
 """
 
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import copy
@@ -12,15 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade.backends.device.launch import hooked, run
 from saccade.backends.gluon import shim
 
+ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+LEAST_SCALE = 1e-6
+"""Below, numbers that are divided by the scale may leave float32."""
+
 
 @dataclass(frozen=True)
-class Relaunch:
+class CachedLaunch:
     """A compiled kernel whose first arguments are descriptors, and what no launch changes."""
 
     compiled: Any
@@ -35,8 +44,8 @@ class Relaunch:
     @staticmethod
     def of(
         compiled: Any, grid: tuple[int, int, int], shapes: Sequence[dict[str, Any]], fixed: Sequence[Any]
-    ) -> Relaunch:
-        return Relaunch(compiled, grid, shapes, tuple(fixed), _Lean.of(compiled, shapes) if shapes else None)
+    ) -> CachedLaunch:
+        return CachedLaunch(compiled, grid, shapes, tuple(fixed), _Lean.of(compiled, shapes) if shapes else None)
 
     def __call__(self, device: int, operands: Sequence[Tensor], rest: Sequence[Any]) -> None:
         """Starts it on the current stream: the descriptors' tensors, and the arguments behind them."""
@@ -90,3 +99,27 @@ def descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(shape, base=x, padding="zero", round_f32_to_tf32=False)
     return made
+
+
+def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
+    """All of x's descriptor but its pointer."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[x.dtype])
+    return {"shape": list(x.shape), "strides": list(x.stride()), "block_shape": list(block), "layout": layout}
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: torch.device) -> Tensor:
+    """Two zeros for one launch on the current stream. Every launch leaves zeros, and those of one stream follow one
+    another, so they share; a graph, which may be replayed on any stream, has its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _counters:
+        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

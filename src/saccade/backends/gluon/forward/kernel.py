@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.sequences import is_packed
-from saccade.backends.gluon.forward_consume import consume
-from saccade.backends.gluon.forward_load import load
+from saccade.backends.gluon.forward.load import load
+from saccade.backends.gluon.forward.mma import consume
 from saccade.backends.gluon.pipeline import (
     KEYS_EMPTY,
     VALUES_EMPTY,
@@ -30,7 +30,7 @@ from saccade.backends.gluon.pipeline import (
     new_barriers,
     new_ring,
 )
-from saccade.backends.gluon.schedule import Work, numbers_of_item
+from saccade.backends.gluon.tile_scheduler import Work, numbers_of_item
 
 NUMBERS_OF_A_CALL = ["items", "blocks", "heads", "section", "h_k", "packs", "group", "h_q", "s_q", "s_k"]
 

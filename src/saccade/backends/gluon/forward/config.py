@@ -13,7 +13,7 @@ SHARED_BYTES = 232_448
 
 
 @dataclass(frozen=True)
-class Config:
+class ForwardConfig:
     """How the forward is cut: 64 query rows for each consumer, tiles of block_k keys."""
 
     consumers: int
@@ -51,7 +51,7 @@ def block_dv(d_v: int) -> int:
     return max(16, 1 << (d_v - 1).bit_length())
 
 
-def shared_bytes(d: int, d_v: int, made: Config) -> int:
+def shared_bytes(d: int, d_v: int, made: ForwardConfig) -> int:
     """Shared memory of 16-bit operands, without the barriers."""
     columns = chunks(d) * chunk(d)
     wider = max(chunk(d), block_dv(d_v))
@@ -68,45 +68,43 @@ def key(spec: Spec, score: str = "") -> str:
 
 
 @lru_cache(maxsize=1024)
-def config(spec: Spec, gpu: str, score: str = "") -> Config:
-    """The Config for a Spec: from the table of that GPU, else by formula."""
+def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
+    """The ForwardConfig for a Spec: from the table of that GPU, else by formula."""
     row = configs.table(gpu).get(key(spec, score))
     if row is None and spec.dropout:
-        return dropping(config(replace(spec, dropout=False), gpu, score), spec, score)
+        return dropping(forward_config(replace(spec, dropout=False), gpu, score), spec, score)
     if row is None and score:
         return scored(spec, gpu, score)
-    made = Config(**row) if row else formula(spec.d, spec.d_v)
+    made = ForwardConfig(**row) if row else formula(spec.d, spec.d_v)
     listed = "mask_mod" in spec.mask or "~" in spec.mask
     if spec.layout in ("packed", "paged") and listed and (made.consumers, made.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both
     return made
 
 
-TWO_CONSUMERS = Config(2, 128, 3, 2, 0, 232, 40)
+TWO_CONSUMERS = ForwardConfig(2, 128, 3, 2, 0, 232, 40)
 
 
-def scored(spec: Spec, gpu: str, score: str) -> Config:
+def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     """Score functions need registers: 64 of them for the values of a table alone, where a tile has 128 keys."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
     if score == "linear":
-        return Config(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else config(spec, gpu)
+        return ForwardConfig(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else forward_config(spec, gpu)
     if wide <= 64:
-        return (
-            Config(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
-            if score == "table"
-            else Config(3, 64, 3, 2, 1, 160, 32, SCORE_SPILL)
-        )
-    if wide <= 128:
-        return Config(2, 64, 3, 2, 0, 232, 40) if score == "table" else replace(config(spec, gpu), spill=SCORE_SPILL)
-    return config(spec, gpu)
+        shape = (2, 128, 3, 2, 0, 232, 40) if score == "table" else (3, 64, 3, 2, 1, 160, 32)
+        return ForwardConfig(*shape, SCORE_SPILL)
+    if wide <= 128 and score == "table":
+        return ForwardConfig(2, 64, 3, 2, 0, 232, 40)
+    config = forward_config(spec, gpu)
+    return replace(config, spill=SCORE_SPILL) if wide <= 128 else config
 
 
-def dropping(made: Config, spec: Spec, score: str) -> Config:
+def dropping(made: ForwardConfig, spec: Spec, score: str) -> ForwardConfig:
     """Philox needs registers too: those of three consumers, or of the producer, which has some left; beside a score's
     those of half a tile."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
     if wide <= 64:
-        return Config(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
+        return ForwardConfig(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
     block_k = 64 if score and wide <= 128 else made.block_k
     return replace(made, block_k=block_k, registers=240, loader_registers=24, spill=SCORE_SPILL)
 
@@ -116,16 +114,16 @@ SCORE_SPILL = 160
 against shorter tiles."""
 
 
-def formula(d: int, d_v: int) -> Config:
+def formula(d: int, d_v: int) -> ForwardConfig:
     """As many consumers, keys and slots as registers and shared memory hold."""
     wide = max(chunks(d) * chunk(d), block_dv(d_v))
     if wide <= 64:
-        return Config(3, 128, 3, 2, 1, 160, 32)
+        return ForwardConfig(3, 128, 3, 2, 1, 160, 32)
     # What the producer has too few of, it spills; with sums of 256 columns the consumers need them more.
     registers = (232, 40) if block_dv(d_v) <= 128 else (240, 32)
     for block_k in (128, 64) if block_dv(d_v) <= 128 else (64,):
         for slots in (2, 1):
-            made = Config(2, block_k, 2, slots, 0, *registers)
+            made = ForwardConfig(2, block_k, 2, slots, 0, *registers)
             if shared_bytes(d, d_v, made) <= SHARED_BYTES - 1024:
                 return made
     raise AssertionError(f"no schedule for head dims {d} and {d_v}")

@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
@@ -19,24 +17,21 @@ from saccade.backends.device import dropout, lists, masks, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import nothing_seen, on_device, per_row
 from saccade.backends.device.records import Head
-from saccade.backends.gluon import page_boxes, schedule
-from saccade.backends.gluon.config import Config, block_dv, chunk, chunks, config, last_chunk
-from saccade.backends.gluon.forward_kernel import forward_kernel
-from saccade.backends.gluon.pages import box_rows
-from saccade.backends.gluon.relaunch import Relaunch
+from saccade.backends.gluon import tile_scheduler
+from saccade.backends.gluon.forward import paged_tma
+from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
+from saccade.backends.gluon.forward.kernel import forward_kernel
+from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, CachedLaunch, counter, multiprocessors, shape_of
 from saccade.layouts import Packed, Paged, empty_like_rows
 from saccade.problem import Problem, aligned
 
-ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-LEAST_SCALE = 1e-6
-"""Below, numbers that are divided by the scale may leave float32."""
 STRIPE = 64
 """Columns of a swizzled tile in shared memory that lie side by side."""
 PACKING_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
 
 
-def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> Outputs:
+def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     out = _destination(problem)
     if not aligned(problem.q):  # which the Spec of a cache leaves open
@@ -52,12 +47,12 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> O
         sink = None if problem.sink is None else problem.sink.contiguous()
         score = score_record(problem)
 
-        def tensors(made: Config) -> tuple[Any, ...]:
+        def tensors(made: ForwardConfig) -> tuple[Any, ...]:
             rows = rows_of_a_consumer(problem, made.consumers) * made.consumers
             table = None if packed is None else sequences.table(problem, 0, rows)
             lead = None if packed is None else Head.of(out), row_lse, top, sink, counter(q.device)
             records = mask_record(problem, made), score, dropout.record(problem.dropout)
-            return *lead, *sequences.spans(problem, table), page_boxes.record(problem), *records
+            return *lead, *sequences.spans(problem, table), paged_tma.record(problem), *records
 
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value
@@ -66,12 +61,12 @@ def forward(problem: Problem, lse: bool = True, tile: Config | None = None) -> O
             again, numbers, made = found
             again(q.device.index, (q, k, v, out), (*tensors(made), *numbers, problem.scale))
             return out, row_lse, top
-        made = tile or config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
+        made = tile or forward_config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
         shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
         operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
         compiled = forward_kernel[grid](*operands, *tensors(made), *numbers, problem.scale, **fixed, **OPTIONS)
         if tile is None:
-            problem.launches[key] = Relaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers, made
+            problem.launches[key] = CachedLaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers, made
     return out, row_lse, top
 
 
@@ -82,11 +77,8 @@ def _destination(problem: Problem) -> Tensor:
     return empty_like_rows(problem.q, problem.v.shape[3])
 
 
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-
-
-def mask_record(problem: Problem, made: Config) -> masks.DeviceMask:
-    """The device form of the mask, with lists of the tiles of this Config."""
+def mask_record(problem: Problem, made: ForwardConfig) -> masks.DeviceMask:
+    """The device form of the mask, with lists of the tiles of this ForwardConfig."""
     if isinstance(problem.layout, Paged):  # whose tiles are tested one by one: lists of one call would cost more
         listed = problem.mask is not None and problem.mask.listed
         return masks.record(problem.mask)._replace(unlisted=masks.FLAGS[listed])
@@ -94,7 +86,7 @@ def mask_record(problem: Problem, made: Config) -> masks.DeviceMask:
 
 
 def arguments(
-    problem: Problem, out: Tensor, made: Config, processors: int
+    problem: Problem, out: Tensor, made: ForwardConfig, processors: int
 ) -> tuple[list[dict[str, Any]], tuple[Any, ...], dict[str, Any], tuple[int, int, int]]:
     """The shapes of the four descriptors, the numbers, the constants and the grid."""
     q, k, v = problem.q, problem.k, problem.v
@@ -106,7 +98,7 @@ def arguments(
     heads = 64 // rows
     columns = block_dv(d_v)
     # Of pages, in whose boxes one stripe of columns comes at a time.
-    box, width = (box_rows(k.shape[2], made.block_k), STRIPE) if paged else (made.block_k, 256)
+    box, width = (paged_tma.box_rows(k.shape[2], made.block_k), STRIPE) if paged else (made.block_k, 256)
     shapes = [
         shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
         shape_of(k, (1, 1, box, min(chunk(d), width))),
@@ -115,13 +107,13 @@ def arguments(
     ]
     blocks = -(-s_q // (rows * made.consumers))
     packs = -(-problem.group // heads)
-    section = schedule.section(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
+    section = tile_scheduler.section(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
     if problem.mask is None:
         section = packs
     if packed:
         blocks = sequences.slots(problem, 0, rows * made.consumers)
-        section = schedule.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
-    numbers = *schedule.work(blocks, b, h_k, packs, section), problem.group, h_q, s_q, s_k
+        section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
+    numbers = *tile_scheduler.work(blocks, b, h_k, packs, section), problem.group, h_q, s_q, s_k
     fixed = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d), "BLOCK_K": made.block_k,
         "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": made.consumers, "SLOTS": made.slots, "STAGES": made.stages,
@@ -164,35 +156,11 @@ def grouped(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group))
 
 
-def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
-    """All of x's descriptor but its pointer."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[x.dtype])
-    return {"shape": list(x.shape), "strides": list(x.stride()), "block_shape": list(block), "layout": layout}
-
-
 def score_record(problem: Problem) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
     made = scores.record(problem.score, fast=True)
     return made if problem.scale > LEAST_SCALE else scores.plainly(made)
-
-
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def counter(device: torch.device) -> Tensor:
-    """Two zeros for one launch on the current stream. Every launch leaves zeros, and those of one stream follow one
-    another, so they share; a graph, which may be replayed on any stream, has its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    if key not in _counters:
-        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters[key]
-
-
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:

@@ -11,9 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from saccade.backends.device.lists_kernel import list_of
 from saccade.backends.device.sequences import extent, is_packed, numbered, placed
 from saccade.backends.device.tiles import tile_range
-from saccade.backends.gluon.listing import list_of_item, listed_tile, work_list
-from saccade.backends.gluon.page_boxes import load_boxes, pages_of
-from saccade.backends.gluon.schedule import (
+from saccade.backends.gluon.forward.block_list import list_of_item, listed_tile, work_list
+from saccade.backends.gluon.forward.paged_tma import load_boxes, pages_of
+from saccade.backends.gluon.ptx import count_up
+from saccade.backends.gluon.shim import tma_load
+from saccade.backends.gluon.tile_scheduler import (
     BATCH,
     BLOCK,
     CONSUMER,
@@ -33,7 +35,6 @@ from saccade.backends.gluon.schedule import (
     packed_list,
     packed_place,
 )
-from saccade.backends.gluon.shim import count_up, tma_load
 from saccade.backends.gluon.tiles import zero_tail
 
 

@@ -8,6 +8,7 @@ of 8 rows may come from anywhere.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.backends.gluon.pages import box_rows
 from saccade.backends.gluon.shim import tma_load, view
 from saccade.layouts import Paged
 from saccade.problem import Problem
@@ -48,6 +48,11 @@ def record(problem: Problem) -> Pages | None:
 @lru_cache(maxsize=64)
 def _constant(value: int) -> Any:
     return tl.constexpr(value)
+
+
+def box_rows(page_size: int, block_k: int) -> int:
+    """Rows of one bulk copy: as many as pages and tiles of keys can both be cut into."""
+    return math.gcd(page_size, block_k)
 
 
 rows_of_a_box: Any = gluon.constexpr_function(box_rows)

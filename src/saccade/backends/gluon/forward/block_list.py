@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.lists_kernel import list_number, list_of
 from saccade.backends.device.sequences import is_packed
-from saccade.backends.gluon.schedule import BLOCK
+from saccade.backends.gluon.tile_scheduler import BLOCK
 
 
 @gluon.jit

@@ -17,10 +17,11 @@ from saccade.backends.device.dropout import opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import is_packed, numbered
 from saccade.backends.device.tiles import largest, used_length
-from saccade.backends.gluon.forward_scores import hidden, modified, risen, row_terms, thinned, weighed
-from saccade.backends.gluon.forward_store import store_out
-from saccade.backends.gluon.listing import listed_tile, work_list
-from saccade.backends.gluon.schedule import (
+from saccade.backends.gluon.forward.block_list import listed_tile, work_list
+from saccade.backends.gluon.forward.epilogue import store_out
+from saccade.backends.gluon.forward.scores import hidden, modified, risen, row_terms, thinned, weighed
+from saccade.backends.gluon.ptx import fast_log2, pack_pairs, unpack_pairs
+from saccade.backends.gluon.tile_scheduler import (
     BATCH,
     CONSUMER,
     CORE,
@@ -37,7 +38,6 @@ from saccade.backends.gluon.schedule import (
     THERE,
     USED,
 )
-from saccade.backends.gluon.shim import fast_log2, pack_pairs, unpack_pairs
 from saccade.backends.gluon.tiles import row_maxima, row_sums
 
 # A row's maximum starts here: finite, so that no difference of two is NaN.

@@ -1,0 +1,1 @@
+"""The forward: its kernel, its launches and its schedules."""

@@ -1,0 +1,148 @@
+"""PTX that Gluon has no names for."""
+
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _barrier_text(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def barrier_sync(number, THREADS: gl.constexpr):
+    """Waits at a named barrier for all of its THREADS."""
+    text: gl.constexpr = _barrier_text("sync", THREADS)
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def barrier_arrive(number, THREADS: gl.constexpr):
+    """Counts this group in at a named barrier, without a wait."""
+    text: gl.constexpr = _barrier_text("arrive", THREADS)
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _pack_text(dtype):
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[str(dtype)]
+    return f"cvt.rn.{kind}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack_pairs(x, DTYPE: gl.constexpr):
+    """float32 [M, N] as int32 [M, N / 2], two 16-bit numbers in each: what stays in a register over loops."""
+    text: gl.constexpr = _pack_text(DTYPE)
+    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(text, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def unpack_pairs(x, DTYPE: gl.constexpr):
+    """The inverse of pack_pairs: [M, N] in DTYPE."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.join(even, odd).reshape([x.shape[0], x.shape[1] * 2]).to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def fast_log2(x):
+    """To 22 bits, in one instruction."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def opaque(number):
+    """An int32 of which the compiler knows nothing: of one that grows with a loop it keeps every sum with a constant,
+    each in a register of its own."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def uniform(number):
+    """An int32 that all threads have, as one that ptxas knows to be the same in a warp: of what gl.min and gl.max make
+    in Triton 3.9 it knows nothing, and a loop that such a number bounds has no uniform registers."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+        "=r,r",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _count_text(order):
+    return (
+        "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; mov.b32 $0, 0; "
+        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; redux.sync.or.b32 $0, $0, 0xffffffff; }}"
+    )
+
+
+@gluon.jit
+def count_up(counter, ORDER: gl.constexpr):
+    """Adds 1 to an int32 in global memory and returns what it was, to all of one warp.
+
+    gl.atomic_add hands its result round by way of shared memory, in a place that something else may have had
+    (docs/findings/gluon.md).
+    """
+    text: gl.constexpr = _count_text(ORDER)
+    address = counter.to(gl.int64, bitcast=True)
+    return gl.inline_asm_elementwise(text, "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_until(counter, number):
+    """Waits until an int32 in global memory is `number` or more; all that was written before the count is seen after
+    it, by bulk copies too.
+
+    Sequences that overlap, by offsets that are broken, may wait for who never comes: so after 2^22 looks, some seconds,
+    the count is taken for reached, by all.
+    """
+    text: gl.constexpr = (
+        "{ .reg .pred early; .reg .u32 left; mov.u32 left, 0x400000; "
+        "again: ld.global.acquire.gpu.s32 $0, [$1]; setp.lt.s32 early, $0, $2; sub.u32 left, left, 1; "
+        "setp.ne.and.u32 early, left, 0, early; @early bra again; "
+        "setp.eq.u32 early, left, 0; @early st.global.s32 [$1], 0x3fffffff; fence.proxy.async; }"
+    )
+    address = counter.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _written_text(but):
+    return f"cp.async.bulk.wait_group {but}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def wait_until_written(BUT: gl.constexpr):
+    """Waits until this warp's bulk copies to global memory are there, all but the last BUT; tma.store_wait stops at
+    their reads."""
+    text: gl.constexpr = _written_text(BUT)
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def add_one(counter):
+    """Adds 1 to an int32 in global memory, once for a warp, and waits for nothing."""
+    text: gl.constexpr = (
+        "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; "
+        "@chosen red.global.relaxed.gpu.add.u32 [$1], 1; mov.b32 $0, 0; }"
+    )
+    address = counter.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(text, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_memory():
+    """What this thread has written to global memory is there for all before anything that it does next."""
+    text: gl.constexpr = "fence.acq_rel.gpu; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
