@@ -33,7 +33,7 @@ from saccade.problem import Problem
 from saccade.reference import attention as reference
 from saccade.reference import operands, probability
 from saccade.scores import Graph, bind, data_type, score_callback
-from saccade.scores.graph import Recording
+from saccade.scores.callbacks.graph import Recording
 from saccade.testing import check
 from saccade.testing.callbacks import (
     NAMES,

@@ -15,8 +15,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from saccade import alibi, attention, causal, mask_mod, relative_bias
 from saccade.backends.device import scores as device_scores
 from saccade.backends.device.pointwise import index_float, quotient
-from saccade.scores import bind, source
-from saccade.scores.emit import Form
+from saccade.scores import bind
+from saccade.scores.codegen import source
+from saccade.scores.codegen.emitter import Form
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saccade import attention
-from saccade.scores.programs import cache
+from saccade.scores.codegen.program_cache import cache
 
 B, H, S, D = 1, 2, 5, 4
 

@@ -30,8 +30,8 @@ from saccade import (
     window,
 )
 from saccade.scores import bind
-from saccade.scores.emit import Form
-from saccade.scores.source import value_source
+from saccade.scores.codegen.emitter import Form
+from saccade.scores.codegen.source import value_source
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, build_score
 
@@ -254,7 +254,7 @@ def test_methods_partials_and_objects_hit():
 
 def test_the_cache_is_bounded(monkeypatch):
     """What was asked for again stays."""
-    monkeypatch.setattr(scores.programs, "MAXSIZE", 3)
+    monkeypatch.setattr(scores.codegen.program_cache, "MAXSIZE", 3)
     scores.cache_clear()
     held = {}
     for i in range(6):

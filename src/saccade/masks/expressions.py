@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks.interval import Extent, Interval
-from saccade.scores.constant import knows_inversion
+from saccade.scores.recording.compile_constant import knows_inversion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from saccade import scores
 from saccade.masks.expressions import Mask
 from saccade.masks.interval import Extent, Interval
 from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, Written, everything, nothing
-from saccade.scores.constant import compile_constant
+from saccade.scores.recording.compile_constant import compile_constant
 
 
 def as_mask(mask: Any) -> Mask | None:

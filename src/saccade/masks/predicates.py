@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade import scores
 from saccade.masks.expressions import And, Combined, Mask, Or
 from saccade.masks.interval import Extent, Interval
-from saccade.scores.constant import knows_inversion
+from saccade.scores.recording.compile_constant import knows_inversion
 
 TILE = 64
 """Rows and keys of a tile whose state is kept: empty, partial or full."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade import scores
 from saccade.masks.expressions import And, Documents, Mask, Or, Prefix, Window, _bound
 from saccade.masks.predicates import Blocked, MaskMod, Not, OfRow
-from saccade.scores.constant import compile_constant
+from saccade.scores.recording.compile_constant import compile_constant
 
 
 @lru_cache(maxsize=512)

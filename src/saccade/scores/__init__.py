@@ -1,11 +1,12 @@
 """How a scaled score changes before the softmax."""
 
 from saccade.scores.bind import bind, captured, evaluated, from_records, is_kind, predicate
-from saccade.scores.callback import callback_clear, callback_info, score_callback
-from saccade.scores.callback_key import callback_key
-from saccade.scores.fit import Sizes, complaint, short
-from saccade.scores.function import Score, ScoreMod, Traced, name_of
-from saccade.scores.graph import Graph, data_type
+from saccade.scores.callbacks.callback_key import callback_key
+from saccade.scores.callbacks.graph import Graph, data_type
+from saccade.scores.callbacks.score_callback import callback_clear, callback_info, score_callback
+from saccade.scores.capture_checks import Sizes, complaint, short
+from saccade.scores.codegen.program_cache import CacheInfo, cache_clear, cache_info, program_of
+from saccade.scores.codegen.ranges import LONGEST
 from saccade.scores.library import (
     KINDS,
     Softcap,
@@ -18,9 +19,8 @@ from saccade.scores.library import (
     t5_buckets,
     temperature,
 )
-from saccade.scores.programs import CacheInfo, cache_clear, cache_info, program_of
-from saccade.scores.ranges import LONGEST
-from saccade.scores.tape import Refused
+from saccade.scores.recording.tape import Refused
+from saccade.scores.score_mod import Score, ScoreMod, Traced, name_of
 
 __all__ = [
     "KINDS", "LONGEST", "CacheInfo", "Graph", "Refused", "Score", "ScoreMod", "Sizes", "Softcap", "Traced", "alibi",

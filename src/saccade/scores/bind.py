@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.callback import CallbackMod
-from saccade.scores.function import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of, one_by_one
-from saccade.scores.kept import keep, kept
+from saccade.scores.callbacks.program_callbacks import recorded
+from saccade.scores.callbacks.score_callback import CallbackMod
+from saccade.scores.codegen.program import Program
+from saccade.scores.codegen.program_cache import cache
+from saccade.scores.codegen.ranges import check_integers
 from saccade.scores.library import KINDS, Ready, Softcap
-from saccade.scores.program import Program
-from saccade.scores.programs import cache
-from saccade.scores.ranges import check_integers
-from saccade.scores.recorded import recorded
-from saccade.scores.recording import record
+from saccade.scores.recording.recorder import record
+from saccade.scores.recording.recording_cache import keep, kept
+from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of, one_by_one
 
 
 def is_kind(word: str) -> bool:
@@ -42,9 +42,9 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
     if torch.compiler.is_compiling():
         # Here, as it imports torch's compiler, which takes as long as torch itself.
-        from saccade.scores import compiled
+        from saccade.scores import bind_compiled
 
-        return compiled.bind(score_mod, q)
+        return bind_compiled.bind(score_mod, q)
     if not isinstance(score_mod, CallbackMod):
         return _bound(score_mod, q)
     values, kept = score_mod.values(q), score_mod.bound
@@ -116,9 +116,9 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         ValueError: a function that cannot be recorded.
     """
     if torch.compiler.is_compiling():
-        from saccade.scores import compiled
+        from saccade.scores import bind_compiled
 
-        return compiled.bind_predicate(fn, name)
+        return bind_compiled.bind_predicate(fn, name)
     form = "predicate", name
     found = kept(fn, form)
     if found is not None and found.sure:

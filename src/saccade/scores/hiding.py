@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from saccade.scores.program import Program, constant_of
-from saccade.scores.ranges import LONGEST, spread
-from saccade.scores.trace import Raw, name_of, shallow
+from saccade.scores.codegen.program import Program, constant_of
+from saccade.scores.codegen.ranges import LONGEST, spread
+from saccade.scores.recording.trace import Raw, name_of, shallow
 
 HIDDEN = -1e8
 """Finite numbers up to here hide, as -inf does: of rows that see a key their weight is zero."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from saccade import arguments
-from saccade.scores.function import Function, Score, ScoreMod
-from saccade.scores.proof import PARTS
-from saccade.scores.ranges import LONGEST
+from saccade.scores.codegen.ranges import LONGEST
+from saccade.scores.recording.proof import PARTS
+from saccade.scores.score_mod import Function, Score, ScoreMod
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch.fx.node import map_arg
 
 from saccade.problem import Problem
 from saccade.scores import Score
-from saccade.scores.function import Traced
 from saccade.scores.library import Softcap
+from saccade.scores.score_mod import Traced
 
 aten = torch.ops.aten
 _INDICES = ("b", "h", "q_idx", "kv_idx")

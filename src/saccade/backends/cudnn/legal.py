@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from saccade.backends.cudnn.lowered import BOOLEAN, FLOAT, INT32
-from saccade.scores.graph import Step, data_type
-from saccade.scores.program import Program
+from saccade.scores.callbacks.graph import Step, data_type
+from saccade.scores.codegen.program import Program
 
 NOT_SET = data_type.NOT_SET
 HELD = ("tensor", "runtime", "number")

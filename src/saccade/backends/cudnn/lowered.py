@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.scores.graph import Step, data_type
-from saccade.scores.program import Program
-from saccade.scores.tape import TILE
-from saccade.scores.trace import name_of
+from saccade.scores.callbacks.graph import Step, data_type
+from saccade.scores.codegen.program import Program
+from saccade.scores.recording.tape import TILE
+from saccade.scores.recording.trace import name_of
 
 FLOAT, INT32, BOOLEAN = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN
 

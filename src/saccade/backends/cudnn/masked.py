@@ -10,7 +10,7 @@ import torch
 
 from saccade.backends.cudnn.modification import Modification
 from saccade.masks import Window
-from saccade.scores.graph import Step, data_type
+from saccade.scores.callbacks.graph import Step, data_type
 
 INT32, BOOLEAN, FLOAT = data_type.INT32, data_type.BOOLEAN, data_type.FLOAT
 

@@ -15,7 +15,7 @@ from saccade.backends.cudnn.lowered import NoOperation, lowered, scaled
 from saccade.lazily import lazily
 from saccade.problem import ALIGNMENT
 from saccade.scores import Score, Softcap, Traced
-from saccade.scores.graph import Step, data_type
+from saccade.scores.callbacks.graph import Step, data_type
 
 Steps = tuple[Step, ...]
 Read = tuple[int, tuple[Any, ...]]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from saccade.backends.cudnn.modification import Modification, Steps
-from saccade.scores.graph import Step, data_type
-from saccade.scores.operations import OPERATIONS
+from saccade.scores.callbacks.graph import Step, data_type
+from saccade.scores.callbacks.operations import OPERATIONS
 
 
 class Replay:

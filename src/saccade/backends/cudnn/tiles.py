@@ -17,8 +17,8 @@ import torch
 
 from saccade.backends.cudnn.modification import Modification, Steps, numbers
 from saccade.problem import Problem
-from saccade.scores.graph import Step, data_type
-from saccade.scores.operations import computed
+from saccade.scores.callbacks.graph import Step, data_type
+from saccade.scores.callbacks.operations import computed
 
 INT32, BOOLEAN, FLOAT = data_type.INT32, data_type.BOOLEAN, data_type.FLOAT
 TILE = 128

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from saccade.backends.cudnn.modification import Modification, Steps
 from saccade.problem import Problem
-from saccade.scores.graph import data_type
+from saccade.scores.callbacks.graph import data_type
 
 WRONG = ("rounding to fp16 or bf16",)
 WRONG_BACKWARD = *WRONG, "a tensor of keys that is none of rows"

@@ -17,7 +17,8 @@ from torch import Tensor
 from saccade import masks
 from saccade.backends.device import scores
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.scores import Traced, source
+from saccade.scores import Traced
+from saccade.scores.codegen import source
 
 FAR = tl.constexpr(1 << 30)
 

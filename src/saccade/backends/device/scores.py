@@ -17,9 +17,10 @@ from torch import Tensor
 from saccade import scores
 from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
 from saccade.backends.device.records import LOG2E, NARROW_LIMIT, far_parts, runtime_int
-from saccade.scores import LONGEST, source
-from saccade.scores.emit import Form
-from saccade.scores.linear import linear_source
+from saccade.scores import LONGEST
+from saccade.scores.codegen import source
+from saccade.scores.codegen.emitter import Form
+from saccade.scores.codegen.linear import linear_source
 
 
 class DeviceScore(NamedTuple):
@@ -147,7 +148,7 @@ def weight(score: scores.Score | None) -> str:
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
-    """What emitted functions take first: see `saccade.scores.emit`."""
+    """What emitted functions take first: see `saccade.scores.codegen.emitter`."""
     found: list[Any] = []
     for x in score.tensors:
         found.append(x)

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade.lazily import lazily
-from saccade.scores.assembly import Assembly, Read
-from saccade.scores.tape import TILE
-from saccade.scores.trace import K, Q, Raw, aten, name_of
+from saccade.scores.codegen.assembly import Assembly, Read
+from saccade.scores.recording.tape import TILE
+from saccade.scores.recording.trace import K, Q, Raw, aten, name_of
 
 
 class Program:
@@ -27,7 +27,7 @@ class Program:
     and the numbers once more as tensors of no dimensions."""
 
     recorded: Any = None
-    """`recorded.Recorded`, where callbacks are behind it."""
+    """`program_callbacks.Recorded`, where callbacks are behind it."""
     hiding: Any = None
     """`hiding.Hiding`, where it hides keys as a mask does."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.constant import word_of
+from saccade.scores.recording.compile_constant import word_of
 
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
 """The arguments, which are the first values of every tape."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.constant import callable_of, compile_constant, standing_for
-from saccade.scores.function import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
-from saccade.scores.programs import cache, pinned, program_of
-from saccade.scores.recording import Recording, record
-from saccade.scores.symbols import recorded, stand_in_tape
+from saccade.scores.codegen.program_cache import cache, pinned, program_of
+from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
+from saccade.scores.recording.dynamo import recorded, stand_in_tape
+from saccade.scores.recording.recorder import Recording, record
+from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
 
 
 class Bound(Score):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from saccade.scores.constant import compile_constant, word_of
-from saccade.scores.recording import refusal
-from saccade.scores.tape import Refused, Tape
+from saccade.scores.recording.compile_constant import compile_constant, word_of
+from saccade.scores.recording.recorder import refusal
+from saccade.scores.recording.tape import Refused, Tape
 
 
 class Symbol(Tensor):
@@ -139,6 +139,6 @@ def _kinds(given: Any, found: dict[int, str]) -> None:
 
 @compile_constant
 def _dtype_of(steps: Any, forms: Any, dtype: torch.dtype, place: int) -> torch.dtype:
-    from saccade.scores.replay import form_of
+    from saccade.scores.recording.replay import form_of
 
     return form_of(stand_in_tape(steps, forms, dtype), place)[0]

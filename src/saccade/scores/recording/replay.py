@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from saccade.scores.recording import line_of, told
-from saccade.scores.tape import WIDEST, Refused, Tape, element, read
+from saccade.scores.recording.recorder import line_of, told
+from saccade.scores.recording.tape import WIDEST, Refused, Tape, element, read
 
 
 class Row:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.scores.emit import Emitter, Form, Value
-from saccade.scores.program import Program
-from saccade.scores.trace import name_of, shallow
+from saccade.scores.codegen.emitter import Emitter, Form, Value
+from saccade.scores.codegen.program import Program
+from saccade.scores.recording.trace import name_of, shallow
 
 PARAMETERS = "data, b, h, q_idx, kv_idx"
 _SCORE = "score"

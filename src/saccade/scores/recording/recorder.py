@@ -10,14 +10,15 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from saccade.scores.own import UNSEEN, Context, Unseen, attached, linear, see_functions
-from saccade.scores.tape import Refused, Tape
+from saccade.scores.recording.autograd_functions import UNSEEN, Context, Unseen, attached, linear, see_functions
+from saccade.scores.recording.tape import Refused, Tape
 
 _BRANCHES = (
     "the function branches in Python on values that only the kernel knows; "
@@ -233,7 +234,7 @@ def _dtype(x: StandIn) -> torch.dtype:
 
 
 def _form(x: StandIn) -> tuple[torch.dtype, tuple[int, ...]]:
-    from saccade.scores.replay import form_of
+    from saccade.scores.recording.replay import form_of
 
     return form_of(x.tape, x.place)
 
@@ -295,7 +296,7 @@ def _converted(x: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 _TORCH = torch.__path__[0]
-_HERE = __file__.rpartition("/")[0]
+_HERE = str(Path(__file__).parents[1])
 
 
 def _place(whole: bool) -> tuple[str, int] | None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.scores.program import Program
-from saccade.scores.proof import Find, Proof, Unproven
-from saccade.scores.recording import Recording
+from saccade.scores.codegen.program import Program
+from saccade.scores.recording.proof import Find, Proof, Unproven
+from saccade.scores.recording.recorder import Recording
 
 MAXSIZE = 256
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from saccade.scores.callback import CallbackMod
-from saccade.scores.graph import Recording, Step
-from saccade.scores.program import Program
-from saccade.scores.tape import Tape
+from saccade.scores.callbacks.graph import Recording, Step
+from saccade.scores.callbacks.score_callback import CallbackMod
+from saccade.scores.codegen.program import Program
+from saccade.scores.recording.tape import Tape
 
 
 class Recorded(NamedTuple):

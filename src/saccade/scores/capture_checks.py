@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from saccade.scores.callback import CallbackMod
-from saccade.scores.constant import compile_constant
+from saccade.scores.callbacks.score_callback import CallbackMod
+from saccade.scores.codegen.program_cache import program_of
 from saccade.scores.library import Ready
-from saccade.scores.programs import program_of
-from saccade.scores.tape import TILE
+from saccade.scores.recording.compile_constant import compile_constant
+from saccade.scores.recording.tape import TILE
 
 
 class Sizes(NamedTuple):

@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saccade.scores.recording import Recording, line_of, told, user_line
-from saccade.scores.replay import replayed
-from saccade.scores.tape import Refused
+from saccade.scores.recording.recorder import Recording, line_of, told, user_line
+from saccade.scores.recording.replay import replayed
+from saccade.scores.recording.tape import Refused
 
 aten = torch.ops.aten
 Q, K = 61, 67

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.callback_key import Callback, callback_key
-from saccade.scores.constant import callable_of, compile_constant, standing_for
-from saccade.scores.function import Score, ScoreMod, name_of
-from saccade.scores.graph import Graph, Recording, data_type
-from saccade.scores.programs import CacheInfo
-from saccade.scores.tape import is_number
+from saccade.scores.callbacks.callback_key import Callback, callback_key
+from saccade.scores.callbacks.graph import Graph, Recording, data_type
+from saccade.scores.codegen.program_cache import CacheInfo
+from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
+from saccade.scores.recording.tape import is_number
+from saccade.scores.score_mod import Score, ScoreMod, name_of
 
 Tensors = dict[str, Tensor]
 Recorded = tuple[Recording, Recording | None]

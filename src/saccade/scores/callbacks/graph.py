@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.lazily import lazily
-from saccade.scores.operations import OPERATIONS, computed
+from saccade.scores.callbacks.operations import OPERATIONS, computed
 
 
 class data_type(enum.Enum):

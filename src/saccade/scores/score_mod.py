@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.scores.codegen.program import Program
+from saccade.scores.codegen.program_cache import program_of
 from saccade.scores.hiding import Hidden
-from saccade.scores.program import Program
-from saccade.scores.programs import program_of
 
 Function = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""

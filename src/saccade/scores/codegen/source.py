@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.scores.emit import Emitter, Form
-from saccade.scores.program import Program
-from saccade.scores.trace import K, Q, name_of, shallow
+from saccade.scores.codegen.emitter import Emitter, Form
+from saccade.scores.codegen.program import Program
+from saccade.scores.recording.trace import K, Q, name_of, shallow
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 

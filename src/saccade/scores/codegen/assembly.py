@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from saccade.scores.tape import TILE
-from saccade.scores.trace import K, Q, aten, behind, name_of
+from saccade.scores.recording.tape import TILE
+from saccade.scores.recording.trace import K, Q, aten, behind, name_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))

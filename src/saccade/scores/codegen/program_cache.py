@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from saccade.scores.codegen.program import Program
 from saccade.scores.hiding import hiding
-from saccade.scores.program import Program
-from saccade.scores.recording import Recording, told
-from saccade.scores.tape import Refused
-from saccade.scores.trace import traced
+from saccade.scores.recording.recorder import Recording, told
+from saccade.scores.recording.tape import Refused
+from saccade.scores.recording.trace import traced
 
 MAXSIZE = 256
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from saccade.scores.program import Program
-from saccade.scores.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
-from saccade.scores.tape import TILE
-from saccade.scores.trace import K, Q, Refused, behind, name_of
+from saccade.scores.codegen.program import Program
+from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
+from saccade.scores.recording.tape import TILE
+from saccade.scores.recording.trace import K, Q, Refused, behind, name_of
 
 
 class Form(NamedTuple):

@@ -1,0 +1,1 @@
+"""Score functions that build a cuDNN graph."""

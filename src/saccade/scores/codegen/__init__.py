@@ -1,0 +1,1 @@
+"""Programs of score functions, and the source of the Triton functions that kernels call."""
