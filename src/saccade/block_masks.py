@@ -56,7 +56,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
     problem = Problem(q, k, k, None, now, None, Dense(), 1.0)
     if place.type == "cuda" and hardware.triton_obstacle() is None:
-        from saccade.backends.device import lists
+        from saccade.backends.device import block_lists
 
-        return blocks.made_now(Blocked(made, lists.states(problem), (s_q, s_k)))
+        return blocks.made_now(Blocked(made, block_lists.states(problem), (s_q, s_k)))
     return blocks.made_now(Blocked(made, blocks.states(problem), (s_q, s_k)))

@@ -1,7 +1,8 @@
 """Which tiles of a mask are empty, partial or full: found once for a mask and a shape, and kept as long as it is true.
 
 The states are uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys), of tiles of 64 rows and 64 keys. Nothing of the
-size s_q s_k is ever held. Each backend makes of them what its own tiles need; see `backends/device/lists.py` for lists.
+size s_q s_k is ever held. Each backend makes of them what its own tiles need, such as block lists
+(`backends/device/block_lists.py`).
 """
 
 from __future__ import annotations

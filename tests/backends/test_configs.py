@@ -14,7 +14,7 @@ from saccade import Spec, configs
 from saccade.backends.gluon.forward import config as gluon
 from saccade.backends.triton import config as triton
 
-CONFIGS = {"gluon": gluon.ForwardConfig, "triton": triton.Config}
+CONFIGS = {"gluon": gluon.ForwardConfig, "triton": triton.TileConfig}
 TABLES = [file for file in resources.files(configs).iterdir() if file.name.endswith(".json")]
 ROWS = [(file.name, key, row) for file in TABLES for key, row in json.loads(file.read_text()).items()]
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (8, 8), (40, 24), (136, 32), (48, 256), (256, 128), (128, 256)]
@@ -56,7 +56,7 @@ def test_rows_are_of_tiles_and_not_of_dims(dtype):
     assert gluon.key(Spec(dtype, 192, 128)) == "gluon forward 16bit d192/128 full"
     assert gluon.key(Spec(dtype, 136, 80, mask="window")) == "gluon forward 16bit d192/128 masked"
     assert gluon.key(Spec(dtype, 8)) == "gluon forward 16bit d64/16 full"
-    assert triton.key("keys", Spec(dtype, 72, mask="causal")) == "triton keys 16bit d128/128 masked"
+    assert triton.key("dkdv", Spec(dtype, 72, mask="causal")) == "triton dkdv 16bit d128/128 masked"
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
@@ -86,7 +86,7 @@ def test_candidates_of_triton():
     made = rows([(64, 64), (128, 128), (256, 256)])
     assert {row.key() for row in made} == {key for key in shipped if key.startswith("triton ")}
     for row in made:
-        assert triton.Config(**{**shipped[row.key()], "spill": 0}) in list(row.candidates())
+        assert triton.TileConfig(**{**shipped[row.key()], "spill": 0}) in list(row.candidates())
 
 
 def test_a_user_s_row_comes_first(tmp_path, monkeypatch):
@@ -126,7 +126,6 @@ def test_gate_of_hopper_covers_the_head_dims_that_are_fast():
 def test_kernels_without_room_have_fewer_stages(room, least, tried):
     """As with tables beside the operands; a candidate of the tuning's, whose least are its own, fits or is none."""
     errors = pytest.importorskip("triton.runtime.errors")
-    from saccade.backends.triton.config import Config
     from saccade.backends.triton.launch import started
 
     seen = []
@@ -143,5 +142,5 @@ def test_kernels_without_room_have_fewer_stages(room, least, tried):
 
     fits = max(tried) <= room or room in tried
     with contextlib.nullcontext() if fits else pytest.raises(errors.OutOfResources):
-        assert started(Kernel(), (1,), (), {}, Config(64, 64, 4, 3), least) == "compiled"
+        assert started(Kernel(), (1,), (), {}, triton.TileConfig(64, 64, 4, 3), least) == "compiled"
     assert seen == tried

@@ -84,11 +84,11 @@ def test_repeats_are_bitwise_equal(backend: str) -> None:
 
 def test_states() -> None:
     q, k, v = operands()
-    from saccade.backends.device import lists
+    from saccade.backends.device import block_lists
 
     for mask in map(as_mask, masks().values()):
         problem = Problem(q, k, v, None, mask, None, Dense(), 1.0)
-        assert torch.equal(lists.states(problem), blocks.states(problem))
+        assert torch.equal(block_lists.states(problem), blocks.states(problem))
 
 
 @pytest.mark.parametrize("beforehand", [False, True])

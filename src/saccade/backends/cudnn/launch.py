@@ -103,9 +103,9 @@ def _captured(problem: Problem, saved: Saved) -> Sequence[Tensor | None]:
     """By the kernel that all backends share: cuDNN has no such gradients."""
     if not any(saved.wanted):
         return [None] * len(saved.wanted)
-    from saccade.backends.device import captures
+    from saccade.backends.device import captured_gradients
 
-    return captures.gradients(problem, saved)
+    return captured_gradients.gradients(problem, saved)
 
 
 MORE = 8

@@ -22,7 +22,7 @@ TOKENS, WIDTH, LENGTH = 16384, 2048, 4096
 
 
 @dataclass(frozen=True)
-class Row(ABC):
+class TuneRow(ABC):
     """One row of the table to fill: a kernel, head dims, a mask or none, a dtype."""
 
     kernel: str
@@ -63,7 +63,7 @@ class Row(ABC):
         return lambda tile: triton.testing.do_bench(lambda: call(tile), return_mode="median")
 
 
-def compile_one(task: tuple[Row, Any]) -> tuple[Row, Any, str | None]:
+def compile_one(task: tuple[TuneRow, Any]) -> tuple[TuneRow, Any, str | None]:
     """Fills Triton's cache for a candidate, in a process of its own; says why it cannot run, if it cannot."""
     row, tile = task
     try:

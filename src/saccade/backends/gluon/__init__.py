@@ -75,8 +75,8 @@ def forward(problem: Problem, lse: bool) -> Outputs:
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
-    from saccade.backends.device import captures, totals
+    from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.gluon import backward_launch
 
-    saved = totals.settled(problem, saved, fast=True)
-    return *backward_launch.backward(problem, saved), captures.gradients(problem, saved, fast=True)
+    saved = row_totals.settled(problem, saved, fast=True)
+    return *backward_launch.backward(problem, saved), captured_gradients.gradients(problem, saved, fast=True)

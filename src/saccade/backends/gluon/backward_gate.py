@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import lists, sequences
+from saccade.backends.device import block_lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
 from saccade.backends.gluon.backward_launch import Cut, Plan, arguments, options, workspace
@@ -68,7 +68,7 @@ def compiled(row: str) -> tuple[Any, int]:
     score = [word for word in words if word not in ("dropout", "packed")]
     d, d_v = map(int, dims.removeprefix("d").split("/"))
     q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
-    mask = lists.mask_of(edges)
+    mask = block_lists.mask_of(edges)
     deterministic = edges == "queued"
     layout = sequences.stand_in() if "packed" in (edges, *words) else Dense()
     dropout = stand_in(q.device) if "dropout" in words else None
@@ -77,7 +77,7 @@ def compiled(row: str) -> tuple[Any, int]:
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = Plan.of(problem, out, out, gradients, 1, cut)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
-    record = lists.stand_in(problem)
+    record = block_lists.stand_in(problem)
     spans = sequences.spans(problem)
     counter = torch.zeros(2, dtype=torch.int32) if cut.stays else None
     space = *workspace(plan, q.device, record, spans), counter

@@ -16,7 +16,7 @@ from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
 from saccade.backends import Saved
-from saccade.backends.device import dropout, lists, masks, scores, sequences
+from saccade.backends.device import block_lists, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Head, Rows, runtime_int
@@ -62,7 +62,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         found = problem.launches.get(key)
         cut = Cut.of(q.shape[3], v.shape[3])
         plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index), cut), [])
-        mask = lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
+        mask = block_lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
         spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
         space = *space, counter(q.device) if cut.stays else None
@@ -260,7 +260,7 @@ def workspace(
     if plan.ranks is None:
         return delta, start, dq_sum, None
     if mask.listed.value:
-        ranks = lists.ranks(mask.lists, plan.ranks[2], sequences.tiles_of(spans[1]))
+        ranks = block_lists.ranks(mask.lists, plan.ranks[2], sequences.tiles_of(spans[1]))
     else:
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     passed = torch.zeros(plan.turns, dtype=torch.int32, device=device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade.backends.device import dropout, lists, sequences
+from saccade.backends.device import block_lists, dropout, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.records import Head
 from saccade.backends.device.scores import SCORED, score_of, weight
@@ -75,14 +75,14 @@ def compiled(row: str) -> tuple[Any, int]:
         k, v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
     layout = _pages(packed) if paged else sequences.stand_in() if packed else Dense()
     drops = stand_in(q.device) if "dropout" in words else None
-    problem = Problem(q, k, v, None, lists.mask_of(edges), score_of(score, q), layout, 1.0, dropout=drops)
+    problem = Problem(q, k, v, None, block_lists.mask_of(edges), score_of(score, q), layout, 1.0, dropout=drops)
     out = torch.empty(1, 2, 512, d_v, dtype=v.dtype)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     made = forward_config(problem.spec(), GPU, weight(problem.score))
     shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
     operands = zip((q, problem.k, problem.v, out), shapes, strict=True)
     descriptors = (TensorDescriptor(x, **shape) for x, shape in operands)
-    mask = launch.mask_record(problem, made) if paged else lists.stand_in(problem)
+    mask = launch.mask_record(problem, made) if paged else block_lists.stand_in(problem)
     records = mask, launch.score_record(problem), dropout.record(problem.dropout)
     return forward_kernel.warmup(
         *descriptors,

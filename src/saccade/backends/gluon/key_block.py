@@ -106,10 +106,10 @@ class ListedKeyBlock:
     core_end: gl.tensor
     end: gl.tensor
     listing: gl.tensor
-    list_number: gl.tensor
+    block_list_number: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, h_k, share, start, rows, keys, first, core, core_end, end, listing, list_number):
+    def __init__(self, b, h_k, share, start, rows, keys, first, core, core_end, end, listing, block_list_number):
         self.b = b
         self.h_k = h_k
         self.share = share
@@ -121,7 +121,7 @@ class ListedKeyBlock:
         self.core_end = core_end
         self.end = end
         self.listing = listing
-        self.list_number = list_number
+        self.block_list_number = block_list_number
 
     @gluon.jit
     def steps(self, group):
@@ -146,7 +146,7 @@ class ListedKeyBlock:
 
     @gluon.jit
     def number(self, blocks, BLOCK_K: gl.constexpr):
-        return self.list_number
+        return self.block_list_number
 
     rows_number = KeyBlock.rows_number
     rows_at = KeyBlock.rows_at
@@ -236,12 +236,12 @@ class PackedListedKeyBlock:
     first_block: gl.tensor
     there: gl.tensor
     listing: gl.tensor
-    list_number: gl.tensor
+    block_list_number: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
         self, b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block, there,
-        listing, list_number,
+        listing, block_list_number,
     ):  # fmt: skip
         self.b = b
         self.h_k = h_k
@@ -258,7 +258,7 @@ class PackedListedKeyBlock:
         self.first_block = first_block
         self.there = there
         self.listing = listing
-        self.list_number = list_number
+        self.block_list_number = block_list_number
 
     steps = ListedKeyBlock.steps
     edges = ListedKeyBlock.edges

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.device.lists_kernel import list_of
+from saccade.backends.device.block_lists_kernel import load_block_list
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.gluon.key_block import KeyBlock, ListedKeyBlock, PackedKeyBlock, PackedListedKeyBlock
@@ -86,7 +86,7 @@ def put_block(slots, drawn, block, mask, used_k):
         slots.put(at, FIRST_BLOCK, block.first_block)
         slots.put(at, THERE, block.there)
     if mask.listed:
-        slots.put(at, NUMBER, block.list_number.to(gl.int32))
+        slots.put(at, NUMBER, block.block_list_number.to(gl.int32))
     elif is_packed(used_k):
         slots.put(at, NUMBER, block.own_number)
 
@@ -111,7 +111,7 @@ def block_of(slots, at, mask, used_k):
         there = slots.get(at, THERE)
         number = slots.get(at, NUMBER)
         if mask.listed:
-            listing, _, _ = list_of(mask.lists, number.to(gl.int64))
+            listing, _, _ = load_block_list(mask.lists, number.to(gl.int64))
             return PackedListedKeyBlock(
                 b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block, there,
                 listing, number,
@@ -123,7 +123,7 @@ def block_of(slots, at, mask, used_k):
             )  # fmt: skip
     elif mask.listed:
         number = slots.get(at, NUMBER)
-        listing, _, _ = list_of(mask.lists, number.to(gl.int64))
+        listing, _, _ = load_block_list(mask.lists, number.to(gl.int64))
         return ListedKeyBlock(b, h_k, share, start, rows, keys, first, core, core_end, end, listing, number)
     else:
         return KeyBlock(b, h_k, share, start, rows, keys, first, core, core_end, end)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.lists_kernel import list_number, list_of
+from saccade.backends.device.block_lists_kernel import block_list_number, load_block_list
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, packed_tile, place_of
 from saccade.backends.device.tiles import tile_range, used_length
@@ -62,7 +62,7 @@ def key_block_at(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q: 
 
 @gluon.jit
 def listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK_K: gl.constexpr):
-    number = list_number(mask.lists, b, share, start // BLOCK_K)
+    number = block_list_number(mask.lists, b, share, start // BLOCK_K)
     listing, edge, end = listed_blocks(mask, number)
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
@@ -72,7 +72,7 @@ def listed_key_block(b, h_k, share, start, mask, used_q, used_k, s_q, s_k, BLOCK
 @gluon.jit
 def listed_blocks(mask, number):
     """Where a list of blocks of rows begins, how many need the mask, and how many there are."""
-    listing, some, tiles = list_of(mask.lists, number)
+    listing, some, tiles = load_block_list(mask.lists, number)
     none = (tiles == 0).to(gl.int32)  # nobody sees these keys: one block, all hidden
     return listing, some + none, tiles + none
 
@@ -126,7 +126,7 @@ def packed_key_block(
         first_block = q_blocks - 1
     b = numbered(used_k, seq)
     if mask.listed:
-        number = list_number(mask.lists, b, share, number)
+        number = block_list_number(mask.lists, b, share, number)
         listing, edge, end = listed_blocks(mask, number)
         return PackedListedKeyBlock(
             b, h_k, share, start, rows, keys, end * 0, edge, end, end, first_row, first_key, first_block, there,

@@ -20,7 +20,7 @@ SPARE = 24
 """Registers of a consumer's thread that hold no part of a tile, at least."""
 
 
-class ForwardRow(tuning.Row):
+class ForwardRow(tuning.TuneRow):
     """The forward."""
 
     def key(self) -> str:

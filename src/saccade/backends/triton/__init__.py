@@ -42,8 +42,8 @@ def forward(problem: Problem, lse: bool) -> Outputs:
 
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
-    from saccade.backends.device import captures, totals
+    from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.triton import launch
 
-    saved = totals.settled(problem, saved)
-    return *launch.backward(problem, saved), captures.gradients(problem, saved)
+    saved = row_totals.settled(problem, saved)
+    return *launch.backward(problem, saved), captured_gradients.gradients(problem, saved)

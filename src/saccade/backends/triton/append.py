@@ -13,7 +13,7 @@ from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.triton.append_kernel import append_kernel
 from saccade.backends.triton.paged import many
-from saccade.backends.triton.paged_kernel import Pages
+from saccade.backends.triton.paged_kernel import PageTable
 from saccade.layouts import Paged
 
 
@@ -55,7 +55,7 @@ def _arguments(given: Append) -> tuple[Any, ...]:
     numbers = table.stride(0), layout.sequences, layout.capacity(size), given.k_cache.shape[0], 1, 1, 1, 1
     starts = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.contiguous()
     cos, sin, positions = (None, None, 1) if given.rotary is None else (*given.rotary[:2], given.rotary.cos.shape[0])
-    tensors = *rows, starts, layout.seqused_k.contiguous(), Pages(table, *map(runtime_int, numbers)), cos, sin
+    tensors = *rows, starts, layout.seqused_k.contiguous(), PageTable(table, *map(runtime_int, numbers)), cos, sin
     return *tensors, given.k_new.shape[-2], given.k_new.shape[-3], positions
 
 

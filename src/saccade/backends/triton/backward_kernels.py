@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
 from saccade.backends.device.dropout import factor, keep, opened
-from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import (
     head,
@@ -83,7 +83,7 @@ def _score_gradient(
 
 
 @triton.jit
-def _rows_step(
+def _dkdv_step(
     dk, dv, q, dout, k_tile, v_tile, q_head, dout_head, shift, delta, start, b, h, kv_idx, rows, keys, off, scale,
     mask, score, dropout, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -113,7 +113,7 @@ def _rows_step(
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def keys_kernel(
+def dkdv_kernel(
     q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -146,20 +146,20 @@ def keys_kernel(
         row = (batch.to(tl.int64) * h_q + h) * s_q + first_q
         if mask.listed:  # heads may see other keys
             block = block_number(used_k, h_q // GROUP, start_k, BLOCK_K)
-            first, core, core_end, end, listing = listed_range(mask, b, h, block, BLOCK_Q)
+            first, core, core_end, end, listing = block_list_range(mask, b, h, block, BLOCK_Q)
             before = core - first
         else:
             listing = None
         for step in range(0, before + end - core_end, BLOCK_Q):
             start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_Q)
-            dk_sum, dv_sum = _rows_step(
+            dk_sum, dv_sum = _dkdv_step(
                 dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, shift + row, delta + row, start, b, h,
                 kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
                 True,
             )  # fmt: skip
         for step in range(core, core_end, BLOCK_Q):
             start = tile_start(mask, listing, step, BLOCK_Q)
-            dk_sum, dv_sum = _rows_step(
+            dk_sum, dv_sum = _dkdv_step(
                 dk_sum, dv_sum, q, dout, k_tile, v_tile, q_head, dout_head, shift + row, delta + row, start, b, h,
                 kv_idx, rows, keys, off, scale, mask, score, dropout, D, D_V, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION,
                 False,
@@ -174,7 +174,7 @@ def keys_kernel(
 
 
 @triton.jit
-def _keys_step(
+def _dq_step(
     dq, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
     mask, score, dropout, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -195,7 +195,7 @@ def _keys_step(
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def rows_kernel(
+def dq_kernel(
     q, k, v, dout, dq, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -214,7 +214,7 @@ def rows_kernel(
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
     if mask.listed:
         block = block_number(used_q, h_q, start_q, BLOCK_Q)
-        first, core, core_end, end, listing = listed_range(mask, b, h, block, BLOCK_K)
+        first, core, core_end, end, listing = block_list_range(mask, b, h, block, BLOCK_K)
     else:
         first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
         listing = None
@@ -231,13 +231,13 @@ def rows_kernel(
     before = core - first
     for step in range(0, before + end - core_end, BLOCK_K):
         start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_K)
-        dq_sum = _keys_step(
+        dq_sum = _dq_step(
             dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
             scale, mask, score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
         )  # fmt: skip
     for step in range(core, core_end, BLOCK_K):
         start = tile_start(mask, listing, step, BLOCK_K)
-        dq_sum = _keys_step(
+        dq_sum = _dq_step(
             dq_sum, q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off,
             scale, mask, score, dropout, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
         )  # fmt: skip

@@ -8,12 +8,12 @@ from functools import lru_cache
 from saccade import configs
 from saccade.spec import Spec
 
-KERNELS = ("forward", "keys", "rows")
+KERNELS = ("forward", "dkdv", "dq")
 """forward; dK and dV by blocks of keys; dQ by blocks of rows."""
 
 
 @dataclass(frozen=True)
-class Config:
+class TileConfig:
     """How one kernel is cut: query rows and keys of a tile, warps of a program, stages of loads in flight."""
 
     block_q: int
@@ -37,24 +37,24 @@ def key(kernel: str, spec: Spec) -> str:
 
 
 @lru_cache(maxsize=1024)
-def config(kernel: str, spec: Spec, gpu: str) -> Config:
-    """The Config of a kernel for a Spec: from the table of that GPU, else by formula."""
+def config(kernel: str, spec: Spec, gpu: str) -> TileConfig:
+    """The TileConfig of a kernel for a Spec: from the table of that GPU, else by formula."""
     row = configs.table(gpu).get(key(kernel, spec))
-    return Config(**row) if row else formula(kernel, spec)
+    return TileConfig(**row) if row else formula(kernel, spec)
 
 
-def formula(kernel: str, spec: Spec) -> Config:
+def formula(kernel: str, spec: Spec) -> TileConfig:
     """Tiles that fit 100 KB of shared memory and 64k registers: what any GPU since sm_80 has."""
     wide = max(block_d(spec.d), block_d(spec.d_v))
     if spec.dtype == "fp32":
         # IEEE products run on the vector units, out of registers: these are the tiles that do not spill.
         if wide <= 64:
-            return Config(64, 32, 8, 2)
-        return Config(32, 16, 8, 2) if wide <= 128 else Config(16, 16, 8, 1)
+            return TileConfig(64, 32, 8, 2)
+        return TileConfig(32, 16, 8, 2) if wide <= 128 else TileConfig(16, 16, 8, 1)
     if kernel == "forward":
-        return Config(128, 64 if wide <= 128 else 32, 4 if wide <= 64 else 8, 3 if wide <= 64 else 2)
+        return TileConfig(128, 64 if wide <= 128 else 32, 4 if wide <= 64 else 8, 3 if wide <= 64 else 2)
     if wide <= 64:
-        return Config(64, 64, 4, 3)
+        return TileConfig(64, 64, 4, 3)
     if wide <= 128:
-        return Config(*((32, 64) if kernel == "keys" else (64, 32)), 4, 2)
-    return Config(*((16, 64) if kernel == "keys" else (64, 16)), 4, 1)
+        return TileConfig(*((32, 64) if kernel == "dkdv" else (64, 32)), 4, 2)
+    return TileConfig(*((16, 64) if kernel == "dkdv" else (64, 16)), 4, 1)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
 from saccade.backends.device.dropout import factor, keep, opened
-from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import (
     head,
@@ -77,7 +77,7 @@ def forward_kernel(
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
     if mask.listed:
         block = block_number(used_q, h_q, start_q, BLOCK_Q)
-        first, core, core_end, end, listing = listed_range(mask, b, h, block, BLOCK_K)
+        first, core, core_end, end, listing = block_list_range(mask, b, h, block, BLOCK_K)
     else:
         first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
         listing = None

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from saccade.backends.device import captures, lists, sequences, totals
+from saccade.backends.device import block_lists, captured_gradients, row_totals, sequences
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
 from saccade.backends.device.scores import score_of
 from saccade.backends.triton import append, launch, paged
-from saccade.backends.triton.backward_kernels import keys_kernel, rows_kernel
+from saccade.backends.triton.backward_kernels import dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import KERNELS, config, key
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.configs import table
@@ -21,8 +21,12 @@ from saccade.problem import Problem
 from saccade.spec import Spec
 
 GPU = "h200"
-_FUNCTIONS = {"forward": forward_kernel, "keys": keys_kernel, "rows": rows_kernel}
-_OTHERS = {"order": sequences.compiled, "captures": captures.compiled, "totals": totals.compiled}
+_FUNCTIONS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
+_OTHERS = {
+    "order": sequences.compiled,
+    "captured_gradients": captured_gradients.compiled,
+    "row_totals": row_totals.compiled,
+}
 DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
@@ -39,12 +43,12 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"triton keys 16bit d128/128 {edges}" for edges in ("packed", "listed"))
+    yield from (f"triton dkdv 16bit d128/128 {edges}" for edges in ("packed", "listed"))
     yield "triton order 16bit d128/128 packed"
-    yield "triton captures 16bit d128/128 packed relative_bias"
-    yield from (f"triton totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
-    yield from (f"triton {name} 16bit d128/128 listed" for name in lists.KERNELS)
-    yield f"{key('keys', Spec('bf16', 128, mask='causal'))} dropout"
+    yield "triton captured_gradients 16bit d128/128 packed relative_bias"
+    yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
+    yield from (f"triton {name} 16bit d128/128 listed" for name in block_lists.KERNELS)
+    yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
 
@@ -67,23 +71,23 @@ def compiled(row: str) -> tuple[Any, int]:
     layout = sequences.stand_in() if edges == "packed" else Dense()
     score = score_of([word for word in words if word not in ("dropout", "max_scores")], q)
     dropout = stand_in(q.device) if "dropout" in words else None
-    problem = Problem(q, k, v, None, lists.mask_of(edges), score, layout, 1.0, dropout=dropout)
+    problem = Problem(q, k, v, None, block_lists.mask_of(edges), score, layout, 1.0, dropout=dropout)
     if kernel in _OTHERS:
         return _OTHERS[kernel](problem), 0
-    if kernel in lists.KERNELS:
-        return lists.compiled(kernel, problem), 0
+    if kernel in block_lists.KERNELS:
+        return block_lists.compiled(kernel, problem), 0
     rows = torch.empty(1, 2, 512)
     operands = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(torch.empty_like(v))
     outputs = {
         "forward": (rows, rows if "max_scores" in words else None, None),
-        "keys": (Rows.of(torch.empty_like(k)), Rows.of(torch.empty_like(v)), rows, rows),
-        "rows": (Rows.of(torch.empty_like(q)), rows, rows),
+        "dkdv": (Rows.of(torch.empty_like(k)), Rows.of(torch.empty_like(v)), rows, rows),
+        "dq": (Rows.of(torch.empty_like(q)), rows, rows),
     }
     tile = config(kernel, problem.spec(), GPU)
     made = _FUNCTIONS[kernel].warmup(
         *operands,
         *outputs[kernel],
-        *launch.call_arguments(problem, lists.stand_in(problem)),
+        *launch.call_arguments(problem, block_lists.stand_in(problem)),
         **launch.constants(problem, tile, "ieee"),
         num_warps=tile.warps,
         num_stages=tile.stages,

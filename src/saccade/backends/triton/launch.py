@@ -13,17 +13,17 @@ from triton.runtime.errors import OutOfResources
 
 from saccade import configs
 from saccade.backends import Outputs, Saved
-from saccade.backends.device import dropout, lists, masks, scores, sequences
+from saccade.backends.device import block_lists, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import nothing_seen, on_device, per_row, run
 from saccade.backends.device.records import Rows
-from saccade.backends.triton.backward_kernels import delta_kernel, keys_kernel, rows_kernel
-from saccade.backends.triton.config import Config, block_d, config
+from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
+from saccade.backends.triton.config import TileConfig, block_d, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import Problem, aligned
 
-Tiles = Mapping[str, Config]
+Tiles = Mapping[str, TileConfig]
 """Configs by kernel that take the place of the table's, for tuning."""
 
 
@@ -62,8 +62,8 @@ def backward(
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
         operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
-        _launch("keys", keys_kernel, (*operands, Rows.of(dk), Rows.of(dv), shift, delta), problem, tiles)
-        _launch("rows", rows_kernel, (*operands, Rows.of(dq), shift, delta), problem, tiles)
+        _launch("dkdv", dkdv_kernel, (*operands, Rows.of(dk), Rows.of(dv), shift, delta), problem, tiles)
+        _launch("dq", dq_kernel, (*operands, Rows.of(dq), shift, delta), problem, tiles)
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
@@ -103,10 +103,10 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
         run(compiled, grid, problem.q.device.index, (*tensors, *_arguments(name, problem, tile), *fixed))
         return
     tile = tiles[name] if tiles and name in tiles else _config(name, problem)
-    x, block = (problem.k, tile.block_k) if name == "keys" else (problem.q, tile.block_q)
+    x, block = (problem.k, tile.block_k) if name == "dkdv" else (problem.q, tile.block_q)
     grid = _grid(x, block)
     if isinstance(problem.layout, Packed):
-        grid = x.shape[1] * sequences.slots(problem, name == "keys", block), 1, 1
+        grid = x.shape[1] * sequences.slots(problem, name == "dkdv", block), 1, 1
     fixed = constants(problem, tile, precision)
     # A candidate of the tuning's fits, or is none.
     arguments = (*tensors, *_arguments(name, problem, tile))
@@ -116,7 +116,7 @@ def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, 
 
 
 def started(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], fixed: dict[str, Any], tile: Config, least: int
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], fixed: dict[str, Any], tile: TileConfig, least: int
 ) -> Any:
     """The compiled kernel, running; with fewer stages than the tile's, but at least so many, where tables that a score
     reads have no room in shared memory beside the operands."""
@@ -128,8 +128,8 @@ def started(
     return kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=least)
 
 
-def _arguments(name: str, problem: Problem, tile: Config) -> tuple[Any, ...]:
-    mask, by_keys = lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "keys"), name == "keys"
+def _arguments(name: str, problem: Problem, tile: TileConfig) -> tuple[Any, ...]:
+    mask, by_keys = block_lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "dkdv"), name == "dkdv"
     if not isinstance(problem.layout, Packed):
         return call_arguments(problem, mask)
     return call_arguments(problem, mask, sequences.table(problem, by_keys, tile.block_k if by_keys else tile.block_q))
@@ -141,14 +141,14 @@ def call_arguments(problem: Problem, mask: masks.DeviceMask, table: Tensor | Non
     return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 
 
-def constants(problem: Problem, tile: Config, precision: str) -> dict[str, Any]:
+def constants(problem: Problem, tile: TileConfig, precision: str) -> dict[str, Any]:
     """In the order of the kernels' last parameters."""
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v)}
     return {"GROUP": problem.group, "D": d, "D_V": d_v, **blocks, "PRECISION": precision}
 
 
-def _config(kernel: str, problem: Problem) -> Config:
+def _config(kernel: str, problem: Problem) -> TileConfig:
     device = problem.q.device
     gpu = configs.gpu_name(device.index) if device.type == "cuda" else device.type
     return config(kernel, problem.spec(), gpu)

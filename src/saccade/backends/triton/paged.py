@@ -18,8 +18,8 @@ from saccade.backends.device import masks, scores, sequences
 from saccade.backends.device.launch import nothing_seen, on_device, per_row, run
 from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.triton import launch
-from saccade.backends.triton.config import Config, block_d, formula
-from saccade.backends.triton.paged_kernel import Pages, merge_kernel, paged_kernel
+from saccade.backends.triton.config import TileConfig, block_d, formula
+from saccade.backends.triton.paged_kernel import PageTable, merge_kernel, paged_kernel
 from saccade.layouts import Paged
 from saccade.masks import causal
 from saccade.problem import Problem
@@ -33,16 +33,16 @@ FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
-MERGE = Config(1, 1, 4, 1)
+MERGE = TileConfig(1, 1, 4, 1)
 CHUNK = 16
 """Parts that the merge adds up at a time."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitKV:
     """How a call is cut into programs."""
 
-    config: Config
+    config: TileConfig
     tiles: int
     """of query rows, of all sequences; an upper bound where sequences are end to end"""
     splits: int
@@ -55,7 +55,7 @@ class Cut:
     """of lengths, by which sequences are put in order, or 0"""
 
 
-def cut(problem: Problem, processors: int) -> Cut:
+def split_kv(problem: Problem, processors: int) -> SplitKV:
     """From shapes alone."""
     layout, h_k = problem.layout, problem.k.shape[1]
     assert isinstance(layout, Paged)
@@ -79,10 +79,10 @@ def cut(problem: Problem, processors: int) -> Cut:
     # The longest first, where programs come one after the other, and may be long.
     ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
     bits = -(-room.bit_length() // 4) * 4 if ordered else 0
-    return Cut(tile, tiles, splits, slots, layout.num_splits is None, edges, bits)
+    return SplitKV(tile, tiles, splits, slots, layout.num_splits is None, edges, bits)
 
 
-def config(problem: Problem, rows: int) -> Config:
+def config(problem: Problem, rows: int) -> TileConfig:
     """Tiles for about so many flat rows of a sequence: 32 KB of keys and values, three times, so that two programs have
     room in a multiprocessor."""
     spec, layout = problem.spec(), problem.layout
@@ -91,10 +91,12 @@ def config(problem: Problem, rows: int) -> Config:
     wide = max(block_d(spec.d), block_d(spec.d_v))
     block_k = 128 if wide <= 64 else 64 if wide <= 128 else 32
     if isinstance(layout, Paged) and layout.num_splits == 1:
-        return Config(FIXED_ROWS, block_k, 4, 3)
+        return TileConfig(FIXED_ROWS, block_k, 4, 3)
     if rows <= 16:
-        return Config(16, block_k, 4, 4)
-    return Config(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else Config(FIXED_ROWS, block_k, 4, 3)
+        return TileConfig(16, block_k, 4, 4)
+    return (
+        TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else TileConfig(FIXED_ROWS, block_k, 4, 3)
+    )
 
 
 def forward(problem: Problem, lse: bool = True) -> Outputs:
@@ -109,9 +111,9 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     if not out.numel():
         return out, row_lse, top
     with on_device(q):
-        made = problem.launches.get("cut")
+        made = problem.launches.get("split_kv")
         if made is None:
-            made = problem.launches["cut"] = cut(problem, processors(q.device))
+            made = problem.launches["split_kv"] = split_kv(problem, processors(q.device))
         caches = (launch.known(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
         operands, target = (launch.operand(problem, "q"), *caches), launch.known(problem, "out", out)
         sink = None if problem.sink is None else problem.sink.contiguous()
@@ -128,19 +130,19 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     return out, row_lse, top
 
 
-def arguments(problem: Problem, made: Cut) -> tuple[Any, ...]:
+def arguments(problem: Problem, made: SplitKV) -> tuple[Any, ...]:
     """What the kernel takes behind its tensors."""
     q, k, layout = problem.q, problem.k, problem.layout
     assert isinstance(layout, Paged)
     table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     numbers = table.stride(0), layout.sequences, layout.capacity(k.shape[2]), k.shape[0], made.tiles, made.splits, rows
-    pages = Pages(table, *map(runtime_int, numbers), runtime_int(made.slots))
+    pages = PageTable(table, *map(runtime_int, numbers), runtime_int(made.slots))
     records = pages, masks.record(problem.mask), scores.record(problem.score)
     return *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
 
 
-def constants(name: str, problem: Problem, made: Cut, precision: str) -> dict[str, Any]:
+def constants(name: str, problem: Problem, made: SplitKV, precision: str) -> dict[str, Any]:
     """In the order of the kernels' last parameters."""
     d, d_v, layout = problem.q.shape[3], problem.v.shape[3], problem.layout
     assert isinstance(layout, Paged)
@@ -160,7 +162,7 @@ def many(layout: Paged) -> int:
     return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 
 
-def _run(name: str, kernel: Any, problem: Problem, made: Cut, given: tuple[Any, ...]) -> None:
+def _run(name: str, kernel: Any, problem: Problem, made: SplitKV, given: tuple[Any, ...]) -> None:
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     # What Triton specialises for and the Problem's key does not hold.
     out, lse = given[3:5]
@@ -199,7 +201,7 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) 
     q, out = (torch.empty(*shape, n, dtype=dtype) for n in (d, d_v))
     caches = [torch.empty(256, 8, size, n, dtype=dtype) for n in (d, d_v)]
     problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0)
-    made = cut(problem, 132)
+    made = split_kv(problem, 132)
     lse, parts = torch.empty(made.splits, *shape), torch.empty(made.splits, *shape, d_v)
     top = lse if max_scores else None
     if word == "merge":

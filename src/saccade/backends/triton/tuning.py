@@ -7,30 +7,30 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import tuning
+from saccade.backends.device.tuning import TuneRow
 from saccade.backends.triton import launch
-from saccade.backends.triton.config import KERNELS, Config, block_d, key
+from saccade.backends.triton.config import KERNELS, TileConfig, block_d, key
 from saccade.problem import Problem
 
 SHARED_BYTES = 227 << 10
 """What the largest GPU has for one program; a candidate that needs more on a smaller one fails, and is passed over."""
 
 
-class Row(tuning.Row):
-    """Forward, `keys` or `rows`."""
+class TritonTuneRow(TuneRow):
+    """Forward, `dkdv` or `dq`."""
 
     def key(self) -> str:
         return key(self.kernel, self.spec())
 
-    def candidates(self) -> Iterator[Config]:
+    def candidates(self) -> Iterator[TileConfig]:
         """Tiles worth a try: operands fit shared memory, scores and sums the registers of their warps."""
         size = self.dtype.itemsize
         d, d_v = block_d(self.d), block_d(self.d_v)
-        sums = {"forward": d_v, "keys": d + d_v, "rows": d}[self.kernel]
+        sums = {"forward": d_v, "dkdv": d + d_v, "dq": d}[self.kernel]
         for block_q in (32, 64, 128):
             for block_k in (32, 64, 128):
-                streamed, resident = (block_q, block_k) if self.kernel == "keys" else (block_k, block_q)
-                if resident < streamed and self.kernel != "keys" and resident < 64:
+                streamed, resident = (block_q, block_k) if self.kernel == "dkdv" else (block_k, block_q)
+                if resident < streamed and self.kernel != "dkdv" and resident < 64:
                     continue
                 products = 1 if self.kernel == "forward" else 2
                 for warps in (4, 8):
@@ -38,9 +38,9 @@ class Row(tuning.Row):
                     for stages in (1, 2, 3, 4):
                         shared = size * (d + d_v) * (streamed * stages + resident * (products - 1))
                         if shared <= SHARED_BYTES and 32 <= registers <= 200:
-                            yield Config(block_q, block_k, warps, stages)
+                            yield TileConfig(block_q, block_k, warps, stages)
 
-    def call(self, problem: Problem, best: Mapping[str, Config]) -> Callable[[Config], object]:
+    def call(self, problem: Problem, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
         if self.kernel == "forward":
             return lambda tile: launch.forward(problem, tiles={self.kernel: tile})
         out, lse, _ = launch.forward(problem, tiles=best)
@@ -49,6 +49,6 @@ class Row(tuning.Row):
         return lambda tile: launch.backward(problem, saved, {**best, self.kernel: tile})
 
 
-def rows(dims: list[tuple[int, int]]) -> list[Row]:
+def rows(dims: list[tuple[int, int]]) -> list[TritonTuneRow]:
     """The rows of the table for these head dims (d, d_v), in 16-bit types."""
-    return [Row(kernel, d, d_v, masked) for d, d_v in dims for masked in (False, True) for kernel in KERNELS]
+    return [TritonTuneRow(kernel, d, d_v, masked) for d, d_v in dims for masked in (False, True) for kernel in KERNELS]

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
 from saccade.backends import Outputs
-from saccade.backends.device import dropout, lists, masks, scores, sequences
+from saccade.backends.device import block_lists, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import nothing_seen, on_device, per_row
 from saccade.backends.device.records import Head
@@ -82,7 +82,7 @@ def mask_record(problem: Problem, made: ForwardConfig) -> masks.DeviceMask:
     if isinstance(problem.layout, Paged):  # whose tiles are tested one by one: lists of one call would cost more
         listed = problem.mask is not None and problem.mask.listed
         return masks.record(problem.mask)._replace(unlisted=masks.FLAGS[listed])
-    return lists.record(problem, 64 * made.consumers, made.block_k)
+    return block_lists.record(problem, 64 * made.consumers, made.block_k)
 
 
 def arguments(

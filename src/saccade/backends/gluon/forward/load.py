@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.device.lists_kernel import list_of
+from saccade.backends.device.block_lists_kernel import load_block_list
 from saccade.backends.device.sequences import extent, is_packed, numbered, placed
 from saccade.backends.device.tiles import tile_range
 from saccade.backends.gluon.forward.block_list import list_of_item, listed_tile, work_list
@@ -106,7 +106,9 @@ def open_item(item, drawn, pipe, work, used_q, used_k, mask, s_q, s_k):
     if mask.listed:
         if is_packed(used_q):
             pipe.slots.put(at, BLOCK, packed_list(work, item, used_q, row, there, ROWS * pipe.shape.CONSUMERS))
-        _, some, tiles = list_of(mask.lists, list_of_item(mask, pipe, at, b, h_k * work.packs + in_group, row, used_q))
+        _, some, tiles = load_block_list(
+            mask.lists, list_of_item(mask, pipe, at, b, h_k * work.packs + in_group, row, used_q)
+        )
         lo, hi, skipped = plan_list(pipe, at, some, tiles)
     else:
         lo, hi, skipped = plan_tiles(pipe, at, mask, numbered(used_q, b), row, rows, keys)

@@ -18,13 +18,13 @@ _PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
 
 
 @triton.jit
-def list_number(lists, b, h, block):
+def block_list_number(lists, b, h, block):
     """Which of all lists is that of one block."""
     return b.to(tl.int64) * plain_int(lists.stride_b) + h * plain_int(lists.stride_h) + block
 
 
 @triton.jit
-def list_of(lists, number):
+def load_block_list(lists, number):
     """Where a list begins, how many of its tiles are partial, and how many there are."""
     counts = lists.count + 2 * number
     return lists.index + number * plain_int(lists.tiles), tl.load(counts), tl.load(counts + 1)
@@ -41,10 +41,10 @@ def block_number(span, heads, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def listed_range(mask, b, h, block, BLOCK: tl.constexpr):
+def block_list_range(mask, b, h, block, BLOCK: tl.constexpr):
     """The list of one block as `tile_range` tells of tiles: first, core, core_end, end, in places of the list times
     BLOCK, and where the list begins."""
-    place, some, tiles = list_of(mask.lists, list_number(mask.lists, b, h, block))
+    place, some, tiles = load_block_list(mask.lists, block_list_number(mask.lists, b, h, block))
     return some * 0, some * 0 + some * BLOCK, tiles * BLOCK, tiles * BLOCK, place
 
 
@@ -58,7 +58,9 @@ def tile_start(mask, place, start, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["heads", "s_q", "s_k", "n_q", "n_k"])
-def states_kernel(states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr):
+def tile_states_kernel(
+    states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr
+):
     """The states of SPAN tiles of keys, for one tile of query rows of one head."""
     spans = tl.cdiv(n_k, SPAN)
     span = tl.program_id(0) % spans
@@ -73,7 +75,7 @@ def states_kernel(states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ON
 
 
 @triton.jit(do_not_specialize=["heads", "s_q", "s_k", "n_q", "n_k"])
-def packed_states_kernel(
+def packed_tile_states_kernel(
     states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr
 ):
     """The same of packed sequences, for one tile of the table of `used_q`."""
@@ -138,7 +140,7 @@ def _state_of(
 
 
 @triton.jit(do_not_specialize=["outers", "inners", "n_outer", "n_inner", "stride_outer", "stride_inner"])
-def list_kernel(
+def block_list_kernel(
     states, index, count, outers, inners, n_outer, n_inner, stride_outer, stride_inner,
     OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +156,7 @@ def list_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "s", "other_s", "n_q", "n_k", "outers", "inners"])
-def packed_list_kernel(
+def packed_block_list_kernel(
     states, index, count, own, other, heads, s, other_s, n_q, n_k, outers, inners,
     OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, BY_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
 ):  # fmt: skip

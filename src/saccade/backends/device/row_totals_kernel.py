@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
+from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import (
     head,
@@ -25,7 +25,7 @@ LARGE = tl.constexpr(512.0)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def totals_kernel(
+def row_totals_kernel(
     q, k, dout, weighted, lse, dlse, weighted_dlse, sink, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -48,7 +48,7 @@ def totals_kernel(
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
     if mask.listed:
         block = block_number(used_q, h_q, start_q, BLOCK_Q)
-        first, _, _, end, listing = listed_range(mask, b, h, block, BLOCK_K)
+        first, _, _, end, listing = block_list_range(mask, b, h, block, BLOCK_K)
     else:
         first, _, _, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
         listing = None

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import captures, lists, scores, sequences
+from saccade.backends.device import block_lists, captured_gradients, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import on_device, run
 from saccade.backends.device.records import Rows
-from saccade.backends.device.totals_kernel import totals_kernel
+from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import ALIGNMENT, Problem, aligned
 from saccade.scores import Traced
@@ -40,13 +40,13 @@ def settled(problem: Problem, saved: Saved, fast: bool = False) -> Saved:
         dout=empty_like_rows(saved.dout, saved.dout.shape[3]),
         dlse=None if dlse is None else torch.empty_like(dlse),
     )
-    block_q, options = captures.tile(problem)
+    block_q, options = captured_gradients.tile(problem)
     spans, blocks = sequences.spans(problem), q.shape[0] * -(-q.shape[2] // block_q)
     if packed:
         spans = sequences.spans(problem, sequences.table(problem, 0, block_q))
         blocks = sequences.slots(problem, 0, block_q)
     with on_device(q):
-        records = *spans, lists.record(problem, block_q, options["BLOCK_K"]), scores.record(problem.score, fast)
+        records = *spans, block_lists.record(problem, block_q, options["BLOCK_K"]), scores.record(problem.score, fast)
         given = _arguments(problem, replace(saved, dlse=dlse), made)
         _launch(problem, (q.shape[1] * blocks, 1, 1), (*given, *records, *_numbers(problem)), options, fast)
     return made
@@ -64,7 +64,7 @@ def _launch(
         compiled, fixed = found
         run(compiled, grid, problem.q.device.index, (*arguments, *fixed))
         return
-    compiled = totals_kernel[grid](*arguments, **options)
+    compiled = row_totals_kernel[grid](*arguments, **options)
     if compiled is not None:  # the interpreter compiles nothing
         fixed = tuple(value for name, value in options.items() if name not in ("num_warps", "num_stages"))
         problem.launches[key] = compiled, fixed
@@ -85,6 +85,8 @@ def compiled(problem: Problem) -> Any:
     """The kernel as the compile gate sees it."""
     lse = torch.empty(problem.q.shape[:3])
     saved = Saved(problem.v, lse, problem.v, lse)
-    records = *sequences.spans(problem), lists.stand_in(problem), scores.record(problem.score)
-    options = captures.tile(problem)[1]
-    return totals_kernel.warmup(*_arguments(problem, saved, saved), *records, *_numbers(problem), **options, grid=(1,))
+    records = *sequences.spans(problem), block_lists.stand_in(problem), scores.record(problem.score)
+    options = captured_gradients.tile(problem)[1]
+    return row_totals_kernel.warmup(
+        *_arguments(problem, saved, saved), *records, *_numbers(problem), **options, grid=(1,)
+    )

@@ -1,4 +1,4 @@
-"""Lists of the tiles that a kernel visits: for each block of query rows its tiles of keys, or the other way round.
+"""Block lists: the tiles that a kernel visits, for each block of query rows its tiles of keys, or the other way round.
 
 A list has the tiles that are partial, then those that are full. Where there are none, its first entry is tile 0, which
 a kernel that always has one tile may visit with the mask.
@@ -18,14 +18,19 @@ from torch import Tensor
 
 from saccade import blocks
 from saccade.backends.device import masks, sequences
-from saccade.backends.device.lists_kernel import list_kernel, packed_list_kernel, packed_states_kernel, states_kernel
+from saccade.backends.device.block_lists_kernel import (
+    block_list_kernel,
+    packed_block_list_kernel,
+    packed_tile_states_kernel,
+    tile_states_kernel,
+)
 from saccade.backends.device.records import runtime_int
 from saccade.layouts import Packed
 from saccade.masks import TILE, Mask, causal, mask_mod, window
 from saccade.problem import Problem
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """Lists by batch row, query head and block; strides are `runtime_int`s, in lists."""
 
     index: Any
@@ -45,9 +50,9 @@ def states(problem: Problem) -> Tensor:
     found = (torch.zeros if packed else torch.empty)(b, h, n_q, n_k, dtype=torch.uint8, device=q.device)
     if not found.numel():
         return found
-    kernel, grid, used = states_kernel, (b * h * n_q * -(-n_k // SPAN),), sequences.spans(problem)
+    kernel, grid, used = tile_states_kernel, (b * h * n_q * -(-n_k // SPAN),), sequences.spans(problem)
     if packed:
-        kernel, grid = packed_states_kernel, (h * sequences.slots(problem, 0, TILE), -(-n_k // SPAN))
+        kernel, grid = packed_tile_states_kernel, (h * sequences.slots(problem, 0, TILE), -(-n_k // SPAN))
         used = sequences.spans(problem, sequences.table(problem, 0, TILE))
     mask, lengths = masks.record(problem.mask), (q.shape[2], k.shape[2])
     kernel[grid](found, *used, mask, h, *lengths, n_q, n_k, AT_ONCE=AT_ONCE, SPAN=SPAN)
@@ -57,7 +62,7 @@ def states(problem: Problem) -> Tensor:
 SPAN, AT_ONCE, CHUNK = 32, 2, 256
 
 
-def lists(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> Lists:
+def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
     """For each block of rows its tiles of keys, or `by_keys` for each block of keys its tiles of rows."""
     held = blocks.states_of(problem, states)
     q, k = problem.q, problem.k
@@ -76,7 +81,7 @@ def lists(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -
         lambda: make(held, outers, inners, *blocks_of, by_keys),
     )
     strides = h * outers if b > 1 else 0, outers if h > 1 else 0, inners
-    return Lists(index, count, *map(runtime_int, strides))
+    return BlockLists(index, count, *map(runtime_int, strides))
 
 
 def _made(held: Tensor, outers: int, inners: int, outer: int, inner: int, by_keys: bool) -> tuple[Tensor, Tensor]:
@@ -86,14 +91,15 @@ def _made(held: Tensor, outers: int, inners: int, outer: int, inner: int, by_key
     n_outer, n_inner, stride_outer, stride_inner = (n_k, n_q, 1, n_k) if by_keys else (n_q, n_k, n_k, 1)
     numbers = outers, inners, n_outer, n_inner, stride_outer, stride_inner
     if index.numel():
-        list_kernel[(b * h * outers,)](held, index, count, *numbers, OUTER=outer, INNER=inner, CHUNK=CHUNK)
+        block_list_kernel[(b * h * outers,)](held, index, count, *numbers, OUTER=outer, INNER=inner, CHUNK=CHUNK)
     return index, count
 
 
 def _packed(
     problem: Problem, held: Tensor, outers: int, inners: int, outer: int, inner: int, by_keys: bool
 ) -> tuple[Tensor, Tensor]:
-    """Lists in the order of the table: see `lists_kernel.block_number`. Blocks without rows in use have empty ones."""
+    """Lists in the order of the table: see `block_lists_kernel.block_number`. Blocks without rows in use have empty
+    lists."""
     _, h, n_q, n_k = held.shape
     index = torch.empty(1, h, outers, inners, dtype=torch.int32, device=held.device)
     count = torch.zeros(1, h, outers, 2, dtype=torch.int32, device=held.device)
@@ -106,7 +112,7 @@ def _packed(
         numbers = *spans, h, *lengths, n_q, n_k, outers, inners
         constants = {"OUTER": outer, "INNER": inner, "CHUNK": CHUNK, "BY_KEYS": by_keys}
         constants["LAST_FIRST"] = not by_keys  # as the kernels go through them
-        packed_list_kernel[(h * outers,)](held, index, count, *numbers, **constants)
+        packed_block_list_kernel[(h * outers,)](held, index, count, *numbers, **constants)
     return index, count
 
 
@@ -115,13 +121,13 @@ def record(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) 
     made = masks.record(problem.mask)
     if problem.mask is None or not problem.mask.listed:
         return made
-    return made._replace(listed=LISTED, lists=lists(problem, block_q, block_k, by_keys), lower=masks.FLAGS[False])
+    return made._replace(listed=LISTED, lists=build(problem, block_q, block_k, by_keys), lower=masks.FLAGS[False])
 
 
 LISTED = tl.constexpr(True)
 
 
-def ranks(held: Lists, blocks: int, table: Tensor | None = None) -> Tensor:
+def ranks(held: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:
     """int32 (b or 1, h_q or 1, blocks of keys, `blocks` of rows): how many later blocks of keys visit a block of rows.
     Of lists by keys; who has no tile visits tile 0.
 
@@ -160,11 +166,11 @@ def stand_in(problem: Problem) -> masks.DeviceMask:
     if problem.mask is None or not problem.mask.listed:
         return masks.record(problem.mask)
     empty = torch.empty(16, dtype=torch.int32)
-    made = Lists(empty, empty, *map(runtime_int, (1, 1, 1)))
+    made = BlockLists(empty, empty, *map(runtime_int, (1, 1, 1)))
     return masks.record(problem.mask)._replace(listed=LISTED, lists=made, lower=masks.FLAGS[False])
 
 
-KERNELS = "states", "list", "packed_states", "packed_list"
+KERNELS = "tile_states", "block_list", "packed_tile_states", "packed_block_list"
 
 
 def compiled(name: str, problem: Problem) -> Any:
@@ -174,11 +180,13 @@ def compiled(name: str, problem: Problem) -> Any:
     if name.startswith("packed"):
         spans = sequences.spans(replace(problem, layout=sequences.stand_in()))
     if name.endswith("states"):
-        kernel = states_kernel if spans[0] is None else packed_states_kernel
+        kernel = tile_states_kernel if spans[0] is None else packed_tile_states_kernel
         tensors = states, *spans, masks.record(problem.mask)
         return kernel.warmup(*tensors, 1, 512, 512, 8, 8, AT_ONCE=AT_ONCE, SPAN=SPAN, grid=(1,))
     if name.startswith("packed"):
         numbers, constants = (1, 512, 512, 8, 8, 4, 4), {"BY_KEYS": True, "LAST_FIRST": False}
         sizes = {"OUTER": 128, "INNER": 128, "CHUNK": CHUNK}
-        return packed_list_kernel.warmup(states, index, index, *spans, *numbers, **sizes, **constants, grid=(1,))
-    return list_kernel.warmup(states, index, index, 4, 4, 8, 8, 8, 1, OUTER=128, INNER=128, CHUNK=CHUNK, grid=(1,))
+        return packed_block_list_kernel.warmup(states, index, index, *spans, *numbers, **sizes, **constants, grid=(1,))
+    return block_list_kernel.warmup(
+        states, index, index, 4, 4, 8, 8, 8, 1, OUTER=128, INNER=128, CHUNK=CHUNK, grid=(1,)
+    )

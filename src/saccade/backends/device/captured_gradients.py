@@ -13,8 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import dropout, lists, scores, sequences
-from saccade.backends.device.captures_kernel import as_integers, captures_kernel, in_any_order, largest
+from saccade.backends.device import block_lists, dropout, scores, sequences
+from saccade.backends.device.captured_gradients_kernel import (
+    as_integers,
+    captured_gradients_kernel,
+    in_any_order,
+    largest,
+)
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows
@@ -78,12 +83,12 @@ def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[b
         spans = sequences.spans(problem, sequences.table(problem, 0, block_q))
         blocks = sequences.slots(problem, 0, block_q)
     grid = (q.shape[1] * blocks,)
-    mask = lists.record(problem, block_q, options["BLOCK_K"])
+    mask = block_lists.record(problem, block_q, options["BLOCK_K"])
     given = _arguments(problem, saved, (*spans, mask, scores.record(score, fast)))
     scatter = scores.scatter(score, wanted, fast)
 
     def launch(add: Any, sums: Sequence[Any]) -> None:
-        captures_kernel[grid](
+        captured_gradients_kernel[grid](
             *given, tuple(sums), *_numbers(problem), ADD=tl.constexpr(add), SCATTER=scatter, **options
         )
 
@@ -105,12 +110,12 @@ def compiled(problem: Problem) -> Any:
     """The kernel as the compile gate sees it, adding to all that the problem's score captures."""
     score, lse = problem.score, torch.empty(problem.q.shape[:3])
     assert isinstance(score, Traced)
-    records = *sequences.spans(problem), lists.stand_in(problem), scores.record(score)
+    records = *sequences.spans(problem), block_lists.stand_in(problem), scores.record(score)
     given = _arguments(problem, Saved(problem.v, None, problem.v, lse), records)
     sums = tuple(torch.empty(x.shape) for x in score.tensors)
     scatter = scores.scatter(score, [True] * len(sums))
     options = tile(problem)[1]
-    return captures_kernel.warmup(
+    return captured_gradients_kernel.warmup(
         *given, sums, *_numbers(problem), ADD=tl.constexpr(in_any_order), SCATTER=scatter, **options, grid=(1,)
     )
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
 from saccade.backends.device.dropout import factor, keep, opened
-from saccade.backends.device.lists_kernel import block_number, listed_range, tile_start
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, in_units, load_tile, logits, power, tile_range, visible
 
@@ -60,7 +60,7 @@ def _step(
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def captures_kernel(
+def captured_gradients_kernel(
     q, k, v, dout, out, lse, dlse, used_q, used_k, mask, score, dropout, sums, h_q, s_q, s_k, scale,
     ADD: tl.constexpr, SCATTER: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -80,7 +80,7 @@ def captures_kernel(
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
     if mask.listed:
         block = block_number(used_q, h_q, start_q, BLOCK_Q)
-        first, core, core_end, end, listing = listed_range(mask, b, h, block, BLOCK_K)
+        first, core, core_end, end, listing = block_list_range(mask, b, h, block, BLOCK_K)
     else:
         first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
         listing = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, alibi, blocks, causal, mask_mod, window
-from saccade.backends.device import lists, sequences
+from saccade.backends.device import block_lists, sequences
 from saccade.masks import EMPTY, FULL, TILE, as_mask
 from saccade.problem import Problem
 from saccade.testing.accuracy import check
@@ -59,7 +59,7 @@ def test_lists(tile, by_keys):
     q, k = torch.empty(1, 2, s_q, 1), torch.empty(1, 2, s_k, 1)
     problem = Problem(q, k, k, None, mask, None, Dense(), 1.0)
     held = blocks.states(problem)
-    made = lists.lists(problem, *tile, by_keys)
+    made = block_lists.build(problem, *tile, by_keys)
     whole = torch.zeros(1, s_q + 192, s_k + 128, dtype=torch.bool)
     whole[:, :s_q, :s_k] = mask.visible(s_q, s_k)
     if by_keys:
@@ -85,8 +85,8 @@ def test_ranks():
     table = torch.tensor([[True, False, True], [False, False, True], [True, False, True]])
     mask = mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q = torch.empty(1, 1, 192, 1)
-    made = lists.lists(Problem(q, q, q, None, mask, None, Dense(), 1.0), 64, 64, by_keys=True)
-    assert lists.ranks(made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
+    made = block_lists.build(Problem(q, q, q, None, mask, None, Dense(), 1.0), 64, 64, by_keys=True)
+    assert block_lists.ranks(made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
 
 
 LAYOUT = Packed(
@@ -104,7 +104,7 @@ def test_packed_lists(by_keys):
     """The list of each block is that of its sequence alone."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
     problem = Problem(q, k, k, None, mask_mod(of_sequence) & causal(), None, LAYOUT, 1.0)
-    made = lists.lists(problem, 64, 32, by_keys)
+    made = block_lists.build(problem, 64, 32, by_keys)
     entries = iter(sequences.table(problem, by_keys, 32 if by_keys else 64).tolist())
     (total, _), seen = next(entries), set()
     ones = [
@@ -115,14 +115,14 @@ def test_packed_lists(by_keys):
         if b == len(ones):  # behind the last sequence
             assert made.count[0, :, number].tolist() == [[0, 0]] * 2
             continue
-        alone = lists.lists(ones[b], 64, 32, by_keys)
+        alone = block_lists.build(ones[b], 64, 32, by_keys)
         block = number - start if by_keys else alone.count.shape[2] - 1 - (number - start)  # the last rows first
         seen.add((b, block))
         for h in range(2):
             counts = made.count[0, h, number].tolist()
             assert counts == alone.count[0, h, block].tolist()
             assert torch.equal(made.index[0, h, number, : counts[1]], alone.index[0, h, block, : counts[1]])
-    assert len(seen) == sum(lists.lists(one, 64, 32, by_keys).count.shape[2] for one in ones)
+    assert len(seen) == sum(block_lists.build(one, 64, 32, by_keys).count.shape[2] for one in ones)
     assert not made.count[:, :, total:].any()
 
 
@@ -130,9 +130,9 @@ def test_packed_ranks():
     """Those of each sequence alone; programs without a block come one after the other."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
     problem = Problem(q, k, k, None, mask_mod(of_sequence), None, LAYOUT, 1.0)
-    table, made = sequences.table(problem, 1, 32), lists.lists(problem, 64, 32, by_keys=True)
+    table, made = sequences.table(problem, 1, 32), block_lists.build(problem, 64, 32, by_keys=True)
     (total, _), *entries = table.tolist()
-    found = lists.ranks(made, 9, table)
+    found = block_lists.ranks(made, 9, table)
     assert found.shape == (1, 2, sequences.slots(problem, 1, 32) + 1, 9)
     visits = [
         [set(made.index[0, h, n, : max(made.count[0, h, n, 1], 1)].tolist()) for n in range(found.shape[2])]
@@ -165,4 +165,4 @@ def test_packed_sequences():
 def test_states(name):
     q = torch.empty(1, 2, S, 1)
     problem = Problem(q, q, q, None, as_mask(MASKS[name]), None, Dense(), 1.0)
-    assert torch.equal(lists.states(problem), blocks.states(problem))
+    assert torch.equal(block_lists.states(problem), blocks.states(problem))
