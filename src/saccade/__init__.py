@@ -7,7 +7,7 @@ torch.Size([1, 8, 256, 64])
 """
 
 from saccade.api import Explanation, attention, explain, plan
-from saccade.block_masks import block_mask
+from saccade.block_mask import block_mask
 from saccade.dispatch import Plan, Unsupported
 from saccade.kv_cache import append_kv
 from saccade.layouts import Dense, Packed, Paged

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from saccade import arguments, blocks, hardware
+from saccade import arguments, hardware
+from saccade.block_sparsity import compute_states, with_states
 from saccade.layouts import Dense
-from saccade.masks import Blocked, Mask, as_mask
+from saccade.masks import Mask, as_mask
 from saccade.problem import Problem
 
 
@@ -58,5 +59,5 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     if place.type == "cuda" and hardware.triton_obstacle() is None:
         from saccade.backends.device import block_lists
 
-        return blocks.made_now(Blocked(made, block_lists.states(problem), (s_q, s_k)))
-    return blocks.made_now(Blocked(made, blocks.states(problem), (s_q, s_k)))
+        return with_states(made, block_lists.states(problem), (s_q, s_k))
+    return with_states(made, compute_states(problem), (s_q, s_k))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from saccade import Dense, Packed, alibi, blocks, causal, mask_mod, window
+from saccade import Dense, Packed, alibi, block_sparsity, causal, mask_mod, window
 from saccade.backends.device import block_lists, sequences
 from saccade.masks import EMPTY, FULL, TILE, as_mask
 from saccade.problem import Problem
@@ -58,8 +58,8 @@ def test_lists(tile, by_keys):
     mask = causal() & mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q, k = torch.empty(1, 2, s_q, 1), torch.empty(1, 2, s_k, 1)
     problem = Problem(q, k, k, None, mask, None, Dense(), 1.0)
-    held = blocks.states(problem)
-    made = block_lists.build(problem, *tile, by_keys)
+    held = block_sparsity.compute_states(problem)
+    made = block_lists.lists(problem, *tile, by_keys)
     whole = torch.zeros(1, s_q + 192, s_k + 128, dtype=torch.bool)
     whole[:, :s_q, :s_k] = mask.visible(s_q, s_k)
     if by_keys:
@@ -165,4 +165,4 @@ def test_packed_sequences():
 def test_states(name):
     q = torch.empty(1, 2, S, 1)
     problem = Problem(q, q, q, None, as_mask(MASKS[name]), None, Dense(), 1.0)
-    assert torch.equal(block_lists.states(problem), blocks.states(problem))
+    assert torch.equal(block_lists.states(problem), block_sparsity.compute_states(problem))

@@ -10,7 +10,20 @@ import re
 import pytest
 import torch
 
-from saccade import Dense, attention, block_mask, blocks, causal, documents, explain, mask_mod, masks, softcap, window
+from saccade import (
+    Dense,
+    attention,
+    block_mask,
+    block_sparsity,
+    bounded_cache,
+    causal,
+    documents,
+    explain,
+    mask_mod,
+    masks,
+    softcap,
+    window,
+)
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask
 from saccade.problem import Problem
 from saccade.testing import gallery
@@ -100,7 +113,7 @@ def test_states(name):
     """Of tiles, as they are counted pair by pair."""
     mask = as_mask(MASKS[name])
     q, k, v = operands()
-    states = blocks.states(Problem(q, k, v, None, mask, None, Dense(), 1.0))
+    states = block_sparsity.compute_states(Problem(q, k, v, None, mask, None, Dense(), 1.0))
     assert (states.shape[0] > 1) == ("b" in mask.indices)
     assert (states.shape[1] > 1) == ("h" in mask.indices)
     for head in range(4):
@@ -124,14 +137,14 @@ def test_states_are_kept_and_remade():
 
     def make(x):
         count.append(1)
-        return blocks.states(x)
+        return block_sparsity.compute_states(x)
 
-    first = blocks.states_of(problem, make)
-    assert blocks.states_of(problem, make) is first
+    first = block_sparsity.states_of(problem, make)
+    assert block_sparsity.states_of(problem, make) is first
     before = attention(q, k, v, mask=mask)
     ids.copy_(ids.flip(0))
     assert len(count) == 1
-    blocks.states_of(problem, make)
+    block_sparsity.states_of(problem, make)
     assert len(count) == 2
     after = attention(q, k, v, mask=mask)
     torch.testing.assert_close(after, attention(q, k, v, mask=mask, backend="reference"))
@@ -152,8 +165,8 @@ def test_states_go_with_their_tensors():
     del seen
     gc.collect()
     attention(*operands(), mask=torch.rand(S, S) > 0.5)
-    alive = [refs for _, refs in blocks._kept.values() if refs]
-    assert len({x.cdata for refs in alive for x in refs if x.expired()}) <= 1
+    owners = [owner for entry in bounded_cache._derived._entries.values() for owner in entry.owners]
+    assert len({owner.cdata for owner in owners if owner.expired()}) <= 1
 
 
 @pytest.mark.parametrize("n", [3, 1 << 22, (1 << 22) + 1, 1 << 30, -(1 << 31), 1 << 40, (1 << 63) - 1, -(1 << 63)])

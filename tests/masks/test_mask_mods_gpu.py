@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from saccade import Dense, alibi, attention, block_mask, blocks, causal, mask_mod, softcap, window
+from saccade import Dense, alibi, attention, block_mask, block_sparsity, causal, mask_mod, softcap, window
 from saccade.masks import as_mask
 from saccade.problem import Problem
 from saccade.testing import gallery
@@ -88,7 +88,7 @@ def test_states() -> None:
 
     for mask in map(as_mask, masks().values()):
         problem = Problem(q, k, v, None, mask, None, Dense(), 1.0)
-        assert torch.equal(block_lists.states(problem), blocks.states(problem))
+        assert torch.equal(block_lists.states(problem), block_sparsity.compute_states(problem))
 
 
 @pytest.mark.parametrize("beforehand", [False, True])

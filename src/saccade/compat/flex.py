@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
-from saccade.block_masks import block_mask as with_states
+from saccade.block_mask import block_mask as with_states
 from saccade.masks import FULL, PARTIAL, TILE, Blocked, as_mask, is_block_mask, mask_mod, remember
 
 __all__ = [

@@ -1,23 +1,13 @@
 """Who may attend to whom."""
 
-from saccade.masks.expressions import (
-    UNBOUNDED,
-    And,
-    Combined,
-    Documents,
-    Mask,
-    Or,
-    Prefix,
-    Window,
-    causal,
-    documents,
-    prefix,
-    window,
-)
-from saccade.masks.given import TensorMask, as_mask, is_block_mask, remember
+from saccade.masks.base import UNBOUNDED, Mask
+from saccade.masks.blocked import EMPTY, FULL, PARTIAL, TILE, Blocked
+from saccade.masks.builtin import Documents, Prefix, Window, causal, documents, prefix, window
+from saccade.masks.combine import And, Combined, Not, Or
+from saccade.masks.convert import TensorMask, as_mask, is_block_mask, remember
 from saccade.masks.interval import Extent, Interval
-from saccade.masks.predicates import EMPTY, FULL, PARTIAL, TILE, Blocked, MaskMod, Not, Written, mask_mod
-from saccade.masks.text import KINDS, from_records, is_kind, of_batch_row, pin, programs
+from saccade.masks.mask_mod import MaskMod, Written, mask_mod
+from saccade.masks.serialize import KINDS, from_records, is_kind, of_batch_row, pin, programs
 
 __all__ = [
     "EMPTY", "FULL", "KINDS", "PARTIAL", "TILE", "UNBOUNDED", "And", "Blocked", "Combined", "Documents", "Extent",

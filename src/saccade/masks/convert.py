@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
@@ -11,9 +10,11 @@ import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.expressions import Mask
-from saccade.masks.interval import Extent, Interval
-from saccade.masks.predicates import EMPTY, FULL, PARTIAL, MaskMod, Written, everything, nothing
+from saccade.bounded_cache import BoundedCache
+from saccade.masks.base import Mask
+from saccade.masks.blocked import EMPTY, FULL, PARTIAL
+from saccade.masks.interval import Extent, Interval, everything, nothing
+from saccade.masks.mask_mod import MaskMod, Written
 from saccade.scores.recording.compile_constant import compile_constant
 
 
@@ -199,7 +200,8 @@ class _Known(NamedTuple):
         return self.mod is block_mask.mask_mod and self.lists == _versions(block_mask)
 
 
-_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_known: BoundedCache[int, _Known] = BoundedCache(256)
+"""By the number of the BlockMask, and as long as it lives."""
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -210,7 +212,7 @@ def _versions(block_mask: Any) -> tuple[Any, ...]:
 
 def remember(block_mask: Any, mask: Mask) -> None:
     """That a BlockMask is this Mask."""
-    _known[block_mask] = _Known(mask, block_mask.mask_mod, _versions(block_mask))
+    _known.put(id(block_mask), _Known(mask, block_mask.mask_mod, _versions(block_mask)), [block_mask])
 
 
 def of_block_mask(block_mask: Any) -> Mask:
@@ -218,11 +220,12 @@ def of_block_mask(block_mask: Any) -> Mask:
     decides, and all others are hidden."""
     if torch.compiler.is_compiling():
         return _of_lists(block_mask)
-    known = _known.get(block_mask)
-    if known is None or not known.holds(block_mask):
-        remember(block_mask, _of_lists(block_mask))
-        known = _known[block_mask]
-    return known.mask
+    known = _known.get(id(block_mask))
+    if known is not None and known.holds(block_mask):
+        return known.mask
+    mask = _of_lists(block_mask)
+    remember(block_mask, mask)
+    return mask
 
 
 def _of_lists(block_mask: Any) -> Mask:

@@ -66,3 +66,15 @@ class Interval(NamedTuple):
         lo = torch.where(used, self.lo.clamp(min=0), 0)
         hi = torch.where(used, torch.minimum(self.hi, extent.keys), 0)
         return Interval(*torch.broadcast_tensors(lo, torch.maximum(lo, hi)))
+
+
+def everything(extent: Extent) -> Interval:
+    """All keys, for every row."""
+    lo = torch.zeros_like(extent.q_idx() + extent.keys)
+    return Interval(lo, lo + extent.keys)
+
+
+def nothing(extent: Extent) -> Interval:
+    """No key, for any row."""
+    lo = torch.zeros_like(extent.q_idx() + extent.keys)
+    return Interval(lo, lo)

@@ -1,4 +1,4 @@
-"""Masks that are no intervals: any predicate of the indices, what another mask hides, and lists of tiles for them."""
+"""Masks that a function of the indices says."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.expressions import And, Combined, Mask, Or
-from saccade.masks.interval import Extent, Interval
+from saccade.masks.base import Mask
+from saccade.masks.interval import Extent, Interval, everything, nothing
 from saccade.scores.recording.compile_constant import knows_inversion
-
-TILE = 64
-"""Rows and keys of a tile whose state is kept: empty, partial or full."""
-EMPTY, PARTIAL, FULL = 0, 1, 2
 
 Function = Callable[..., Tensor]
 """(b, h, q_idx, kv_idx) -> bool"""
@@ -148,118 +144,6 @@ def mask_mod(fn: Function) -> Mask:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocked(Mask):
-    """A mask with the states of its tiles, made beforehand for calls of one shape. Combined, it is a mask again."""
-
-    MARK: ClassVar[str] = "@"
-    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
-    mask: Mask
-    states: Tensor
-    """uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys): EMPTY, PARTIAL or FULL"""
-    lengths: tuple[int, int] | None = None
-    """s_q and s_k, where they are known: tiles alone do not say where the last ones end"""
-
-    @property
-    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.mask.kind
-
-    @property
-    def identity(self) -> str:
-        return self.MARK + self.mask.identity
-
-    @property
-    def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return False
-
-    @property
-    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.mask.indices
-
-    @property
-    def records(self) -> list[Tensor]:
-        return [*self.mask.records, self.states]
-
-    def leaves(self) -> Any:
-        return self.mask.leaves()
-
-    def unblocked(self) -> Mask:
-        return self.mask
-
-    def bound(self) -> Mask:
-        held = self.mask.bound()
-        return self if held is self.mask else Blocked(held, self.states, self.lengths)
-
-    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        given, tiles = tuple(self.states.shape), (-(-s_q // TILE), -(-s_k // TILE))
-        if given[0] not in (1, b) or given[1] not in (1, h) or given[2:] != tiles:
-            return f"a block mask of {given} tiles is for another shape than (b, h_q, s_q, s_k) = {(b, h, s_q, s_k)}"
-        if self.lengths not in (None, (s_q, s_k)):
-            return f"a block mask for (s_q, s_k) = {self.lengths} is for another shape than {(s_q, s_k)}"
-        return self.mask.complaint(b, h, s_q, s_k)
-
-    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.mask.sees(extent, b, h, q_idx, kv_idx)
-
-    def hull(self, extent: Extent) -> Interval:
-        return self.mask.hull(extent)
-
-    def core(self, extent: Extent) -> Interval:
-        return self.mask.core(extent)
-
-    def sparsity(self) -> float:
-        """The share of tiles that are empty."""
-        return float((self.states == EMPTY).float().mean())
-
-    def __repr__(self) -> str:
-        return repr(self.mask)
-
-
-@dataclass(frozen=True, eq=False)
-class Not(Combined):
-    """What the one part hides. A list of tiles says where that is nothing."""
-
-    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @property
-    def listed(self) -> bool:
-        return True
-
-    def __init__(self, part: Mask) -> None:
-        object.__setattr__(self, "parts", (part,))
-
-    @property
-    def part(self) -> Mask:
-        return self.parts[0]
-
-    @property
-    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._around(self.part.kind)
-
-    @property
-    def identity(self) -> str:
-        return self._around(self.part.identity)
-
-    def bound(self) -> Mask:
-        held = self.part.bound()
-        return self if held is self.part else Not(held)
-
-    def _around(self, text: str) -> str:
-        return f"~({text})" if isinstance(self.part, (And, Or)) else f"~{text}"
-
-    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return ~self.part.sees(extent, b, h, q_idx, kv_idx)
-
-    def hull(self, extent: Extent) -> Interval:
-        return everything(extent)
-
-    def core(self, extent: Extent) -> Interval:
-        return nothing(extent)
-
-    def __repr__(self) -> str:
-        return self._around(repr(self.part))
-
-
-@dataclass(frozen=True, eq=False)
 class OfRow(Mask):
     """A predicate as one batch row sees it, which calls itself number 0."""
 
@@ -297,20 +181,3 @@ class OfRow(Mask):
 
     def core(self, extent: Extent) -> Interval:
         return nothing(extent)
-
-
-def everything(extent: Extent) -> Interval:
-    """All keys, for every row."""
-    lo = torch.zeros_like(extent.q_idx() + extent.keys)
-    return Interval(lo, lo + extent.keys)
-
-
-def nothing(extent: Extent) -> Interval:
-    """No key, for any row."""
-    lo = torch.zeros_like(extent.q_idx() + extent.keys)
-    return Interval(lo, lo)
-
-
-def inverse(mask: Mask) -> Mask:
-    """What the mask hides."""
-    return mask.part if isinstance(mask, Not) else Not(mask)

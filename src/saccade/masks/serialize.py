@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.expressions import And, Documents, Mask, Or, Prefix, Window, _bound
-from saccade.masks.predicates import Blocked, MaskMod, Not, OfRow
+from saccade.masks.base import Mask
+from saccade.masks.blocked import Blocked
+from saccade.masks.builtin import Documents, Prefix, Window, bound
+from saccade.masks.combine import And, Not, Or
+from saccade.masks.mask_mod import MaskMod, OfRow
 from saccade.scores.recording.compile_constant import compile_constant
 
 
@@ -75,7 +78,7 @@ def from_records(
             case "causal":
                 return Window(None, 0)
             case "window":
-                return Window(_bound("left", ints.pop(0)), _bound("right", ints.pop(0)))
+                return Window(bound("left", ints.pop(0)), bound("right", ints.pop(0)))
             case "prefix":
                 return Prefix(ints.pop(0))
             case "prefixes":

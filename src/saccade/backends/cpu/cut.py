@@ -10,7 +10,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from saccade import blocks, hardware
+from saccade import hardware
+from saccade.block_sparsity import states_shape
+from saccade.bounded_cache import derived
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Interval, Mask
 from saccade.problem import Problem
 
@@ -208,11 +210,11 @@ def cut_of(problem: Problem) -> Cut:
     def make() -> Cut:
         tiles: tuple[int, ...] = (1, 1)
         if mask is not None and mask.listed and not shape.small:
-            tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else blocks.shape(problem)
+            tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else states_shape(problem)
         return Cut(shape, mask, problem.extent, (tiles[0] > 1, tiles[1] > 1))
 
     numbers = () if mask is None else (mask.identity, *mask.ints, *mask.floats)
-    return blocks.kept(("cut", shape, layout.text, numbers), records, make)
+    return derived(("cut", shape, layout.text, numbers), records, make)
 
 
 @lru_cache(maxsize=256)

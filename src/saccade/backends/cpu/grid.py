@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import blocks
 from saccade.backends.cpu import reads
 from saccade.backends.cpu.cut import LIMITS_BYTES, Cut, Heads, Tile, cut_of
 from saccade.backends.cpu.softmax import Scratch, product
+from saccade.block_sparsity import compute_states, states_of
 from saccade.problem import Problem
 from saccade.scores import Score
 
@@ -65,7 +65,7 @@ class Grid:
         of_batch, of_head = cut.of_batch, cut.of_head
         place = heads.batch.start if of_batch else 0, heads.heads.start if of_head else 0, tile.rows.start
         if place not in cut.parts:
-            cut.parts[place] = cut.split(tile, cut.runs(blocks.states_of(self.problem, blocks.states), heads, tile))
+            cut.parts[place] = cut.split(tile, cut.runs(states_of(self.problem, compute_states), heads, tile))
         return cut.parts[place]
 
     def keys(self, x: Tensor, heads: Heads) -> Tensor:

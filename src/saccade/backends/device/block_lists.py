@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade import blocks
+from saccade import block_sparsity
 from saccade.backends.device import masks, sequences
 from saccade.backends.device.block_lists_kernel import (
     block_list_kernel,
@@ -25,6 +25,7 @@ from saccade.backends.device.block_lists_kernel import (
     tile_states_kernel,
 )
 from saccade.backends.device.records import runtime_int
+from saccade.bounded_cache import derived
 from saccade.layouts import Packed
 from saccade.masks import TILE, Mask, causal, mask_mod, window
 from saccade.problem import Problem
@@ -43,8 +44,8 @@ class BlockLists(NamedTuple):
 
 
 def states(problem: Problem) -> Tensor:
-    """The states of the mask's tiles: see `saccade.blocks`."""
-    b, h, n_q, n_k = blocks.shape(problem)
+    """The states of the mask's tiles: see `saccade.block_sparsity`."""
+    b, h, n_q, n_k = block_sparsity.states_shape(problem)
     q, k = problem.q, problem.k
     packed = isinstance(problem.layout, Packed)  # of which tiles that nobody visits are not written
     found = (torch.zeros if packed else torch.empty)(b, h, n_q, n_k, dtype=torch.uint8, device=q.device)
@@ -64,7 +65,7 @@ SPAN, AT_ONCE, CHUNK = 32, 2, 256
 
 def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
     """For each block of rows its tiles of keys, or `by_keys` for each block of keys its tiles of rows."""
-    held = blocks.states_of(problem, states)
+    held = block_sparsity.states_of(problem, states)
     q, k = problem.q, problem.k
     outers, inners = -(-q.shape[2] // block_q), -(-k.shape[2] // block_k)
     if by_keys:
@@ -75,7 +76,7 @@ def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -
     if isinstance(problem.layout, Packed):
         # And an empty one, for programs that surely have no tile.
         outers, make = sequences.slots(problem, by_keys, blocks_of[0]) + 1, partial(_packed, problem)
-    index, count = blocks.kept(
+    index, count = derived(
         ("lists", block_q, block_k, by_keys, q.shape[2], k.shape[2]),
         [held],
         lambda: make(held, outers, inners, *blocks_of, by_keys),

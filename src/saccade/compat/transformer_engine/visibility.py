@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import blocks
+from saccade.bounded_cache import derived
 from saccade.compat.transformer_engine.call import Call, WrongCall
 from saccade.dispatch import Unsupported
 from saccade.layouts import ORDERS, Dense, Layout, Packed
@@ -188,7 +188,7 @@ def _at_the_end(hidden: Tensor) -> bool:
     if torch.compiler.is_compiling() or (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     key = "padding at the end", tuple(hidden.shape)
-    return blocks.kept(key, [hidden], lambda: not bool((hidden[:, :-1] & ~hidden[:, 1:]).any()))
+    return derived(key, [hidden], lambda: not bool((hidden[:, :-1] & ~hidden[:, 1:]).any()))
 
 
 def _band(left: int | None, right: int | None) -> ScoreMod:

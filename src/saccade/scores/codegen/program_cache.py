@@ -9,10 +9,11 @@ import os
 import threading
 import weakref
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from saccade.bounded_cache import CacheInfo
 from saccade.scores.codegen.program import Program
 from saccade.scores.hiding import hiding
 from saccade.scores.recording.recorder import Recording, told
@@ -20,15 +21,6 @@ from saccade.scores.recording.tape import Refused
 from saccade.scores.recording.trace import traced
 
 MAXSIZE = 256
-
-
-class CacheInfo(NamedTuple):
-    """Like `functools.lru_cache`'s: `misses` counts what had to be traced."""
-
-    hits: int
-    misses: int
-    maxsize: int
-    currsize: int
 
 
 class _Cache:

@@ -1,0 +1,153 @@
+"""The one cache of this package: bounded, safe for threads and forks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class CacheInfo(NamedTuple):
+    """Like `functools.lru_cache`'s: `misses` counts what had to be made."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
+class _Entry:
+    __slots__ = ("owners", "size", "used", "value")
+
+    def __init__(self, value: Any, owners: list[Any], size: int, used: int) -> None:
+        self.value, self.owners, self.size, self.used = value, owners, size, used
+
+
+class BoundedCache(Generic[Key, Value]):
+    """A mapping whose sizes add up to at most `maxsize`; the least recently used entry goes first.
+
+    An entry has size 1 unless `put` says otherwise. It goes with its `owners`: when the memory of a tensor is freed, or
+    any other object dies. A look-up hashes the key once and takes no lock. Values are made outside of the lock, so that
+    two threads may make the same one.
+    """
+
+    _caches: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self, maxsize: int) -> None:
+        self.maxsize = maxsize
+        self._entries: dict[Key, _Entry] = {}
+        self._orphans: deque[Key] = deque()
+        self._lock = threading.RLock()
+        self._size = self._hits = self._misses = 0
+        self._caches.add(self)
+
+    def get(self, key: Key, default: Any = None) -> Value | Any:
+        if self._orphans:
+            with self._lock:
+                self._drop_orphans()
+        entry = self._entries.get(key)
+        if entry is None:
+            self._misses += 1
+            return default
+        self._hits += 1
+        entry.used = self._hits + self._misses
+        return entry.value
+
+    def put(self, key: Key, value: Value, owners: Sequence[Any] = (), size: int = 1) -> Value:
+        """Returns the value. A TypeError says that an owner has no weak references."""
+        references = [self._reference(key, owner) for owner in owners]
+        with self._lock:
+            self._drop_orphans()
+            if any(isinstance(x, StorageWeakRef) for x in references):
+                self._drop_freed()
+            self._drop(key)
+            self._entries[key] = _Entry(value, references, size, self._hits + self._misses)
+            self._size += size
+            while self._size > self.maxsize and len(self._entries) > 1:
+                self._drop(min(self._entries, key=lambda old: self._entries[old].used))
+        return value
+
+    def get_or_make(self, key: Key, make: Callable[[], Value], owners: Sequence[Any] = ()) -> Value:
+        found = self.get(key, _MISSING)
+        return self.put(key, make(), owners) if found is _MISSING else found
+
+    def discard(self, key: Key) -> None:
+        with self._lock:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Forgets all entries, and starts to count anew."""
+        with self._lock:
+            self._entries.clear()
+            self._orphans.clear()
+            self._size = self._hits = self._misses = 0
+
+    def info(self) -> CacheInfo:
+        return CacheInfo(self._hits, self._misses, self.maxsize, self._size)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _reference(self, key: Key, owner: Any) -> Any:
+        if isinstance(owner, Tensor):
+            return StorageWeakRef(owner.untyped_storage())
+        # The garbage collector may call this in the middle of anything: only the next look-up drops the entry.
+        orphans = self._orphans
+        return weakref.ref(owner, lambda _: orphans.append(key))
+
+    def _drop(self, key: Key) -> None:
+        if (entry := self._entries.pop(key, None)) is not None:
+            self._size -= entry.size
+
+    def _drop_orphans(self) -> None:
+        while self._orphans:
+            self._drop(self._orphans.popleft())
+
+    def _drop_freed(self) -> None:
+        for key, entry in list(self._entries.items()):
+            if any(isinstance(x, StorageWeakRef) and x.expired() for x in entry.owners):
+                self._drop(key)
+
+    @classmethod
+    def _renew_locks(cls) -> None:
+        """In a forked process: a thread that held a lock is not there."""
+        for cache in cls._caches:
+            cache._lock = threading.RLock()
+
+
+_MISSING: Any = object()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=BoundedCache._renew_locks)
+
+_derived: BoundedCache[Any, Any] = BoundedCache(64)
+
+
+def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+    """What `make` makes of tensors, cached while they live and nobody writes to them.
+
+    A CUDA graph makes it in every replay, of what the tensors hold then: it outlives the cache. Results of one stream
+    are for that stream alone.
+    """
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    versions = [version(x) for x in tensors]
+    if capturing or None in versions:
+        return make()
+    stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
+    return _derived.get_or_make((key, stream, tuple(versions)), make, tensors)
+
+
+def version(x: Tensor) -> Hashable | None:
+    """Where a tensor's numbers are, and how often they were written; None if that is not counted."""
+    if x.is_inference():
+        return None
+    return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version

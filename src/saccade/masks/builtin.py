@@ -1,0 +1,254 @@
+"""The masks that intervals express: causal, window, prefix and documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.masks.base import UNBOUNDED, Mask
+from saccade.masks.interval import Extent, Interval
+from saccade.scores.recording.compile_constant import knows_inversion
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """`i + off - left <= j <= i + off + right`; None is unbounded."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def records(self) -> list[Tensor]:
+        return []
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "causal" if self.left is None and self.right == 0 else "window"
+
+    @property
+    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.left is not None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """With UNBOUNDED for None."""
+        return (
+            UNBOUNDED if self.left is None else self.left,
+            UNBOUNDED if self.right is None else self.right,
+        )
+
+    def _ints(self) -> list[int]:
+        return [] if self.kind == "causal" else list(self.bounds)
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        left, right = self.bounds
+        diagonal = q_idx + _offset(extent, b)
+        return (kv_idx >= diagonal - left) & (kv_idx <= diagonal + right)
+
+    def hull(self, extent: Extent) -> Interval:
+        left, right = self.bounds
+        diagonal = extent.q_idx() + extent.keys - extent.rows
+        return Interval(diagonal - left, diagonal + right + 1)
+
+    def __repr__(self) -> str:
+        return "causal" if self.kind == "causal" else f"window({self.left},{self.right})"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """`j < n` or `j <= i + off`."""
+
+    n: int | Tensor
+    lower: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "prefixes" if isinstance(self.n, Tensor) else "prefix"
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset("b" if isinstance(self.n, Tensor) else "")
+
+    def _ints(self) -> list[int]:
+        return [] if isinstance(self.n, Tensor) else [self.n]
+
+    def _records(self) -> list[Tensor]:
+        return [self.n] if isinstance(self.n, Tensor) else []
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        n = self.n[b] if isinstance(self.n, Tensor) else self.n
+        return (kv_idx < n) | (kv_idx <= q_idx + _offset(extent, b))
+
+    def hull(self, extent: Extent) -> Interval:
+        n = self.n[:, None] if isinstance(self.n, Tensor) else self.n
+        hi = (extent.q_idx() + extent.keys - extent.rows + 1).clamp(min=n)
+        return Interval(torch.zeros_like(hi), hi)
+
+    def __repr__(self) -> str:
+        return f"prefix({list(self.n.shape) if isinstance(self.n, Tensor) else self.n})"
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """`ids[b, i] == ids[b, j]`, with the hull of every document found once, when the mask is made.
+
+    Every field is (b, s): `ids` int32, renumbered; `first` and `stop` int32, the interval from the first to behind the
+    last token of the row's document; `solid` bool, whether that interval holds no other document's token.
+    """
+
+    kind: ClassVar[str] = "documents"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    ids: Tensor
+    first: Tensor
+    stop: Tensor
+    solid: Tensor
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset("b" if self.ids.shape[0] > 1 else "")
+
+    @property
+    def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.ids.shape[1]
+
+    def _records(self) -> list[Tensor]:
+        return [self.ids, self.first, self.stop, self.solid]
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        b = b if self.ids.shape[0] > 1 else torch.zeros_like(b)  # one row of ids for the whole batch
+        return self.ids[b, q_idx] == self.ids[b, kv_idx]
+
+    def hull(self, extent: Extent) -> Interval:
+        return Interval(self.first, self.stop)
+
+    def core(self, extent: Extent) -> Interval:
+        return Interval(self.first, torch.where(self.solid, self.stop, self.first))
+
+    def __repr__(self) -> str:
+        return "documents"
+
+
+def causal() -> Mask:
+    """Row i sees keys `j <= i + off` with `off = s_k - s_q`: the diagonal ends in the bottom right corner.
+
+    ```
+    s_q = s_k = 4      s_q = 2, s_k = 4      s_q = 4, s_k = 2
+    ■ · · ·            ■ ■ ■ ·               · ·
+    ■ ■ · ·            ■ ■ ■ ■               · ·
+    ■ ■ ■ ·                                  ■ ·
+    ■ ■ ■ ■                                  ■ ■
+    ```
+    Rows that see no key give `out = 0`, `lse = -inf` and zero gradients.
+
+    >>> print(causal().draw(4))
+    causal
+    ■ · · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    ■ ■ ■ ■
+    """
+    knows_inversion()
+    return Window(None, 0)
+
+
+def window(left: int | None, right: int | None) -> Mask:
+    """Row i sees keys `i + off - left <= j <= i + off + right`, with `off = s_k - s_q`; None is unbounded.
+
+    A causal sliding window over the last n tokens, the current one included, is `window(n - 1, 0)`.
+
+    Raises:
+        ValueError: a bound that is negative.
+        TypeError: a bound that is neither an integer nor None.
+
+    >>> print(window(1, 0).draw(4))
+    window(1,0)
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
+    """
+    knows_inversion()
+    return Window(bound("left", left), bound("right", right))
+
+
+def prefix(n: int | Tensor) -> Mask:
+    """Every row sees the first n keys, and the causal ones besides: `j < n or j <= i + off` (prefix-LM).
+
+    Args:
+        n: one length for all, or a (b,) integer tensor on q's device, one for each batch row.
+
+    Raises:
+        ValueError: a negative length, or a tensor that is not an integer vector.
+
+    >>> print(prefix(2).draw(4))
+    prefix(2)
+    ■ ■ · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    ■ ■ ■ ■
+    """
+    if isinstance(n, Tensor):
+        if n.dim() != 1 or n.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"prefix lengths must be an int32 or int64 tensor (b,), got {n.dtype} {tuple(n.shape)}")
+        return Prefix(n)
+    if n is None:
+        raise TypeError("prefix(n) needs an integer or a (b,) integer tensor, got None")
+    length = bound("n", n)
+    return Prefix(UNBOUNDED if length is None else length)
+
+
+def documents(ids: Tensor) -> Mask:
+    """Row i sees key j of the same document: `ids[b, i] == ids[b, j]`, for packed training batches with s_q = s_k.
+
+    The ids need not be sorted, nor be in one piece. Each document's extent is found here, once, on the ids' device:
+    make one mask per batch and use it in every layer.
+
+    Args:
+        ids: (b, s) integer tensor on q's device, or (1, s) for all batch rows.
+
+    Raises:
+        ValueError: ids that are not a two-dimensional integer tensor.
+
+    >>> print((documents(torch.tensor([[7, 7, 3, 3]])) & causal()).draw())
+    documents&causal
+    ■ · · ·
+    ■ ■ · ·
+    · · ■ ·
+    · · ■ ■
+    """
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+        raise ValueError(f"document ids must be an integer tensor (b, s), got {got}")
+    if ids.shape[1] == 0:
+        nothing = ids.to(torch.int32)
+        return Documents(nothing, nothing, nothing, nothing.bool())
+    # Sorting brings a document's tokens together in order of position; a run of equal ids is a document.
+    ordered, place = ids.long().sort(dim=1, stable=True)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    number = starts.long().cumsum(1) - 1
+    count = torch.zeros_like(number).scatter_add_(1, number, torch.ones_like(number))
+    first = torch.full_like(number, ids.shape[1]).scatter_reduce_(1, number, place, "amin")
+    last = torch.zeros_like(number).scatter_reduce_(1, number, place, "amax")
+    compact = torch.empty_like(number).scatter_(1, place, number)
+    start, stop = first.gather(1, compact), last.gather(1, compact) + 1
+    solid = stop - start == count.gather(1, compact)
+    return Documents(compact.int(), start.int(), stop.int(), solid)
+
+
+def _offset(extent: Extent, b: Tensor) -> Tensor:
+    off = (extent.keys - extent.rows)[:, 0]
+    return off[b] if off.shape[0] > 1 else off[0]
+
+
+def bound(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer or None, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}; None means unbounded")
+    return None if value >= UNBOUNDED else value
