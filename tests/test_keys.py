@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import mask_mod, prefix, window
 from saccade.backends.device import block_lists
-from saccade.backends.gluon.backward_launch import Cut, Plan
+from saccade.backends.gluon.backward.launch import BackwardConfig, BackwardPlan
 from saccade.layouts import Dense
 from saccade.masks import Mask, as_mask
 from saccade.problem import Problem
@@ -62,9 +62,9 @@ def test_masks_of_one_key_have_one_form() -> None:
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_masks_of_one_key_have_one_plan(d: int) -> None:
-    def planned(problem: Problem) -> Plan:
+    def planned(problem: Problem) -> BackwardPlan:
         q, k, v = problem.q, problem.k, problem.v
-        return Plan.of(problem, q, q, (q, k, v), 132, Cut.of(d, d))
+        return BackwardPlan.of(problem, q, q, (q, k, v), 132, BackwardConfig.of(d, d))
 
     problems = [problem_of(mask, d) for mask in MASKS]
     assert all_alike((problem.key, planned(problem)) for problem in problems) > len(WINDOWS)

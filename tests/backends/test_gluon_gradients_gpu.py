@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade import Dense, attention, causal, dispatch, documents, prefix, softcap, window
 from saccade.api import plan
-from saccade.backends.gluon import backward_launch
+from saccade.backends.gluon.backward import launch as backward_launch
 from saccade.masks import Mask
 from saccade.testing.accuracy import check
 
@@ -323,7 +323,7 @@ def test_memory_around_the_tensors(d: int, d_v: int, mask: Mask | None, surround
 
 def test_workspace() -> None:
     """What a backward takes beside its results is what `workspace_bytes` says, and none of it is kept."""
-    from saccade.backends.gluon.backward_launch import workspace_bytes
+    from saccade.backends.gluon.backward.launch import workspace_bytes
 
     q, k, v = (x.requires_grad_() for x in operands(1, (8, 8), (4000, 4000), 128))
     dout = torch.randn_like(q)
@@ -457,11 +457,11 @@ def test_graph_replays_with_other_data() -> None:
 @pytest.fixture
 def kernels() -> Iterator[Any]:
     """How many kernels of the backward have been compiled in this process."""
-    from saccade.backends.gluon.backward_kernel import backward_kernel
-    from saccade.backends.gluon.dq_sum import finish_kernel, prepare_kernel
-    from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
+    from saccade.backends.gluon.backward.dq_accum import postprocess_kernel, preprocess_kernel
+    from saccade.backends.gluon.backward.kernel import backward_kernel
+    from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
 
-    kernels: tuple[Any, ...] = prepare_kernel, backward_kernel, wide_backward_kernel, finish_kernel
+    kernels: tuple[Any, ...] = preprocess_kernel, backward_kernel, wide_backward_kernel, postprocess_kernel
     return lambda: sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
 

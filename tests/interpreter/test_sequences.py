@@ -168,7 +168,7 @@ def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
 def test_what_the_hopper_backward_prepares() -> None:
     """delta and start in whole blocks of rows for each sequence, with what makes unused rows count for nothing."""
     from saccade.backends.device.records import Rows
-    from saccade.backends.gluon.dq_sum import prepare_kernel
+    from saccade.backends.gluon.backward.dq_accum import preprocess_kernel
 
     offsets, used, t, h_q, d_v = [0, 21, 21, 60], [21, 0, 30], 71, 2, 16
     dout, out = (torch.randn(1, h_q, t, d_v) for _ in range(2))
@@ -179,13 +179,13 @@ def test_what_the_hopper_backward_prepares() -> None:
     problem = Problem(dout, dout, dout, None, None, None, layout, 1.0)
     blocks = sequences.slots(problem, 0, BLOCK) + 1
     delta, start = torch.full((2, h_q, blocks, BLOCK), torch.nan)
-    dq_sum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)
+    dq_accum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)
     parts = 2
-    prepare_kernel[(h_q * blocks * parts,)](
-        Rows.of(dout), Rows.of(out), dlse, lse, delta, start, dq_sum, sequences.spans(problem)[0], h_q, t,
+    preprocess_kernel[(h_q * blocks * parts,)](
+        Rows.of(dout), Rows.of(out), dlse, lse, delta, start, dq_accum, sequences.spans(problem)[0], h_q, t,
         blocks * parts, 2.0, D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16, CHAINED=False,
     )  # fmt: skip
-    assert not dq_sum.any()
+    assert not dq_accum.any()
     wanted_delta, wanted_start = torch.zeros_like(delta), torch.full_like(start, -torch.inf)
     rows = dlse - (dout * out).sum(-1)
     for b, (first, held) in enumerate(zip(offsets, used, strict=False)):

@@ -76,7 +76,7 @@ def forward(problem: Problem, lse: bool) -> Outputs:
 
 def backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
-    from saccade.backends.gluon import backward_launch
+    from saccade.backends.gluon.backward import launch as backward_launch
 
     saved = row_totals.settled(problem, saved, fast=True)
     return *backward_launch.backward(problem, saved), captured_gradients.gradients(problem, saved, fast=True)

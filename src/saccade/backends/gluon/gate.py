@@ -12,7 +12,7 @@ from saccade.backends.device import block_lists, dropout, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.records import Head
 from saccade.backends.device.scores import SCORED, score_of, weight
-from saccade.backends.gluon import backward_gate
+from saccade.backends.gluon.backward import gate as backward_gate
 from saccade.backends.gluon.forward import launch, paged_tma
 from saccade.backends.gluon.forward.config import forward_config, key
 from saccade.backends.gluon.forward.kernel import forward_kernel

@@ -3,14 +3,11 @@
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.records import runtime_int
 from saccade.backends.device.sequences import extent
 from saccade.backends.gluon.shim import aggregate
 
@@ -109,22 +106,3 @@ def packed_place(work, item, span_q, s_q, span_k, s_k, ROWS: tl.constexpr, PACK:
 def section(heads: int, packs: int, kv_bytes: int) -> int:
     """Heads whose keys and values fit L2 together; those that share keys count once."""
     return min(heads, max(1, L2_BYTES // max(kv_bytes, 1)) * packs)
-
-
-class Order(NamedTuple):
-    """The order of blocks of keys in the backward; every field a `runtime_int`."""
-
-    blocks: Any
-    """blocks of keys of one head"""
-    heads: Any
-    """all shares of all batch rows"""
-    section: Any
-    """shares that are worked on together"""
-    shares: Any
-    """of a batch row: every key head as often as its group is divided"""
-    divided: Any
-    """into how many shares a group is divided"""
-
-    @staticmethod
-    def of(blocks: int, b: int, h_k: int, divided: int, section: int) -> tuple[Any, ...]:
-        return Order(*map(runtime_int, (blocks, b * h_k * divided, section, h_k * divided, divided)))

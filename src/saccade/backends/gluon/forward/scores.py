@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.tiles import visible
-from saccade.backends.gluon.dropping import dropped
+from saccade.backends.gluon.dropout import dropped
 from saccade.backends.gluon.ptx import opaque
 from saccade.backends.gluon.tiles import between
 

@@ -17,11 +17,11 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent, is_packed, tile_of
-from saccade.backends.gluon.key_work import key_block_at, packed_key_block
+from saccade.backends.gluon.backward.tile_scheduler import kv_block_at, packed_kv_block
 from saccade.backends.gluon.ptx import add_one, fence_memory, wait_until
 
 
-class Queue(NamedTuple):
+class DQSemaphore(NamedTuple):
     """Whose turn it is at each piece of dq."""
 
     ranks: Any
@@ -33,26 +33,26 @@ class Queue(NamedTuple):
 
 
 @gluon.jit
-def wait_for_turn(queue, piece, block, q_block, q_blocks, BLOCK_K: gl.constexpr, WARPS: gl.constexpr):
+def acquire(semaphore, piece, block, q_block, q_blocks, BLOCK_K: gl.constexpr, WARPS: gl.constexpr):
     """Waits until all programs before `block` have added to this piece, which is of `q_block`; WARPS of each count."""
-    number = block.number(plain_int(queue.blocks), BLOCK_K)
-    rank = gl.load(queue.ranks + number * q_blocks + q_block)
-    wait_until(queue.passed + piece, rank * WARPS)
+    number = block.number(plain_int(semaphore.blocks), BLOCK_K)
+    rank = gl.load(semaphore.ranks + number * q_blocks + q_block)
+    wait_until(semaphore.passed + piece, rank * WARPS)
 
 
 @gluon.jit
-def pass_on(queue, piece):
+def release(semaphore, piece):
     """Lets the next program add to this piece. Called when the own addition is in the L2 cache, where the next one and
     this count happen too, so that no fence is between them: it would wait for all that the multiprocessor has on its
-    way, in every step (0.81 of the speed without a queue against 0.94, causal; docs/findings/gluon_backward.md)."""
-    add_one(queue.passed + piece)
+    way, in every step (0.81 of the speed without a semaphore against 0.94, causal; docs/findings/gluon_backward.md)."""
+    add_one(semaphore.passed + piece)
 
 
 @gluon.jit
-def pass_on_fenced(queue, piece):
+def release_fenced(semaphore, piece):
     """The same for additions from registers, by each of the warps: nothing tells when those are there."""
     fence_memory()
-    add_one(queue.passed + piece)
+    add_one(semaphore.passed + piece)
 
 
 @gluon.jit(do_not_specialize=["blocks", "q_blocks", "s_q", "s_k"])
@@ -86,8 +86,8 @@ def ranked_block(b, start, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q: gl
     this program, which has one head and the first keys first."""
     if is_packed(used_k):
         number = gl.program_id(0)
-        return packed_key_block(
+        return packed_kv_block(
             b, b * 0, b * 0, start, number, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K
         )
     else:
-        return key_block_at(b, b * 0, b * 0, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)
+        return kv_block_at(b, b * 0, b * 0, start, mask, used_q, used_k, s_q, s_k, BLOCK_Q, BLOCK_K)

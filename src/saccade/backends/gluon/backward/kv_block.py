@@ -13,7 +13,7 @@ from saccade.backends.gluon.tiles import between
 
 
 @aggregate
-class KeyBlock:
+class KVBlock:
     """Where a program's keys are, and which blocks of rows see them: [first, end), and all of them [core, core_end).
 
     The query heads of one key head are `share` after share; `group` is how many a share has.
@@ -91,7 +91,7 @@ class KeyBlock:
 
 
 @aggregate
-class ListedKeyBlock:
+class ListedKVBlock:
     """The same where a list has the blocks of rows: first, core, core_end and end are places in it. Its share is one
     head where heads see other keys."""
 
@@ -148,13 +148,13 @@ class ListedKeyBlock:
     def number(self, blocks, BLOCK_K: gl.constexpr):
         return self.block_list_number
 
-    rows_number = KeyBlock.rows_number
-    rows_at = KeyBlock.rows_at
-    keys_at = KeyBlock.keys_at
+    rows_number = KVBlock.rows_number
+    rows_at = KVBlock.rows_at
+    keys_at = KVBlock.keys_at
 
 
 @aggregate
-class PackedKeyBlock:
+class PackedKVBlock:
     """The same of a packed sequence: b is what masks call it, and rows, keys and blocks count from its first ones."""
 
     b: gl.tensor
@@ -194,11 +194,11 @@ class PackedKeyBlock:
         self.own_number = own_number
         self.there = there
 
-    steps = KeyBlock.steps
-    edges = KeyBlock.edges
-    edge = KeyBlock.edge
-    inner = KeyBlock.inner
-    place = KeyBlock.place
+    steps = KVBlock.steps
+    edges = KVBlock.edges
+    edge = KVBlock.edge
+    inner = KVBlock.inner
+    place = KVBlock.place
 
     @gluon.jit
     def number(self, blocks, BLOCK_K: gl.constexpr):
@@ -218,7 +218,7 @@ class PackedKeyBlock:
 
 
 @aggregate
-class PackedListedKeyBlock:
+class PackedListedKVBlock:
     """Both: of a packed sequence, whose blocks of rows a list has."""
 
     b: gl.tensor
@@ -260,15 +260,15 @@ class PackedListedKeyBlock:
         self.listing = listing
         self.block_list_number = block_list_number
 
-    steps = ListedKeyBlock.steps
-    edges = ListedKeyBlock.edges
-    edge = ListedKeyBlock.edge
-    inner = ListedKeyBlock.inner
-    place = ListedKeyBlock.place
-    number = ListedKeyBlock.number
-    rows_number = PackedKeyBlock.rows_number
-    rows_at = PackedKeyBlock.rows_at
-    keys_at = PackedKeyBlock.keys_at
+    steps = ListedKVBlock.steps
+    edges = ListedKVBlock.edges
+    edge = ListedKVBlock.edge
+    inner = ListedKVBlock.inner
+    place = ListedKVBlock.place
+    number = ListedKVBlock.number
+    rows_number = PackedKVBlock.rows_number
+    rows_at = PackedKVBlock.rows_at
+    keys_at = PackedKVBlock.keys_at
 
 
 # Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of their

@@ -11,7 +11,7 @@ from saccade.backends import Saved
 from saccade.backends.device import block_lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
-from saccade.backends.gluon.backward_launch import Cut, Plan, arguments, options, workspace
+from saccade.backends.gluon.backward.launch import BackwardConfig, BackwardPlan, arguments, options, workspace
 from saccade.backends.gluon.tma_launch import descriptor
 from saccade.layouts import Dense
 from saccade.problem import Problem
@@ -45,7 +45,7 @@ def configs() -> Iterator[str]:
     for dims in ("d64/64", "d128/128", "d256/256"):
         yield from (f"gluon backward 16bit {dims} {edges}" for edges in ("full", "masked", "queued"))
     # One width of those that need few registers: CI has little time.
-    yield from (f"gluon {name} 16bit d128/128 queued" for name in ("prepare", "rank", "finish"))
+    yield from (f"gluon {name} 16bit d128/128 queued" for name in ("preprocess", "rank", "postprocess"))
     yield "gluon backward 16bit d192/128 masked"
 
 
@@ -73,9 +73,9 @@ def compiled(row: str) -> tuple[Any, int]:
     layout = sequences.stand_in() if "packed" in (edges, *words) else Dense()
     dropout = stand_in(q.device) if "dropout" in words else None
     problem = Problem(q, k, v, None, mask, score_of(score, q), layout, 1.0, deterministic, dropout)
-    cut = Cut.of(d, d_v)
+    cut = BackwardConfig.of(d, d_v)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    plan = Plan.of(problem, out, out, gradients, 1, cut)
+    plan = BackwardPlan.of(problem, out, out, gradients, 1, cut)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
     record = block_lists.stand_in(problem)
     spans = sequences.spans(problem)

@@ -20,10 +20,12 @@ from saccade.backends.device import block_lists, dropout, masks, scores, sequenc
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Head, Rows, runtime_int
-from saccade.backends.gluon import GRADIENT, tile_scheduler
-from saccade.backends.gluon.backward_kernel import backward_kernel
-from saccade.backends.gluon.dq_sum import PIECE, finish_kernel, prepare_kernel
-from saccade.backends.gluon.queue import Queue, rank_kernel
+from saccade.backends.gluon import GRADIENT
+from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
+from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
+from saccade.backends.gluon.backward.kernel import backward_kernel
+from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
+from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
 from saccade.backends.gluon.tma_launch import (
     LEAST_SCALE,
     OPTIONS,
@@ -33,7 +35,6 @@ from saccade.backends.gluon.tma_launch import (
     multiprocessors,
     shape_of,
 )
-from saccade.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import Problem, aligned
 
@@ -60,8 +61,9 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         # What is compiled for, or kept, and the Problem's key does not hold.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
         found = problem.launches.get(key)
-        cut = Cut.of(q.shape[3], v.shape[3])
-        plan, again = found or (Plan.of(problem, dout, out, gradients, multiprocessors(q.device.index), cut), [])
+        cut = BackwardConfig.of(q.shape[3], v.shape[3])
+        processors = multiprocessors(q.device.index)
+        plan, again = found or (BackwardPlan.of(problem, dout, out, gradients, processors, cut), [])
         mask = block_lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
         spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
@@ -94,7 +96,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 @dataclass(frozen=True)
-class Cut:
+class BackwardConfig:
     """How a kernel cuts head dims d and d_v, rows and keys."""
 
     kernel: Any
@@ -106,16 +108,16 @@ class Cut:
     box: int
     """Columns of one bulk copy."""
     prepared_rows: int
-    """of one program of prepare_kernel"""
+    """of one program of preprocess_kernel"""
 
     @staticmethod
-    def of(d: int, d_v: int) -> Cut:
+    def of(d: int, d_v: int) -> BackwardConfig:
         if max(d, d_v) <= 64:
-            return Cut(backward_kernel, 128, 128, 64, 64, 64, 64)
+            return BackwardConfig(backward_kernel, 128, 128, 64, 64, 64, 64)
         if max(d, d_v) <= 128:
-            return Cut(backward_kernel, 64, 128, 128, 128, 128, 64)
+            return BackwardConfig(backward_kernel, 64, 128, 128, 128, 128, 64)
         columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
-        return Cut(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
+        return BackwardConfig(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
 
     @property
     def stays(self) -> bool:
@@ -124,7 +126,7 @@ class Cut:
 
     @property
     def pieces(self) -> int:
-        """of dq_sum in a block of rows"""
+        """of dq_accum in a block of rows"""
         return self.block_q * self.columns // PIECE.value
 
     @property
@@ -136,23 +138,23 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackwardPlan:
     """What calls of one key share: no tensors, and no values."""
 
     fold: bool
     kernels: tuple[Any, ...]
     ranks: tuple[int, ...] | None
-    """Shape of the queue's ranks, or None: dq is added in any order."""
+    """Shape of the semaphore's ranks, or None: dq is added in any order."""
     turns: int
     """Its counters."""
     rows: int
     """of delta and start"""
     tiles: tuple[int, int]
-    """dq_sum's shape"""
+    """dq_accum's shape"""
     records: tuple[tuple[Any, ...], ...]
     """Rows of dout, out and dq but for their pointers."""
     shapes: list[dict[str, Any]]
-    """Descriptors of q, k, v, dout, dk, dv, start, delta and, if it is a kernel's, dq_sum, but for their pointers."""
+    """Descriptors of q, k, v, dout, dk, dv, start, delta and, if it is a kernel's, dq_accum, but for their pointers."""
     order: Any
     divided: int
     """Shares of a group, each of which has a dk and a dv of its own."""
@@ -163,19 +165,19 @@ class Plan:
 
     @staticmethod
     def of(
-        problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int, cut: Cut
-    ) -> Plan:
+        problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int, cut: BackwardConfig
+    ) -> BackwardPlan:
         q, k, v = problem.q, problem.k, problem.v
         b, h_q, s_q, d = q.shape
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
         block_q, block_k = cut.block_q, cut.block_k
         packed = isinstance(problem.layout, Packed)
         if packed:  # and one of each that is no sequence's
-            blocks, key_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
+            blocks, kv_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
         else:
-            blocks, key_blocks = -(-s_q // block_q), -(-s_k // block_k)
+            blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * cut.pieces, PIECE.value)
-        programs = b * h_k * key_blocks
+        programs = b * h_k * kv_blocks
         divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
         if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
             divided = problem.group
@@ -191,13 +193,13 @@ class Plan:
         fold = block_q == 64 and plain_scores and not spills
         masked = packed or problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
         section = SECTION if problem.group == 1 else divided
-        if problem.deterministic and key_blocks > MANY:
+        if problem.deterministic and kv_blocks > MANY:
             section = min(section, 2)
         queued = (rank_kernel,) if problem.deterministic and not listed else ()
-        return Plan(
+        return BackwardPlan(
             fold=fold,
-            kernels=(*queued, prepare_kernel, cut.kernel, finish_kernel),
-            ranks=(b, key_blocks, blocks) if problem.deterministic else None,
+            kernels=(*queued, preprocess_kernel, cut.kernel, postprocess_kernel),
+            ranks=(b, kv_blocks, blocks) if problem.deterministic else None,
             turns=2 * b * h_q * blocks,
             rows=rows,
             tiles=tiles,
@@ -207,10 +209,10 @@ class Plan:
                 *[plain((rows,), (block_q,))] * 2,
                 *([] if cut.kernel is wide_backward_kernel else [plain(tiles, (1, PIECE.value))]),
             ],
-            order=tile_scheduler.Order.of(key_blocks, b, h_k, divided, min(section, b * h_k * divided)),
+            order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, min(section, b * h_k * divided)),
             divided=divided,
             numbers=(
-                *((key_blocks, blocks, s_q, s_k) for _ in queued),
+                *((kv_blocks, blocks, s_q, s_k) for _ in queued),
                 (h_q, s_q, ends),
                 (problem.group // divided, h_q, s_q, s_k, blocks),
                 (h_q, s_q, blocks),
@@ -225,7 +227,7 @@ class Plan:
                 {"D": d, "BLOCK_Q": block_q, "PIECES": cut.pieces},
             ),
             grids=(
-                *((b * key_blocks, 1, 1) for _ in queued),
+                *((b * kv_blocks, 1, 1) for _ in queued),
                 (b * h_q * ends, 1, 1),
                 (min(programs * divided, processors) if cut.stays else programs * divided, 1, 1),
                 (b * h_q * blocks * cut.pieces, 1, 1),
@@ -234,8 +236,8 @@ class Plan:
 
 
 def options(kernel: Any) -> dict[str, Any]:
-    """How a kernel is compiled; ranks are one warp's work. What follows `prepare_kernel` starts before its end."""
-    chained = kernel is not rank_kernel and kernel is not prepare_kernel
+    """How a kernel is compiled; ranks are one warp's work. What follows `preprocess_kernel` starts before its end."""
+    chained = kernel is not rank_kernel and kernel is not preprocess_kernel
     return {**OPTIONS, "num_warps": 1 if kernel is rank_kernel else OPTIONS["num_warps"], "launch_pdl": chained}
 
 
@@ -251,31 +253,31 @@ def share_by_share(x: Tensor, divided: int) -> Tensor:
 
 
 def workspace(
-    plan: Plan, device: torch.device, mask: masks.DeviceMask, spans: tuple[Any, Any]
-) -> tuple[Tensor, Tensor, Tensor, Queue | None]:
-    """delta, start, dq_sum and the queue for it."""
+    plan: BackwardPlan, device: torch.device, mask: masks.DeviceMask, spans: tuple[Any, Any]
+) -> tuple[Tensor, Tensor, Tensor, DQSemaphore | None]:
+    """delta, start, dq_accum and the semaphore for it."""
     delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
     start = torch.empty(plan.rows, dtype=torch.float32, device=device)
-    dq_sum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
+    dq_accum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
     if plan.ranks is None:
-        return delta, start, dq_sum, None
+        return delta, start, dq_accum, None
     if mask.listed.value:
         ranks = block_lists.ranks(mask.lists, plan.ranks[2], sequences.tiles_of(spans[1]))
     else:
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     passed = torch.zeros(plan.turns, dtype=torch.int32, device=device)
-    return delta, start, dq_sum, Queue(ranks, passed, runtime_int(plan.ranks[1]))
+    return delta, start, dq_accum, DQSemaphore(ranks, passed, runtime_int(plan.ranks[1]))
 
 
 def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
     """What `workspace` takes; d is the larger head dim."""
-    cut = Cut.of(d, d)
+    cut = BackwardConfig.of(d, d)
     return b * h_q * -(-s_q // cut.block_q) * cut.block_q * (4 * cut.columns + 8)
 
 
 def arguments(
     problem: Problem,
-    plan: Plan,
+    plan: BackwardPlan,
     saved: Saved,
     gradients: tuple[Tensor, ...],
     space: tuple[Any, ...],
@@ -284,23 +286,23 @@ def arguments(
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
     """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
     so that a kernel runs while the next one's are made."""
-    scale, (dq, dk, dv), (delta, start, dq_sum, queue, drawn) = problem.scale, gradients, space
+    scale, (dq, dk, dv), (delta, start, dq_accum, semaphore, drawn) = problem.scale, gradients, space
     used_q, used_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
     *rank, prepare, main, finish = plan.numbers
     if rank:
-        yield (), (queue.ranks, mask, used_q, used_k, *rank[0])
+        yield (), (semaphore.ranks, mask, used_q, used_k, *rank[0])
     yield (), (
-        Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), delta, start, dq_sum,
+        Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), delta, start, dq_accum,
         used_q, *prepare, -1 / scale if plan.fold else -scores.unit(problem.score),
     )  # fmt: skip
-    tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_sum
-    records = mask, scores.record(problem.score, fast=True), dropout.record(problem.dropout), plan.order, queue
+    tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_accum
+    records = mask, scores.record(problem.score, fast=True), dropout.record(problem.dropout), plan.order, semaphore
     rows = (Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else (None, None)
-    own = dq_sum if drawn is None else drawn  # who draws nothing adds to dq_sum without a descriptor
+    own = dq_accum if drawn is None else drawn  # who draws nothing adds to dq_accum without a descriptor
     yield tensors[: len(plan.shapes)], (*rows, own, used_q, used_k, *records, *main, scale)
-    yield (), (dq_sum, Rows(dq, *dq_rows), used_q, *finish, scale)
+    yield (), (dq_accum, Rows(dq, *dq_rows), used_q, *finish, scale)
 
 
 def bulk_rows(x: Tensor) -> Tensor:

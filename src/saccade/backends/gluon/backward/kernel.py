@@ -35,15 +35,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits, power
-from saccade.backends.gluon.backward_store import store_keys
-from saccade.backends.gluon.dq_sum import packed
-from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
-from saccade.backends.gluon.item_load import load_items
-from saccade.backends.gluon.key_block import following, hidden, onto
-from saccade.backends.gluon.key_items import BATCH, NUMBERS, block_of
-from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Exchange, Outbox, Ring, Slots, new_barriers, new_ring
+from saccade.backends.gluon.backward.dq_accum import to_register_order
+from saccade.backends.gluon.backward.dq_semaphore import acquire, release
+from saccade.backends.gluon.backward.epilogue import store_keys
+from saccade.backends.gluon.backward.kv_block import following, hidden, onto
+from saccade.backends.gluon.backward.load_persistent import load_items
+from saccade.backends.gluon.backward.pipeline import DOUT_EMPTY, Q_EMPTY, DSExchange, Outbox
+from saccade.backends.gluon.backward.tile_scheduler import BATCH, NUMBERS, block_of
+from saccade.backends.gluon.dropout import bent, dropped, gradient, kept
+from saccade.backends.gluon.pipeline import Ring, Slots, new_barriers, new_ring
 from saccade.backends.gluon.ptx import wait_until_written
-from saccade.backends.gluon.queue import pass_on, wait_for_turn
 from saccade.backends.gluon.shim import aggregate, start_next, tma_reduce_add, wait_for_last
 
 BLOCK_K = gl.constexpr(128)
@@ -66,7 +67,7 @@ class Shared:
     values_empty: gl.shared_memory_descriptor
     starts: gl.shared_memory_descriptor
     deltas: gl.shared_memory_descriptor
-    shares: Exchange
+    shares: DSExchange
     outbox: Outbox
 
     @gluon.constexpr_function
@@ -85,13 +86,13 @@ class Shared:
 
 @gluon.jit
 def dq_tile(c: gl.constexpr, n, block, group, h_q, q_blocks):
-    """Which tile of dq_sum consumer c's half of dq of step n is."""
+    """Which tile of dq_accum consumer c's half of dq of step n is."""
     h, q_block = block.place(n, group)
     return block.rows_number(h, h_q, q_blocks, q_block) * 2 + c
 
 
 @gluon.jit
-def reduce(c: gl.constexpr, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks):
+def reduce(c: gl.constexpr, sum_desc, shared, mask, used_k, semaphore, group, h_q, q_blocks):
     """Adds consumer c's halves of dq to global memory, of one item after the other."""
     wait_for_last()  # for the zeros that dq is added to
     item = gl.to_tensor(0)
@@ -99,28 +100,28 @@ def reduce(c: gl.constexpr, sum_desc, shared, mask, used_k, queue, group, h_q, q
     while shared.keys.get(shared.keys.record_of(item), BATCH) >= 0:
         block = block_of(shared.keys, shared.keys.record_of(item), mask, used_k)
         shared.keys.release(item)
-        add_all(c, sum_desc, shared.outbox, block, block.steps(group), queue, group, h_q, q_blocks)
+        add_all(c, sum_desc, shared.outbox, block, block.steps(group), semaphore, group, h_q, q_blocks)
         item += 1
         shared.keys.wait(item)
 
 
 @gluon.jit
-def add_all(c: gl.constexpr, sum_desc, outbox, block, steps, queue, group, h_q, q_blocks):
+def add_all(c: gl.constexpr, sum_desc, outbox, block, steps, semaphore, group, h_q, q_blocks):
     """Adds consumer c's halves of dq of so many steps of a block."""
     for n in range(steps):
         tile = dq_tile(c, n, block, group, h_q, q_blocks)
-        if queue is not None:
-            wait_for_turn(queue, tile, block, block.place(n, group)[1], q_blocks, BLOCK_K, 1)
+        if semaphore is not None:
+            acquire(semaphore, tile, block, block.place(n, group)[1], q_blocks, BLOCK_K, 1)
         outbox.receive(c)
         tma_reduce_add(sum_desc, [tile, 0], outbox.tiles.index(c))
         tma.store_wait(0)
         outbox.clear(c)
-        if queue is not None and n > 0:
+        if semaphore is not None and n > 0:
             wait_until_written(1)
-            pass_on(queue, dq_tile(c, n - 1, block, group, h_q, q_blocks))
-    if queue is not None:
+            release(semaphore, dq_tile(c, n - 1, block, group, h_q, q_blocks))
+    if semaphore is not None:
         wait_until_written(0)
-        pass_on(queue, dq_tile(c, steps - 1, block, group, h_q, q_blocks))
+        release(semaphore, dq_tile(c, steps - 1, block, group, h_q, q_blocks))
 
 
 @gluon.jit
@@ -200,7 +201,7 @@ def step(
     dq = warpgroup_mma_wait(0, [dq])
     if n > first:
         shared.outbox.claim(c, n - 1)
-        shared.outbox.send(c, packed(dq))
+        shared.outbox.send(c, to_register_order(dq))
     shared.dout_ring.wait(n)
     # dp and ds: [64, BLOCK_Q]
     if FOLD:
@@ -334,7 +335,7 @@ def consume_block(
     store_keys(dv_desc, dv_rows, leaving, own_rows(c, shared.v_tiles, v_slot), block, block.start + c * 64, 0)
     dq = warpgroup_mma_wait(0, [dq])
     shared.outbox.claim(c, end - 1)
-    shared.outbox.send(c, packed(dq))
+    shared.outbox.send(c, to_register_order(dq))
     # Both consumers have read all of k when both have come here.
     shared.shares.give(c, end)
     shared.shares.take(c, end)
@@ -351,15 +352,16 @@ def consume_block(
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, sum_desc, dk_rows, dv_rows, counter,
-    used_q, used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    used_q, used_k, mask, score, dropout, order, semaphore, group, h_q, s_q, s_k, q_blocks, scale,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv, and dq_sum += ds^T k.
+    """dk, dv, and dq_accum += ds^T k.
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. start and
-    delta: what `prepare_kernel` made. sum_desc: dq_sum, in tiles as `packed` makes them, two for each block of rows.
-    dk_rows and dv_rows: dk and dv once more: packed, else None. queue: None where they may be added to in any order.
+    delta: what `preprocess_kernel` made. sum_desc: dq_accum, in tiles as `to_register_order` makes
+    them, two for each block of rows. dk_rows and dv_rows: dk and dv once more: packed, else None. semaphore: None where
+    they may be added to in any order.
     counter: two zeros, which are zeros again in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -384,7 +386,7 @@ def backward_kernel(
         new_barriers(1, 2).index(0),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], start_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], delta_desc.layout),
-        Exchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
+        DSExchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
         Outbox(dq_tiles, new_barriers(2, 1)),
     )
     start_next()
@@ -399,8 +401,8 @@ def backward_kernel(
         )),
         (load_items, (
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, counter, order, mask, used_q, used_k,
-            group, h_q, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, queue is not None,
+            group, h_q, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, semaphore is not None,
         )),
-        (reduce, (0, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
-        (reduce, (1, sum_desc, shared, mask, used_k, queue, group, h_q, q_blocks)),
+        (reduce, (0, sum_desc, shared, mask, used_k, semaphore, group, h_q, q_blocks)),
+        (reduce, (1, sum_desc, shared, mask, used_k, semaphore, group, h_q, q_blocks)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -35,15 +35,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import logits, power
-from saccade.backends.gluon.backward_load import load
-from saccade.backends.gluon.backward_store import store_keys
-from saccade.backends.gluon.dq_sum import PIECE, add_dq, packed, unpacked
-from saccade.backends.gluon.dropping import bent, dropped, gradient, kept
-from saccade.backends.gluon.key_block import following, hidden, onto
-from saccade.backends.gluon.key_work import key_block
-from saccade.backends.gluon.pipeline import DOUT_EMPTY, Q_EMPTY, Ring, Trade, new_barriers, new_ring
+from saccade.backends.gluon.backward.dq_accum import PIECE, add_dq, from_register_order, to_register_order
+from saccade.backends.gluon.backward.dq_semaphore import acquire, release_fenced
+from saccade.backends.gluon.backward.epilogue import store_keys
+from saccade.backends.gluon.backward.kv_block import following, hidden, onto
+from saccade.backends.gluon.backward.load import load
+from saccade.backends.gluon.backward.pipeline import DOUT_EMPTY, Q_EMPTY, PDSExchange
+from saccade.backends.gluon.backward.tile_scheduler import find_kv_block
+from saccade.backends.gluon.dropout import bent, dropped, gradient, kept
+from saccade.backends.gluon.pipeline import Ring, new_barriers, new_ring
 from saccade.backends.gluon.ptx import uniform
-from saccade.backends.gluon.queue import pass_on_fenced, wait_for_turn
 from saccade.backends.gluon.shim import aggregate, start_next, view, wait_for_last
 
 BLOCK = gl.constexpr(64)
@@ -84,7 +85,7 @@ class Shared:
     keys_full: gl.shared_memory_descriptor
     starts: gl.shared_memory_descriptor
     deltas: gl.shared_memory_descriptor
-    trade: Trade
+    trade: PDSExchange
 
     @gluon.constexpr_function
     def __init__(self, q_ring, dout_ring, k_tiles, v_tiles, keys_full, starts, deltas, trade):
@@ -170,15 +171,15 @@ def issue_dq(c: gl.constexpr, shared, n, D: gl.constexpr):
 
 
 @gluon.jit
-def add_columns(c: gl.constexpr, dq, dq_sum, queue, n, block, group, h_q, q_blocks, D: gl.constexpr):
+def add_columns(c: gl.constexpr, dq, dq_accum, semaphore, n, block, group, h_q, q_blocks, D: gl.constexpr):
     """Adds consumer c's columns of dq of step n. Step -1 has zeros, and adds them to the first block of rows."""
     h, q_block = block.place(gl.maximum(n, 0), group)
     tile = block.rows_number(h, h_q, q_blocks, q_block)
-    if queue is not None:
-        wait_for_turn(queue, 2 * tile + c, block, q_block, q_blocks, BLOCK, 4)
-    add_dq(dq, dq_sum + tile.to(gl.int64) * (BLOCK * D) + c * dq_columns(0, D) * BLOCK)
-    if queue is not None and n >= 0:
-        pass_on_fenced(queue, 2 * tile + c)
+    if semaphore is not None:
+        acquire(semaphore, 2 * tile + c, block, q_block, q_blocks, BLOCK, 4)
+    add_dq(dq, dq_accum + tile.to(gl.int64) * (BLOCK * D) + c * dq_columns(0, D) * BLOCK)
+    if semaphore is not None and n >= 0:
+        release_fenced(semaphore, 2 * tile + c)
 
 
 @gluon.jit
@@ -197,7 +198,7 @@ def leave(desc, x, acc, factor, block, tiles, stage, D: gl.constexpr):
 
 @gluon.jit
 def value_step(
-    dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q, row, q_blocks, kv_idx,
+    dv, start, n, steps, dq_accum, semaphore, shared, block, mask, score, dropout, group, h, h_q, row, q_blocks, kv_idx,
     scale, D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The first consumer's step: dv of one more block of rows, and dq of the one before. Returns dv and the next
@@ -234,12 +235,12 @@ def value_step(
         slope = score.slope(score.data, s * scale, block.b, h, q_idx[None, :], kv_idx[:, None])
         p = bent(p, slope, dropout is not None)
     shared.trade.take_ds()
-    shared.trade.give_p(packed(p))
+    shared.trade.give_p(to_register_order(p))
     dq = issue_dq(0, shared, n - 1, D)
     shared.dout_ring.wait(n)
     dv = issue_sum(weights, shared.dout_ring.tiles, stage, dv, D_V)
     dq = warpgroup_mma_wait(len(dv), [dq])
-    add_columns(0, dq, dq_sum, queue, n - 1, block, group, h_q, q_blocks, D)
+    add_columns(0, dq, dq_accum, semaphore, n - 1, block, group, h_q, q_blocks, D)
     if FOLD:
         # After the last step there is no next one: its own numbers, which nobody uses.
         start = shared.starts.index(shared.q_ring.wait(gl.minimum(n + 1, steps - 1))).load(columns)
@@ -250,7 +251,7 @@ def value_step(
 
 @gluon.jit
 def consume_for_values(
-    dv_desc, dv_rows, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
+    dv_desc, dv_rows, dq_accum, semaphore, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
     D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The first consumer: p, dv, and the first columns of every dq."""
@@ -274,7 +275,7 @@ def consume_for_values(
         i = gl.to_tensor(0)
         for n in tl.range(0, masked, disable_licm=True):
             dv, start = value_step(
-                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                dv, start, n, steps, dq_accum, semaphore, shared, block, mask, score, dropout, group, h, h_q,
                 block.edge(i) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, True,
             )  # fmt: skip
             h, i = following(h, i, blocks)
@@ -283,7 +284,7 @@ def consume_for_values(
         i = gl.to_tensor(0)
         for n in tl.range(masked, steps, disable_licm=True):
             dv, start = value_step(
-                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                dv, start, n, steps, dq_accum, semaphore, shared, block, mask, score, dropout, group, h, h_q,
                 block.inner(i) * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
             )  # fmt: skip
             h, i = following(h, i, blocks)
@@ -291,13 +292,13 @@ def consume_for_values(
         for n in tl.range(steps, disable_licm=True):
             h, q_block = block.place(n, group)
             dv, start = value_step(
-                dv, start, n, steps, dq_sum, queue, shared, block, mask, score, dropout, group, h, h_q,
+                dv, start, n, steps, dq_accum, semaphore, shared, block, mask, score, dropout, group, h, h_q,
                 q_block * BLOCK, q_blocks, kv_idx, scale, D, D_V, FOLD, False,
             )  # fmt: skip
     shared.trade.take_ds()
     dq = issue_dq(0, shared, steps - 1, D)
     dq = warpgroup_mma_wait(0, [dq])
-    add_columns(0, dq, dq_sum, queue, steps - 1, block, group, h_q, q_blocks, D)
+    add_columns(0, dq, dq_accum, semaphore, steps - 1, block, group, h_q, q_blocks, D)
     # The last dout has been read by both: the second consumer gave the last ds after it.
     leave(
         dv_desc,
@@ -313,7 +314,7 @@ def consume_for_values(
 
 @gluon.jit
 def key_step(
-    dk, n, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, D: gl.constexpr, D_V: gl.constexpr
+    dk, n, dq_accum, semaphore, shared, block, dropout, group, h_q, q_blocks, D: gl.constexpr, D_V: gl.constexpr
 ):  # fmt: skip
     """The second consumer's step: dk and dq of one more block of rows. Returns dk."""
     DTYPE: gl.constexpr = shared.k_tiles.dtype
@@ -327,8 +328,8 @@ def key_step(
         dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, zero, D_V, False)
     dp = warpgroup_mma_wait(0, [dp])
     shared.dout_ring.release(n)
-    order: gl.constexpr = packed(zero).type.layout
-    p = gl.convert_layout(unpacked(shared.trade.take_p(order), BLOCK), SCORES)
+    order: gl.constexpr = to_register_order(zero).type.layout
+    p = gl.convert_layout(from_register_order(shared.trade.take_p(order), BLOCK), SCORES)
     ds = p * dp if dropout is None else gradient(p, dp, gl.expand_dims(delta, 0), dropout.rescale)
     ds = ds.to(DTYPE)
     shared.trade.give_ds(n, ds)
@@ -336,7 +337,7 @@ def key_step(
     shared.q_ring.wait(n)
     dk = issue_sum(ds, shared.q_ring.tiles, stage, dk, D)
     dq = warpgroup_mma_wait(len(dk), [dq])
-    add_columns(1, dq, dq_sum, queue, n, block, group, h_q, q_blocks, D)
+    add_columns(1, dq, dq_accum, semaphore, n, block, group, h_q, q_blocks, D)
     dk = wait_for_sum(dk)
     shared.q_ring.release(n)
     return dk
@@ -344,7 +345,7 @@ def key_step(
 
 @gluon.jit
 def consume_for_keys(
-    dk_desc, dk_rows, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale,
+    dk_desc, dk_rows, dq_accum, semaphore, shared, block, dropout, group, h_q, q_blocks, scale,
     D: gl.constexpr, D_V: gl.constexpr,
 ):  # fmt: skip
     """The second consumer: ds, dk, and the other columns of every dq."""
@@ -356,22 +357,22 @@ def consume_for_keys(
     # Zeros, which the first step adds to the sums of its own block of rows: cheaper than a test in every step.
     shared.trade.give_ds(-1, gl.zeros([BLOCK, BLOCK], shared.k_tiles.dtype, SCORES))
     for n in tl.range(steps, disable_licm=True):
-        dk = key_step(dk, n, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, D, D_V)
+        dk = key_step(dk, n, dq_accum, semaphore, shared, block, dropout, group, h_q, q_blocks, D, D_V)
     # The last q has been read by both: the first consumer gave the last p after it.
     leave(dk_desc, dk_rows, dk, scale, block, shared.q_ring.tiles, (steps - 1) % 2, D)
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "s_q", "s_k", "q_blocks"])
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, dk_rows, dv_rows, dq_sum, used_q,
-    used_k, mask, score, dropout, order, queue, group, h_q, s_q, s_k, q_blocks, scale,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, start_desc, delta_desc, dk_rows, dv_rows, dq_accum, used_q,
+    used_k, mask, score, dropout, order, semaphore, group, h_q, s_q, s_k, q_blocks, scale,
     D: gl.constexpr, D_V: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv, and dq_sum += ds^T k.
+    """dk, dv, and dq_accum += ds^T k.
 
     q, dout: (b, h_q, s_q, d); k, v, dk, dv: (b, h_k, s_k, d), all in chunks of 64 rows and columns. start and delta:
-    what `prepare_kernel` made. dk_rows and dv_rows: dk and dv once more: packed, else None. D and D_V: head dims as
+    what `preprocess_kernel` made. dk_rows and dv_rows: dk and dv once more: packed, else None. D and D_V: head dims as
     whole chunks, 128, 192 or 256.
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -386,7 +387,7 @@ def wide_backward_kernel(
         keys_full,
         gl.allocate_shared_memory(gl.float32, [2, BLOCK], start_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK], delta_desc.layout),
-        Trade(
+        PDSExchange(
             gl.allocate_shared_memory(gl.float32, [PIECE], start_desc.layout),
             gl.allocate_shared_memory(
                 DTYPE, [2, BLOCK, BLOCK], gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], DTYPE)
@@ -394,15 +395,15 @@ def wide_backward_kernel(
         ),
     )
     item = gl.program_id(0)
-    block = key_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK, BLOCK, queue is not None)
+    block = find_kv_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK, BLOCK, semaphore is not None)
     start_next()
     gl.warp_specialize([
         (consume_for_keys, (
-            dk_desc, dk_rows, dq_sum, queue, shared, block, dropout, group, h_q, q_blocks, scale, D, D_V,
+            dk_desc, dk_rows, dq_accum, semaphore, shared, block, dropout, group, h_q, q_blocks, scale, D, D_V,
         )),
         (consume_for_values, (
-            dv_desc, dv_rows, dq_sum, queue, shared, block, mask, score, dropout, group, h_q, q_blocks, scale, D, D_V,
-            FOLD, MASKED,
+            dv_desc, dv_rows, dq_accum, semaphore, shared, block, mask, score, dropout, group, h_q, q_blocks, scale,
+            D, D_V, FOLD, MASKED,
         )),
         (load, (
             q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q,

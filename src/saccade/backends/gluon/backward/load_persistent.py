@@ -9,9 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.gluon.backward_load import end_rows, start_rows
-from saccade.backends.gluon.key_items import close, first_item, items_of, next_item, put_block
-from saccade.backends.gluon.key_work import key_block
+from saccade.backends.gluon.backward.load import end_rows, start_rows
+from saccade.backends.gluon.backward.tile_scheduler import (
+    close,
+    find_kv_block,
+    first_item,
+    items_of,
+    next_item,
+    put_block,
+)
 from saccade.backends.gluon.shim import tma_load, wait_for_last
 from saccade.backends.gluon.tiles import zero_tail
 
@@ -107,7 +113,7 @@ def load_items(
     items = items_of(order, used_k)
     item = first_item(counter, QUEUED)
     while item < items:
-        block = key_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, QUEUED)
+        block = find_kv_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, QUEUED)
         put_block(shared.keys, drawn, block, mask, used_k)
         keys_whole = used_k is None or block.start + BLOCK_K <= block.keys
         start_keys(k_desc, v_desc, shared, drawn, keys_whole, block, BLOCK_K, COLUMNS)

@@ -20,12 +20,12 @@ PIECE = gl.constexpr(64 * 64)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "blocks"], do_not_specialize_on_alignment=["dlse", "lse"])
-def prepare_kernel(
-    dout, out, dlse, lse, delta, start, dq_sum, used_q, h_q, s_q, blocks, unit,
+def preprocess_kernel(
+    dout, out, dlse, lse, delta, start, dq_accum, used_q, h_q, s_q, blocks, unit,
     D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """delta = dlse - rowsum(dout out) and start = lse unit, both ready to be added; clears dq_sum.
+    """delta = dlse - rowsum(dout out) and start = lse unit, both ready to be added; clears dq_accum.
 
     delta and start have whole blocks of rows for each head: beyond the rows in use, and where a row has no keys, start
     is -inf, so that p = 0, and delta is 0. CHAINED: the next kernel may start, which waits for this one's end.
@@ -51,7 +51,7 @@ def prepare_kernel(
     padded = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(delta + padded, row)
     tl.store(start + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
-    tile = dq_sum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
+    tile = dq_accum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
     for piece in tl.static_range(BLOCK_D // 64):
         # [ROWS 64]
         places = piece * (ROWS * 64) + tl.arange(0, ROWS * 64)
@@ -59,30 +59,30 @@ def prepare_kernel(
 
 
 @gluon.jit
-def packed(x):
+def to_register_order(x):
     """A tile of products [64, N] as [64 N], in the order in which a thread owns four neighbours and a warp 128."""
     N: gl.constexpr = x.shape[1]
     return x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([64 * N])
 
 
 @gluon.jit
-def unpacked(x, N: gl.constexpr):
-    """[64, N] from what `packed` made."""
+def from_register_order(x, N: gl.constexpr):
+    """[64, N] from what `to_register_order` made."""
     return x.reshape([N // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([64, N])
 
 
 @gluon.jit(do_not_specialize=["h_q", "s_q", "blocks"])
-def finish_kernel(
-    dq_sum, dq, used_q, h_q, s_q, blocks, scale,
+def postprocess_kernel(
+    dq_accum, dq, used_q, h_q, s_q, blocks, scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale dq_sum, in the order and dtype of dq, for one piece; zero in rows that are not in use."""
+    """dq = scale dq_accum, in the order and dtype of dq, for one piece; zero in rows that are not in use."""
     wait_for_last()
     # Blocks of BLOCK_Q rows have PIECES, of rows where there are 128, else of columns.
     COLUMNS: gl.constexpr = 64
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    order: gl.constexpr = packed(gl.zeros([64, COLUMNS], gl.float32, products)).type.layout
+    order: gl.constexpr = to_register_order(gl.zeros([64, COLUMNS], gl.float32, products)).type.layout
     piece = gl.program_id(0) % PIECES
     block = gl.program_id(0) // PIECES % blocks
     bh = gl.program_id(0) // PIECES // blocks
@@ -93,9 +93,9 @@ def finish_kernel(
         column = piece * COLUMNS
     # [64 COLUMNS]
     tile = gl.program_id(0).to(gl.int64) * PIECE
-    x = gl.load(dq_sum + tile + gl.arange(0, 64 * COLUMNS, order)) * scale
+    x = gl.load(dq_accum + tile + gl.arange(0, 64 * COLUMNS, order)) * scale
     # [64, COLUMNS]
-    y = gl.convert_layout(unpacked(x, COLUMNS).to(dq.ptr.dtype.element_ty), layout)
+    y = gl.convert_layout(from_register_order(x, COLUMNS).to(dq.ptr.dtype.element_ty), layout)
     q_idx = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
     y = gl.where((q_idx < rows)[:, None], y, 0.0)
     d = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -109,5 +109,5 @@ def finish_kernel(
 @gluon.jit
 def add_dq(dq, pieces):
     """Adds dq [64, N] to the pieces at this address, straight from registers."""
-    x = packed(dq)
+    x = to_register_order(dq)
     gl.atomic_add(pieces + gl.arange(0, x.shape[0], x.type.layout), x, sem="relaxed")
