@@ -59,7 +59,7 @@ def test_lists(tile, by_keys):
     q, k = torch.empty(1, 2, s_q, 1), torch.empty(1, 2, s_k, 1)
     problem = Problem(q, k, k, None, mask, None, Dense(), 1.0)
     held = block_sparsity.compute_states(problem)
-    made = block_lists.lists(problem, *tile, by_keys)
+    made = block_lists.build(problem, *tile, by_keys)
     whole = torch.zeros(1, s_q + 192, s_k + 128, dtype=torch.bool)
     whole[:, :s_q, :s_k] = mask.visible(s_q, s_k)
     if by_keys:
