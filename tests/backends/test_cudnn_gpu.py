@@ -7,15 +7,16 @@ import threading
 import pytest
 import torch
 
-from saccade import Dense, alibi, attention, bias, causal, softcap, window
+from saccade import Dense, Unsupported, attention, causal, softcap, window
 from saccade.compat.cudnn import graph_clear, graph_info, score_callback
 from saccade.compat.transformer_engine import DotProductAttention, get_attention_backend
 from saccade.testing import check
-from saccade.testing.callbacks import USUAL, SoftcapCallback, added, case, one
+from saccade.testing.callbacks import SoftcapCallback, added, case, identity_bprop, one
 
 pytest.importorskip("cudnn", reason="needs the extra [cudnn]: nvidia-cudnn-frontend")
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
+USUAL = "causal", "scaled_causal", "softcap", "post_scale_bias", "alibi"
 
 
 def operands(order="bshd", dtype=BF16, h_q=4, h_k=2, s_q=256, s_k=256, d=64, d_v=None, b=2):
@@ -90,21 +91,27 @@ OPERATIONS = {
     "pow": lambda g, s, x: g.pow(input0=g.add(g.mul(s, s), 0.5), input1=0.75),
     "mod": lambda g, s, x: g.mul(s, g.mod(input0=g.gen_index(s, 3), input1=3)),
     "max": lambda g, s, x: g.max(g.mul(s, 0.5), s),
-    "not": lambda g, s, x: g.mul(s, g.logical_not(g.cmp_ge(g.gen_index(s, 2), 9))),
     "or": lambda g, s, x: g.mul(s, g.logical_or(g.cmp_eq(g.gen_index(s, 2), 9), g.cmp_gt(s, -0.5))),
-    "below zero": lambda g, s, x: g.mul(s, g.cmp_neq(g.sub(g.gen_index(s, 2), g.gen_index(s, 3)), -1)),
+    "below zero": lambda g, s, x: g.mul(s, g.cmp_neq(g.sub(g.gen_index(s, 2), g.gen_index(s, 3)), -1.0)),
     "batches and heads": lambda g, s, x: g.add(s, g.mul(g.gen_index(s, 1), g.gen_index(s, 0))),
-    "rows first": lambda g, s, x: g.mul(s, g.sub(x, 2.0)),
-}  # fmt: skip
+    "rows": lambda g, s, x: g.mul(s, x),
+}
+LINEAR = "mod", "below zero", "rows"
+"""Operations whose derivative is the same operation on dP; that of "batches and heads" is the identity."""
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations(name):
-    """As callbacks write them, with derived derivatives."""
+    """As callbacks write them; a derivative that is not written is another backend's."""
     for s_q, s_k in ((256, 256), (200, 300)):
-        rows = torch.randn(1, 1, s_q, 1, device="cuda")
-        score_mod = score_callback(lambda g, s, tensors: OPERATIONS[name](g, s, tensors["x"]), None, {"x": rows})
-        check(*operands(s_q=s_q, s_k=s_k), score_mod=score_mod, layout=Dense("bshd"), backend="cudnn").assert_ok()
+        tensors = {"x": torch.randn(1, 1, s_q, 1, device="cuda")}
+
+        def score_mod(graph, score, tensors):
+            return OPERATIONS[name](graph, score, tensors["x"])
+
+        bprop = score_mod if name in LINEAR else identity_bprop if name == "batches and heads" else None
+        callback = score_callback(score_mod, bprop, tensors, tensors if bprop else None)
+        check(*operands(s_q=s_q, s_k=s_k), score_mod=callback, layout=Dense("bshd"), backend="cudnn").assert_ok()
 
 
 def test_every_derivative_that_cudnn_has():
@@ -113,33 +120,14 @@ def test_every_derivative_that_cudnn_has():
         check(*operands(s_q=s_q, s_k=s_k), score_mod=score_mod, layout=Dense("bshd"), backend="cudnn").assert_ok()
 
 
-def test_functions_that_nobody_wrote_for_cudnn():
-    """With derived derivatives, gradients of what they capture, and a sink."""
-    slopes = torch.rand(4, device="cuda", requires_grad=True)
-    learned = torch.randn(1, 4, 256, 256, device="cuda", requires_grad=True)
-
-    def banded(score, b, h, q_idx, kv_idx):
-        return torch.where((q_idx >= kv_idx) & (q_idx - kv_idx < 90), 2 * score, -1e9)
-
-    rows, near = torch.rand(256, device="cuda"), torch.rand(256, 256, device="cuda") > 0.5
-
-    def read_first(score, b, h, q_idx, kv_idx):
-        """Operands that engines refuse in their places."""
-        inner = torch.where(near[q_idx, kv_idx], 2 - rows[q_idx] / (score * score + 1), score)
-        return torch.where((kv_idx % 3 == 0) | (score > 1), rows[kv_idx], inner)
-
-    for score_mod in (softcap(2.0), alibi(slopes), bias(learned), banded, read_first):
-        sink = torch.randn(4, device="cuda")
-        check(*operands(), score_mod=score_mod, sink=sink, layout=Dense("bshd"), backend="cudnn").assert_ok()
-
-
-@pytest.mark.parametrize("shape", [(256, 256), (200, 300), (300, 200)])
-def test_masks_with_scores(shape):
-    tensors = operands(s_q=shape[0], s_k=shape[1])
-    for score_mod in (softcap(2.0), case("softcap", 4, *shape, "cuda").score(), alibi(torch.rand(4, device="cuda"))):
-        for mask in (causal(), window(90, 3)):
-            keywords = {"score_mod": score_mod, "mask": mask, "layout": Dense("bshd"), "backend": "cudnn"}
-            check(*tensors, **keywords).assert_ok()
+def test_refusals():
+    """Score functions that are no callbacks, and masks beside a callback; a sink beside one runs."""
+    callback = case("softcap", 4, 256, 256).score()
+    sink = torch.randn(4, device="cuda")
+    check(*operands(), score_mod=callback, sink=sink, layout=Dense("bshd"), backend="cudnn").assert_ok()
+    for keywords in ({"score_mod": softcap(2.0)}, {"score_mod": callback, "mask": causal()}):
+        with pytest.raises(Unsupported, match="cudnn: "):
+            attention(*operands(), layout=Dense("bshd"), backend="cudnn", **keywords)
 
 
 @pytest.mark.parametrize("name", [None, "softcap"])
@@ -175,14 +163,17 @@ def test_graphs_are_built_once():
     assert graph_info().misses == 2
 
     def scaled(factor):
-        return score_callback(lambda graph, score, tensors: graph.mul(a=score, b=graph.tensor_scalar(factor)))
+        def times(graph, x, tensors):
+            return graph.mul(a=x, b=graph.tensor_scalar(factor))
+
+        return score_callback(times, times)
 
     found = [step(scaled(factor))[0] for factor in (0.5, 2.0, 0.5)]
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
     assert graph_info().misses == 4
     for keys in (1, 256):
-        step(score_callback(added, None, {"bias": torch.zeros(1, 1, 256, keys, device="cuda")}))
+        step(score_callback(added, identity_bprop, {"bias": torch.zeros(1, 1, 256, keys, device="cuda")}))
     assert graph_info().misses == 8
 
 

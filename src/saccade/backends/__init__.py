@@ -16,6 +16,10 @@ from saccade.spec import FLAGS, Spec
 ANY_SCORE = "any function"
 """In `Support.scores`: whatever can be traced."""
 
+CALLBACKS = "cuDNN's callbacks"
+"""In `Support.scores`: those of `score_callback`. Their word in a Spec is `score(name)`, as that of any function:
+`refusals` tells them apart."""
+
 
 class Unsupported(NotImplementedError):
     """No backend, or not the one that was named, runs this call; the message holds one line of reason for each."""
@@ -32,7 +36,7 @@ class Support:
     masks: tuple[str, ...]
     """Mask leaves; any combination of them runs."""
     scores: tuple[str, ...]
-    """Words of a Spec, or ANY_SCORE."""
+    """Words of a Spec, ANY_SCORE, or CALLBACKS."""
     flags: tuple[str, ...]
     max_d: int
     multiple_of: int = 1
@@ -57,7 +61,8 @@ class Support:
             found.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
         if (spec.d | spec.d_v) % self.multiple_of:
             found.append(f"takes head dims that are multiples of {self.multiple_of}, not {spec.d} and {spec.d_v}")
-        if spec.score != "none" and not {spec.score, ANY_SCORE} & set(self.scores):
+        words = {spec.score, ANY_SCORE, *([CALLBACKS] if spec.score.startswith("score(") else [])}
+        if spec.score != "none" and not words & set(self.scores):
             found.append(f"has no score {spec.score}")
         leaves = set(re.findall(r"[a-z_]+", spec.mask)) - {"none"}
         found += [f"has no mask {leaf}" for leaf in sorted(leaves - set(self.masks))]

@@ -2,13 +2,13 @@
 
     from saccade.compat.cudnn import data_type, score_callback
 
-A callback written for `graph.sdpa(score_mod=…)` runs as it is: data types may be cuDNN's own or those of here. With
-`backend="cudnn"` it runs in cuDNN's own kernels.
+A callback written for `graph.sdpa(score_mod=…)` runs unchanged. Its data types may be cuDNN's own or those of this
+module. With `backend="cudnn"` it runs in cuDNN's own kernels.
 """
 
 from __future__ import annotations
 
-from saccade.backends.cudnn.cache import cache as _graphs
+from saccade.backends.cudnn.graphs import graph_cache as _graphs
 from saccade.scores import Graph, callback_key, data_type, score_callback
 from saccade.scores import callback_clear as cache_clear
 from saccade.scores import callback_info as cache_info

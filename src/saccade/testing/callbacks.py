@@ -197,7 +197,7 @@ def case(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cp
         ),
         "softcap": lambda: CallbackCase(softcap.forward, softcap.backward, {"cap": one(0.8)}, {"cap": one(0.8)}),
         "post_scale_bias": lambda: CallbackCase(post_scale_bias, identity_bprop),
-        "alibi": lambda: CallbackCase(alibi, None, {"slopes": normal(1, h, 1, 1)}),
+        "alibi": lambda: CallbackCase(alibi, identity_bprop, {"slopes": normal(1, h, 1, 1)}),
         "added": lambda: CallbackCase(added, identity_bprop, {"bias": normal(b, 1, s_q, s_k)}),
         "band": lambda: CallbackCase(
             band, None, {"near": normal(h, 1, 1), "rows": normal(1, s_q, 1), "far": normal(1)}

@@ -1,4 +1,4 @@
-"""cuDNN graphs of attention: described, built, and run."""
+"""cuDNN graphs of attention: described, built, cached and run."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.backends.cudnn.callbacks import GraphReplay, ScoreGraph
 from saccade.backends.cudnn.frontend import frontend
-from saccade.backends.cudnn.modification import Modification
-from saccade.backends.cudnn.replay import Replay
+from saccade.bounded_cache import BoundedCache
 from saccade.lazily import lazily
 
-OTHERS = ("sdpa_fwd_prefill_sm", "sdpa_bwd_sm")
-"""How the frontend's own kernels begin, which stand beside cuDNN's engines and know no score_mod."""
+FRONTEND_KERNELS = ("sdpa_fwd_prefill_sm", "sdpa_bwd_sm")
+"""Prefixes of the frontend's own kernels, which stand beside cuDNN's engines and know no score_mod."""
 
 
-class Place(NamedTuple):
-    """How a tensor of (b, h, s, d) lies."""
+class TensorDesc(NamedTuple):
+    """How a tensor of four dimensions lies in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @staticmethod
-    def of(x: Tensor) -> Place:
-        return Place(x.dtype, tuple(x.shape), x.stride())
+    def of(x: Tensor) -> TensorDesc:
+        return TensorDesc(x.dtype, tuple(x.shape), x.stride())
 
 
 @dataclass(frozen=True)
-class Form:
-    """All that a graph is built for: its key."""
+class GraphKey:
+    """All that a graph is built for."""
 
     device: int
-    tensors: tuple[tuple[str, Place], ...]
+    tensors: tuple[tuple[str, TensorDesc], ...]
     """Every operand and result by its name; `stats` is the LSE (b, h_q, s_q, 1), `rows` and `keys` used lengths."""
     scale: float
-    band: tuple[int | None, int | None] | None = None
-    """Bounds of a window, both counted from the diagonal, None where there is none."""
+    window: tuple[int | None, int | None] | None = None
+    """How many keys are visible left and right of the diagonal, None for all."""
     bottom_right: bool = False
     deterministic: bool = False
-    modification: Modification | None = None
-    held: tuple[Place, ...] = ()
-    """What the modification reads."""
+    score: ScoreGraph | None = None
+    score_inputs: tuple[TensorDesc, ...] = ()
 
     @lazily
     def _hash(self) -> int:
@@ -56,117 +55,124 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Built:
-    """A graph with its plans."""
+class BuiltGraph:
+    """A graph with its execution plans."""
 
     graph: Any
     uids: tuple[int, ...]
-    """What its tensors are called there: the Form's, in its order, then those that the modification reads."""
+    """Of the GraphKey's tensors, in their order, then of the score's inputs."""
     workspace: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     """The frontend keeps what it binds on the graph."""
 
-    def run(self, given: dict[str, Tensor], held: Sequence[Tensor], handle: Any) -> None:
-        """`given`: by the names of the Form, in its order."""
-        workspace = torch.empty(self.workspace, dtype=torch.uint8, device=given["q"].device)
-        tensors = [x.detach() if x.requires_grad else x for x in (*given.values(), *held)]
+    def run(self, tensors: dict[str, Tensor], score_inputs: Sequence[Tensor], handle: Any) -> None:
+        """`tensors`: by the names of the GraphKey, in its order."""
+        workspace = torch.empty(self.workspace, dtype=torch.uint8, device=tensors["q"].device)
+        bound = [x.detach() if x.requires_grad else x for x in (*tensors.values(), *score_inputs)]
         with self.lock:
-            self.graph.execute(tensors, workspace, handle=handle, tensor_uids=self.uids)
+            self.graph.execute(bound, workspace, handle=handle, tensor_uids=self.uids)
 
 
-class Described(NamedTuple):
+class Description(NamedTuple):
+    """A graph before cuDNN has seen it, and its tensors by name."""
+
     graph: Any
     tensors: dict[str, Any]
-    replay: Replay | None
+    replay: GraphReplay | None
 
 
-def described(form: Form, **options: Any) -> Described:
-    """The graph, before cuDNN has seen it: a backward where `form` has a `dout`. `options` go to `cudnn.pygraph`."""
+def describe(key: GraphKey, **options: Any) -> Description:
+    """A backward where `key` has a `dout`. `options` go to `cudnn.pygraph`."""
     cudnn = frontend()
     kinds = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}
     kinds |= {torch.float32: cudnn.data_type.FLOAT, torch.int32: cudnn.data_type.INT32}
-    places = dict(form.tensors)
+    descs = dict(key.tensors)
     graph = cudnn.pygraph(
-        io_data_type=kinds[places["q"].dtype],
+        io_data_type=kinds[descs["q"].dtype],
         intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT,
         **options,
     )
-    gradient = "dout" in places
+    tensors: dict[str, Any] = {}
+
+    def add(name: str, desc: TensorDesc, **more: Any) -> Any:
+        tensors[name] = graph.tensor(
+            name=name, dim=desc.shape, stride=desc.stride, data_type=kinds[desc.dtype], **more
+        )
+        return tensors[name]
+
+    gradient = "dout" in descs
     results = ("dq", "dk", "dv") if gradient else ("out", "stats")
-    tensors = {
-        name: graph.tensor(name=name, dim=place.shape, stride=place.stride, data_type=kinds[place.dtype])
-        for name, place in places.items()
-        if name not in results
-    }
-    arguments: dict[str, Any] = {"attn_scale": form.scale, **_masked(form, tensors, cudnn)}
+    for name, desc in descs.items():
+        if name not in results:
+            add(name, desc)
+    arguments: dict[str, Any] = {"attn_scale": key.scale, **_mask_arguments(key, tensors, cudnn)}
     replay = None
-    if form.modification is not None:
-        replay = _replay(graph, form, tensors, kinds, cudnn.data_type)
+    if key.score is not None:
+        inputs = [
+            add(f"score{i}", desc, is_pass_by_value=read.name != "tensor")
+            for i, (desc, read) in enumerate(zip(key.score_inputs, key.score.inputs, strict=True))
+        ]
+        replay = GraphReplay(key.score, inputs, cudnn.data_type)
         arguments["score_mod"] = replay.forward
-        if gradient and form.modification.backward is not None:
+        if gradient and key.score.backward is not None:
             arguments["score_mod_bprop"] = replay.backward
     arguments |= {name: tensors[name] for name in ("q", "k", "v")}
     if gradient:
         arguments |= {"o": tensors["out"], "dO": tensors["dout"], "stats": tensors["stats"]}
-        found = graph.sdpa_backward(
-            **arguments, use_deterministic_algorithm=form.deterministic, name="attention_backward"
+        outputs = graph.sdpa_backward(
+            **arguments, use_deterministic_algorithm=key.deterministic, name="attention_backward"
         )
     else:
-        found = graph.sdpa(**arguments, generate_stats="stats" in places, name="attention")
-    for name, made in zip(results, found, strict=True):
-        if name in places:
-            place = places[name]
-            made.set_output(True).set_dim(list(place.shape)).set_stride(list(place.stride))
-            tensors[name] = made.set_data_type(kinds[place.dtype])
-    return Described(graph, tensors, replay)
+        outputs = graph.sdpa(**arguments, generate_stats="stats" in descs, name="attention")
+    for name, output in zip(results, outputs, strict=True):
+        if name in descs:
+            desc = descs[name]
+            output.set_output(True).set_dim(list(desc.shape)).set_stride(list(desc.stride))
+            tensors[name] = output.set_data_type(kinds[desc.dtype])
+    return Description(graph, tensors, replay)
 
 
-def _masked(form: Form, tensors: dict[str, Any], cudnn: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if form.band is not None:
-        left, right = form.band
-        found["diagonal_alignment"] = getattr(
-            cudnn.diagonal_alignment, "BOTTOM_RIGHT" if form.bottom_right else "TOP_LEFT"
-        )
+def _mask_arguments(key: GraphKey, tensors: dict[str, Any], cudnn: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if key.window is not None:
+        left, right = key.window
+        alignment = "BOTTOM_RIGHT" if key.bottom_right else "TOP_LEFT"
+        arguments["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
         if left is not None:
-            found["diagonal_band_left_bound"] = left + 1  # keys from there on are hidden
+            arguments["diagonal_band_left_bound"] = left + 1  # the first distance that is masked
         if right is not None:
-            found["diagonal_band_right_bound"] = right
+            arguments["diagonal_band_right_bound"] = right
     if "rows" in tensors:
-        found |= {"use_padding_mask": True, "seq_len_q": tensors["rows"], "seq_len_kv": tensors["keys"]}
-    return found
+        arguments |= {"use_padding_mask": True, "seq_len_q": tensors["rows"], "seq_len_kv": tensors["keys"]}
+    return arguments
 
 
-def _replay(graph: Any, form: Form, tensors: dict[str, Any], kinds: dict[Any, Any], data_types: Any) -> Replay:
-    mod = form.modification
-    assert mod is not None
-    held = []
-    for i, place in enumerate(form.held):
-        by_value = i >= len(mod.reads)
-        made = graph.tensor(
-            name=f"score{i}", dim=place.shape, stride=place.stride, data_type=kinds[place.dtype],
-            is_pass_by_value=by_value,
-        )  # fmt: skip
-        held.append(made)
-        tensors[f"score{i}"] = made
-    return Replay(mod, held, data_types)
-
-
-def built(form: Form, handle: Any) -> Built:
+def build(key: GraphKey, handle: Any) -> BuiltGraph:
     """
     Raises:
         cudnn.cudnnGraphNotSupportedError: no engine of this cuDNN runs it.
     """
     cudnn = frontend()
-    graph, tensors, replay = described(form, handle=handle)
+    graph, tensors, replay = describe(key, handle=handle)
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])  # calls the callbacks, if not before
     if replay is not None:
         replay.forget()
-    graph.deselect_engines(list(OTHERS))
+    graph.deselect_engines(list(FRONTEND_KERNELS))
     graph.check_support()
     graph.build_plans(cudnn.build_plan_policy.HEURISTICS_CHOICE)
-    names = (*(name for name, _ in form.tensors), *(f"score{i}" for i in range(len(form.held))))
-    return Built(graph, tuple(tensors[name].get_uid() for name in names), max(graph.get_workspace_size(), 1))
+    names = (*(name for name, _ in key.tensors), *(f"score{i}" for i in range(len(key.score_inputs))))
+    return BuiltGraph(graph, tuple(tensors[name].get_uid() for name in names), max(graph.get_workspace_size(), 1))
+
+
+graph_cache: BoundedCache[GraphKey, BuiltGraph] = BoundedCache(128)
+"""A built graph holds its compiled kernels."""
+_building = threading.Lock()
+
+
+def built_graph(key: GraphKey, handle: Any) -> BuiltGraph:
+    """The graph of the cache. One thread builds at a time: two would build the same."""
+    with _building:
+        return graph_cache.get_or_make(key, lambda: build(key, handle))

@@ -1,0 +1,237 @@
+"""A score callback on cuDNN's graph: the operations that it recorded, called again, and what they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.problem import ALIGNMENT
+from saccade.scores import Score, Traced
+from saccade.scores.callbacks.graph import Step, data_type
+from saccade.scores.callbacks.operations import OPERATIONS
+
+Steps = tuple[Step, ...]
+FLOAT, INT32, BOOLEAN, NOT_SET = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN, data_type.NOT_SET
+TILE = 128
+"""cuDNN's backward calls score_mod for whole tiles of so many rows and keys."""
+
+
+class NoCallback(Exception):
+    """A score that cuDNN does not run; the message is a reason for `explain`."""
+
+
+class Input(NamedTuple):
+    """What a step `input` reads."""
+
+    name: str
+    """`tensor`; or passed by value: `runtime`, a number of the score, and `number`, a constant."""
+    index: int | None
+    """Among the score's tensors or its numbers."""
+    dtype: torch.dtype | None
+    """Of what is passed by value."""
+
+
+@dataclass(frozen=True)
+class ScoreGraph:
+    """The steps of a callback and of its derivative. Equal ones build equal graphs."""
+
+    forward: Steps
+    backward: Steps | None
+    """Of dP. None: the identity, which is cuDNN's default."""
+    inputs: tuple[Input, ...]
+    constants: tuple[Tensor | None, ...] = field(compare=False)
+    """The value of each input `number`. It is passed with each call: cuDNN before 9.22 has no constants in graphs."""
+
+    @property
+    def operations(self) -> int:
+        """An upper bound of the nodes that a graph has for it."""
+        steps = (*self.forward, *(self.backward or ()))
+        return sum(step.name not in ("input", "score", "gradient") for step in steps)
+
+    def tensors(self, score: Any) -> list[Tensor]:
+        """The inputs of a call with this Score: views of four dimensions, and numbers on the CPU."""
+        tensors = []
+        for (name, index, dtype), constant in zip(self.inputs, self.constants, strict=True):
+            if constant is not None:
+                tensors.append(constant)
+            elif name == "runtime":
+                tensors.append(_by_value(score.numbers[index], dtype))
+            else:
+                tensors.append(_view(score.tensors[index].detach()))
+        return tensors
+
+
+def score_graph(score: Score, gradient: bool) -> ScoreGraph:
+    """The graph of a callback. It is made once for each Program.
+
+    Raises:
+        NoCallback: the score is another function, or has no derivative of its own.
+    """
+    program = score.program if isinstance(score, Traced) else None
+    if program is None or program.recorded is None:
+        raise NoCallback(
+            f"takes a score as a callback alone (saccade.compat.cudnn.score_callback) whose tensors only meet scores, "
+            f"not {score.kind}"
+        )
+    forward, backward = program.recorded
+    if gradient and backward is None:
+        raise NoCallback(f"needs a score_mod_bprop for the gradients of {score.kind}")
+    key = "cudnn", gradient
+    if key not in program.emitted:
+        program.emitted[key] = _numbered(program, forward.steps, backward.steps if gradient else None)
+    return program.emitted[key]
+
+
+def _numbered(program: Any, forward: Steps, backward: Steps | None) -> ScoreGraph:
+    """The steps with all that they read as inputs, each of them once."""
+    reads: dict[tuple[str, str], Any] = {}
+
+    def numbered(step: Step) -> Step:
+        if step.name not in ("tensor", "runtime", "number"):
+            return _typed(step)
+        key = step.name, repr(step.attributes[0])
+        reads.setdefault(key, step.attributes[0])
+        return Step("input", (), (list(reads).index(key),))
+
+    forward = tuple(map(numbered, forward))
+    if backward is not None:
+        backward = None if [step.name for step in backward] == ["gradient"] else tuple(map(numbered, backward))
+    inputs, constants = [], []
+    for (name, _), x in reads.items():
+        whole = isinstance(x, int) if name == "number" else name == "runtime" and program.integral[x]
+        dtype = None if name == "tensor" else torch.int32 if whole else torch.float32
+        inputs.append(Input(name, None if name == "number" else x, dtype))
+        constants.append(_by_value(x, dtype) if name == "number" else None)
+    return ScoreGraph(forward, backward, tuple(inputs), tuple(constants))
+
+
+def _typed(step: Step) -> Step:
+    """The step with its types by name, so that callbacks that leave them out build the same graph. Truth is computed
+    as FLOAT: a backward takes nothing else for comparisons of floats and for logic."""
+    if step.name in ("score", "gradient"):
+        return step
+    index, truth = step.name == "gen_index", step.name.startswith(("cmp_", "logical_"))
+    made = step.made if step.made != NOT_SET else INT32 if index else BOOLEAN if truth else FLOAT
+    computed = INT32 if index else FLOAT if step.computed in (NOT_SET, BOOLEAN) else step.computed
+    return step._replace(computed=computed, made=made)
+
+
+def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
+    """The graph with -inf, and a gradient of zero, outside of the first `rows` and `keys`.
+
+    cuDNN's backward calls score_mod for whole tiles, in which scores outside of the tensors are -inf or zero. Where that
+    becomes +inf or NaN, so do gradients. Source: PyTorch's issue 196678, for the zeros.
+    """
+    inputs, constants = [*graph.inputs], [*graph.constants]
+
+    def bounded(steps: Steps, outside: float) -> Steps:
+        made = list(steps)
+
+        def add(name: str, *rest: Any) -> int:
+            made.append(Step(name, *rest))
+            return len(made) - 1
+
+        def constant(value: float, dtype: torch.dtype) -> int:
+            inputs.append(Input("number", None, dtype))
+            constants.append(_by_value(value, dtype))
+            return add("input", (), (len(inputs) - 1,))
+
+        value, inside = len(made) - 1, []
+        for axis, bound in ((2, rows), (3, keys)):
+            if bound % TILE:
+                index = add("gen_index", (), (axis,), INT32, INT32)
+                inside.append(add("cmp_lt", (index, constant(bound, torch.int32)), (), FLOAT, BOOLEAN))
+        keep = inside[0] if len(inside) == 1 else add("logical_and", tuple(inside), (), FLOAT, BOOLEAN)
+        add("binary_select", (value, constant(outside, torch.float32), keep), (), FLOAT, FLOAT)
+        return tuple(made)
+
+    forward, backward = bounded(graph.forward, -math.inf), bounded(graph.backward or (Step("gradient"),), 0.0)
+    return replace(graph, forward=forward, backward=backward, inputs=tuple(inputs), constants=tuple(constants))
+
+
+class GraphReplay:
+    """The two callbacks of one cuDNN graph: cuDNN calls `forward`, and in a backward `backward` after it.
+
+    What both make of the score alone is one node, as in callbacks that keep values for their derivative.
+    """
+
+    def __init__(self, score_graph: ScoreGraph, inputs: Sequence[Any], data_types: Any) -> None:
+        """
+        Args:
+            inputs: the cuDNN graph's own tensors for `score_graph.inputs`.
+            data_types: what `data_type` is to that graph.
+        """
+        self.score_graph, self.inputs, self.data_types = score_graph, inputs, data_types
+        self.score: Any = None
+        self.nodes: list[Any] = []
+        """All nodes of the graph, which keeps their ids apart."""
+        self.shared: dict[Any, Any] = {}
+        """Nodes by their step and the ids of their operands."""
+
+    def forward(self, graph: Any, score: Any) -> Any:
+        self.forget()
+        self.score = score
+        return self._replay(graph, self.score_graph.forward, score)
+
+    def backward(self, graph: Any, gradient: Any) -> Any:
+        assert self.score_graph.backward is not None
+        return self._replay(graph, self.score_graph.backward, gradient)
+
+    def forget(self) -> None:
+        """After a graph is built: its nodes would keep it alive, as it keeps the callbacks."""
+        self.score = None
+        self.nodes.clear()
+        self.shared.clear()
+
+    def _replay(self, graph: Any, steps: Steps, indexed: Any) -> Any:
+        """`indexed`: the score or the gradient, whose indices gen_index gives."""
+        first = len(self.nodes)
+        for step in steps:
+            operands = [self.nodes[first + i] for i in step.inputs]
+            key = step._replace(inputs=()), *map(id, operands)
+            node = self.shared.get(key) if operands else None
+            if node is None:
+                node = self.shared[key] = self._node(graph, step, operands, indexed)
+            self.nodes.append(node)
+        return self.nodes[-1]
+
+    def _node(self, graph: Any, step: Step, operands: list[Any], indexed: Any) -> Any:
+        if step.name == "input":
+            return self.inputs[step.attributes[0]]
+        if step.name in ("score", "gradient"):
+            return self.score if step.name == "score" else indexed
+        if step.name == "gen_index":
+            keywords: dict[str, Any] = {"input": indexed, "axis": step.attributes[0]}
+        else:
+            operation = OPERATIONS[step.name]
+            keywords = dict(zip(operation.arguments, operands, strict=True))
+            attributes = zip((name for name, _ in operation.attributes), step.attributes, strict=True)
+            keywords |= {name: x for name, x in attributes if math.isfinite(x)}
+        node = getattr(graph, step.name)(**keywords, compute_data_type=getattr(self.data_types, step.computed.name))
+        node.set_data_type(getattr(self.data_types, step.made.name))
+        return node
+
+
+def _by_value(x: float, dtype: torch.dtype | None) -> Tensor:
+    return torch.full((1, 1, 1, 1), x, dtype=dtype)
+
+
+_READABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.int32))
+
+
+def _view(x: Tensor) -> Tensor:
+    """x with four dimensions, in a type that cuDNN has."""
+    x = x[(None,) * (4 - x.dim())]
+    if x.dtype not in _READABLE:
+        x = x.to(torch.float32 if x.is_floating_point() else torch.int32)
+    if x.data_ptr() % ALIGNMENT or any(n > 1 and m == 0 for n, m in zip(x.shape, x.stride(), strict=True)):
+        x = x.clone(memory_format=torch.contiguous_format)
+    # Strides of dimensions of one element mean nothing, but have to be multiples of the inner ones.
+    shape = x.shape
+    stride = [x.stride(i) if shape[i] != 1 else math.prod(shape[i + 1 :]) for i in range(4)]
+    return x.as_strided(shape, stride)
