@@ -173,7 +173,8 @@ def test_graphs_compute_the_score_and_its_derivative(name):
     graph = score_graph(score, gradient=True)
     tensors = graph.tensors(score)
     assert all(x.dim() == 4 for x in tensors)
-    assert all(x.device.type == "cpu" and x.numel() == 1 for x, read in zip(tensors, graph.inputs) if read.dtype)
+    by_value = [x for x, read in zip(tensors, graph.inputs, strict=True) if read.name != "tensor"]
+    assert all(x.device.type == "cpu" and x.numel() == 1 for x in by_value)
     forward, backward = replayed(graph)
     x = 2 * torch.randn(2, 4, 7, 9)
     at, values = places(x), [y.reshape(()) if y.numel() == 1 else y for y in tensors]
@@ -251,8 +252,8 @@ def test_failed_builds_are_not_kept(monkeypatch):
 
 
 class StandIn:
-    """What cuDNN computes for a GraphKey, from the oracle's probabilities, with NaN in rows that see no key: those are not
-    its to define. Its backward takes the LSE and the row sums of what it is given."""
+    """What cuDNN computes for a GraphKey, from the oracle's probabilities. Rows that see no key are NaN, as cuDNN does
+    not define them. Its backward takes the LSE and the row sums of what it is given."""
 
     def __init__(self, key):
         self.key = key

@@ -17,7 +17,7 @@ RAN = {
     "gluon": _HOPPER,
     "triton": f"{_HOPPER}; the interpreter, in every CI run; other GPUs compiled only",
     "cpu": "CPU, in every CI run",
-    "cudnn": "H200 (PyTorch 2.11, cuDNN 9.19): plain attention, and scores but for those that it refuses",
+    "cudnn": "H200 (PyTorch 2.11, cuDNN 9.19)",
     "reference": "CPU, in every CI run; H200",
 }
 

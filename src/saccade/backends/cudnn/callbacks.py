@@ -30,7 +30,7 @@ class Input(NamedTuple):
 
     name: str
     """`tensor`; or passed by value: `runtime`, a number of the score, and `number`, a constant."""
-    index: int | None
+    place: int | None
     """Among the score's tensors or its numbers."""
     dtype: torch.dtype | None
     """Of what is passed by value."""
@@ -56,13 +56,13 @@ class ScoreGraph:
     def tensors(self, score: Any) -> list[Tensor]:
         """The inputs of a call with this Score: views of four dimensions, and numbers on the CPU."""
         tensors = []
-        for (name, index, dtype), constant in zip(self.inputs, self.constants, strict=True):
+        for (name, place, dtype), constant in zip(self.inputs, self.constants, strict=True):
             if constant is not None:
                 tensors.append(constant)
             elif name == "runtime":
-                tensors.append(_by_value(score.numbers[index], dtype))
+                tensors.append(_by_value(score.numbers[place], dtype))
             else:
-                tensors.append(_view(score.tensors[index].detach()))
+                tensors.append(_view(score.tensors[place].detach()))
         return tensors
 
 
@@ -124,8 +124,8 @@ def _typed(step: Step) -> Step:
 def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
     """The graph with -inf, and a gradient of zero, outside of the first `rows` and `keys`.
 
-    cuDNN's backward calls score_mod for whole tiles, in which scores outside of the tensors are -inf or zero. Where that
-    becomes +inf or NaN, so do gradients. Source: PyTorch's issue 196678, for the zeros.
+    cuDNN's backward calls score_mod for whole tiles, in which scores outside of the tensors are -inf or zero. If those
+    become +inf or NaN, so do gradients. Source: PyTorch's issue 196678, for the zeros.
     """
     inputs, constants = [*graph.inputs], [*graph.constants]
 

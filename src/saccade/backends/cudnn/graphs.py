@@ -96,9 +96,7 @@ def describe(key: GraphKey, **options: Any) -> Description:
     tensors: dict[str, Any] = {}
 
     def add(name: str, desc: TensorDesc, **more: Any) -> Any:
-        tensors[name] = graph.tensor(
-            name=name, dim=desc.shape, stride=desc.stride, data_type=kinds[desc.dtype], **more
-        )
+        tensors[name] = graph.tensor(name=name, dim=desc.shape, stride=desc.stride, data_type=kinds[desc.dtype], **more)
         return tensors[name]
 
     gradient = "dout" in descs

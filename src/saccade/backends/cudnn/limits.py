@@ -29,10 +29,10 @@ def callback_limits(score: Score, graph: ScoreGraph, gradient: bool) -> list[str
 
 
 def _input_limits(score: Score, graph: ScoreGraph, gradient: bool) -> Iterator[str]:
-    for name, index, _ in graph.inputs:
-        if name != "tensor" or index is None:
+    for name, place, _ in graph.inputs:
+        if name != "tensor" or place is None:
             continue
-        x = score.tensors[index]
+        x = score.tensors[place]
         if x.dtype == torch.bool:
             yield "takes no tensors of bools in a callback: give int32"
         rows, keys = (1, 1, *x.shape)[-2:]
