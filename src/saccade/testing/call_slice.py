@@ -1,10 +1,11 @@
-"""One batch row and some heads of a call: the exact answer, the plain one, and what is rounded on the way to each
-element. `accuracy` says what is made of them.
+"""A call and its slices: one sequence and some heads, with the exact answer, the plain one, and what is rounded on the
+way to each element. `accuracy` says how they make a tolerance.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,8 +13,13 @@ import torch
 from torch import Tensor
 
 from saccade import reference
+from saccade.dropout import Dropout
+from saccade.layouts import Dense, Layout, Paged
+from saccade.masks import as_mask
 from saccade.problem import Problem
-from saccade.testing.shifted import ShiftedScore, places
+from saccade.testing import packed, paged
+from saccade.testing.packed import SequencePlace
+from saccade.testing.shifted import ShiftedScore, captured, places, shift_dropout, shift_mask, shift_score
 
 Results = dict[str, Tensor]
 """out, lse, and as far as they are asked for max_scores, dq, dk, dv, dsink."""
@@ -23,10 +29,10 @@ At = tuple[slice, slice, slice]
 
 
 FAR = 1 << 20
-"""A score beyond it hides its key, or is what all of a row score: float32 has no place for what is added to it."""
+"""A score beyond it masks its key, or equals all scores of its row: float32 loses what is added to it."""
 
 BEYOND = 16.0
-"""A score's error of more leaves nothing known of its probability."""
+"""Above this error of a score, nothing is known of its probability."""
 
 
 class Precision(NamedTuple):
@@ -54,13 +60,76 @@ class Precision(NamedTuple):
         return cls(wide, wide, torch.float16 if half and backend != "triton" else wide)
 
 
+class CheckedCall(NamedTuple):
+    """The operands of a call, the gradients of its results, and the keywords of `attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor | None
+    dlse: Tensor | None
+    keywords: dict[str, Any]
+
+    @property
+    def layout(self) -> Layout:
+        return self.keywords.get("layout", Dense())
+
+    @property
+    def differentiated(self) -> dict[str, Tensor]:
+        """What gets a gradient, by the names of the gradients; captured tensors if they require one."""
+        named = {"dq": self.q, "dk": self.k, "dv": self.v, "dsink": self.keywords.get("sink")}
+        found = {name: x for name, x in named.items() if x is not None}
+        return found | captured(self.keywords.get("score_mod"))
+
+    def canonical(self) -> CheckedCall:
+        """The tensors as (b, h, s, d), detached, the pages of a cache gathered."""
+        layout, dout, dlse = self.layout, self.dout, self.dlse
+        q, k, v = (layout.canonical(x.detach()) for x in self[:3])
+        if isinstance(layout, Paged):
+            k, v = (paged.gathered(layout, x) for x in (k, v))
+        dout = None if dout is None else layout.canonical(dout)
+        dlse = None if dlse is None else layout.canonical_lse(dlse)
+        return CheckedCall(q, k, v, dout, dlse, self.keywords)
+
+    def places(self) -> Iterator[SequencePlace]:
+        """Where each sequence of a canonical call is."""
+        return packed.places(self.layout, self.q, self.k)
+
+    def slice(
+        self,
+        place: SequencePlace,
+        heads: slice,
+        key_heads: slice,
+        precision: Precision,
+        dropout: Dropout | None = None,
+    ) -> CallSlice:
+        """One sequence and some heads of a canonical call."""
+        b, keywords = place.number, self.keywords
+        rows_at, keys_at = (place.batch_q, heads, place.rows), (place.batch_k, key_heads, place.keys)
+        used = (None if x is None else x[b : b + 1] for x in (self.layout.seqused_q, self.layout.seqused_k))
+        sink = keywords.get("sink")
+        problem = Problem(
+            q=self.q[rows_at],
+            k=self.k[keys_at],
+            v=self.v[keys_at],
+            sink=None if sink is None else sink.detach()[heads],
+            layout=Dense("bhsd", *used),
+            mask=shift_mask(as_mask(keywords.get("mask")), b, heads.start),
+            score=shift_score(keywords.get("score_mod"), self.q, b, heads.start),
+            scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
+            dropout=shift_dropout(dropout, b, heads.start),
+        )
+        dout, dlse = (None if x is None else x[rows_at] for x in (self.dout, self.dlse))
+        return CallSlice(rows_at, keys_at, problem, dout, dlse, precision)
+
+
 class CallSlice(NamedTuple):
-    """One batch row and some heads of a call, tensors (1, h, s, …), and where they are in it."""
+    """One sequence and some heads of a call, tensors (1, h, s, …), and where they are in it."""
 
     rows_at: At
-    """of what q's rows have"""
+    """Batch, heads and rows of q, out and dq."""
     keys_at: At
-    """batch, key heads and keys"""
+    """Batch, key heads and keys."""
     problem: Problem
     dout: Tensor | None
     dlse: Tensor | None
@@ -73,15 +142,14 @@ class CallSlice(NamedTuple):
         problem = self.problem
         if problem.q.dtype != torch.float64:
             plain = self if self.precision.scores == problem.q.dtype else self._wide(self.precision.scores)
-            found = plain._oracle()
-            return {name: x if name in ("lse", "max_scores") else self._returned(x, name) for name, x in found.items()}
-        # Here the plain run would repeat the exact one to the bit and call its rounding none: scale first, and sum the
-        # head dimension from its other end.
+            return {name: self._returned(x, name) for name, x in plain._oracle().items()}
+        # A plain run in float64 would repeat the exact one bit by bit. This one scales first, and sums the head
+        # dimension from its other end.
         turned = replace(problem, q=problem.q.flip(-1) * problem.scale, k=problem.k.flip(-1), scale=1.0)
-        found = self._replace(problem=turned)._oracle()
+        results = self._replace(problem=turned)._oracle()
         if self.dout is not None:
-            found["dq"], found["dk"] = found["dq"].flip(-1) * problem.scale, found["dk"].flip(-1)
-        return found
+            results["dq"], results["dk"] = results["dq"].flip(-1) * problem.scale, results["dk"].flip(-1)
+        return results
 
     def terms(self, exact: Results) -> Results:
         """The roundings that reach an element, in units of eps/2 of the inputs' dtype; here they are squared until the
@@ -109,8 +177,8 @@ class CallSlice(NamedTuple):
             n * (2 * torch.finfo(sums).eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         )
         kept = reference.kept(problem) * problem.dropout.rescale if problem.dropout else q.new_ones(())
-        hidden = (exact["lse"] == -torch.inf)[..., None]
-        out, lse = exact["out"], torch.where(hidden, 0, exact["lse"][..., None])
+        masked = (exact["lse"] == -torch.inf)[..., None]
+        out, lse = exact["out"], torch.where(masked, 0, exact["lse"][..., None])
         top = exact["max_scores"][..., None]
         top = torch.where(top.isfinite(), top, 0)
 
@@ -125,7 +193,7 @@ class CallSlice(NamedTuple):
             ends = torch.stack([torch.stack(self._modified(score + side * error)) for side in (-1, 1)])
             moved = (ends - torch.stack([modified, slope])).nan_to_num(0, 0, 0).abs().amax(0) / (eps / 2)
             score_term, slope_term = moved**2
-            # And one that is far from zero hides keys, or alike all of a row: it is a constant, which nothing rounds.
+            # A score that is far from zero masks its key, or equals all of its row: a constant, which nothing rounds.
             score_term = score_term + of_functions * torch.where(modified.abs() < far, modified, 0) ** 2
             # A derivative is made of values of the function, as 1 - tanh^2 is.
             slope_term = slope_term + of_functions * (slope**2 + 4 * (1 - slope) ** 2)
@@ -140,8 +208,8 @@ class CallSlice(NamedTuple):
         squares = {"out": out_term, "lse": lse_term[..., 0]}
         squares["max_scores"] = torch.nn.functional.pad(score_term, (0, 1)).amax(-1)  # of no key, zero
         if dout is not None:
-            dout = torch.where(hidden, 0, dout)  # in padding it may be NaN
-            dlse = torch.where(hidden, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
+            dout = torch.where(masked, 0, dout)  # in padding it may be NaN
+            dlse = torch.where(masked, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
             p_term = p_term + p**2 * of_p
             dp, delta = dout @ v.mT * kept, (dout * out).sum(-1, keepdim=True)
             dp_term = coarse * dp**2 + (fine + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
@@ -167,7 +235,7 @@ class CallSlice(NamedTuple):
             squares["dk"] = smallest + (1 + more_q) * exact["dk"] ** 2 + dk_term * problem.scale**2
             squares["dv"] = smallest + (1 + more_q) * exact["dv"] ** 2 + dv_term
             if problem.sink is not None:
-                share = torch.where(hidden, 0, (problem.sink[:, None, None] - lse).exp())
+                share = torch.where(masked, 0, (problem.sink[:, None, None] - lse).exp())
                 rows = share**2 * (row_term + (fine + of_p + more_q) * (delta - dlse) ** 2)
                 assert self.problem.sink is not None
                 tiny = torch.finfo(self.problem.sink.dtype).smallest_normal ** 2
@@ -176,8 +244,8 @@ class CallSlice(NamedTuple):
 
     def _oracle(self) -> Results:
         problem, backward = self.problem, self.dout is not None
-        given = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
-        leaves = {name: x.detach().requires_grad_(backward) for name, x in given.items() if x is not None}
+        operands = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
+        leaves = {name: x.detach().requires_grad_(backward) for name, x in operands.items() if x is not None}
         problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
         if isinstance(problem.score, ShiftedScore):
             leaves |= problem.score.captured()
@@ -186,8 +254,10 @@ class CallSlice(NamedTuple):
 
     def _returned(self, x: Tensor, name: str) -> Tensor:
         """As the call returns it: rounded once more."""
-        given = {"dsink": self.problem.sink}.get(name, None if name.startswith("dscore") else self.problem.q)
-        return x if given is None else x.to(given.dtype)
+        if name in ("lse", "max_scores") or name.startswith("dscore"):
+            return x
+        operand = self.problem.sink if name == "dsink" else self.problem.q
+        return x if operand is None else x.to(operand.dtype)
 
     def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """The modified score, and its derivative by the score."""
@@ -218,10 +288,10 @@ def with_gradients(
     out: Tensor, lse: Tensor, leaves: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None
 ) -> Results:
     """out and lse, and the gradients of leaves, zeros where there is none."""
-    found = {"out": out.detach(), "lse": lse.detach()}
+    results = {"out": out.detach(), "lse": lse.detach()}
     if dout is not None:
-        results, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
-        given = torch.autograd.grad(results, list(leaves.values()), gradients, allow_unused=True, retain_graph=True)
-        pairs = zip(leaves.items(), given, strict=True)
-        found |= {name: torch.zeros_like(leaf) if x is None else x for (name, leaf), x in pairs}
-    return found
+        outputs, wanted = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), wanted, allow_unused=True, retain_graph=True)
+        pairs = zip(leaves.items(), gradients, strict=True)
+        results |= {name: torch.zeros_like(leaf) if x is None else x for (name, leaf), x in pairs}
+    return results
