@@ -12,14 +12,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from saccade import Dense, Packed, attention, causal, window
-from saccade.bench import cost, first_call, grids, host, rows, timing
+from saccade import Dense, Packed, Paged, attention, causal, window
+from saccade.bench import cost, first_call, grids, rows, timing
 from saccade.bench import run as runs
 from saccade.bench.grids import GRIDS, MODES, Cell, named
 from saccade.bench.machine import Run
 from saccade.bench.providers import CEILINGS, PROVIDERS, PeerInputs, Prepared, Provider, matching, prepared
 from saccade.bench.providers.flex import predicate
-from saccade.bench.providers.sdpa import visible
+from saccade.bench.providers.sdpa import visible_mask
 from saccade.bench.providers.torch_varlen import options
 from saccade.bench.rows import BenchRow
 from saccade.bench.run import Bench
@@ -139,7 +139,7 @@ def test_flex_predicates_are_the_masks(case: Case):
     seen = predicate(call.mask, case.s_k - case.s_q)
     rows_, keys = torch.arange(case.s_q)[:, None], torch.arange(case.s_k)
     for b in range(case.b):
-        expected = visible(call, case.b)[:, 0].expand(case.b, -1, -1)[b]
+        expected = visible_mask(call, case.b)[:, 0].expand(case.b, -1, -1)[b]
         assert torch.equal(seen(torch.tensor(b), torch.tensor(0), rows_, keys), expected)
 
 
@@ -177,9 +177,9 @@ def test_the_oracle_takes_some_rows_of_a_long_sequence_at_a_time(mask: str, monk
     whole = Verifier(cell, inputs)
     monkeypatch.setattr("saccade.bench.verify._PAIRS", 30)
     sliced = Verifier(cell, inputs)
-    for truth, other in zip(whole.truths, sliced.truths, strict=True):
-        for name, (exact, *_) in truth.ways.items():
-            torch.testing.assert_close(other.ways[name][0], exact)
+    for group, other in zip(whole.groups, sliced.groups, strict=True):
+        for name, (exact, *_) in group.answers.items():
+            torch.testing.assert_close(other.answers[name][0], exact)
     results = PROVIDERS["naive"].prepare(cell, inputs).call()
     assert sliced.error_ratio(results, "thd") <= 1
     results[1][4, 0, 0] += results[1].abs().max()  # a key that rows of every slice see
@@ -409,19 +409,19 @@ def test_ceilings_are_timed_beside_the_rest():
     assert found["naive"].of_copy == pytest.approx(found["naive"].gbps / found["copy"].gbps)
 
 
-def test_host_time():
-    (made,) = host.run(bench("saccade-cpu", "sdpa", Wrong("wrong", 1.0)), [Cell(TINY, "forward")], calls=3)
-    found = {row.provider: row for row in made}
+def test_host_time(monkeypatch):
+    monkeypatch.setattr(timing, "HOST_CALLS", 3)
+    found = measured("saccade-cpu", "sdpa", Wrong("wrong", 1.0), cell=FORWARD.on_host(), ceilings=CEILINGS)
     assert found["saccade-cpu"].mode == "host"
     assert found["saccade-cpu"].ms
     assert found["saccade-cpu"].tflops is None
     assert found["saccade-cpu"].ratio_to == "sdpa"
     assert found["wrong"].ms is None
+    assert "matmul" not in found
 
 
 def test_first_call_runs_in_a_process_of_its_own():
-    (made,) = first_call.run(bench("saccade-cpu", "naive", "sdpa-padded"), [Cell(TINY, "backward")])
-    found = {row.provider: row for row in made}
+    found = measured("saccade-cpu", "naive", "sdpa-padded", cell=Cell(TINY, "backward").first())
     assert found["saccade-cpu"].mode == "first backward"
     assert found["saccade-cpu"].ms
     assert found["saccade-cpu"].ratio_to in ("naive", "sdpa-padded")
@@ -431,9 +431,74 @@ def test_first_call_runs_in_a_process_of_its_own():
 
 def test_first_call_says_why_a_child_failed(monkeypatch):
     monkeypatch.setattr(first_call, "SECONDS", 1e-3)
-    ((row,),) = first_call.run(bench("saccade-cpu"), [Cell(TINY, "forward")])
+    row = measured("saccade-cpu", cell=FORWARD.first())["saccade-cpu"]
     assert row.ms is None
     assert "TimeoutExpired" in row.reason
+
+
+def paged(**changes) -> Case:
+    case = Case("", dtype="fp32", b=3, h_q=8, h_k=2, s_q=1, s_k=40, d=16, order="paged", page_size=16)
+    return named(case.replace(**changes))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(paged(), "decode"),
+        Cell(paged(used="k", page_size=1, s_k=120, score="alibi"), "decode"),
+        Cell(paged(s_q=7, s_k=90, used="k", mask="causal"), "forward"),
+    ],
+    ids=str,
+)
+def test_paged_caches(cell: Cell):
+    found = measured("auto", "saccade-cpu", "sdpa", "flex", cell=cell, ceilings=CEILINGS)
+    for name in ("auto", "saccade-cpu"):
+        assert found[name].error_ratio <= 1
+        assert found[name].gbps > 0
+        assert found[name].of_copy > 0
+    assert found["sdpa"].ms is found["flex"].ms is None
+    assert (found["auto"].layout, found["auto"].page_size) == ("paged", cell.case.page_size)
+
+
+def test_a_wrong_result_over_pages_is_found():
+    cell = Cell(paged(s_k=33, used="k"), "decode")
+    inputs = runs.inputs_of(cell.case, CPU)
+    verifier = Verifier(cell, inputs)
+    (out,) = PROVIDERS["saccade-cpu"].prepare(cell, inputs).call()
+    assert verifier.error_ratio((out,), "paged") <= 1
+    assert verifier.error_ratio((out.flip(0),), "paged") > 1
+
+
+def test_paged_operands_of_flash_attention(monkeypatch):
+    cell = Cell(paged(s_q=3, mask="causal"), "forward")
+
+    def fwd(q, k, v, seqused_k, page_table, num_splits, softmax_scale, is_causal):
+        mask = causal() if is_causal else None
+        return attention(q, k, v, mask=mask, layout=Paged(page_table, seqused_k), scale=softmax_scale, return_lse=True)
+
+    monkeypatch.setattr(torch.ops, "flash_attn_3", types.SimpleNamespace(fwd=fwd))
+    found = measured("fa3", cell=Cell(cell.case.replace(dtype="bf16"), "forward"))["fa3"]
+    assert found.reason is None
+    assert found.error_ratio <= 1
+
+
+def test_bytes_and_pairs_of_a_cache_are_of_the_keys_in_use():
+    case = paged(s_q=3, s_k=100, used="k", mask="causal")
+    inputs = runs.inputs_of(case, CPU)
+    keys = inputs.keywords["layout"].seqused_k
+    assert cost.visible_pairs(case, inputs) == 3 * int(keys.sum()) - 3 * case.b
+    rows_ = 2 * 3 * 3 * 8 * 16  # q and out
+    assert cost.Cost.of(case, inputs, "forward").bytes == 4 * (rows_ + int(keys.sum()) * 2 * 2 * 16)
+
+
+def test_block_masks():
+    cell = Cell(named(Case("", b=1, h_q=1, h_k=1, s_q=300, s_k=300, d=8, mask="documents&causal")), "block mask")
+    found = measured("block-mask", "flex-block-mask", "auto", "sdpa", cell=cell, ceilings=CEILINGS)
+    assert found["block-mask"].ratio_to == "flex-block-mask"
+    assert found["block-mask"].ms
+    assert found["block-mask"].gbps is found["block-mask"].error_ratio is None
+    assert found["auto"].ms is found["sdpa"].ms is None
+    assert "matmul" not in found
 
 
 # How much work
@@ -497,7 +562,7 @@ def test_grids():
     for grid in GRIDS.values():
         assert len({str(cell) for cell in grid.cells}) == len(grid.cells)
         for cell in grid.cells:
-            assert cell.mode in MODES
+            assert cell.call in (*MODES, "block mask")
             assert cell.case == named(cell.case)
     assert len(list(grids.cells(["flex-bar", "grid-forward"]))) == 16 + 30 - 8
     with pytest.raises(ValueError, match="grid-fwd"):
@@ -571,22 +636,3 @@ def test_the_command_knows_its_names(command):
     unknown = {"--cases": "nothing", "--providers": "nobody", "--match": "nothing", "--against": "nofile.jsonl"}
     for words in [*unknown.items(), ("--match", "(")]:
         assert command(*words).exit_code == 2
-
-
-def test_decoding_is_measured_beside_a_copy():
-    from saccade.bench import decode
-
-    cells = [decode.Cell(3, 40, h_q=8, page_size=16), decode.Cell(2, -120, h_q=16, page_size=1, score=True)]
-    found = list(decode.rows(cells, "cpu", Clock(rounds=1, sample=1e-4)))
-    assert [row["provider"] for row in found] == ["saccade", "copy"] * 2
-    assert all(row["gb_s"] > 0 for row in found)
-    assert all(row["error_ratio"] <= 1 for row in found if row["provider"] == "saccade")
-
-
-def test_prompts_over_pages_are_measured_backend_by_backend():
-    from saccade.bench import decode
-
-    cells = [decode.Cell(2, 150, h_q=8, page_size=16, new=100), decode.Cell(2, -120, h_q=8, new=3)]
-    found = list(decode.rows(cells, "cpu", Clock(rounds=1, sample=1e-4)))
-    assert [(row["what"], row["provider"]) for row in found] == [("prompt", "saccade-cpu")] * 2
-    assert all(row["tflop_s"] > 0 and row["error_ratio"] <= 1 for row in found)

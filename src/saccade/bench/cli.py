@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from saccade.bench import first_call, grids, host, report, rows
+from saccade.bench import grids, report, rows
 from saccade.bench.grids import GRIDS, Cell
 from saccade.bench.machine import Run, folder
 from saccade.bench.providers import PROVIDERS, Provider, matching
@@ -24,35 +24,32 @@ from saccade.bench.timing import Clock
 
 
 def bench(
-    cases: Annotated[str, typer.Option(help="Grids or cases, with commas between; see --list.")] = "",
-    providers: Annotated[str, typer.Option(help="With commas between, * allowed; default: the grid's own.")] = "",
-    match: Annotated[str, typer.Option(help="Only cells whose name matches this regular expression.")] = "",
-    measure_host: Annotated[bool, typer.Option("--host", help="The host's time for one small call instead.")] = False,
+    cases: Annotated[str, typer.Option(help="Grids or cases, separated by commas; see --list.")] = "",
+    providers: Annotated[str, typer.Option(help="Separated by commas, with *; default: those of the grid.")] = "",
+    match: Annotated[str, typer.Option(help="Only the cells whose name matches this regular expression.")] = "",
+    measure_host: Annotated[bool, typer.Option("--host", help="Measure the host's time for a call instead.")] = False,
     measure_first: Annotated[
-        bool, typer.Option("--first", help="The first call in a new process with empty caches instead.")
+        bool, typer.Option("--first", help="Measure the first call in a new process with empty caches instead.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Append rows under this folder, or to this .jsonl file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append rows to this .jsonl file, or to one in this folder.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print rows as JSON lines instead of tables.")] = False,
-    compare: Annotated[Path | None, typer.Option(help="Older rows: print old over new time for each case.")] = None,
-    against: Annotated[Path | None, typer.Option(help="Measure nothing: take these rows as the new ones.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Older rows: print the old over the new time of a case.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Measure nothing; use these rows as the new ones.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Samples of each provider; 0: the device's default.")] = 0,
-    minutes: Annotated[float, typer.Option(min=0, help="Start no cell after this many; the rest is listed.")] = 1e9,
-    commit: Annotated[str, typer.Option(help="What the rows say, where git cannot be asked.")] = "",
+    minutes: Annotated[float, typer.Option(min=0, help="Start no cell after this time; list the others.")] = 1e9,
+    commit: Annotated[str, typer.Option(help="The commit to record in rows, if there is no git checkout.")] = "",
     check: Annotated[bool, typer.Option(help="Check every result against the oracle first.")] = True,
-    show: Annotated[bool, typer.Option("--list", help="List grids and providers, and measure nothing.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List grids and providers; measure nothing.")] = False,
 ) -> None:
     """Times attention: providers in turns on the same inputs, each checked against the oracle first.
 
-    Without options: the h200 grid on a GPU, the cpu grid on a CPU. Times of one run compare; those of two runs do only
-    through what is in both.
+    Without options: the h200 grid on a GPU, the cpu grid on a CPU. Compare times within one run only; ratios to a
+    provider that two runs share compare across them.
     """
     place = _place(device)
-    source, default = run, "h200" if place.type == "cuda" else "cpu"
-    if measure_host:
-        source, default = host.run, "host"
-    elif measure_first:
-        source, default = first_call.run, "first-call"
+    default = "h200" if place.type == "cuda" else "cpu"
+    default = "host" if measure_host else "first-call" if measure_first else default
     names = [name for name in cases.split(",") if name] or [default]
     console = Console(stderr=True, soft_wrap=True)
     try:
@@ -67,7 +64,9 @@ def bench(
             raise ValueError(f"no cell of {', '.join(names)} matches {match!r}")
     except (ValueError, OSError, re.error) as wrong:
         raise typer.BadParameter(str(wrong)) from None
-    reasons = {provider.name: _available(provider, place) for provider in wanted}
+    if measure_host or measure_first:
+        cells = list(dict.fromkeys(cell.on_host() if measure_host else cell.first() for cell in cells))
+    reasons = {provider.name: _unavailable(provider, place) for provider in wanted}
     _list_providers(console, wanted, reasons)
     if show:
         _list_grids()
@@ -86,8 +85,8 @@ def bench(
             tell=lambda stage: progress.update(task, description=stage),
         )
         file = _file(out, place, setting.run, names)
-        found = _measure(setting, source(setting, cells), cells, file, minutes, progress)
-    _finish(found, old, json_lines)
+        measured = _measure(setting, run(setting, cells), cells, file, minutes, progress)
+    _finish(measured, old, json_lines)
 
 
 def _measure(
@@ -98,8 +97,8 @@ def _measure(
     minutes: float,
     bar: Progress,
 ) -> list[BenchRow]:
-    """All rows of `source`, which makes those of one cell after the other; they are in the file before the next."""
-    task, start, found = bar.task_ids[0], time.monotonic(), []
+    """All rows of `source`, cell by cell; the rows of a cell are in the file before the next one starts."""
+    task, start, measured = bar.task_ids[0], time.monotonic(), []
     bar.console.print(f"run {setting.run.run} on {setting.run.gpu}" + (f", rows to {file}" if file else ""))
     done = 0
     try:
@@ -108,87 +107,61 @@ def _measure(
                 rest = [str(cell) for cell in cells][done:]
                 bar.console.print(f"no time left for {len(rest)} cells, from {rest[0]!r} on")
                 break
-            made = next(source)
-            found += made
+            of_cell = next(source)
+            measured += of_cell
             if file:
-                rows.append(file, made)
+                rows.append(file, of_cell)
             done += 1
             bar.advance(task)
-            _say(bar, made)
+            _print_cell(bar, of_cell)
     except DeviceLost as lost:
-        found += lost.rows
+        measured += lost.rows
         if file:
             rows.append(file, lost.rows)
         bar.console.print(f"stopped after {done} cells, the device is lost: {lost}", markup=False)
-    return found
+    return measured
 
 
-def _say(progress: Progress, made: list[BenchRow]) -> None:
-    """One line for a cell, so that a log tells what happened while it happens."""
+def _print_cell(progress: Progress, of_cell: list[BenchRow]) -> None:
+    """One line for each cell, at once."""
     words = []
-    for row in made:
+    for row in of_cell:
         if row.ms:
-            words.append(f"{row.provider} {_rate(row)}")
+            ratio = f" x{row.ratio:.3f}" if row.ratio and row.role == "saccade" else ""
+            words.append(f"{row.provider} {row.figure}{ratio}")
         elif row.reason:
             words.append(f"{row.provider}: {row.reason}")
-    progress.console.print(f"{made[0].case} {made[0].mode}: {'; '.join(words)}", markup=False, highlight=False)
+    line = f"{of_cell[0].case} {of_cell[0].mode}, {of_cell[0].unit}: {'; '.join(words)}"
+    progress.console.print(line, markup=False, highlight=False)
 
 
-def _rate(row: BenchRow) -> str:
-    if row.mode == "host":
-        return f"{1e3 * (row.ms or 0):.1f} us"
-    if row.mode.startswith("first"):
-        return f"{1e-3 * (row.ms or 0):.2f} s"
-    ratio = f" x{row.ratio:.3f}" if row.ratio and row.role == "saccade" else ""
-    return f"{row.tflops:.4g} TF{ratio}" if row.tflops else f"{row.gbps or 0:.0f} GB/s"
-
-
-def _finish(found: list[BenchRow], old: list[BenchRow] | None, json_lines: bool) -> None:
+def _finish(measured: list[BenchRow], old: list[BenchRow] | None, json_lines: bool) -> None:
     if json_lines:
-        for row in found:
+        for row in measured:
             typer.echo(row.json())
     else:
-        for mode in dict.fromkeys(row.mode for row in found):
-            typer.echo(f"\n{mode}\n{report.table([row for row in found if row.mode == mode])}")
-        typer.echo("\n" + "\n".join(_summary(found)))
+        for mode in dict.fromkeys(row.mode for row in measured):
+            typer.echo(f"\n{mode}\n{report.table([row for row in measured if row.mode == mode])}")
+        typer.echo("\n" + "\n".join(report.speedups(measured)))
     if old is not None:
-        typer.echo(report.comparison(found, old), err=json_lines)
-
-
-def _summary(found: list[BenchRow]) -> list[str]:
-    """For each saccade backend and peer, over the cells that both have: worst and geometric mean of the speed-up."""
-    times = {(*row.cell, row.provider): row.ms for row in found if row.ms}
-    names = {row.provider: row.role for row in found if row.ms}
-    lines = []
-    for mode in dict.fromkeys(row.mode for row in found):
-        for own in (name for name, role in names.items() if role == "saccade"):
-            for peer in (name for name, role in names.items() if role == "peer"):
-                both = [
-                    times[*key, peer] / times[*key, own]
-                    for key in dict.fromkeys(row.cell for row in found if row.mode == mode)
-                    if (*key, own) in times and (*key, peer) in times
-                ]
-                if both:
-                    mean = report.geometric_mean(both)
-                    lines.append(f"{mode}: {own} / {peer}: mean {mean:.3f}, least {min(both):.3f}, {len(both)} cells")
-    return lines
+        typer.echo(report.comparison(measured, old), err=json_lines)
 
 
 def _place(device: str) -> torch.device:
     count = torch.cuda.device_count()
     try:
-        found = torch.device(device or ("cuda" if count else "cpu"))
+        place = torch.device(device or ("cuda" if count else "cpu"))
     except RuntimeError:
-        found = None
-    if found is None or found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= count):
+        place = None
+    if place is None or place.type not in ("cpu", "cuda") or (place.type == "cuda" and (place.index or 0) >= count):
         raise typer.BadParameter(f"device is cpu or one of the {count} GPUs here, got {device!r}")
-    if found.type == "cuda":  # events and streams are the current device's
-        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-        torch.cuda.set_device(found)
-    return found
+    if place.type == "cuda":  # events and streams are the current device's
+        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+        torch.cuda.set_device(place)
+    return place
 
 
-def _available(provider: Provider, place: torch.device) -> str | None:
+def _unavailable(provider: Provider, place: torch.device) -> str | None:
     try:
         return provider.available(place)
     except Exception as problem:  # a peer may raise anything
@@ -198,7 +171,7 @@ def _available(provider: Provider, place: torch.device) -> str | None:
 def _list_providers(console: Console, wanted: list[Provider], reasons: dict[str, str | None]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for provider in wanted:
-        table.add_row(provider.name, reasons[provider.name] or "here")
+        table.add_row(provider.name, reasons[provider.name] or "available")
     console.print(table, markup=False)
 
 

@@ -1,4 +1,4 @@
-"""How much a call has to do: floating-point operations and bytes, by the conventions that its peers publish with."""
+"""The cost of a call: floating-point operations and bytes, by the conventions that its peers publish with."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
+from torch import Tensor
 
-from saccade.layouts import Dense, Packed
+from saccade.layouts import Dense, Layout, Packed, Paged
 from saccade.masks import Extent, Mask, of_batch_row
 from saccade.testing import packed
 from saccade.testing.cases import Case, Inputs
 
-# Products of s_q x s_k matrices: two forward; five backward, the recomputed scores among them.
+# Products of s_q x s_k matrices: two forward; five backward, with the recomputed scores.
 SHARE = {"forward": Fraction(1), "backward": Fraction(5, 2), "forward+backward": Fraction(7, 2)}
 
 _AT_ONCE = 1 << 24
@@ -21,7 +22,7 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call does at least."""
+    """The least that one call does."""
 
     flops: int
     """Multiplications and additions in matrix products, of visible pairs alone."""
@@ -29,19 +30,19 @@ class Cost:
     """Every input read once, every output written once."""
 
     @staticmethod
-    def of(case: Case, inputs: Inputs, mode: str) -> Cost:
+    def of(case: Case, inputs: Inputs, call: str) -> Cost:
         """Forward: 2 h_q (d + d_v) for each visible pair of query and key; backward: 2.5 times that."""
         forward = 2 * case.h_q * (case.d + case.d_v) * visible_pairs(case, inputs)
-        return Cost(int(forward * SHARE[mode]), _bytes(inputs, mode))
+        return Cost(int(forward * SHARE[call]), _bytes(inputs, call))
 
 
 def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
-    """How many (query, key) pairs the mask shows, summed over the batch.
+    """The number of visible (query, key) pairs, summed over the batch.
 
-    A causal square counts as half of it, `s² / 2` and not `s (s + 1) / 2`, as in everyone's published figures; so does
-    that of each packed sequence.
+    A causal square counts as half of it, `s² / 2` and not `s (s + 1) / 2`, as in all published figures; so does that of
+    each packed sequence.
     """
-    layout: Dense | Packed = inputs.keywords.get("layout", Dense())
+    layout: Layout = inputs.keywords.get("layout", Dense())
     mask: Mask | None = inputs.keywords.get("mask")
     used, device = (layout.seqused_q, layout.seqused_k), inputs.q.device
     if isinstance(layout, Packed):
@@ -56,7 +57,7 @@ def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
 
 
 def _pairs(mask: Mask | None, extent: Extent, b: int, whole: bool) -> Fraction:
-    """Of b batch rows; `whole` says that all rows and keys are in use."""
+    """The pairs of b batch rows; `whole` says that all rows and keys are in use."""
     if whole and mask is not None and mask.kind == "causal" and extent.s_q == extent.s_k:
         return Fraction(b * extent.s_q * extent.s_k, 2)
     if mask is None:
@@ -69,23 +70,31 @@ def _pairs(mask: Mask | None, extent: Extent, b: int, whole: bool) -> Fraction:
 
 
 def _counted(mask: Mask, extent: Extent, b: int) -> int:
-    """Pair by pair, some rows at a time."""
+    """Counts pair by pair, some rows at a time."""
     device = extent.rows.device
     batch, keys = torch.arange(b, device=device)[:, None, None], torch.arange(extent.s_k, device=device)
     step = max(1, _AT_ONCE // max(1, b * extent.s_k))
     count = 0
     for start in range(0, extent.s_q, step):
         rows = torch.arange(start, min(start + step, extent.s_q), device=device)[:, None]
-        seen = mask.sees(extent, batch, batch * 0, rows, keys)
-        seen = seen & (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
-        count += int(seen.expand(b, rows.shape[0], extent.s_k).sum())
+        visible = mask.sees(extent, batch, batch * 0, rows, keys)
+        visible = visible & (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
+        count += int(visible.expand(b, rows.shape[0], extent.s_k).sum())
     return count
 
 
-def _bytes(inputs: Inputs, mode: str) -> int:
-    q, k, v, out = (x.numel() * x.element_size() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    lse = inputs.dlse.numel() * inputs.dlse.element_size()
+def _bytes(inputs: Inputs, call: str) -> int:
+    layout = inputs.keywords.get("layout")
+    if isinstance(layout, Paged):  # keys in use: a server's cache holds more
+        keys, out = int(layout.seqused_k.sum()), inputs.q.shape[:-1].numel() * inputs.v.shape[-1]
+        row = inputs.k.shape[2] * (inputs.k.shape[3] + inputs.v.shape[3])
+        return (inputs.q.numel() + keys * row + out) * inputs.q.element_size()
+    q, k, v, out, lse = (_size(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse))
     forward = q + k + v + out
-    # The LSE is written by a forward that trains only, and read back.
+    # Only a forward that trains writes the LSE, which the backward reads.
     backward = forward + lse + out + q + k + v
-    return {"forward": forward, "backward": backward, "forward+backward": forward + lse + backward}[mode]
+    return {"forward": forward, "backward": backward, "forward+backward": forward + lse + backward}[call]
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()

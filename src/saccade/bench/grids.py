@@ -1,18 +1,18 @@
-"""What is measured: Cells, and the named lists of them that `saccade bench --cases` takes."""
+"""Cells, and the named lists of them that `saccade bench --cases` takes."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from saccade.testing.callbacks import USUAL
 from saccade.testing.cases import MODELS, NAMED, Case
 
 MODES = ("forward", "backward", "forward+backward")
 
-# A trailing star stands for every provider whose name starts so.
+# A trailing star matches every provider whose name starts so.
 FUSED = ("saccade-*", "fa3", "fa4", "sdpa-cudnn", "sdpa-flash")
 
 
@@ -22,8 +22,35 @@ class Cell:
 
     case: Case
     mode: str
+    """One of `MODES`; `decode`: a forward as a CUDA graph; `host`: the host's time for one forward; `first forward`,
+    `first backward`: the first call in a new process; `block mask`: making one."""
     deterministic: bool = False
     """Gradients bitwise equal from run to run."""
+
+    @property
+    def call(self) -> str:
+        """The call that is timed: one of `MODES`, or `block mask`."""
+        return "forward" if self.mode in ("decode", "host") else self.mode.removeprefix("first ")
+
+    @property
+    def in_new_process(self) -> bool:
+        return self.mode.startswith("first ")
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether the device's time is measured, so that TFLOP/s, GB/s and ceilings apply."""
+        return self.mode in (*MODES, "decode")
+
+    @property
+    def layout(self) -> str:
+        words = {"thd": "packed", "paged": "paged"}
+        return words.get(self.case.order, "dense" if self.case.used == "all" else "padded")
+
+    def on_host(self) -> Cell:
+        return replace(self, mode="host")
+
+    def first(self) -> Cell:
+        return replace(self, mode=f"first {self.call}")
 
     def __str__(self) -> str:
         return f"{self.case.name} {self.mode}" + (" deterministic" if self.deterministic else "")
@@ -31,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class BenchGrid:
-    """Cells, and the providers that are worth their time on them."""
+    """Cells, and the providers that are worth timing on them."""
 
     cells: tuple[Cell, ...]
     providers: tuple[str, ...]
@@ -53,6 +80,7 @@ def named(case: Case) -> Case:
     words += [word for word in (case.mask, case.score) if word != "none"]
     words += ["sink"] if case.sink else []
     words += [case.order] if case.order != "bhsd" else []
+    words += [f"page{case.page_size}"] if case.order == "paged" else []
     words += [f"used-{case.used}"] if case.used != "all" else []
     return case.replace(name=" ".join(words))
 
@@ -124,20 +152,20 @@ _CPU = [
 
 
 def _dims(d: int, d_v: int, **other: str) -> list[Case]:
-    """One problem, full and causal, whose rate compares with its neighbours' in the same run."""
+    """One problem, full and causal, for comparison with its neighbours in the same run."""
     case = Case("", b=4, h_q=16, h_k=16, s_q=4096, s_k=4096, d=d, d_v=d_v)
     return [named(case.replace(mask=mask, **other)) for mask in ("none", "causal")]
 
 
 def _packed(lengths: Iterable[int], h_q: int, h_k: int, d: int, mask: str, dtype: str = "bf16") -> Case:
     """Sequences end to end, queries and keys alike."""
-    held = tuple(lengths)
-    case = Case("", dtype=dtype, b=len(held), h_q=h_q, h_k=h_k, s_q=max(held), s_k=max(held), d=d, mask=mask)
-    return named(case.replace(order="thd", lengths=held))
+    lengths = tuple(lengths)
+    case = Case("", dtype=dtype, b=len(lengths), h_q=h_q, h_k=h_k, s_q=max(lengths), s_k=max(lengths), d=d, mask=mask)
+    return named(case.replace(order="thd", lengths=lengths))
 
 
 def _varlen() -> Iterator[Case]:
-    """What people pack: batches of any lengths, documents, and one that is longer than all others together."""
+    """Typical packs: batches of any lengths, documents, and one sequence that is longer than all others together."""
     dice = random.Random(0)
     tiles, any_length = [64 * dice.randint(1, 32) for _ in range(8)], [dice.randint(1, 4096) for _ in range(32)]
     documents = [round(min(max(dice.lognormvariate(math.log(500), 0.8), 16), 8192)) for _ in range(256)]
@@ -146,6 +174,26 @@ def _varlen() -> Iterator[Case]:
         yield _packed(any_length, 16, 16, 128, mask)
     yield _packed(documents, 32, 8, 128, "causal")
     yield _packed([30000, *[300] * 100], 16, 16, 128, "causal")
+
+
+def _paged(b: int, s_k: int, h_q: int = 32, page_size: int = 64, s_q: int = 1, score: str = "none") -> Case:
+    """Requests with caches of s_k keys each, or, below 0, of mixed lengths up to -s_k; their last s_q rows attend."""
+    case = Case("", b=b, h_q=h_q, h_k=8, s_q=s_q, s_k=abs(s_k), d=128, order="paged", page_size=page_size, score=score)
+    return named(case.replace(mask="causal" if s_q > 1 else "none", used="all" if s_k > 0 else "k"))
+
+
+_CACHES = (1, 65536), (8, 8192), (64, 4096), (128, 8192), (256, -16384)
+_DECODE = [
+    *(_paged(b, s_k, h_q) for h_q in (32, 64) for b, s_k in _CACHES),
+    *(_paged(b, s_k, page_size=size) for size in (1, 16) for b, s_k in _CACHES),
+    _paged(64, 4096, score="alibi"),
+    _paged(1, 2048),
+]
+_PROMPTS = [
+    *(_paged(4, 8192 + 2048, page_size=size, s_q=2048) for size in (64, 16)),
+    *(_paged(b, s, page_size=size, s_q=new) for b, s, new in ((1, 32768, 2048), (8, 4096, 4096)) for size in (64, 128)),
+    _paged(16, 8192, s_q=256),
+]
 
 
 def _documents(dtype: str, mask: str) -> Case:
@@ -177,9 +225,9 @@ GRIDS = {
         "cuDNN's score callbacks on gluon against cuDNN itself: d 64 and 128, s 8192, both modes",
     ),
     "callbacks-host": BenchGrid(
-        _cells([named(_SMALL.replace(score=f"callback({name})")) for name in USUAL], "forward"),
+        _cells([named(_SMALL.replace(score=f"callback({name})")) for name in USUAL], "host"),
         ("saccade-gluon", "saccade-cudnn"),
-        "score callbacks for --host: one small call of each, its graphs in the cache",
+        "the host's time for score callbacks: one small call of each, with its graphs in the cache",
     ),
     # The oracle's float64 matrices of one head fill an H200 in the backward at 32k, which is therefore timed at 16k.
     "masks": BenchGrid(
@@ -206,7 +254,7 @@ GRIDS = {
     "max-scores": BenchGrid(
         _cells([_tokens(128, 8192, mask) for mask in ("none", "causal")], "forward"),
         ("saccade-gluon", "saccade-triton", "max-scores-*"),
-        "what the largest score of each row costs as one more output: d 128, s 8192",
+        "the cost of the largest score of each row as one more output: d 128, s 8192",
     ),
     "dims": BenchGrid(
         _cells(_DIMS, "forward", "backward"),
@@ -223,15 +271,35 @@ GRIDS = {
         ("saccade-cpu", "sdpa-padded"),
         "64 packed documents of 100 to 2000 tokens against SDPA on the padded batch",
     ),
+    "decode": BenchGrid(
+        _cells(_DECODE, "decode"),
+        ("auto", "fa3"),
+        "one new token over a paged cache, as a CUDA graph: 32 or 64 heads on 8, pages of 64, 16 and 1",
+    ),
+    "prompts": BenchGrid(
+        _cells(_PROMPTS, "forward"),
+        ("saccade-gluon", "saccade-triton", "fa3"),
+        "chunks of 256 to 4096 tokens over a paged cache, causal: 32 heads on 8, pages of 64, 128 and 16",
+    ),
+    "block-masks": BenchGrid(
+        tuple(
+            Cell(
+                named(Case("", b=1, h_q=1, h_k=1, s_q=s, s_k=s, d=8, mask="documents&causal", ids="1300")), "block mask"
+            )
+            for s in (8192, 32768, 131072)
+        ),
+        ("block-mask", "flex-block-mask"),
+        "making a block mask: causal documents of about 1300 tokens, s = 8k, 32k and 128k; time and memory",
+    ),
     "host": BenchGrid(
-        _cells([named(_SMALL)], "forward"),
+        _cells([named(_SMALL)], "host"),
         ("saccade-*", "sdpa", "sdpa-flash", "sdpa-cudnn", "fa3"),
-        "what --host measures: one small call",
+        "the host's time for one small call",
     ),
     "first-call": BenchGrid(
-        _cells(map(named, _FIRST), "forward", "backward"),
+        _cells(map(named, _FIRST), "first forward", "first backward"),
         ("saccade-*", "flex"),
-        "what --first measures: one plain call and two scores, causal, d 128",
+        "the first call in a new process with empty caches: one plain call and two scores, causal, d 128",
     ),
     "models": BenchGrid(
         _cells(map(named, MODELS), "forward", "backward"),
@@ -262,18 +330,20 @@ def cells(names: Iterable[str]) -> Iterator[Cell]:
     Raises:
         ValueError: a name that is neither.
     """
-    found: dict[Cell, None] = {}
+    chosen: dict[Cell, None] = {}
     for name in names:
         if name in GRIDS:
-            found |= dict.fromkeys(GRIDS[name].cells)
+            chosen |= dict.fromkeys(GRIDS[name].cells)
         elif name in NAMED:
-            found |= dict.fromkeys(_cells([named(NAMED[name])], "forward", "backward"))
+            chosen |= dict.fromkeys(_cells([named(NAMED[name])], "forward", "backward"))
         else:
-            raise ValueError(f"no cases {name!r}; grids: {', '.join(GRIDS)}; or a case, such as {MODELS[0].name}")
-    return iter(found)
+            raise ValueError(
+                f"{name!r} is not a grid or a case; grids: {', '.join(GRIDS)}; a case is, for example, {MODELS[0].name}"
+            )
+    return iter(chosen)
 
 
 def providers(names: Iterable[str]) -> tuple[str, ...]:
-    """The patterns of the providers that these grids are worth the time of."""
+    """The patterns of the providers that are worth timing on these grids."""
     wanted = dict.fromkeys(word for name in names for word in (GRIDS[name].providers if name in GRIDS else FUSED))
     return tuple(wanted)

@@ -1,4 +1,4 @@
-"""Where and with what a run was: what its rows have in common."""
+"""The machine, versions and date of a run: the fields that its rows share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Run:
     commit: str
     """Of saccade's checkout, with `+` when files differ from it."""
     gpu: str
-    """The device's name, of the processor for a CPU."""
+    """The name of the GPU, or of the processor."""
     torch: str
     triton: str
 
@@ -54,7 +54,7 @@ def folder(device: torch.device) -> str:
 
 
 def _commit() -> str:
-    """`git describe` of the checkout that this file is in; `unknown` when it was installed from a wheel."""
+    """The commit of the checkout that holds this file; `unknown` for an installed wheel."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]

@@ -9,11 +9,11 @@ from typing import Any
 from saccade.bench.rows import BenchRow
 
 _FIXED = ("mode", "dtype", "layout", "mask", "score", "sink", "h_q", "h_k", "d", "d_v", "deterministic", "gpu")
-"""What the points of one plot share; the batch shrinks as the sequence grows."""
+"""The points of one plot share these; the batch shrinks as the sequence grows."""
 
 
 def draw(rows: Iterable[BenchRow], folder: Path) -> list[Path]:
-    """The files that were made; a series that has one length only is a table's, not a plot's.
+    """Draws and returns the files; a series of a single length gets no plot.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (extra `[bench]`).

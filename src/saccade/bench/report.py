@@ -28,14 +28,14 @@ _SHAPE = (
     *("h_q", "h_k", "d", "d_v", "b", "s_q", "s_k"),
 )
 _SAME = {"h_k": "h_q", "d_v": "d", "s_k": "s_q"}
-"""Columns that say something only where they differ from another."""
+"""Columns that are omitted where they equal another."""
 
 
 def updated(page: str, results: Path = RESULTS) -> str:
     """A page's text with every marked table as the rows have it.
 
     Raises:
-        ValueError: a marker that is not understood, or that selects nothing.
+        ValueError: a marker is malformed, or selects nothing.
     """
 
     def filled(found: re.Match[str]) -> str:
@@ -59,7 +59,7 @@ def parsed(query: str) -> dict[str, list[str]]:
     for word in query.split():
         name, equals, value = word.partition("=")
         if not equals or (name not in ("gpu", "providers") and name not in BenchRow.__dataclass_fields__):
-            raise ValueError(f"{word!r} in <!-- bench {query}--> is no field=value of a row")
+            raise ValueError(f"{word!r} in <!-- bench {query}--> is not field=value of a row")
         found[name] = value.split("|")
     return found
 
@@ -69,7 +69,7 @@ def selected(rows: Iterable[BenchRow], query: dict[str, list[str]]) -> list[Benc
 
 
 def table(rows: list[BenchRow], columns: list[str] | None = None) -> str:
-    """Markdown: a line for each cell, each provider's TFLOP/s (or time, with its unit), and saccade's best ratio.
+    """Markdown: a line for each cell, with each provider's TFLOP/s (GB/s, or time) and saccade's best ratio.
 
     The columns on the left are the parts of the shape that differ between the cells.
     """
@@ -102,9 +102,9 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def comparison(new: Iterable[BenchRow], old: Iterable[BenchRow]) -> str:
-    """A line for each provider and cell that both have: the old time over the new, above 1 is faster now.
+    """A line for each provider and cell in both: the old time over the new; above 1 is faster now.
 
-    The ceilings' ratio beside it says how far the machines or their clocks differ.
+    The ratio of the ceilings shows how far the machines or their clocks differ.
     """
     before = {(*row.cell, row.provider): row for row in latest(old) if row.ms}
     lines, ratios = [], {}
@@ -119,6 +119,25 @@ def comparison(new: Iterable[BenchRow], old: Iterable[BenchRow]) -> str:
         return "no provider and case is in both"
     means = [f"{name} {geometric_mean(found):.3f} ({len(found)})" for name, found in ratios.items()]
     return "\n".join(["old / new time:", *sorted(lines), "geometric means: " + ", ".join(means)])
+
+
+def speedups(rows: list[BenchRow]) -> list[str]:
+    """A line for each mode, saccade backend and peer: mean and least speed-up over the cells that both have."""
+    times = {(*row.cell, row.provider): row.ms for row in rows if row.ms}
+    roles = {row.provider: row.role for row in rows if row.ms}
+    lines = []
+    for mode in dict.fromkeys(row.mode for row in rows):
+        cells = dict.fromkeys(row.cell for row in rows if row.mode == mode)
+        for own in (name for name, role in roles.items() if role == "saccade"):
+            for peer in (name for name, role in roles.items() if role == "peer"):
+                pairs = [(times.get((*cell, peer)), times.get((*cell, own))) for cell in cells]
+                ratios = [other / ms for other, ms in pairs if other and ms]
+                if ratios:
+                    mean = geometric_mean(ratios)
+                    lines.append(
+                        f"{mode}: {own} / {peer}: mean {mean:.3f}, least {min(ratios):.3f}, {len(ratios)} cells"
+                    )
+    return lines
 
 
 def _varies(shapes: list[BenchRow], name: str) -> bool:
@@ -137,11 +156,7 @@ def _figure(row: BenchRow | None) -> str:
         return ""
     if row.ms is None:
         return "wrong" if row.error_ratio is not None and not row.error_ratio <= 1 else "–"
-    if row.mode == "host":
-        return f"{1e3 * row.ms:.1f} µs"
-    if row.mode.startswith("first"):
-        return f"{1e-3 * row.ms:.2f} s"
-    return f"{row.tflops:.0f}" if row.tflops and row.tflops >= 10 else f"{row.tflops or 0:.3g}"
+    return row.figure
 
 
 def _best(rows: Iterable[BenchRow]) -> str:
@@ -160,9 +175,8 @@ def _order(row: BenchRow, names: list[str]) -> tuple[tuple[bool, float, str], ..
 
 
 def _caption(rows: list[BenchRow]) -> str:
-    """What the figures are, and of which runs."""
-    units = {"host": "microseconds", "first": "seconds"}
-    unit = ", ".join(sorted({units.get(row.mode.split()[0], "TFLOP/s") for row in rows}))
+    """The unit of the figures, and their runs."""
+    unit = ", ".join(sorted({row.unit for row in rows}))
     commits: dict[str, set[str]] = {}
     for row in rows:
         place = f"{row.gpu}, torch {row.torch}, triton {row.triton}"
@@ -174,13 +188,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m saccade.bench.report", description="Tables and plots from committed rows."
     )
-    parser.add_argument("pages", nargs="*", type=Path, help="pages whose marked tables are made anew")
+    parser.add_argument("pages", nargs="*", type=Path, help="pages whose marked tables are updated")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--plots", type=Path, help=f"folder for PNGs, such as {PLOTS}; none are drawn without it")
+    parser.add_argument("--plots", type=Path, help=f"folder for PNGs, such as {PLOTS}; omit it to draw none")
     given = parser.parse_args(arguments)
     for path in (*given.pages, given.results):
         if not path.exists():
-            parser.error(f"there is no {path}")
+            parser.error(f"{path} does not exist")
     for page in given.pages:
         page.write_text(updated(page.read_text(encoding="utf-8"), given.results), encoding="utf-8")
     if given.plots:

@@ -1,4 +1,4 @@
-"""Results as JSON lines: one BenchRow for each provider of a Cell, in files that only grow."""
+"""Results as JSON lines: one BenchRow for each provider of a Cell, in append-only files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from saccade.testing.cases import Case
 
 @dataclass(frozen=True)
 class BenchRow:
-    """What one provider did in one Cell of one run."""
+    """The result of one provider for one Cell of one run."""
 
     run: str
     date: str
@@ -30,8 +30,7 @@ class BenchRow:
     role: str
     """`saccade`, `peer` or `ceiling`."""
     mode: str
-    """`forward`, `backward`, `forward+backward`, `decode`, `host`: the host's time for one call, or `first forward`,
-    `first backward`: the first call's in a new process."""
+    """As in a Cell."""
     dtype: str
     layout: str
     """`dense`, `padded`, `packed`, `paged`."""
@@ -55,7 +54,7 @@ class BenchRow:
     spec: str
     """The Spec's text form."""
     ms: float | None = None
-    """Median over the samples; None when nothing was timed, and then `reason` says why."""
+    """Median over the samples; None when nothing was timed, for a `reason`."""
     ms_q1: float | None = None
     ms_q3: float | None = None
     tflops: float | None = None
@@ -65,53 +64,71 @@ class BenchRow:
     error_ratio: float | None = None
     """Error over tolerance: at most 1. None for ceilings, and where nothing was checked."""
     ratio: float | None = None
-    """The fastest peer's time over this one: above 1 is faster. The peer is another than this row's provider."""
+    """The time of the fastest other peer over this one: above 1 is faster."""
     ratio_to: str | None = None
     """That peer."""
     of_matmul: float | None = None
     """tflops over the matrix product's in the same run."""
     of_copy: float | None = None
     """gbps over the copy's in the same run."""
+    mib: float | None = None
+    """The most device memory that one call allocates; measured for block masks."""
     reason: str | None = None
 
     @property
     def cell(self) -> tuple[str, str, bool]:
-        """What rows must share to be compared."""
+        """Rows compare where these are equal."""
         return self.case, self.mode, self.deterministic
 
-    def timed(self, times: Times, work: Cost | None) -> BenchRow:
-        found = replace(self, **asdict(times))
-        if work is None:
-            return found
-        return replace(found, tflops=work.flops / times.ms / 1e9 or None, gbps=work.bytes / times.ms / 1e6)
+    def timed(self, times: Times, cost: Cost | None) -> BenchRow:
+        row = replace(self, **asdict(times))
+        if cost is None:
+            return row
+        return replace(row, tflops=cost.flops / times.ms / 1e9 or None, gbps=cost.bytes / times.ms / 1e6)
+
+    @property
+    def figure(self) -> str:
+        """The time or the rate, whichever the mode is about, in the unit of `UNITS`."""
+        ms = self.ms or 0
+        match self.mode.split()[0]:
+            case "host":
+                return f"{1e3 * ms:.1f} µs"
+            case "first":
+                return f"{1e-3 * ms:.2f} s"
+            case "decode":
+                return f"{self.gbps or 0:.0f}"
+            case "block":
+                return f"{ms:.3g} ms"
+            case _:
+                return f"{self.tflops:.0f}" if self.tflops and self.tflops >= 10 else f"{self.tflops or 0:.3g}"
+
+    @property
+    def unit(self) -> str:
+        return UNITS.get(self.mode.split()[0], "TFLOP/s")
 
     def json(self) -> str:
         """One line; times and rates to six digits."""
         return json.dumps({name: _rounded(value) for name, value in asdict(self).items()}, ensure_ascii=False)
 
 
+UNITS = {"host": "microseconds", "first": "seconds", "decode": "GB/s", "block": "milliseconds"}
+"""By the first word of a mode; others are in TFLOP/s."""
+
+_OF_CASE = "dtype", "mask", "score", "sink", "b", "h_q", "h_k", "s_q", "s_k", "d", "d_v"
+
+
 def empty_row(run: Run, cell: Cell, spec: str, provider: str, role: str) -> BenchRow:
-    """A BenchRow before anything is known."""
+    """A BenchRow before anything is measured."""
     case = cell.case
     return BenchRow(
         **asdict(run),
+        **{name: getattr(case, name) for name in _OF_CASE},
         provider=provider,
         role=role,
         mode=cell.mode,
-        dtype=case.dtype,
-        layout="packed" if case.order == "thd" else "dense" if case.used == "all" else "padded",
-        mask=case.mask,
-        score=case.score,
-        sink=case.sink,
-        b=case.b,
-        h_q=case.h_q,
-        h_k=case.h_k,
-        s_q=case.s_q,
-        s_k=case.s_k,
-        d=case.d,
-        d_v=case.d_v,
+        layout=cell.layout,
         deterministic=cell.deterministic,
-        page_size=None,
+        page_size=case.page_size if cell.layout == "paged" else None,
         lengths=_lengths(case),
         case=case.name,
         spec=spec,
@@ -130,7 +147,7 @@ def with_ratios(rows: list[BenchRow]) -> list[BenchRow]:
     ceilings = {row.provider: row for row in timed.values() if row.role == "ceiling"}
     peers = sorted((row for row in timed.values() if row.role == "peer"), key=lambda row: row.ms or 0)
     matmul, copy = ceilings.get("matmul"), ceilings.get("copy")
-    found = []
+    compared = []
     for row in rows:
         best = next((peer for peer in peers if peer.provider != row.provider), None)
         if row.ms and row.role != "ceiling":
@@ -141,8 +158,8 @@ def with_ratios(rows: list[BenchRow]) -> list[BenchRow]:
                 of_matmul=row.tflops / matmul.tflops if matmul and matmul.tflops and row.tflops else None,
                 of_copy=row.gbps / copy.gbps if copy and copy.gbps and row.gbps else None,
             )
-        found.append(row)
-    return found
+        compared.append(row)
+    return compared
 
 
 def append(path: Path, rows: Iterable[BenchRow]) -> None:
@@ -156,25 +173,25 @@ def read(*paths: Path) -> list[BenchRow]:
     """The rows of files, and of all `*.jsonl` under folders.
 
     Raises:
-        ValueError: a line that is no BenchRow; the message names the file and the line.
+        ValueError: a line is not a BenchRow; the message names the file and the line.
     """
     names = {field.name for field in fields(BenchRow)}
-    found = []
+    rows = []
     for path in paths:
         for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
             for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
                 if not line.strip():
                     continue
                 try:
-                    given: dict[str, Any] = json.loads(line)
-                    found.append(BenchRow(**{name: value for name, value in given.items() if name in names}))
+                    values: dict[str, Any] = json.loads(line)
+                    rows.append(BenchRow(**{name: value for name, value in values.items() if name in names}))
                 except (TypeError, ValueError) as wrong:
-                    raise ValueError(f"{file}:{number} is no row of a benchmark: {wrong}") from wrong
-    return found
+                    raise ValueError(f"{file}:{number} is not a row of a benchmark: {wrong}") from wrong
+    return rows
 
 
 def latest(rows: Iterable[BenchRow]) -> list[BenchRow]:
-    """For every cell the rows of its last run: figures of different runs are never mixed within a cell."""
+    """The rows of each cell's last run: figures of different runs are never mixed within a cell."""
     newest: dict[tuple[str, str, bool], tuple[str, str]] = {}
     rows = list(rows)
     for row in rows:

@@ -1,7 +1,7 @@
-"""One interleaved run: Cell after Cell, its rows as soon as they are there.
+"""One interleaved run: the rows of Cell after Cell, as soon as they are measured.
 
-A provider never stops the run. One that is not here, does not do the Cell, raises, or is further from the exact answer
-than the tolerance has a row without a time, which says why.
+A provider never stops the run. One that is not installed, does not support the Cell, raises, or is further from the
+exact answer than the tolerance gets a row without a time, with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from saccade.api import explain
 from saccade.bench import timing
 from saccade.bench.cost import Cost
+from saccade.bench.first_call import first_call
 from saccade.bench.grids import Cell
+from saccade.bench.inputs import inputs_of
 from saccade.bench.machine import Run
 from saccade.bench.providers import CEILINGS, Prepared, Provider
 from saccade.bench.rows import BenchRow, empty_row, with_ratios
@@ -27,7 +29,7 @@ Tell = Callable[[str], None]
 
 
 class DeviceLost(RuntimeError):
-    """The device answers nothing any more, as after an illegal memory access: only a new process can go on.
+    """The device no longer answers, as after an illegal memory access: only a new process can continue.
 
     Attributes:
         rows: of the Cell in which it happened, none of them timed.
@@ -49,16 +51,16 @@ class Bench:
     clock: Clock = field(default_factory=Clock)
     ceilings: tuple[Provider, ...] = CEILINGS
     check: bool = True
-    """False leaves the yardstick out, for a quick look: no row has an error ratio then."""
+    """False omits the check against the oracle, for a quick look: rows then have no error ratio."""
     tell: Tell = lambda stage: None
-    """Hears what is being done, for a progress bar."""
+    """Is told each stage, for a progress bar."""
 
 
 def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[BenchRow]]:
     """The rows of each Cell.
 
     Raises:
-        DeviceLost: the device is lost; the rows of the Cells before were given.
+        DeviceLost: the device is lost, after the rows of all earlier Cells.
     """
     last: tuple[Case, Inputs] | None = None
     for cell in cells:
@@ -68,7 +70,7 @@ def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[BenchRow]]:
             try:
                 last = cell.case, inputs_of(cell.case, bench.device)
             except Exception as problem:  # most likely memory
-                table = _Table.of(bench, cell, "")
+                table = _CellTable(bench, cell, "")
                 for name in table.rows:
                     table.failed(name, f"no inputs: {described(problem)}")
                 yield list(table.rows.values())
@@ -77,93 +79,113 @@ def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[BenchRow]]:
         _forget(bench.device)
 
 
-def inputs_of(case: Case, device: torch.device) -> Inputs:
-    """The Case's tensors; its sink rounded to bfloat16, since some peers take nothing finer."""
-    inputs = case.inputs(device)
-    if "sink" not in inputs.keywords:
-        return inputs
-    sink = inputs.keywords["sink"].detach()
-    return replace(inputs, keywords=inputs.keywords | {"sink": sink.bfloat16().to(sink.dtype)})
-
-
 def spec_of(cell: Cell, inputs: Inputs) -> str:
     """The text form of the call's Spec."""
     return str(explain(inputs.q, inputs.k, inputs.v, deterministic=cell.deterministic, **inputs.keywords).spec)
 
 
 def _rows(bench: Bench, cell: Cell, inputs: Inputs) -> list[BenchRow]:
-    table = _Table.of(bench, cell, spec_of(cell, inputs))
+    table = _CellTable(bench, cell, spec_of(cell, inputs))
     try:
-        ready = _ready(bench, cell, inputs, table)
-        _forget(bench.device)
-        bench.tell(f"{cell}: timing {len(ready)}")
-        work = Cost.of(cell.case, inputs, cell.mode)
-        for name, times in timing.measure(ready, bench.device, bench.clock, table.failed).items():
-            table.rows[name] = table.rows[name].timed(times, ready[name].work or work)
+        if cell.in_new_process:
+            _time_first_calls(table, inputs)
+        else:
+            _time(table, _ready(table, inputs), inputs)
     except DeviceLost as lost:
         lost.rows = list(table.rows.values())
         raise
     return with_ratios(list(table.rows.values()))
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A Cell's rows while they are being made."""
+class _CellTable:
+    """The rows of a Cell while they are measured."""
 
-    device: torch.device
-    rows: dict[str, BenchRow]
+    def __init__(self, bench: Bench, cell: Cell, spec: str) -> None:
+        self.bench, self.cell = bench, cell
+        self.providers = [*bench.providers, *(bench.ceilings if cell.has_rates else ())]
+        self.rows = {one.name: empty_row(bench.run, cell, spec, one.name, one.role) for one in self.providers}
 
-    @staticmethod
-    def of(bench: Bench, cell: Cell, spec: str) -> _Table:
-        everyone = [*bench.providers, *bench.ceilings]
-        return _Table(
-            bench.device, {one.name: empty_row(bench.run, cell, spec, one.name, one.role) for one in everyone}
-        )
+    def update(self, name: str, **changes: object) -> None:
+        self.rows[name] = replace(self.rows[name], **changes)
 
     def failed(self, name: str, reason: str | Exception) -> None:
-        """Says why a provider has no time.
+        """Records why a provider has no time.
 
         Raises:
-            DeviceLost: its exception was the device's end.
+            DeviceLost: its exception left the device unusable.
         """
         line = reason if isinstance(reason, str) else described(reason)
-        self.rows[name] = replace(self.rows[name], reason=line)
-        if isinstance(reason, Exception) and self.device.type == "cuda":
+        self.update(name, reason=line)
+        if isinstance(reason, Exception) and self.bench.device.type == "cuda":
             try:
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(self.bench.device)
             except RuntimeError as lost:
                 raise DeviceLost(f"{name}: {line}; then {described(lost)}") from lost
 
+    def supported(self, inputs: Inputs) -> Iterator[Provider]:
+        """The providers that support the Cell."""
+        for provider in self.providers:
+            self.bench.tell(f"{self.cell}: {provider.name}")
+            try:
+                reason = provider.supports(self.cell, inputs)
+            except Exception as problem:  # a peer may raise anything
+                reason = problem
+            if reason is None:
+                yield provider
+            else:
+                self.failed(provider.name, reason)
 
-def _ready(bench: Bench, cell: Cell, inputs: Inputs, table: _Table) -> dict[str, Prepared]:
-    """The providers that do the Cell, and do it right."""
-    yardstick = None
+
+def _ready(table: _CellTable, inputs: Inputs) -> dict[str, Prepared]:
+    """The calls of the providers that support the Cell and are right."""
+    bench, cell, verifier = table.bench, table.cell, None
     if bench.check:
         bench.tell(f"{cell}: exact answer")
         try:
-            yardstick = Verifier(cell, inputs)
+            verifier = Verifier(cell, inputs)
         except Exception as problem:  # most likely memory
             for name in table.rows:
                 table.failed(name, f"not checked, so not timed: the oracle failed: {described(problem)}")
             return {}
     ready: dict[str, Prepared] = {}
-    for provider in [*bench.providers, *bench.ceilings]:
-        bench.tell(f"{cell}: {provider.name}")
+    for provider in table.supported(inputs):
+        name = provider.name
         try:
-            if against := provider.supports(cell, inputs):
-                table.failed(provider.name, against)
-                continue
             prepared = provider.prepare(cell, inputs)
-            if yardstick is not None and provider.role != "ceiling":
-                error = yardstick.check(prepared)
-                table.rows[provider.name] = replace(table.rows[provider.name], error_ratio=error)
-                if not error <= 1:
-                    table.failed(provider.name, f"wrong: the error is {error:.3g} of the tolerance")
-                    continue
-            ready[provider.name] = prepared
+            if provider.role != "ceiling":
+                if verifier is not None and verifier.names:
+                    error = verifier.check(prepared)
+                    table.update(name, error_ratio=error)
+                    if not error <= 1:
+                        table.failed(name, f"wrong: the error is {error:.3g} of the tolerance")
+                        continue
+                if cell.call == "block mask":
+                    table.update(name, mib=timing.peak_mib(prepared, bench.device))
+                if cell.mode == "decode":
+                    prepared = timing.captured(prepared, bench.device)
+            ready[name] = prepared
         except Exception as problem:  # a peer may raise anything
-            table.failed(provider.name, problem)
+            table.failed(name, problem)
     return ready
+
+
+def _time(table: _CellTable, ready: dict[str, Prepared], inputs: Inputs) -> None:
+    bench, cell = table.bench, table.cell
+    _forget(bench.device)
+    bench.tell(f"{cell}: timing {len(ready)}")
+    cost = Cost.of(cell.case, inputs, cell.call) if cell.has_rates else None
+    measure = timing.measure_host if cell.mode == "host" else timing.measure
+    for name, times in measure(ready, bench.device, bench.clock, table.failed).items():
+        table.rows[name] = table.rows[name].timed(times, ready[name].cost or cost)
+
+
+def _time_first_calls(table: _CellTable, inputs: Inputs) -> None:
+    for provider in table.supported(inputs):
+        try:
+            times = first_call(table.bench.device, table.cell, provider.name)
+            table.rows[provider.name] = table.rows[provider.name].timed(times, None)
+        except Exception as problem:  # the child failed
+            table.failed(provider.name, problem)
 
 
 def described(problem: BaseException) -> str:
@@ -173,7 +195,7 @@ def described(problem: BaseException) -> str:
 
 
 def _forget(device: torch.device) -> None:
-    """Gives back what the last one held: an out-of-memory error belongs to whoever caused it."""
+    """Frees what the last one held: an out-of-memory error belongs to its cause."""
     if device.type == "cuda":
         gc.collect()
         try:

@@ -1,8 +1,8 @@
-"""Times of several callables in turns: what drifts (clocks, heat, other users) drifts for all of them.
+"""Times of several callables in turns: drift (clocks, heat, other users) affects all of them alike.
 
-Every round takes one sample of each; the next takes them in the other direction, the one after that starts one further:
-so nobody always follows the same neighbour. On a GPU a sample is timed by events; before it the L2 cache is
-overwritten, and a short spin lets the host run ahead, so that the clock sees the device alone.
+Every round takes one sample of each. The next round reverses the order, and the one after that starts one further, so
+that no callable always follows the same neighbour. On a GPU, events time a sample; before it the L2 cache is
+overwritten, and a short spin lets the host run ahead, so that the events time the device alone.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from saccade.bench.providers.base import Prepared
+from saccade.bench.providers.base import Prepared, Results
 
 _SPIN = 10e-3
-"""Seconds that the device waits for the host at most."""
+"""Seconds: the longest that the device waits for the host."""
 _HERTZ = 2e9
-"""About what a GPU's clock counts in a second."""
+"""A GPU's clock, roughly."""
 _REPEATS = 1000
+HOST_CALLS = 1000
+"""Calls in one sample of the host's time."""
+
+Failed = Callable[[str, Exception], None]
+"""Is told which callable raised."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Stopwatch:
 
 
 class HostStopwatch(Stopwatch):
-    """Where calls are done when they return."""
+    """For calls that are complete when they return."""
 
     def sample(self, prepared: Prepared, repeats: int, lead: float) -> float:
         total = 0.0
@@ -85,7 +90,7 @@ class CudaStopwatch(Stopwatch):
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def sample(self, prepared: Prepared, repeats: int, lead: float) -> float:
-        # A call with something before it is timed alone; else the calls follow one another inside one pair of events.
+        # A call with something before it is timed alone. Other calls follow one another inside one pair of events.
         groups, inside = (repeats, 1) if prepared.before else (1, repeats)
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(groups)]
         self.buffer.zero_()
@@ -108,13 +113,8 @@ class _Pace:
     """Seconds that the host needs to enqueue a sample."""
 
 
-def measure(
-    prepared: Mapping[str, Prepared],
-    device: torch.device,
-    clock: Clock,
-    failed: Callable[[str, Exception], None],
-) -> dict[str, Times]:
-    """The Times of each, by name; `failed` hears of those that raise, which have none."""
+def measure(prepared: Mapping[str, Prepared], device: torch.device, clock: Clock, failed: Failed) -> dict[str, Times]:
+    """The Times of each, by name; those that raise have none."""
     watch = Stopwatch.on(device)
     paces: dict[str, _Pace] = {}
     for name, one in prepared.items():
@@ -122,17 +122,78 @@ def measure(
             paces[name] = _paced(one, watch, clock)
         except Exception as problem:  # a peer may raise anything
             failed(name, problem)
-    samples: dict[str, list[float]] = {name: [] for name in paces}
-    for order in rotated(list(paces), clock.rounds):
+    return _in_turns(
+        list(paces),
+        clock.rounds,
+        lambda name: watch.sample(prepared[name], paces[name].repeats, paces[name].lead),
+        failed,
+    )
+
+
+def measure_host(
+    prepared: Mapping[str, Prepared], device: torch.device, clock: Clock, failed: Failed
+) -> dict[str, Times]:
+    """The host's time for one call: many calls in a row, without synchronization in between."""
+
+    def sample(name: str, calls: int = HOST_CALLS) -> float:
+        call = prepared[name].call
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = (time.perf_counter() - start) / calls
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return seconds
+
+    for name in prepared:
+        sample(name, max(1, HOST_CALLS // 20))
+    return _in_turns(list(prepared), max(5, clock.rounds // 2), sample, failed)
+
+
+def _in_turns(names: list[str], rounds: int, sample: Callable[[str], float], failed: Failed) -> dict[str, Times]:
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for order in rotated(names, rounds):
         for name in order:
             if name not in samples:
                 continue
             try:
-                samples[name].append(watch.sample(prepared[name], paces[name].repeats, paces[name].lead))
-            except Exception as problem:
+                samples[name].append(sample(name))
+            except Exception as problem:  # a peer may raise anything
                 failed(name, problem)
                 del samples[name]
     return {name: Times.of(seconds) for name, seconds in samples.items() if seconds}
+
+
+def captured(prepared: Prepared, device: torch.device) -> Prepared:
+    """The call as a CUDA graph, as servers replay it: the host's time does not count. On a CPU, the call itself."""
+    if device.type != "cuda":
+        return prepared
+    prepared.call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared.call()
+
+    def replay() -> Results:
+        graph.replay()
+        return ()
+
+    return replace(prepared, call=replay)
+
+
+def peak_mib(prepared: Prepared, device: torch.device) -> float | None:
+    """The most device memory that a call allocates, in MiB."""
+    if device.type != "cuda":
+        return None
+    prepared.call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prepared.call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def rotated(names: list[str], rounds: int) -> Iterator[list[str]]:
@@ -148,9 +209,9 @@ def rotated(names: list[str], rounds: int) -> Iterator[list[str]]:
 
 
 def _paced(one: Prepared, watch: Stopwatch, clock: Clock) -> _Pace:
-    """Warms up, and finds how many calls make a sample."""
+    """Warms up, and counts the calls that make a sample."""
     watch.sample(one, 1, 0.0)
-    # With a full lead the device's time alone, without what it waits for the host.
+    # With a full lead: the device's time alone, without its waits for the host.
     seconds = max(watch.sample(one, 2, _SPIN), 1e-7)
     repeats = max(1, min(_REPEATS, round(clock.sample / seconds)))
     if isinstance(watch, HostStopwatch):

@@ -1,8 +1,8 @@
 """How far a provider's result is from the exact one, in units of the tolerance that `testing.accuracy` defines.
 
-The oracle's answers are computed once for a Cell, for some heads of some batch rows, one query head at a time, and some
-of its rows where the mask allows it, so that ten float64 score matrices of these are all the memory it takes; every
-provider is measured on those heads, and has to be finite on all of them.
+The oracle answers once for each Cell: for some heads of some sequences, one query head at a time, and for some rows at
+a time where the mask allows it. So it holds about ten float64 score matrices of these. Every provider is measured on
+those heads, and must be finite on all of them.
 """
 
 from __future__ import annotations
@@ -13,54 +13,61 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Results
-from saccade.layouts import Dense, Layout, Packed, form
-from saccade.problem import Problem
-from saccade.testing import packed
-from saccade.testing.call_slice import At, CallSlice, Precision
+from saccade.layouts import Packed, form
+from saccade.testing.call_slice import At, CheckedCall, Precision
 from saccade.testing.cases import Inputs
 from saccade.testing.error_tally import ErrorTally
-from saccade.testing.shifted import shift_mask, shift_score
+from saccade.testing.packed import SequencePlace
 
 _GROUPS = 4
-"""Key heads, with all of their query heads, that are looked at."""
+"""Key heads that are checked, with all of their query heads."""
 _SCORES = {"cuda": 1 << 31, "cpu": 1 << 25}
-"""Elements of score matrices that the oracle works through for one Cell, and at least one group."""
-
+"""Elements of score matrices that the oracle works through for one Cell; it takes at least one group."""
 _PAIRS = 1 << 28
-"""Of a score matrix that the oracle holds at once, about ten times in float64."""
+"""Elements of the score matrix that the oracle holds at once, about ten times in float64."""
 
-_Ways = tuple[Tensor, Tensor, Tensor]
+_Answer = tuple[Tensor, Tensor, Tensor]
 """exact, eager and terms"""
 
-NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "forward+backward": ("dq", "dk", "dv")}
-"""What the call of each mode returns."""
+NAMES = {
+    "forward": ("out",),
+    "backward": ("dq", "dk", "dv"),
+    "forward+backward": ("dq", "dk", "dv"),
+    "block mask": (),
+}
+"""The results of the calls that a Cell times."""
 
 
 @dataclass(frozen=True)
-class _Truth:
-    """The oracle on one group of heads of one sequence: result name -> (exact, eager, terms), each (1, heads, s, d)."""
+class _GroupAnswer:
+    """The oracle's answer for one group of heads of one sequence; each tensor is (1, heads, s, d)."""
 
     rows_at: At
-    """of what q's rows have"""
     keys_at: At
-    ways: dict[str, _Ways]
+    answers: dict[str, _Answer]
 
 
 class Verifier:
     """The exact answer to a Cell."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
-        self.names = NAMES[cell.mode]
+        self.cell, self.names, self.groups = cell, NAMES[cell.call], []
         self.eps = torch.finfo(inputs.q.dtype).eps
-        layout: Layout = inputs.keywords.get("layout", Dense())
-        places = list(packed.places(layout, layout.canonical(inputs.q), layout.canonical(inputs.k)))
-        if isinstance(layout, Packed):  # the longest first: where the oracle has room for one, it is that
+        if not self.names:
+            return
+        dout = None if cell.call == "forward" else inputs.dout.detach()
+        self.call = CheckedCall(inputs.q, inputs.k, inputs.v, dout, None, inputs.keywords).canonical()
+        # Peers are held to what a fused backend of the machine is.
+        self.precision = Precision.of(inputs.q.dtype, inputs.q.device, "auto")
+        places = list(self.call.places())
+        if isinstance(self.call.layout, Packed):  # the oracle may have room for one sequence: the longest
             places.sort(key=lambda place: place.rows.start - place.rows.stop)
-        where = sampled(cell, inputs.q.device.type)
-        self.truths = [_truth(cell, inputs, places[row], key_head, self.names) for row, key_head in where]
+        self.groups = [self._group(places[b], head) for b, head in sampled(cell, inputs.q.device.type)]
+        del self.call
 
     def error_ratio(self, results: Results, order: str) -> float:
         """The worst error over its tolerance: at most 1 passes. Infinite where something is not finite.
@@ -73,12 +80,12 @@ class Verifier:
         for name, result in zip(self.names, results, strict=False):
             x = layout.canonical(result.detach())
             tally = ErrorTally(self.eps)
-            for truth in self.truths:
-                ways = truth.ways[name]
-                part = x[truth.keys_at if name in ("dk", "dv") else truth.rows_at]
-                if part.shape != ways[0].shape:
+            for group in self.groups:
+                answer = group.answers[name]
+                part = x[group.keys_at if name in ("dk", "dv") else group.rows_at]
+                if part.shape != answer[0].shape:
                     raise ValueError(f"{name} has shape {tuple(x.shape)} in order bhsd")
-                tally.add(part, *ways)
+                tally.add(part, *answer)
             worst = max(worst, tally.ratio(), 0.0 if bool(x.isfinite().all()) else math.inf)
         return worst
 
@@ -97,9 +104,49 @@ class Verifier:
             raise ValueError(f"returned {len(results)} results, not {', '.join(self.names)}")
         return self.error_ratio(results, prepared.order)
 
+    def _group(self, place: SequencePlace, key_head: int) -> _GroupAnswer:
+        group = self.cell.case.h_q // self.cell.case.h_k
+        heads = slice(key_head * group, (key_head + 1) * group)
+        answers = [self._head(place, head, key_head) for head in range(heads.start, heads.stop)]
+        keys_at = place.batch_k, slice(key_head, key_head + 1), place.keys
+        return _GroupAnswer((place.batch_q, heads, place.rows), keys_at, _together(answers, dim=1))
+
+    def _head(self, place: SequencePlace, head: int, key_head: int) -> dict[str, _Answer]:
+        """The oracle on one query head of one sequence."""
+        answers = []
+        at = slice(head, head + 1), slice(key_head, key_head + 1)
+        for rows in self._row_slices(place):
+            part = self.call.slice(rows, *at, self.precision)
+            exact = part.exact()
+            eager, terms = part.eager(), part.terms(exact)
+            answer = {name: (exact[name].detach(), eager[name].detach(), terms[name].detach()) for name in self.names}
+            omitted = (0, 0, 0, place.keys.stop - rows.keys.stop)
+            for name in {"dk", "dv"} & answer.keys():
+                one, other, third = answer[name]
+                answer[name] = pad(one, omitted), pad(other, omitted), pad(third, omitted)
+            answers.append(answer)
+        return answers[0] if len(answers) == 1 else _together(answers, dim=2)
+
+    def _row_slices(self, place: SequencePlace) -> Iterator[SequencePlace]:
+        """Some rows at a time where their score matrices are too large for a GPU's memory, and the keys that they may
+        see: calls of their own, with the same diagonal."""
+        case, rows, keys = self.cell.case, place.rows, place.keys
+        s_q, s_k = rows.stop - rows.start, keys.stop - keys.start
+        aligned = case.mask == "none" or (case.mask == "causal" and s_q == s_k)
+        if s_q * s_k <= _PAIRS or not aligned or case.score != "none" or case.used != "all":
+            yield place
+            return
+        step = max(1, _PAIRS // s_k)
+        for start in range(0, s_q, step):
+            stop = min(start + step, s_q)
+            visible = s_k if case.mask == "none" else stop
+            yield place._replace(
+                rows=slice(rows.start + start, rows.start + stop), keys=slice(keys.start, keys.start + visible)
+            )
+
 
 def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
-    """(batch row, key head): the first, the last, and some between; packed, as many as the longest sequence allows."""
+    """(sequence, key head): the first, the last, and some between; as many as the longest sequence allows."""
     case = cell.case
     every = case.b * case.h_k
     group = case.h_q // max(1, case.h_k)
@@ -110,54 +157,12 @@ def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
         yield divmod(place, case.h_k)
 
 
-def _truth(cell: Cell, inputs: Inputs, place: packed.SequencePlace, key_head: int, names: tuple[str, ...]) -> _Truth:
-    group = cell.case.h_q // cell.case.h_k
-    batch, rows = place.batch_q, place.rows
-    heads = slice(key_head * group, (key_head + 1) * group)
-    rows_at, keys_at = (batch, heads, rows), (place.batch_k, slice(key_head, key_head + 1), place.keys)
-    found = [
-        _head(cell, inputs, place.number, (batch, slice(head, head + 1), rows), keys_at, names)
-        for head in range(heads.start, heads.stop)
-    ]
-    return _Truth(rows_at, keys_at, _together(found, dim=1))
+def _together(parts: list[dict[str, _Answer]], dim: int) -> dict[str, _Answer]:
+    """Parts of a call side by side in a dimension; gradients of keys are summed."""
+    return {name: _joined(name, [answers[name] for answers in parts], dim) for name in parts[0]}
 
 
-def _head(cell: Cell, inputs: Inputs, b: int, rows_at: At, keys_at: At, names: tuple[str, ...]) -> dict[str, _Ways]:
-    """The oracle on one query head of one sequence."""
-    found = []
-    for rows, keys in _slices(cell, rows_at[2], keys_at[2]):
-        part = _part(cell, inputs, b, (*rows_at[:2], rows), (*keys_at[:2], keys))
-        exact = part.exact()
-        eager, terms = part.eager(), part.terms(exact)
-        ways = {name: (exact[name].detach(), eager[name].detach(), terms[name].detach()) for name in names}
-        beyond = (0, 0, 0, keys_at[2].stop - keys.stop)
-        for name in {"dk", "dv"} & ways.keys():
-            ways[name] = tuple(torch.nn.functional.pad(x, beyond) for x in ways[name])  # pyright: ignore[reportArgumentType]
-        found.append(ways)
-    return found[0] if len(found) == 1 else _together(found, dim=2)
-
-
-def _slices(cell: Cell, rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]:
-    """Rows, some at a time where their score matrices are too large for a GPU's memory, and the keys that they may see:
-    calls of their own, with the same diagonal."""
-    case, s_q, s_k = cell.case, rows.stop - rows.start, keys.stop - keys.start
-    aligned = case.mask == "none" or (case.mask == "causal" and s_q == s_k)
-    if s_q * s_k <= _PAIRS or not aligned or case.score != "none" or case.used != "all":
-        yield rows, keys
-        return
-    step = max(1, _PAIRS // s_k)
-    for start in range(0, s_q, step):
-        stop = min(start + step, s_q)
-        seen = s_k if case.mask == "none" else stop
-        yield slice(rows.start + start, rows.start + stop), slice(keys.start, keys.start + seen)
-
-
-def _together(parts: list[dict[str, _Ways]], dim: int) -> dict[str, _Ways]:
-    """Parts of a call, side by side in a dimension; what keys get of all of them is summed."""
-    return {name: _joined(name, [ways[name] for ways in parts], dim) for name in parts[0]}
-
-
-def _joined(name: str, parts: list[_Ways], dim: int) -> _Ways:
+def _joined(name: str, parts: list[_Answer], dim: int) -> _Answer:
     exact, eager, terms = zip(*parts, strict=True)
     if name not in ("dk", "dv"):
         return torch.cat(exact, dim), torch.cat(eager, dim), torch.cat(terms, dim)
@@ -167,24 +172,3 @@ def _joined(name: str, parts: list[_Ways], dim: int) -> _Ways:
     # The terms hold the exact result itself once: not each part's share of it, but the sum.
     squares = sum(term**2 - own**2 for term, own in zip(terms, exact, strict=True)) + total**2
     return total, torch.stack(eager).sum(0), squares.sqrt()
-
-
-def _part(cell: Cell, inputs: Inputs, b: int, rows_at: At, keys_at: At) -> CallSlice:
-    """One query head of batch row or sequence b."""
-    layout: Layout = inputs.keywords.get("layout", Dense())
-    mask, sink, head = inputs.keywords.get("mask"), inputs.keywords.get("sink"), rows_at[1]
-    q, k, v, dout = (layout.canonical(x.detach()) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    used = (None if x is None else x[b : b + 1] for x in (layout.seqused_q, layout.seqused_k))
-    problem = Problem(
-        q=q[rows_at],
-        k=k[keys_at],
-        v=v[keys_at],
-        sink=None if sink is None else sink.detach()[head],
-        layout=Dense("bhsd", *used),
-        mask=shift_mask(mask, b, head.start),
-        score=shift_score(inputs.keywords.get("score_mod"), q, b, head.start),
-        scale=q.shape[-1] ** -0.5,
-    )
-    # Peers are held to what a fused backend of the machine is.
-    precision = Precision.of(q.dtype, q.device, "auto")
-    return CallSlice(rows_at, keys_at, problem, None if cell.mode == "forward" else dout[rows_at], None, precision)

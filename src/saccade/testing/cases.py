@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade import masks, scores
-from saccade.layouts import Dense
+from saccade.layouts import Dense, Layout
 from saccade.masks import UNBOUNDED, Mask
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import callbacks, gallery, packed, paged
@@ -27,16 +27,16 @@ class Inputs:
     k: Tensor
     v: Tensor
     dout: Tensor
-    """Of out's shape, in q's order and dtype; of a paged cache, which has no gradients, empty, and so is dlse."""
+    """Of out's shape, in q's order and dtype. Empty, as is dlse, for a paged cache, which has no gradients."""
     dlse: Tensor
     """(b, h_q, s_q), or (h_q, t_q) packed, float32 or float64."""
     keywords: dict[str, Any]
-    """mask, score_mod, sink, layout and dropout_p, as far as the Case has them."""
+    """mask, score_mod, sink, layout and dropout_p, where the Case has them."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem by name, without its tensors: `inputs` draws those."""
+    """A problem by name; `inputs` draws its tensors."""
 
     name: str
     dtype: str = "bf16"
@@ -48,30 +48,30 @@ class Case:
     s_k: int = 64
     d: int = 64
     d_v: int = 0
-    """0 stands for d_v = d and is replaced by it."""
+    """0 means d_v = d, and is replaced by it."""
     mask: str = "none"
     """As masks print: `causal`, `window(1023,0)`, `prefix(5)`, `prefixes` (a drawn one for each batch row), `documents`
-    (drawn ids), `&`, `|` and parentheses. Or a name out of `saccade.testing.gallery`."""
+    (drawn ids), `&`, `|` and parentheses. Or a name of `saccade.testing.gallery`."""
     score: str = "none"
-    """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`; joined by
-    `+`, the first one first. Their tensors are drawn. `callback(causal)`: one of `saccade.testing.callbacks`."""
+    """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`, with drawn
+    tensors; joined by `+`, applied from the left. `callback(causal)`: one of `saccade.testing.callbacks`."""
     sink: bool = False
     order: str = "bhsd"
-    """`thd`: packed sequences, of drawn lengths up to s_q and s_k, the same ones if `s_q = s_k`, or `lengths`. `paged`:
-    a cache of drawn lengths up to s_k; q is a batch, or, with `lengths` or a `tail`, sequences end to end."""
+    """`thd`: packed sequences of drawn lengths up to s_q and s_k (equal if `s_q = s_k`), or of `lengths`. `paged`: a
+    cache of drawn lengths up to s_k; q is a batch or, with `lengths` or a `tail`, sequences end to end."""
     lengths: tuple[int, ...] = ()
-    """Packed and paged: those of q, and of k where s_q = s_k in a packed one; () draws them."""
+    """Packed and paged: lengths of q, and of packed k where s_q = s_k; () draws them."""
     used: str = "all"
-    """Which lengths are drawn, at most s: `all` of it is used, `q`, `k`, or `qk` are ragged."""
+    """`all` rows and keys, or drawn lengths, at most s, of `q`, `k` or `qk`."""
     tail: int = 0
-    """Packed and paged: rows behind the last sequence."""
+    """Packed and paged: rows after the last sequence."""
     page_size: int = 16
     """Paged: rows of a page."""
     splits: int = 0
     """Paged: num_splits; 0 for None."""
     dropout_p: float = 0.0
     ids: str = "packed"
-    """Document ids: `packed` in runs, or `scattered`."""
+    """Document ids: `packed`, about four runs in a row; runs of about so many tokens, such as `1300`; `scattered`."""
 
     def __post_init__(self) -> None:
         if not self.d_v:
@@ -81,9 +81,9 @@ class Case:
         return self.name
 
     def describe(self) -> str:
-        """The call that builds this Case: what a failing draw prints."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        words = [f"{name}={value!r}" for name, value in given.items() if value != getattr(_DEFAULT, name)]
+        """The call that builds this Case, for the message of a failing draw."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        words = [f"{name}={value!r}" for name, value in values.items() if value != getattr(_DEFAULT, name)]
         return f"Case({', '.join(words)})"
 
     def replace(self, **changes: Any) -> Case:
@@ -110,16 +110,16 @@ class Case:
             return self._packed(torch.Generator().manual_seed(seed), device, requires_grad)
         if self.order == "paged":
             return self._paged(torch.Generator().manual_seed(seed), device)
-        made = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         dtype, layout = TORCH_DTYPES[self.dtype], Dense(self.order)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=made)
+            return torch.randn(shape, generator=generator)
 
         def lengths(s: int) -> Tensor:  # the longest there is, and any others
-            found = torch.randint(0, s + 1, (self.b,), generator=made, dtype=torch.int32)
-            found[:1] = s
-            return found
+            drawn = torch.randint(0, s + 1, (self.b,), generator=generator, dtype=torch.int32)
+            drawn[:1] = s
+            return drawn
 
         q, k, v, dout = (
             normal(self.b, h, s, d)
@@ -137,23 +137,20 @@ class Case:
             if used is not None:
                 for x in tensors:
                     x.masked_fill_((torch.arange(x.shape[2]) >= used[:, None])[:, None, :, None], math.nan)
-        keywords: dict[str, Any] = {
-            "mask": self._mask(made, device),
-            "score_mod": self._score(made, device, requires_grad),
-            "sink": sink.to(device).requires_grad_(requires_grad) if self.sink else None,
-            "dropout_p": self.dropout_p or None,
-            "layout": Dense(self.order, *(None if used is None else used.to(device) for used in (used_q, used_k))),
-        }
+        used = (None if used is None else used.to(device) for used in (used_q, used_k))
+        keywords = self.keywords(generator, device, Dense(self.order, *used), sink, requires_grad)
         q, k, v, dout = (layout.ordered(x).to(device, dtype).contiguous() for x in (q, k, v, dout))
         for x in (q, k, v):
             x.requires_grad_(requires_grad)
         dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-        return Inputs(q, k, v, dout, dlse, {name: value for name, value in keywords.items() if value is not None})
+        return Inputs(q, k, v, dout, dlse, keywords)
 
-    def _packed(self, made: torch.Generator, device: torch.device | str, requires_grad: bool) -> Inputs:
-        dtype, sides = TORCH_DTYPES[self.dtype], packed.sides(self, made)
+    def _packed(self, generator: torch.Generator, device: torch.device | str, requires_grad: bool) -> Inputs:
+        dtype, sides = TORCH_DTYPES[self.dtype], packed.sides(self, generator)
         q, k, v, dout = (
-            torch.randn(side.unused.numel(), h, d, generator=made).masked_fill_(side.unused[:, None, None], math.nan)
+            torch.randn(side.unused.numel(), h, d, generator=generator).masked_fill_(
+                side.unused[:, None, None], math.nan
+            )
             for side, h, d in zip(
                 (sides[0], sides[1], sides[1], sides[0]),
                 (self.h_q, self.h_k, self.h_k, self.h_q),
@@ -161,35 +158,42 @@ class Case:
                 strict=True,
             )
         )
-        dlse, sink = torch.randn(self.h_q, q.shape[0], generator=made), torch.randn(self.h_q, generator=made)
-        keywords: dict[str, Any] = {
-            "mask": self._mask(made, device),
-            "score_mod": self._score(made, device, requires_grad),
-            "sink": sink.to(device).requires_grad_(requires_grad) if self.sink else None,
-            "layout": packed.layout(*sides, device),
-            "dropout_p": self.dropout_p or None,
-        }
+        dlse, sink = torch.randn(self.h_q, q.shape[0], generator=generator), torch.randn(self.h_q, generator=generator)
+        keywords = self.keywords(generator, device, packed.layout(*sides, device), sink, requires_grad)
         q, k, v, dout = (x.to(device, dtype) for x in (q, k, v, dout))
         for x in (q, k, v):
             x.requires_grad_(requires_grad)
         dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-        return Inputs(q, k, v, dout, dlse, {name: value for name, value in keywords.items() if value is not None})
+        return Inputs(q, k, v, dout, dlse, keywords)
 
-    def _paged(self, made: torch.Generator, device: torch.device | str) -> Inputs:
-        *tensors, layout = paged.operands(self, made)
+    def _paged(self, generator: torch.Generator, device: torch.device | str) -> Inputs:
+        *tensors, layout = paged.operands(self, generator)
         q, k, v = (x.to(device, TORCH_DTYPES[self.dtype]) for x in tensors)
-        sink = torch.randn(self.h_q, generator=made)
-        keywords: dict[str, Any] = {
-            "mask": self._mask(made, device),
-            "score_mod": self._score(made, device, False),
-            "sink": sink.to(device) if self.sink else None,
-            "layout": paged.moved(layout, device),
-        }
-        given = {name: value for name, value in keywords.items() if value is not None}
-        nothing = q.new_empty(0)
-        return Inputs(q, k, v, nothing, nothing, given)
+        sink = torch.randn(self.h_q, generator=generator)
+        gradients = q.new_empty(0)
+        return Inputs(
+            q, k, v, gradients, gradients, self.keywords(generator, device, paged.moved(layout, device), sink)
+        )
 
-    def _mask(self, made: torch.Generator, device: torch.device | str) -> Mask | None:
+    def keywords(
+        self,
+        generator: torch.Generator,
+        device: torch.device | str,
+        layout: Layout,
+        sink: Tensor | None = None,
+        requires_grad: bool = False,
+    ) -> dict[str, Any]:
+        """The keywords of `attention`, drawn in this order: mask, score."""
+        keywords: dict[str, Any] = {
+            "mask": self._mask(generator, device),
+            "score_mod": self._score(generator, device, requires_grad),
+            "sink": sink.to(device).requires_grad_(requires_grad) if self.sink and sink is not None else None,
+            "dropout_p": self.dropout_p or None,
+            "layout": layout,
+        }
+        return {name: value for name, value in keywords.items() if value is not None}
+
+    def _mask(self, generator: torch.Generator, device: torch.device | str) -> Mask | None:
         if self.mask in gallery.NAMES:
             return gallery.made(self.mask, self.s_q, device)
         bounds = [bound for call in re.findall(r"\(([\w,]+)\)", self.mask) for bound in call.split(",")]
@@ -198,20 +202,20 @@ class Case:
         records: list[Tensor] = []
         for leaf in re.findall(r"[a-z]+", kind):
             if leaf == "documents":
-                records += masks.documents(self._ids(made).to(device)).records
+                records += masks.documents(self._ids(generator).to(device)).records
             elif leaf == "prefixes":
-                records.append(torch.randint(0, self.s_k + 1, (self.b,), generator=made).to(device))
+                records.append(torch.randint(0, self.s_k + 1, (self.b,), generator=generator).to(device))
         return masks.from_records(kind, [UNBOUNDED if n == "None" else int(n) for n in numbers], records)
 
-    def _ids(self, made: torch.Generator) -> Tensor:
-        """About four documents in a row."""
+    def _ids(self, generator: torch.Generator) -> Tensor:
         shape = self.b, self.s_q
         if self.ids == "scattered":
-            return torch.randint(0, 4, shape, generator=made)
-        return (torch.rand(shape, generator=made) * max(self.s_q, 1) < 3).cumsum(1)
+            return torch.randint(0, 4, shape, generator=generator)
+        tokens, documents = (max(self.s_q, 1), 3) if self.ids == "packed" else (int(self.ids), 1)
+        return (torch.rand(shape, generator=generator) * tokens < documents).cumsum(1)
 
     def _score(
-        self, made: torch.Generator, device: torch.device | str, requires_grad: bool
+        self, generator: torch.Generator, device: torch.device | str, requires_grad: bool
     ) -> Callable[..., Tensor] | None:
         if self.score == "none":
             return None
@@ -219,8 +223,8 @@ class Case:
         def one(word: str) -> Callable[..., Tensor]:
             kind, number = re.fullmatch(r"(\w+)(?:\(([\w.]+)\))?", word).groups()  # pyright: ignore[reportOptionalMemberAccess]
             if kind == "callback":
-                given = callbacks.case(number, self.h_q, self.s_q, self.s_k, device, self.b)
-                return given.learned(requires_grad).score()
+                callback = callbacks.case(number, self.h_q, self.s_q, self.s_k, device, self.b)
+                return callback.learned(requires_grad).score()
             if kind == "softcap":
                 return scores.softcap(float(number))
             shape = {
@@ -230,7 +234,7 @@ class Case:
                 "bias": (self.h_q, 1, self.s_k),
                 "temperature": (self.h_q,),
             }[kind]
-            t = torch.randn(shape, generator=made)
+            t = torch.randn(shape, generator=generator)
             if kind == "alibi":  # as its paper has them
                 t = 2.0 ** (-8 * torch.arange(1, self.h_q + 1) / max(self.h_q, 1))
             elif kind == "temperature":

@@ -1,4 +1,4 @@
-"""Packed sequences in named problems, and where the oracle finds them."""
+"""Packed sequences in named problems, and their places for the oracle."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ class PackedSide(NamedTuple):
     used: Tensor | None
     """(b)"""
     unused: Tensor
-    """(t): rows behind the used ones, and behind the last sequence"""
+    """(t): rows after the used ones, and after the last sequence"""
     longest: int
 
 
-def sides(case: Case, made: torch.Generator) -> tuple[PackedSide, PackedSide]:
-    """Of queries and keys: the longest sequence that the Case has, any others, and empty ones."""
+def sides(case: Case, generator: torch.Generator) -> tuple[PackedSide, PackedSide]:
+    """Queries and keys: one sequence of the full length, drawn ones, and empty ones."""
 
     def drawn(s: int) -> Tensor:
-        found = torch.randint(0, s + 1, (case.b,), generator=made)
-        found[:1] = s
-        found[2::3] = 0
-        return found
+        lengths = torch.randint(0, s + 1, (case.b,), generator=generator)
+        lengths[:1] = s
+        lengths[2::3] = 0
+        return lengths
 
     lengths_q = torch.tensor(case.lengths) if case.lengths else drawn(case.s_q)
     lengths_k = lengths_q if case.s_q == case.s_k else drawn(case.s_k)
-    return _side(lengths_q, "q" in case.used, case.tail, made), _side(lengths_k, "k" in case.used, case.tail, made)
+    return _side(lengths_q, "q" in case.used, case.tail, generator), _side(
+        lengths_k, "k" in case.used, case.tail, generator
+    )
 
 
-def _side(lengths: Tensor, ragged: bool, tail: int, made: torch.Generator) -> PackedSide:
+def _side(lengths: Tensor, ragged: bool, tail: int, generator: torch.Generator) -> PackedSide:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    used = (torch.rand(len(lengths), generator=made) * (lengths + 1)).long() if ragged else None
+    used = (torch.rand(len(lengths), generator=generator) * (lengths + 1)).long() if ragged else None
     held = lengths if used is None else used
     place = torch.arange(int(offsets[-1]) + tail)
     b = torch.bucketize(place, offsets[1:], right=True)
-    inside = torch.cat([held, torch.zeros(1, dtype=torch.int64)])  # behind the last sequence nothing is in use
+    inside = torch.cat([held, torch.zeros(1, dtype=torch.int64)])  # after the last sequence nothing is in use
     unused = place - offsets[b] >= inside[b]
     return PackedSide(
         offsets.int(), None if used is None else used.int(), unused, int(lengths.max()) if len(lengths) else 0
@@ -91,7 +93,7 @@ def draw(seed: int, dtype: str) -> Case:
 
 
 class SequencePlace(NamedTuple):
-    """Where one sequence is in q and in k."""
+    """The place of one sequence in q and k."""
 
     number: int
     batch_q: slice
@@ -101,7 +103,7 @@ class SequencePlace(NamedTuple):
 
 
 def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[SequencePlace]:
-    """Of each sequence of any layout; q and k are (b, h, s, d), and a paged cache is gathered."""
+    """The place of each sequence in any layout; q and k are (b, h, s, d), a paged cache is gathered."""
     if isinstance(layout, Packed):
         ends = (pairwise(x.tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
         for b, (rows, keys) in enumerate(zip(*ends, strict=True)):
@@ -114,7 +116,7 @@ def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[SequencePlace]:
 
 
 def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:
-    """What results have behind the last sequence, and what they must have there, to the bit."""
+    """The rows of results after the last sequence, and the value that they must have, to the bit."""
     if isinstance(layout, Packed):
         t_q, t_k = (int(x[-1]) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
         for name, start in (("out", t_q), ("alone", t_q), ("dq", t_q), ("dk", t_k), ("dv", t_k)):

@@ -1,4 +1,4 @@
-"""Paged caches in named problems, poisoned wherever nothing is in use, and where the oracle finds them."""
+"""Paged caches in named problems, poisoned wherever they are not in use, and their keys for the oracle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def named() -> list[Case]:
-    """What serving does: decoding, several tokens at once, chunks of prompts, all of them side by side."""
+    """The calls of a server: decoding, several tokens at once, chunks of prompts, and all of them in one batch."""
     from saccade.testing.cases import Case
 
     decode = Case("decode", b=4, h_q=8, h_k=2, s_q=1, s_k=150, d=64, mask="causal", order="paged")
@@ -41,31 +41,30 @@ def named() -> list[Case]:
     ]
 
 
-def operands(case: Case, made: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Paged]:
-    """q, k, v and the layout: the longest sequence that the Case has, any others, and empty ones. Rows of the caches
-    that nobody uses are NaN, and so are pages that nobody has; the tables end in numbers of pages that are not there.
-    """
+def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Paged]:
+    """q, k, v and the layout: one sequence of the full length, drawn ones, and empty ones. Unused rows and pages of the
+    cache are NaN, and the tables end in page numbers out of range."""
     size, width = case.page_size, -(-case.s_k // case.page_size) + 2
-    used = _drawn(case.s_k, case.b, made)
+    used = _drawn(case.s_k, case.b, generator)
     mapped = -(-used // size)
     pages = int(mapped.sum()) + 3
-    free = torch.randperm(pages, generator=made)
-    table = torch.tensor([-1, pages, 1 << 30])[torch.arange(width) % 3].repeat(case.b, 1)  # numbers that are none
+    free = torch.randperm(pages, generator=generator)
+    table = torch.tensor([-1, pages, 1 << 30])[torch.arange(width) % 3].repeat(case.b, 1)  # out of range
     in_use = torch.zeros(pages, size, dtype=torch.bool)
     for b, (n, length) in enumerate(zip(mapped.tolist(), used.tolist(), strict=True)):
         table[b, :n], free = free[:n], free[n:]
         in_use.view(-1)[(table[b, :n, None] * size + torch.arange(size)).flatten()[:length]] = True
-    # The two caches lie in one tensor, as where each page holds both.
-    both = torch.randn(pages, size, case.h_k, case.d + case.d_v, generator=made)
+    # Both caches lie in one tensor, as in servers whose pages hold both.
+    both = torch.randn(pages, size, case.h_k, case.d + case.d_v, generator=generator)
     both.masked_fill_(~in_use[..., None, None], torch.nan)
     k, v = both.split([case.d, case.d_v], dim=-1)
     offsets = None
     shape: tuple[int, ...] = case.b, case.s_q
     if case.lengths or case.tail:
-        lengths = torch.tensor(case.lengths) if case.lengths else _drawn(case.s_q, case.b, made)
+        lengths = torch.tensor(case.lengths) if case.lengths else _drawn(case.s_q, case.b, generator)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
         shape = (int(offsets[-1]) + case.tail,)
-    q = torch.randn(*shape, case.h_q, case.d, generator=made)
+    q = torch.randn(*shape, case.h_q, case.d, generator=generator)
     if offsets is not None:
         q[int(offsets[-1]) :] = torch.nan
     return q, k, v, Paged(table.int(), used.int(), offsets, case.splits or None)
@@ -76,11 +75,11 @@ def moved(layout: Paged, device: torch.device | str) -> Paged:
     return Paged(layout.block_table.to(device), layout.seqused_k.to(device), offsets, layout.num_splits)
 
 
-def _drawn(s: int, b: int, made: torch.Generator) -> Tensor:
-    found = torch.randint(0, s + 1, (b,), generator=made)
-    found[:1] = s
-    found[2::3] = 0
-    return found
+def _drawn(s: int, b: int, generator: torch.Generator) -> Tensor:
+    lengths = torch.randint(0, s + 1, (b,), generator=generator)
+    lengths[:1] = s
+    lengths[2::3] = 0
+    return lengths
 
 
 def gathered(layout: Paged, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Who is measured: an adapter for each implementation, under the name that rows have."""
+"""An adapter for each implementation, under its name in rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend
 
 from saccade import dispatch
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
+from saccade.bench.providers.block_masks import BlockMasks, FlexBlockMasks
 from saccade.bench.providers.ceilings import Copy, Matmul
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4
 from saccade.bench.providers.flex import Flex
@@ -32,6 +33,8 @@ _ALL: list[Provider] = [
     TorchVarlen(),
     Flex(),
     Naive(),
+    BlockMasks(),
+    FlexBlockMasks(),
 ]
 
 PROVIDERS = {provider.name: provider for provider in _ALL}
@@ -39,13 +42,13 @@ CEILINGS: tuple[Provider, ...] = (Matmul(), Copy())
 
 
 def matching(patterns: Iterable[str]) -> list[Provider]:
-    """The providers of these names, where `saccade-*` stands for all that start so.
+    """The providers of these names; `saccade-*` matches all that start so.
 
     Raises:
-        ValueError: a pattern that no name matches.
+        ValueError: a pattern matches no name.
     """
     patterns = list(patterns)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in PROVIDERS):
-            raise ValueError(f"no provider {pattern!r}; the providers are {', '.join(PROVIDERS)}")
+            raise ValueError(f"{pattern!r} matches no provider; the providers are {', '.join(PROVIDERS)}")
     return [provider for name, provider in PROVIDERS.items() if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -1,47 +1,57 @@
-"""What a provider is, and how one differentiable function serves every mode."""
+"""The interface of a provider, and every mode of a differentiable function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.bench.cost import Cost
-from saccade.bench.grids import Cell
+from saccade.bench.grids import MODES, Cell
 from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask
 from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
 
-Results = tuple[Tensor, ...]
+Results = tuple[Any, ...]
 Function = Callable[..., Tensor]
 """(q, k, v) -> out"""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call that does what is timed, and nothing else."""
+    """A call that does the work that is timed, and nothing else."""
 
     call: Callable[[], Results]
-    """Forward: (out,). The other modes: (dq, dk, dv), and more that nobody looks at."""
+    """Forward: (out,). The other modes: (dq, dk, dv), and perhaps more, which is ignored."""
     order: str = "bhsd"
-    """What the dimensions of the results are."""
+    """The order of the results' dimensions."""
     before: Callable[[], None] | None = None
-    """What every call needs anew and the clock must not see."""
-    work: Cost | None = None
-    """Where it is not the cell's."""
+    """Prepares each call, untimed."""
+    cost: Cost | None = None
+    """If it is not the cell's."""
     after: Callable[[Results], Results] | None = None
-    """From what the call returns to results in `order`; nobody times it."""
+    """Turns what the call returns into results in `order`, untimed."""
 
 
 class Provider:
-    """One implementation of attention on the bench. A reason is one line; None says that nothing speaks against it."""
+    """One implementation of attention, and what it supports. A reason is one line; None means that it runs."""
 
     name: str
     role = "peer"
     """`saccade`, `peer` or `ceiling`."""
+    calls: tuple[str, ...] = MODES
+    layouts: tuple[str, ...] = ("dense",)
+    dtypes: tuple[str, ...] = ()
+    """() for any."""
+    masks: type[Mask] = Mask
+    scores: tuple[str, ...] | None = ()
+    """Kinds of score functions; None for any."""
+    sinks = False
+    deterministic = False
 
     def available(self, device: torch.device) -> str | None:
         """Why it does not run on this machine at all."""
@@ -49,16 +59,31 @@ class Provider:
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         """Why it does not run this cell."""
+        case, mask, score = cell.case, inputs.keywords.get("mask"), cell.case.score.partition("(")[0]
+        if cell.call not in self.calls:
+            return f"this adapter has no {cell.call}"
+        if cell.layout not in self.layouts:
+            return f"this adapter takes {' and '.join(self.layouts)} operands, not {cell.layout}"
+        if self.dtypes and case.dtype not in self.dtypes:
+            return f"takes {' and '.join(self.dtypes)}, not {case.dtype}"
+        if mask is not None and not isinstance(mask, self.masks):
+            return f"has no {mask.kind} mask"
+        if self.scores is not None and score not in ("none", *self.scores):
+            return f"this adapter has no score {score}"
+        if case.sink and not self.sinks:
+            return "has no sinks"
+        if cell.deterministic and not self.deterministic:
+            return "this adapter does not ask for deterministic gradients"
         return None
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """Layouts, masks and, for a backward, the forward: all that is not timed. May raise: that is its reason."""
+        """Does all that is not timed: layouts, masks and, for a backward, the forward. May raise any exception."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What is differentiated, and with what."""
+    """The operands of a call, and the gradient of its result."""
 
     q: Tensor
     k: Tensor
@@ -74,7 +99,7 @@ LEARNED = "relative_bias", "t5_bias", "bias"
 
 
 def learned(inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
-    """What a backward differentiates besides q, k and v; a forward is timed as inference runs it."""
+    """The tables that get gradients besides q, k and v; a forward is timed as inference runs it."""
     score = inputs.keywords.get("score_mod")
     if not isinstance(score, ScoreMod) or score.kind not in LEARNED:
         return ()
@@ -86,7 +111,7 @@ def learned(inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class PeerInputs(Operands):
-    """Inputs as a peer wants them: its order, no NaN in the padding."""
+    """Inputs for a peer: in its order, with no NaN in the padding."""
 
     mask: Mask | None
     score: ScoreMod | Softcap | None
@@ -97,8 +122,7 @@ class PeerInputs(Operands):
 
     @staticmethod
     def of(inputs: Inputs, order: str) -> PeerInputs:
-        """Tensors in `order`, or packed as they are, contiguous: each provider gets the memory layout that it was made
-        for."""
+        """Tensors in `order`, or packed, contiguous: each provider gets the memory layout that suits it."""
         layout: Layout = inputs.keywords.get("layout", Dense())
         target = layout if isinstance(layout, Packed) else Dense(order)
         tensors = [layout.canonical(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
@@ -106,42 +130,44 @@ class PeerInputs(Operands):
             tensors = [x.nan_to_num(0) for x in tensors]
         group = tensors[0].shape[1] // max(1, tensors[1].shape[1])
         q, k, v, dout = (target.ordered(x).contiguous() for x in tensors)
-        found = (inputs.keywords.get(name) for name in ("mask", "score_mod", "sink"))
-        return PeerInputs(q, k, v, dout, target.order, *found, layout=layout, group=group)
+        keywords = (inputs.keywords.get(name) for name in ("mask", "score_mod", "sink"))
+        return PeerInputs(q, k, v, dout, target.order, *keywords, layout=layout, group=group)
 
     def lengths(self) -> tuple[Tensor, Tensor, int, int]:
         """Offsets and longest sequences of packed queries and keys, as varlen functions take them.
 
         Raises:
-            TypeError: no packed sequences.
+            TypeError: the layout is not Packed, or has used lengths.
         """
         layout = self.layout
-        if not isinstance(layout, Packed):
-            raise TypeError(f"{layout!r} has no offsets")
+        if not isinstance(layout, Packed) or (layout.seqused_q, layout.seqused_k) != (None, None):
+            raise TypeError(f"varlen functions take no {layout!r}")
         q, k = layout.cu_seqlens_q, layout.cu_seqlens_k
         return q, k, int(q.diff().max()), int(k.diff().max())
 
 
-def prepared(function: Function, mode: str, given: Operands, retains: bool = True) -> Prepared:
+def prepared(function: Function, call: str, operands: Operands, retains: bool = True) -> Prepared:
     """Every mode of a function that PyTorch differentiates.
 
     Args:
-        function: (q, k, v) -> out, in the order of `given`.
-        retains: whether its graph can be kept for one backward after the other. Otherwise every backward has a forward
-            of its own, outside of the clock.
+        function: (q, k, v) -> out, in the order of the operands.
+        call: as in a Cell.
+        retains: whether its graph can serve several backwards. Otherwise every backward has an untimed forward of its
+            own.
     """
-    if mode == "forward":
-        return Prepared(lambda: (function(given.q, given.k, given.v),), given.order)
-    leaves = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
-    leaves_and_tables = [*leaves, *given.learned]
-    if mode == "forward+backward":
-        return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves_and_tables, given.dout), given.order)
+    order, dout = operands.order, operands.dout
+    if call == "forward":
+        return Prepared(lambda: (function(operands.q, operands.k, operands.v),), order)
+    leaves = [x.detach().requires_grad_() for x in (operands.q, operands.k, operands.v)]
+    leaves_and_tables = [*leaves, *operands.learned]
+    if call == "forward+backward":
+        return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves_and_tables, dout), order)
     if retains:
         out = function(*leaves)
-        return Prepared(lambda: torch.autograd.grad(out, leaves_and_tables, given.dout, retain_graph=True), given.order)
+        return Prepared(lambda: torch.autograd.grad(out, leaves_and_tables, dout, retain_graph=True), order)
     fresh: list[Tensor] = []
 
     def before() -> None:
         fresh[:] = [function(*leaves)]
 
-    return Prepared(lambda: torch.autograd.grad(fresh.pop(), leaves_and_tables, given.dout), given.order, before)
+    return Prepared(lambda: torch.autograd.grad(fresh.pop(), leaves_and_tables, dout), order, before)

@@ -16,6 +16,9 @@ class Matmul(Provider):
 
     name, role = "matmul", "ceiling"
 
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        return None
+
     def __init__(self) -> None:
         self._operands: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -27,13 +30,16 @@ class Matmul(Provider):
             a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
             self._operands[device, dtype] = a, b
         a, b = self._operands[device, dtype]
-        return Prepared(lambda: (a @ b,), work=Cost(2 * n**3, 3 * a.numel() * a.element_size()))
+        return Prepared(lambda: (a @ b,), cost=Cost(2 * n**3, 3 * a.numel() * a.element_size()))
 
 
 class Copy(Provider):
     """A copy within the device's memory, much larger than its caches; bytes read plus bytes written."""
 
     name, role = "copy", "ceiling"
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        return None
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -45,4 +51,4 @@ class Copy(Provider):
             source = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8, device=device).repeat(size >> 20)
             self._buffers[device] = source, torch.empty_like(source)
         source, target = self._buffers[device]
-        return Prepared(lambda: (target.copy_(source),), work=Cost(0, 2 * source.numel()))
+        return Prepared(lambda: (target.copy_(source),), cost=Cost(0, 2 * source.numel()))

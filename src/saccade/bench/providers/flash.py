@@ -18,21 +18,14 @@ from saccade.masks import Mask, Window
 from saccade.scores import Softcap
 from saccade.testing.cases import Inputs
 
-_TENSOR_CORES = ("bf16", "fp16")
-
 
 class _Flash(Provider):
     """What the two have in common."""
 
-    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        mask = inputs.keywords.get("mask")
-        if cell.case.dtype not in _TENSOR_CORES:
-            return f"takes {' and '.join(_TENSOR_CORES)}, not {cell.case.dtype}"
-        if mask is not None and not isinstance(mask, Window):
-            return f"has no {mask.kind} mask"
-        if cell.case.used != "all":
-            return f"this adapter gives {self.name} no padded batches"
-        return None
+    layouts = "dense", "packed"
+    dtypes = "bf16", "fp16"
+    masks = Window
+    deterministic = True
 
 
 class FlashAttention3(_Flash):
@@ -42,6 +35,7 @@ class FlashAttention3(_Flash):
     """
 
     name = "fa3"
+    layouts = "dense", "packed", "paged"
 
     def available(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
@@ -51,38 +45,42 @@ class FlashAttention3(_Flash):
         except (OSError, ImportError, RuntimeError) as problem:
             return f"does not load: {_line(problem)}"
 
-    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        if cell.case.score != "none" or cell.case.sink:
-            return "these operators have no scores and no sinks"
-        return super().supports(cell, inputs)
-
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         self._load()
+        if cell.layout == "paged":
+            return self._paged(cell, inputs)
         call = PeerInputs.of(inputs, "bshd")
         operators = torch.ops.flash_attn_3
         left, right = _window(call.mask, -1)
-        given: dict[str, Any] = {"softmax_scale": call.q.shape[-1] ** -0.5, "is_causal": cell.case.mask == "causal"}
-        if not given["is_causal"]:
-            given |= {"window_size_left": left, "window_size_right": right}
-        given |= _lengths(call)
+        options: dict[str, Any] = {"softmax_scale": call.q.shape[-1] ** -0.5, "is_causal": cell.case.mask == "causal"}
+        if not options["is_causal"]:
+            options |= {"window_size_left": left, "window_size_right": right}
+        options |= _lengths(call)
 
         def forward() -> Results:
-            return operators.fwd(call.q, call.k, call.v, num_splits=1, **given)[:2]
+            return operators.fwd(call.q, call.k, call.v, num_splits=1, **options)[:2]
 
         def backward(out: Tensor, lse: Tensor) -> Results:
-            flags = given | {"deterministic": cell.deterministic}
+            flags = options | {"deterministic": cell.deterministic}
             return operators.bwd(call.dout, call.q, call.k, call.v, out, lse, **flags)[:3]
 
-        if cell.mode == "forward":
+        if cell.call == "forward":
             return Prepared(lambda: forward()[:1], call.order)
-        if cell.mode == "forward+backward":
+        if cell.call == "forward+backward":
             return Prepared(lambda: backward(*forward()), call.order)
         out, lse = forward()
         return Prepared(lambda: backward(out, lse), call.order)
 
     @staticmethod
+    def _paged(cell: Cell, inputs: Inputs) -> Prepared:
+        layout = inputs.keywords["layout"]
+        options = {"seqused_k": layout.seqused_k, "page_table": layout.block_table, "num_splits": 0}
+        options |= {"softmax_scale": cell.case.d**-0.5, "is_causal": cell.case.mask == "causal"}
+        return Prepared(lambda: torch.ops.flash_attn_3.fwd(inputs.q, inputs.k, inputs.v, **options)[:1], "paged")
+
+    @staticmethod
     def _load() -> bool:
-        """Whether the operators are there now."""
+        """Whether the operators are loaded now."""
         if hasattr(torch.ops.flash_attn_3, "fwd"):
             return True
         if library := os.environ.get("FA3_LIBRARY"):
@@ -98,6 +96,8 @@ class FlashAttention4(_Flash):
     """`flash_attn.cute`, which compiles its kernels at their first call."""
 
     name = "fa4"
+    scores = ("softcap",)
+    sinks = True
 
     def available(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
@@ -106,36 +106,31 @@ class FlashAttention4(_Flash):
             importlib.import_module("flash_attn.cute")
         except ImportError as missing:
             return f"not installed: {_line(missing)}"
-        except Exception as problem:  # a foreign package at import: whatever it raises is its reason
+        except Exception as problem:  # a foreign package may raise anything at import
             return f"does not load: {_line(problem)}"
         return None
-
-    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        if cell.case.score.partition("(")[0] not in ("none", "softcap"):
-            return "this adapter gives it no scores but softcap"
-        return super().supports(cell, inputs)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         call, functions = PeerInputs.of(inputs, "bshd"), importlib.import_module("flash_attn.cute")
         lengths = _lengths(call)
         attend = functions.flash_attn_varlen_func if lengths else functions.flash_attn_func
-        given: dict[str, Any] = {"causal": cell.case.mask == "causal", "deterministic": cell.deterministic, **lengths}
-        if call.mask is not None and not given["causal"]:
-            given["window_size"] = _window(call.mask, None)
-        if call.sink is not None:  # it asks for this dtype; the bench rounds every provider's sink to it
-            given["learnable_sink"] = call.sink.detach().bfloat16()
+        options: dict[str, Any] = {"causal": cell.case.mask == "causal", "deterministic": cell.deterministic, **lengths}
+        if call.mask is not None and not options["causal"]:
+            options["window_size"] = _window(call.mask, None)
+        if call.sink is not None:  # it asks for this dtype, to which the benchmark rounds every provider's sink
+            options["learnable_sink"] = call.sink.detach().bfloat16()
         if isinstance(call.score, Softcap):
-            given["softcap"] = call.score.cap
+            options["softcap"] = call.score.cap
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found = attend(q, k, v, **given)
-            return found[0] if isinstance(found, tuple) else found
+            result = attend(q, k, v, **options)
+            return result[0] if isinstance(result, tuple) else result
 
-        return prepared(function, cell.mode, call)
+        return prepared(function, cell.call, call)
 
 
 def _lengths(call: PeerInputs) -> dict[str, Any]:
-    """What both call the offsets and longest sequences of packed operands; nothing for others."""
+    """The offsets and longest sequences of packed operands, by the names that both use; none for others."""
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     return dict(zip(names, call.lengths(), strict=True)) if isinstance(call.layout, Packed) else {}
 

@@ -20,6 +20,7 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 class Flex(Provider):
     name = "flex"
+    scores = None
 
     def available(self, device: torch.device) -> str | None:
         try:
@@ -29,22 +30,16 @@ class Flex(Provider):
         return None
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        if cell.case.sink:
-            return "FlexAttention has no sinks"
-        if cell.case.used != "all" or cell.case.order == "thd":
-            return "this adapter gives FlexAttention no padded batches and no packed sequences"
-        if cell.deterministic:
-            return "this adapter does not ask FlexAttention for deterministic gradients"
-        if cell.mode != "forward" and inputs.q.device.type == "cpu":
+        if cell.call != "forward" and inputs.q.device.type == "cpu":
             return "FlexAttention has no backward on CPUs"
-        return None
+        return super().supports(cell, inputs)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         # A compiled function counts its recompilations: without this the ninth shape would run uncompiled.
         torch._dynamo.reset()
-        call, case = replace(PeerInputs.of(inputs, "bhsd"), learned=learned(inputs, cell.mode)), cell.case
+        call, case = replace(PeerInputs.of(inputs, "bhsd"), learned=learned(inputs, cell.call)), cell.case
         compiled = torch.compile(flex_attention, dynamic=False)
         block_mask = None
         if call.mask is not None:
@@ -63,7 +58,7 @@ class Flex(Provider):
             return out
 
         # Its backward writes into buffers of its forward, and so refuses a second one on the same graph.
-        return prepared(function, cell.mode, call, retains=False)
+        return prepared(function, cell.call, call, retains=False)
 
 
 def predicate(mask: Mask, off: int) -> Predicate:

@@ -1,4 +1,4 @@
-"""Packed sequences as a padded batch, for functions that take no others, and their results packed again."""
+"""Packed sequences as a padded batch, for functions that take nothing else, and their results packed again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Padding:
         return (rows[:, :, None] & keys[:, None])[:, None]
 
     def undone(self, prepared: Prepared) -> Prepared:
-        """The call whose results are packed when they are looked at."""
+        """The call, with results that are packed again, untimed."""
 
         def after(results: Results) -> Results:
             sides = (self.q,) if len(results) == 1 else (self.q, self.k, self.k)
@@ -51,7 +51,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class PaddedSide:
-    """Of queries, or of keys."""
+    """The rows of queries, or of keys."""
 
     used: Tensor
     """(b): rows in use"""
@@ -59,28 +59,28 @@ class PaddedSide:
     row: Tensor
     """(n): the batch row of each row that is in use"""
     place: Tensor
-    """(n): where it is there"""
+    """(n): its place in that batch row"""
     source: Tensor
-    """(n): where it is packed"""
+    """(n): its packed row"""
     total: int
     """t of the packed tensor"""
 
     @staticmethod
     def of(offsets: Tensor, used: Tensor | None, total: int) -> PaddedSide:
         lengths = offsets.diff()
-        held = lengths if used is None else used
+        in_use = lengths if used is None else used
         longest = int(lengths.max())
-        row, place = (torch.arange(longest, device=held.device) < held[:, None]).nonzero(as_tuple=True)
-        return PaddedSide(held.long(), longest, row, place, offsets.long()[row] + place, total)
+        row, place = (torch.arange(longest, device=in_use.device) < in_use[:, None]).nonzero(as_tuple=True)
+        return PaddedSide(in_use.long(), longest, row, place, offsets.long()[row] + place, total)
 
     def padded(self, x: Tensor) -> Tensor:
-        """(b, h, s, d) of (t, h, d), zero where nothing is."""
-        made = x.new_zeros(len(self.used), x.shape[1], self.longest, x.shape[2])
-        made[self.row, :, self.place] = x.detach()[self.source]
-        return made
+        """(b, h, s, d) of (t, h, d), with zeros in the padding."""
+        padded = x.new_zeros(len(self.used), x.shape[1], self.longest, x.shape[2])
+        padded[self.row, :, self.place] = x.detach()[self.source]
+        return padded
 
     def packed(self, x: Tensor) -> Tensor:
         """(t, h, d) of (b, h, s, d)."""
-        made = x.new_zeros(self.total, x.shape[1], x.shape[3])
-        made[self.source] = x[self.row, :, self.place]
-        return made
+        packed = x.new_zeros(self.total, x.shape[1], x.shape[3])
+        packed[self.source] = x[self.row, :, self.place]
+        return packed

@@ -1,4 +1,4 @@
-"""saccade's backends, and its reference as the naive implementation that needs the whole score matrix."""
+"""saccade's backends, and its reference as the naive implementation, which needs the whole score matrix."""
 
 from __future__ import annotations
 
@@ -39,29 +39,30 @@ class Saccade(Provider):
             return str(missing)
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        keywords = self.keywords(cell, inputs)
-        found = explain(inputs.q, inputs.k, inputs.v, **keywords)
+        if cell.call not in self.calls:
+            return f"has no {cell.call}"
+        explanation = explain(inputs.q, inputs.k, inputs.v, **self.keywords(cell, inputs))
         if self.backend == "auto":
-            return None if found.backend else "no backend runs it"
-        return "; ".join(found.reasons[self.backend]) or None
+            return None if explanation.backend else "no backend runs it"
+        return "; ".join(explanation.reasons[self.backend]) or None
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         keywords = self.keywords(cell, inputs)
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found = attention(q, k, v, **keywords)
-            return found.out if isinstance(found, Scored) else found
+            result = attention(q, k, v, **keywords)
+            return result.out if isinstance(result, Scored) else result
 
-        tables = learned(inputs, cell.mode)
-        given = Operands(inputs.q, inputs.k, inputs.v, inputs.dout, cell.case.order, learned=tables)
-        return prepared(function, cell.mode, given)
+        tables = learned(inputs, cell.call)
+        operands = Operands(inputs.q, inputs.k, inputs.v, inputs.dout, cell.case.order, learned=tables)
+        return prepared(function, cell.call, operands)
 
     def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
         return inputs.keywords | {"backend": self.backend, "deterministic": cell.deterministic}
 
 
 class MaxScores(Saccade):
-    """The same asked for the largest score of each row, which is to cost nothing."""
+    """The same with the largest score of each row, which should cost nothing."""
 
     def __init__(self, backend: str) -> None:
         super().__init__(backend)
@@ -89,5 +90,5 @@ class Naive(Saccade):
 
 
 def memory(device: torch.device) -> int:
-    """Bytes that are free; on a CPU a modest guess, so that nothing is swapped."""
+    """Free bytes; on a CPU a modest guess that avoids swapping."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30

@@ -30,19 +30,11 @@ class Sdpa(Provider):
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         case = cell.case
-        if case.score != "none" or case.sink:
-            return "SDPA has no scores and no sinks"
-        if cell.deterministic:
-            return "this adapter does not ask SDPA for deterministic gradients"
-        return self._refusal(cell)
-
-    def _refusal(self, cell: Cell) -> str | None:
-        case = cell.case
-        if case.mask not in ("none", "causal") or case.used != "all" or case.order == "thd":
+        if case.mask not in ("none", "causal") or cell.layout != "dense":
             return "SDPA takes other masks than causal as a tensor only: sdpa-padded"
         if case.mask == "causal" and case.s_q != case.s_k:
             return "SDPA's causal mask is aligned top-left"
-        return None
+        return super().supports(cell, inputs)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         call = PeerInputs.of(inputs, "bhsd")
@@ -55,19 +47,20 @@ class Sdpa(Provider):
             with context():
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 
-        return prepared(function, cell.mode, call)
+        return prepared(function, cell.call, call)
 
 
-class SdpaPadded(Sdpa):
-    """Any mask and any lengths, as one bool tensor, which is made outside of the clock, as a padded batch is of packed
-    sequences."""
+class SdpaPadded(Provider):
+    """Any mask and any lengths, as one bool tensor; packed sequences as a padded batch. Both are made untimed."""
 
-    def __init__(self) -> None:
-        super().__init__("sdpa-padded")
+    name = "sdpa-padded"
+    layouts = "dense", "padded", "packed"
 
-    def _refusal(self, cell: Cell) -> str | None:
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         pairs = cell.case.b * cell.case.s_q * cell.case.s_k
-        return f"its mask would have {pairs:.1e} elements" if pairs > 1 << 31 else None
+        if pairs > 1 << 31:
+            return f"its mask would have {pairs:.1e} elements"
+        return super().supports(cell, inputs)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         padding = None
@@ -75,27 +68,27 @@ class SdpaPadded(Sdpa):
             padding = Padding.of(inputs)
             inputs = padding.inputs(inputs)
         call = PeerInputs.of(inputs, "bhsd")
-        mask, group = visible(call, cell.case.b), call.group
-        if padding is not None:  # rows of padding see what there is: nobody looks at them, and kernels want some
+        mask, group = visible_mask(call, cell.case.b), call.group
+        if padding is not None:  # rows of padding see the keys in use: their results are ignored, and kernels need some
             mask = mask | padding.unseen()
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if group > 1:  # as model code does: of its fused kernels those with a mask tensor have no grouped heads
+            if group > 1:  # as model code does: fused kernels with a mask tensor have no grouped heads
                 k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-        found = prepared(function, cell.mode, call)
-        return found if padding is None else padding.undone(found)
+        ready = prepared(function, cell.call, call)
+        return ready if padding is None else padding.undone(ready)
 
 
-def visible(call: PeerInputs, b: int) -> Tensor:
+def visible_mask(call: PeerInputs, b: int) -> Tensor:
     """(b or 1, 1, s_q, s_k) bool, True where a query may attend."""
     used = call.layout.seqused_q, call.layout.seqused_k
     extent = Extent.of(call.q.shape[2], call.k.shape[2], *used, call.q.device)
     same = not call.layout.records and (call.mask is None or not call.mask.records)
     rows, keys = extent.q_idx()[..., None], torch.arange(extent.s_k, device=call.q.device)
-    seen = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
+    visible = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
     if call.mask is not None:
         batch = torch.arange(1 if same else b, device=call.q.device)[:, None, None]
-        seen = seen & call.mask.sees(extent, batch, batch * 0, rows, keys)
-    return seen[:, None]
+        visible = visible & call.mask.sees(extent, batch, batch * 0, rows, keys)
+    return visible[:, None]

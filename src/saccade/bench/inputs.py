@@ -1,0 +1,46 @@
+"""The tensors of a Case as benchmarks need them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from saccade.layouts import Paged
+from saccade.spec import TORCH_DTYPES
+from saccade.testing.cases import Case, Inputs
+
+SHORTEST = 100
+"""Keys of the shortest sequence where the lengths of a paged cache are mixed."""
+
+
+def inputs_of(case: Case, device: torch.device) -> Inputs:
+    """The Case's tensors; its sink rounded to bfloat16, since some peers take nothing finer."""
+    if case.order == "paged":
+        return paged_inputs(case, device)
+    inputs = case.inputs(device)
+    if "sink" not in inputs.keywords:
+        return inputs
+    sink = inputs.keywords["sink"].detach()
+    return replace(inputs, keywords=inputs.keywords | {"sink": sink.bfloat16().to(sink.dtype)})
+
+
+def paged_inputs(case: Case, device: torch.device) -> Inputs:
+    """A cache as large as a server's, drawn on the device: every page is in use, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randint(min(SHORTEST, case.s_k), case.s_k + 1, (case.b,), generator=generator)
+    lengths = mixed if "k" in case.used else torch.full((case.b,), case.s_k)
+    pages = -(-lengths // case.page_size)
+    mapped = torch.arange(int(pages.max())) < pages[:, None]
+    table = torch.zeros(mapped.shape, dtype=torch.int32)
+    table[mapped] = torch.randperm(int(pages.sum()), generator=generator, dtype=torch.int32)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=TORCH_DTYPES[case.dtype])
+
+    q = normal(case.b, case.s_q, case.h_q, case.d)
+    k, v = (normal(int(pages.sum()), case.page_size, case.h_k, d) for d in (case.d, case.d_v))
+    layout = Paged(table.to(device), lengths.int().to(device))
+    gradients = q.new_empty(0)  # a cache has none
+    return Inputs(q, k, v, gradients, gradients, case.keywords(generator, device, layout))
