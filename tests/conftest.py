@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from saccade import hardware
-from saccade.backends.cpu import pool, tiled
+from saccade.backends.cpu import thread_pool, tiled
 
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def place(request, monkeypatch):
     if request.param.processor:
         monkeypatch.setattr(hardware, "cpu_bf16", lambda: request.param.processor)
     if request.param.threads:
-        monkeypatch.setattr(pool, "threads", lambda: request.param.threads)
+        monkeypatch.setattr(thread_pool, "threads", lambda: request.param.threads)
         monkeypatch.setattr(tiled, "ALONE", 0)
     return request.param
 

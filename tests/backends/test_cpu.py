@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from saccade import attention, bias, causal, mask_mod, softcap, window
-from saccade.backends.cpu import cut, native, pool, reads, tiled
+from saccade.backends.cpu import score_mods, sdpa, thread_pool, tiled, tiling, worker
+from saccade.bounded_cache import BoundedCache
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
 
@@ -24,20 +25,20 @@ def operands(*lengths: int, dtype: torch.dtype = torch.float32, h_q: int = 4, h_
 @pytest.fixture
 def crew(monkeypatch):
     """Three threads, however small the call."""
-    monkeypatch.setattr(pool, "threads", lambda: 3)
+    monkeypatch.setattr(thread_pool, "threads", lambda: 3)
     monkeypatch.setattr(tiled, "ALONE", 0)
 
 
 def test_every_item_once():
     done = []
-    pool.spread(range(100), lambda: done.append, 4)
+    thread_pool.spread(range(100), lambda: done.append, 4)
     assert sorted(done) == list(range(100))
 
 
 def test_threads_work_alone_and_stay_few():
     numbers, before, own = set(), threading.active_count(), torch.get_num_threads()
     for _ in range(50):
-        pool.spread(range(20), lambda: lambda _: numbers.add(torch.get_num_threads()), 3)
+        thread_pool.spread(range(20), lambda: lambda _: numbers.add(torch.get_num_threads()), 3)
     assert numbers == {1}
     assert threading.active_count() <= before + 64
     assert torch.get_num_threads() == own
@@ -56,7 +57,7 @@ def test_an_exception_comes_through_and_ends_the_drawing():
         raise ValueError("of an item")
 
     with pytest.raises(ValueError, match="of an item"):
-        pool.spread(range(1000), lambda: fails, 3)
+        thread_pool.spread(range(1000), lambda: fails, 3)
     assert len(drawn) <= 3
     test_every_item_once()
 
@@ -73,9 +74,9 @@ def test_modes_of_the_caller(crew):
     assert attention(*leaves, mask=window(9, 2)).requires_grad
     seen = []
     with torch.inference_mode():
-        pool.spread(range(3), lambda: lambda _: seen.append(torch.is_inference_mode_enabled()), 3)
+        thread_pool.spread(range(3), lambda: lambda _: seen.append(torch.is_inference_mode_enabled()), 3)
     assert seen == [True] * 3
-    pool.spread(range(3), lambda: lambda _: seen.append(torch.is_grad_enabled()), 3)
+    thread_pool.spread(range(3), lambda: lambda _: seen.append(torch.is_grad_enabled()), 3)
     assert seen[3:] == [False] * 3
 
 
@@ -84,9 +85,9 @@ def test_after_a_fork(fresh_process):
     code = """
 import os, torch
 from saccade import attention, window
-from saccade.backends.cpu import pool, tiled
+from saccade.backends.cpu import thread_pool, tiled
 torch.set_num_threads(1)
-pool.threads, tiled.ALONE = (lambda: 2), 0
+thread_pool.threads, tiled.ALONE = (lambda: 2), 0
 q = torch.randn(1, 4, 70, 16)
 run = lambda: attention(q, q, q, mask=window(9, 2))
 first, child = run(), os.fork()
@@ -99,7 +100,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.equal(run(), fir
 
 def test_a_user_s_one_thread_is_respected(monkeypatch):
     submitted = []
-    monkeypatch.setattr(pool, "_executor", lambda: submitted.append(1))
+    monkeypatch.setattr(thread_pool, "_executor", lambda: submitted.append(1))
     assert torch.get_num_threads() == 1
     attention(*operands(300), mask=window(100, 3))
     assert not submitted
@@ -108,7 +109,7 @@ def test_a_user_s_one_thread_is_respected(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(threads, monkeypatch):
     """With gradients of a captured tensor, which all items add to."""
-    monkeypatch.setattr(pool, "threads", lambda: threads)
+    monkeypatch.setattr(thread_pool, "threads", lambda: threads)
     monkeypatch.setattr(tiled, "ALONE", 0)
     q, k, v = operands(150, 190, dtype=torch.bfloat16)
     table = torch.randn(4, requires_grad=True)
@@ -171,11 +172,15 @@ def test_known_masks_are_looked_up(monkeypatch):
 
 
 def test_what_is_kept_of_masks_is_bounded(monkeypatch):
-    monkeypatch.setattr(cut, "LIMITS_BYTES", 1 << 16)
+    cache = BoundedCache(1 << 16)
+    monkeypatch.setattr(tiling, "MASK_TILES_BYTES", 1 << 16)
+    monkeypatch.setattr(tiling, "mask_tiles", cache)
+    monkeypatch.setattr(worker, "mask_tiles", cache)
     q, k, v = operands(60)
     for left in range(40):
         attention(q, k, v, mask=window(left, 1), score_mod=softcap(3.0))
-        assert sum(x.nbytes for limits in cut._Limits.alive for x in limits.held.values()) <= 1 << 16
+        tiles = [x for entry in cache._entries.values() for x in entry.value.values()]
+        assert 0 < sum(x.nbytes for x in tiles) <= 1 << 16
 
 
 @pytest.mark.parametrize("h_k", [2, 4])
@@ -199,9 +204,9 @@ def test_tensors_that_the_native_kernel_adds(h_k):
 def test_known_masks_and_biases_are_native(monkeypatch):
     """In float32, where that kernel is the faster one."""
     q, k, v = operands(70)
-    wanted = native._without_sink
+    wanted = sdpa._without_sink
     calls = []
-    monkeypatch.setattr(native, "_without_sink", lambda *x: calls.append(1) or wanted(*x))
+    monkeypatch.setattr(sdpa, "_without_sink", lambda *x: calls.append(1) or wanted(*x))
     attention(q, k, v, mask=torch.rand(70, 70) > 0.2)
     attention(q, k, v, score_mod=bias(torch.randn(70, 70)))
     attention(q[:, :, :1], k, v, mask=causal())
@@ -236,9 +241,9 @@ def test_value_and_derivative_of_one_graph(fn, dtype, crew):
 def test_tanh_has_all_its_digits():
     x = torch.cat([torch.linspace(-30, 30, 10001), torch.logspace(-40, 1, 10001), torch.tensor([0.0, 1e38])])
     x = torch.cat([x, -x, torch.tensor([torch.inf, -torch.inf])])
-    wrong = (reads.tanh(x).double() - x.double().tanh()).abs()
+    wrong = (score_mods.tanh(x).double() - x.double().tanh()).abs()
     assert bool((wrong <= 4 * torch.finfo(torch.float32).eps * x.double().tanh().abs()).all())
-    assert bool(reads.tanh(torch.tensor([torch.nan])).isnan().all())
+    assert bool(score_mods.tanh(torch.tensor([torch.nan])).isnan().all())
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 70, 90), (1, 4, 70, 90), (4, 70, 90), (70, 90), (90,)])

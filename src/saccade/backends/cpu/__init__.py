@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
-from saccade.backends.cpu import native, packed, paged, tiled
-from saccade.backends.cpu.cut import TILE_ELEMENTS
+from saccade.backends.cpu import packed, paged, sdpa, tiled
+from saccade.backends.cpu.tiling import TILE_ELEMENTS
 from saccade.layouts import Packed, Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
@@ -59,17 +59,17 @@ def _without_nan(problem: Problem) -> Problem:
 
 
 def _forward(problem: Problem, lse: bool) -> Outputs:
-    way = native.forward if native.runs_forward(problem) else native.added
-    if not problem.max_scores and (found := way(problem)) is not None:
-        return *found, None
+    run = sdpa.forward if sdpa.runs_forward(problem) else sdpa.forward_with_added
+    if not problem.max_scores and (result := run(problem)) is not None:
+        return *result, None
     return tiled.forward(problem, lse)
 
 
 def _backward(problem: Problem, saved: Saved) -> Gradients:
-    if native.runs_backward(problem, saved):
-        return *native.backward(problem, saved), ()
-    # PyTorch's kernel made the LSE of scores that nothing rounded to bfloat16: not those that the tiles find again.
-    return tiled.backward(problem, saved, foreign=native.runs_forward(problem) and not problem.max_scores)
+    if sdpa.runs_backward(problem, saved):
+        return *sdpa.backward(problem, saved), ()
+    # PyTorch's kernel made the LSE of scores that nothing rounded to bfloat16: not those that the tiles compute again.
+    return tiled.backward(problem, saved, foreign=sdpa.runs_forward(problem) and not problem.max_scores)
 
 
 def _check_lengths(problem: Problem) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from saccade.backends import Outputs
 from saccade.backends.cpu import sink
-from saccade.backends.cpu.cut import TILE_ELEMENTS, TILE_ROWS, products_dtype
-from saccade.backends.cpu.softmax import Scratch, Softmax, product
+from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, product
+from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
 from saccade.layouts import Paged
 from saccade.problem import Problem
 
@@ -72,7 +72,7 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
             continue
         # Rows and keys that only fill a tile take the index of a neighbour, which functions may read tensors at.
         q_idx = (torch.arange(block.height) - block.first + block.rows.start).clamp(0, s_q - 1)
-        stream = Softmax(scratch)
+        stream = OnlineSoftmax(scratch)
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
         rows[:, filled] = q[:, block.rows].to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)

@@ -10,16 +10,16 @@ float32: scale, score functions, masks, the softmax, and the gradient of the sco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.backends import Gradients, Outputs, Saved
-from saccade.backends.cpu import pool, sink
-from saccade.backends.cpu.cut import TILE_ELEMENTS, Cut, Heads, Tile
-from saccade.backends.cpu.grid import Grid
-from saccade.backends.cpu.softmax import Softmax, exp
+from saccade.backends.cpu import sink, thread_pool
+from saccade.backends.cpu.online_softmax import OnlineSoftmax, exp
+from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, tiling_of
+from saccade.backends.cpu.worker import Worker
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
@@ -29,69 +29,54 @@ LARGE = 1 << 13
 """An LSE beyond which float32 does not tell it from the largest score well enough."""
 
 
-class _Rows(NamedTuple):
-    """A tile of some heads, and the pieces that are visited."""
-
-    heads: Heads
-    tile: Tile
-    parts: list[Tile]
-
-
-class Item(NamedTuple):
-    """Some heads and some tiles: what one thread does at once."""
-
-    heads: list[Heads]
-    tiles: list[Tile]
-
-
 def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v), lse (b, h_q, s_q) if it is asked for or a sink needs it, and max_scores if asked for."""
-    grid = Grid.of(problem)
+    tiling = tiling_of(problem)
     out = problem.empty_out().zero_()
-    found = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
-    top = torch.full_like(found, -torch.inf) if problem.max_scores else None
+    row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    top = torch.full_like(row_lse, -torch.inf) if problem.max_scores else None
     want_lse = lse or problem.sink is not None
 
-    def hand() -> Callable[[Item], None]:
-        mine = grid.another()
+    def start_worker() -> Callable[[list[list[Tile]]], None]:
+        worker = Worker(problem, tiling)
 
-        def run(item: Item) -> None:
-            for heads in item.heads:
-                k, v = mine.keys(problem.k, heads), mine.keys(problem.v, heads)
-                for tile in item.tiles:
-                    stream = _softmax(mine, heads, tile, k, v)
-                    if stream is None:
+        def run(groups: list[list[Tile]]) -> None:
+            for tiles in groups:
+                k, v = worker.keys(problem.k, tiles[0]), worker.keys(problem.v, tiles[0])
+                for tile in tiles:
+                    softmax = _softmax(worker, tile, k, v)
+                    if softmax is None:
                         continue
-                    mine.put(out, stream.out().mul_(mine.rescale), heads, tile)
+                    worker.store(out, softmax.out().mul_(worker.rescale), tile)
                     if want_lse:
-                        mine.put(found[..., None], stream.lse(), heads, tile)
+                        worker.store(row_lse[..., None], softmax.lse(), tile)
                     if top is not None:
-                        mine.put(top[..., None], stream.top, heads, tile)
+                        worker.store(top[..., None], softmax.top, tile)
 
         return run
 
-    many = _threads(grid.cut)
-    pool.spread(_forward_items(grid.cut, many), hand, many)
+    many = _threads(tiling)
+    thread_pool.spread(_forward_items(tiling, many), start_worker, many)
     if problem.sink is None:
-        return out, found if lse else None, top
-    joined = sink.join(out, found, problem.sink)
+        return out, row_lse if lse else None, top
+    joined = sink.join(out, row_lse, problem.sink)
     # Rows that are not in use have no sink either.
     unused = problem.extent.q_idx() >= problem.extent.rows
     return out, joined.masked_fill_(unused[:, None], -torch.inf), top
 
 
-def _softmax(grid: Grid, heads: Heads, tile: Tile, k: Tensor, v: Tensor | None) -> Softmax | None:
+def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineSoftmax | None:
     """Of a tile's rows, with v or for `top` and `total` alone; None where nothing is visible."""
-    problem, stream = grid.problem, Softmax(grid.scratch)
-    q = grid.queries(problem.q, heads, tile, grid.products)
-    parts = grid.parts(heads, tile)
-    for part in parts:
-        score, _ = grid.score(q, k, heads, part)
+    softmax = OnlineSoftmax(worker.scratch)
+    q = worker.queries(worker.problem.q, tile, worker.products)
+    pieces = worker.pieces(tile)
+    for piece in pieces:
+        score, _ = worker.score(q, k, piece)
         if v is None:
-            stream.add(score)
+            softmax.add(score)
         else:
-            stream.add(score, v[:, part.keys], grid.keep(heads, part))
-    return stream if parts else None
+            softmax.add(score, v[:, piece.keys], worker.dropout_mask(piece))
+    return softmax if pieces else None
 
 
 def backward(problem: Problem, saved: Saved, foreign: bool = False) -> Gradients:
@@ -99,37 +84,51 @@ def backward(problem: Problem, saved: Saved, foreign: bool = False) -> Gradients
     and dv in float32.
 
     With dropout the factor 1 / (1 - p) waits for the sums, where nothing rounds it to bfloat16. An LSE is `foreign` if
-    it is that of other scores than the tiles find.
+    it is that of other scores than the tiles compute.
     """
-    grid = Grid.of(problem)
-    many = _threads(grid.cut)
-    items = _backward_items(grid.cut, many)
+    tiling = tiling_of(problem)
+    many = _threads(tiling)
+    items = _backward_items(tiling, many)
     captures = problem.score.tensors if problem.score else ()
     wanted = sum(x.numel() for x, want in zip(captures, saved.wanted, strict=True) if want)
     if wanted * len(items) > TILE_ELEMENTS:  # each item has sums of its own
-        many, items = 1, _backward_items(grid.cut, 1)
+        many, items = 1, _backward_items(tiling, 1)
     call = _Backward(problem, saved, shared=many == 1)
-    call.own_sums |= foreign and grid.products == torch.bfloat16
-    found: list[_Sums] = [_Sums(None, [])] * len(items)
+    call.own_sums |= foreign and tiling.shape.products == torch.bfloat16
+    sums = [_Sums(None, None, [])] * len(items)
 
-    def hand() -> Callable[[int], None]:
-        mine = grid.another()
+    def start_worker() -> Callable[[int], None]:
+        worker = Worker(problem, tiling)
 
         def run(number: int) -> None:
-            found[number] = call.run(mine, items[number])
+            sums[number] = call.run(worker, items[number])
 
         return run
 
-    pool.spread(range(len(items)), hand, many)
-    return call.gradients(items, found)
+    thread_pool.spread(range(len(items)), start_worker, many)
+    return call.gradients(items, sums)
 
 
 class _Sums(NamedTuple):
-    """What an item adds to gradients that are not its alone."""
+    """What an item adds to gradients that it shares with others."""
 
-    keys: tuple[Tensor, Tensor] | None
-    """dk and dv of its heads, (n, s_k, d)"""
+    dk: Tensor | None
+    """(n, s_k, d) of its heads, as dv; None where the item alone has these heads, and has stored them."""
+    dv: Tensor | None
     captures: list[Tensor | None]
+
+    def add(self, other: _Sums) -> None:
+        for total, more in zip((self.dk, self.dv, *self.captures), (other.dk, other.dv, *other.captures), strict=True):
+            if total is not None and more is not None:
+                total += more
+
+
+class _Item(NamedTuple):
+    """Tiles of the same heads."""
+
+    tiles: list[Tile]
+    whole: bool
+    """Whether these are all."""
 
 
 class _Backward:
@@ -142,97 +141,98 @@ class _Backward:
         # exp(score - lse) must be zero, not NaN, where a row sees nothing.
         self.lse = torch.where(saved.lse == -torch.inf, 0, saved.lse)
         self.own_sums = bool((self.lse.abs() > LARGE).any())
-        """Whether each tile finds the sum of its softmax itself, in one more product."""
+        """Whether each tile computes the sum of its softmax itself, in one more product."""
         self.rescale = problem.dropout.rescale if problem.dropout else 1.0
         self.captures = problem.score.tensors if problem.score else ()
-        self.shared = self._sums() if shared else None
+        self.shared = self._zeros() if shared else None
         """Sums of captured tensors' gradients, where one thread does all items in their order."""
 
-    def _sums(self) -> list[Tensor | None]:
+    def _zeros(self) -> list[Tensor | None]:
         pairs = zip(self.captures, self.saved.wanted, strict=True)
         return [torch.zeros(x.shape, dtype=self.problem.lse_dtype()) if want else None for x, want in pairs]
 
-    def run(self, grid: Grid, item: Item) -> _Sums:
-        (heads,) = item.heads
-        k, v = grid.keys(self.problem.k, heads), grid.keys(self.problem.v, heads)
-        sums = torch.zeros_like(k, dtype=grid.inside), torch.zeros_like(v, dtype=grid.inside)
-        captures = self._sums() if self.shared is None else self.shared
+    def run(self, worker: Worker, item: _Item) -> _Sums:
+        tiles, problem = item.tiles, self.problem
+        k, v = worker.keys(problem.k, tiles[0]), worker.keys(problem.v, tiles[0])
+        dk, dv = torch.zeros_like(k, dtype=worker.inside), torch.zeros_like(v, dtype=worker.inside)
+        sums = _Sums(dk, dv, self._zeros() if self.shared is None else self.shared)
         v_ones = _with_ones(v)
-        for tile in item.tiles:
-            if parts := grid.parts(heads, tile):
-                self._tile(grid, _Rows(heads, tile, parts), (k, v_ones), (*sums, captures))
-        if len(item.tiles) == len(grid.cut.tiles(heads)):
-            self._put(heads, *sums)
-            return _Sums(None, captures)
-        return _Sums(sums, captures)
+        for tile in tiles:
+            if pieces := worker.pieces(tile):
+                self._tile(worker, tile, pieces, k, v_ones, sums)
+        if not item.whole:
+            return sums
+        self._store(tiles[0], dk, dv)
+        return sums._replace(dk=None, dv=None)
 
-    def _tile(self, grid: Grid, at: _Rows, operands: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor, Any]) -> None:
+    def _tile(self, worker: Worker, tile: Tile, pieces: list[Tile], k: Tensor, v_ones: Tensor, sums: _Sums) -> None:
         """One block of rows against its keys: dq, and what it adds to the sums."""
-        (heads, tile, parts), (k, v_ones), (dk, dv, captures) = at, operands, sums
-        q = grid.queries(self.problem.q, heads, tile, grid.products)
-        dout = grid.queries(self.saved.dout, heads, tile, grid.products)
-        delta = grid.queries(self.delta[..., None], heads, tile, grid.inside) / self.rescale
-        shift, share = self._shift(grid, heads, tile, k)
-        dout_delta = _with_columns(dout, delta)
-        dq = torch.zeros_like(q, dtype=grid.inside)
-        for part in parts:
-            score, modification = grid.score(q, k, heads, part, derivative=True)
+        dk, dv, captures = sums
+        assert dk is not None
+        assert dv is not None
+        q = worker.queries(self.problem.q, tile, worker.products)
+        dout = worker.queries(self.saved.dout, tile, worker.products)
+        delta = worker.queries(self.delta[..., None], tile, worker.inside) / self.rescale
+        shift, share = self._shift(worker, tile, k)
+        dout_delta = _with_delta(dout, delta)
+        dq = torch.zeros_like(q, dtype=worker.inside)
+        for piece in pieces:
+            score, modification = worker.score(q, k, piece, derivative=True)
             p = exp(score.sub_(shift))
             if share is not None:
                 p.mul_(share)
-            ds = _minus(grid, dout_delta, v_ones[:, part.keys], delta)
-            keep = grid.keep(heads, part)
-            kept = p
+            ds = _dp_less_delta(worker, dout_delta, v_ones[:, piece.keys], delta)
+            keep, dropped = worker.dropout_mask(piece), p
             if keep is not None:
-                ds, kept = torch.where(keep != 0, ds, -delta), keep.mul_(p)
-            dv[:, part.keys] += torch.bmm(grid.scratch.cast("product", kept, grid.products).mT, dout)
+                ds, dropped = torch.where(keep != 0, ds, -delta), keep.mul_(p)
+            dv[:, piece.keys] += torch.bmm(worker.scratch.cast("product", dropped, worker.products).mT, dout)
             ds = ds.mul_(p)
             if modification is not None:
-                ds = modification.back(ds, captures)
-            ds = grid.scratch.cast("dp", ds, grid.products)
-            dk[:, part.keys] += torch.bmm(ds.mT, q)
-            dq += torch.bmm(ds, k[:, part.keys])
-        grid.put(self.dq, dq.mul_(self.problem.scale * self.rescale), heads, tile)
+                ds = modification.apply_slope(ds, captures)
+            ds = worker.scratch.cast("dp", ds, worker.products)
+            dk[:, piece.keys] += torch.bmm(ds.mT, q)
+            dq += torch.bmm(ds, k[:, piece.keys])
+        worker.store(self.dq, dq.mul_(self.problem.scale * self.rescale), tile)
 
-    def _shift(self, grid: Grid, heads: Heads, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _shift(self, worker: Worker, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """p = exp(score - shift) share, (n, m, 1) each. The LSE is the shift where float32 is fine enough for it; else
         the largest score is, and the share one over the sum."""
         if not self.own_sums:
-            return grid.queries(self.lse[..., None], heads, tile, grid.inside), None
-        stream = _softmax(grid, heads, tile, k, None)
-        assert stream is not None
-        shift, total = torch.where(stream.top == -torch.inf, 0, stream.top), stream.total
+            return worker.queries(self.lse[..., None], tile, worker.inside), None
+        softmax = _softmax(worker, tile, k, None)
+        assert softmax is not None
+        shift, total = torch.where(softmax.top == -torch.inf, 0, softmax.top), softmax.total
         if self.problem.sink is not None:
-            column = self.problem.sink.to(grid.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
-            total = total + (grid.queries(column, heads, tile, grid.inside) - shift).exp()
+            column = self.problem.sink.to(worker.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
+            total = total + (worker.queries(column, tile, worker.inside) - shift).exp()
         return shift, 1 / torch.where(total == 0, 1, total)
 
-    def _put(self, heads: Heads, dk_sum: Tensor, dv_sum: Tensor) -> None:
+    def _store(self, tile: Tile, dk_sum: Tensor, dv_sum: Tensor) -> None:
         for target, total, scale in (self.dk, dk_sum, self.problem.scale), (self.dv, dv_sum, 1.0):
-            place = target[heads.batch, heads.heads]
+            place = target[tile.batch, tile.heads]
             place.copy_(total.mul_(scale * self.rescale).view(place.shape))
 
-    def gradients(self, items: Sequence[Item], found: Sequence[_Sums]) -> Gradients:
-        """All of them; what several items add up is added in their order, whoever was first."""
-        shared: dict[int, tuple[Heads, Tensor, Tensor]] = {}
-        captures = self._sums() if self.shared is None else self.shared
-        for item, sums in zip(items, found, strict=True):
+    def gradients(self, items: Sequence[_Item], sums: Sequence[_Sums]) -> Gradients:
+        """All gradients. Sums are added in the order of the items, whichever was first."""
+        captures = _Sums(None, None, self._zeros() if self.shared is None else self.shared)
+        by_heads: dict[tuple[int, int], tuple[Tile, _Sums]] = {}
+        for item, more in zip(items, sums, strict=True):
             if self.shared is None:
-                for total, more in zip(captures, sums.captures, strict=True):
-                    if total is not None and more is not None:
-                        total += more
-            if sums.keys is not None:
-                (heads,), (dk, dv) = item.heads, sums.keys
-                if id(heads) in shared:
-                    for total, more in zip(shared[id(heads)][1:], (dk, dv), strict=True):
-                        total += more
+                captures.add(more)
+            if more.dk is not None:
+                tile = item.tiles[0]
+                place = tile.batch.start, tile.heads.start
+                if place in by_heads:
+                    by_heads[place][1].add(more._replace(captures=[]))
                 else:
-                    shared[id(heads)] = heads, dk, dv
-        for heads, dk, dv in shared.values():
-            self._put(heads, dk, dv)
-        pairs = zip(captures, self.captures, strict=True)
-        gradients = [None if x is None else x.mul_(self.rescale).to(held.dtype) for x, held in pairs]
-        return self.dq, self.dk, self.dv, sink.gradient(self.problem, self.saved, self.delta), gradients
+                    by_heads[place] = tile, more._replace(captures=[])
+        for tile, total in by_heads.values():
+            assert total.dk is not None
+            assert total.dv is not None
+            self._store(tile, total.dk, total.dv)
+        pairs = zip(captures.captures, self.captures, strict=True)
+        of_captures = [None if x is None else x.mul_(self.rescale).to(capture.dtype) for x, capture in pairs]
+        return self.dq, self.dk, self.dv, sink.gradient(self.problem, self.saved, self.delta), of_captures
 
 
 COLUMNS = 4
@@ -240,11 +240,11 @@ COLUMNS = 4
 
 
 def _with_ones(v: Tensor) -> Tensor:
-    """v (n, keys, d_v), and in bfloat16 the ones that `_with_columns` needs."""
+    """v (n, keys, d_v), and in bfloat16 the ones that `_with_delta` needs."""
     return torch.nn.functional.pad(v, (0, COLUMNS), value=1.0) if v.dtype == torch.bfloat16 else v
 
 
-def _with_columns(dout: Tensor, delta: Tensor) -> Tensor:
+def _with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """dout (n, m, d_v), and in bfloat16 columns whose sum is -delta (n, m, 1): what cancels must do so before the
     product is rounded."""
     if dout.dtype != torch.bfloat16:
@@ -256,16 +256,16 @@ def _with_columns(dout: Tensor, delta: Tensor) -> Tensor:
     return torch.cat([*columns, torch.zeros_like(columns[-1])], dim=-1)
 
 
-def _minus(grid: Grid, dout: Tensor, v: Tensor, delta: Tensor) -> Tensor:
-    """dout v^T - delta, (n, m, keys), of what the two functions above made."""
-    made = grid.product(dout, v.mT, "dp")
-    return grid.scratch.cast("wide", made, grid.inside) if made.dtype == torch.bfloat16 else made.sub_(delta)
+def _dp_less_delta(worker: Worker, dout: Tensor, v: Tensor, delta: Tensor) -> Tensor:
+    """dout v^T - delta, (n, m, keys), of what the two functions above return."""
+    dp = worker.product(dout, v.mT, "dp")
+    return worker.scratch.cast("wide", dp, worker.inside) if dp.dtype == torch.bfloat16 else dp.sub_(delta)
 
 
-def _threads(cut: Cut) -> int:
-    shape = cut.shape
-    small = shape.b * shape.h_k * shape.group * shape.s_q * cut.width <= ALONE
-    return 1 if small else pool.threads()
+def _threads(tiling: Tiling) -> int:
+    shape = tiling.shape
+    small = shape.b * shape.h_k * shape.group * shape.s_q * tiling.width <= ALONE
+    return 1 if small else thread_pool.threads()
 
 
 def _chunks(n: int, many: int) -> list[slice]:
@@ -274,23 +274,21 @@ def _chunks(n: int, many: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, n, step)]
 
 
-def _forward_items(cut: Cut, many: int) -> list[Item]:
-    """Each tile of rows with some heads, of which all have the same mask as a rule; the longest first."""
+def _forward_items(tiling: Tiling, many: int) -> list[list[list[Tile]]]:
+    """Each tile of rows with some groups of heads, as all of them have the same tiles as a rule; the longest first."""
+    groups = [tiles for tiles in tiling.groups if tiles]
     if many == 1:
-        return [Item([heads], cut.tiles(heads)) for heads in cut.heads]
-    if cut.hull.lo.shape[0] > 1:
-        return [Item([heads], [tile]) for heads in cut.heads for tile in cut.tiles(heads)]
-    tiles = cut.tiles(cut.heads[0]) if cut.heads else []
-    chunks = _chunks(len(cut.heads), -(-8 * many // max(len(tiles), 1)))
-    ordered = sorted(tiles, key=lambda tile: tile.keys.start - tile.keys.stop)
-    return [Item(cut.heads[chunk], [tile]) for tile in ordered for chunk in chunks]
+        return [[tiles] for tiles in groups]
+    if tiling.hull.lo.shape[0] > 1:
+        return [[[tile]] for tiles in groups for tile in tiles]
+    first = groups[0] if groups else []
+    chunks = _chunks(len(groups), -(-8 * many // max(len(first), 1)))
+    order = sorted(range(len(first)), key=lambda i: first[i].keys.start - first[i].keys.stop)
+    return [[[tiles[i]] for tiles in groups[chunk]] for i in order for chunk in chunks]
 
 
-def _backward_items(cut: Cut, many: int) -> list[Item]:
-    """Each of the heads with some of its tiles: all, where that is enough work for all threads."""
-    pieces = 1 if many == 1 else -(-2 * many // max(len(cut.heads), 1))
-    found = []
-    for heads in cut.heads:
-        tiles = cut.tiles(heads)
-        found += [Item([heads], tiles[chunk]) for chunk in _chunks(len(tiles), pieces)] or [Item([heads], [])]
-    return found
+def _backward_items(tiling: Tiling, many: int) -> list[_Item]:
+    """Some tiles of a group of heads: all, where that is enough work for all threads."""
+    pieces = 1 if many == 1 else -(-2 * many // max(len(tiling.groups), 1))
+    chunks = [(tiles, chunk) for tiles in tiling.groups for chunk in _chunks(len(tiles), pieces)]
+    return [_Item(tiles[chunk], len(tiles[chunk]) == len(tiles)) for tiles, chunk in chunks]

@@ -1,5 +1,5 @@
-"""Score functions on the tiles of a Grid, whose indices are ranges: reads of captured tensors at the indices themselves
-are views of them, where `aten.index` gathers element by element."""
+"""Score functions on tiles, whose indices are ranges: reads of captured tensors at the indices themselves are views of
+them, where `aten.index` gathers element by element."""
 
 from __future__ import annotations
 

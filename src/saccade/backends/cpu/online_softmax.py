@@ -41,7 +41,7 @@ class Scratch:
         return x if x.dtype == dtype else self(name, x.shape, dtype).copy_(x)
 
 
-class Softmax:
+class OnlineSoftmax:
     """The online softmax over parts of the keys: `acc = sum exp(score - top) v`, `total = sum exp(score - top)`.
 
     Scores are float32, or float64, whatever v is. A row that has seen nothing has `top = -inf` and `total = 0`; NaN

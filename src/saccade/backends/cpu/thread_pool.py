@@ -2,7 +2,7 @@
 
 An operation that PyTorch spreads over threads itself ends in a barrier, and a tile has a dozen of them: with another
 process on one of the cores every one waits for the slowest. Here a thread draws the next item when it is done with one,
-so that a slow core takes fewer, and nobody waits before the end. Which thread runs an item changes no bit of it.
+so that a slow core takes fewer, and threads wait at the end alone. Which thread runs an item changes no bit of it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def threads() -> int:
     return torch.get_num_threads() if _own_numbers() else 1
 
 
-def spread(items: Iterable[Item], hand: Callable[[], Callable[[Item], None]], many: int) -> None:
-    """Runs every item once, by at most `many` threads; each of them makes itself a `hand()` that runs them.
+def spread(items: Iterable[Item], start_worker: Callable[[], Callable[[Item], None]], many: int) -> None:
+    """Runs every item once, by at most `many` threads, each of which calls `start_worker` for what runs its items.
 
-    The first exception ends the drawing, and is raised when no thread is at work any more.
+    After the first exception no more items are drawn; it is raised when all threads are done.
     """
-    drawn, lock, stopped = iter(items), threading.Lock(), threading.Event()
+    queue, lock, stopped = iter(items), threading.Lock(), threading.Event()
     inference = torch.is_inference_mode_enabled()
 
     def draw() -> None:
         with torch.inference_mode(inference), torch.no_grad():
-            run = hand()
+            run = start_worker()
             try:
                 while not stopped.is_set():
                     with lock:
-                        item = next(drawn, _END)
+                        item = next(queue, _END)
                     if item is _END:
                         return
                     run(item)  # pyright: ignore[reportArgumentType]
@@ -47,7 +47,7 @@ def spread(items: Iterable[Item], hand: Callable[[], Callable[[Item], None]], ma
                 raise
 
     if many <= 1:
-        run = hand()
+        run = start_worker()
         for item in items:
             run(item)
         return
