@@ -302,7 +302,7 @@ def paged_kernel(
         tl.store(lse + place, row_lse, mask=q_idx < there)
 
 
-@triton.jit(do_not_specialize=["dq", "splits", "h_q", "s_q"])
+@triton.jit(do_not_specialize=["rows", "splits", "h_q", "s_q"])
 def merge_kernel(
     parts, part_lse, part_max, out, lse, max_scores, rows, splits, h_q, s_q, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr,
