@@ -37,7 +37,7 @@ class Run:
             commit=commit or _commit(),
             gpu=device_name(device),
             torch=str(torch.__version__),
-            triton=_version("triton"),
+            triton=version("triton") or "none",
         )
 
 
@@ -67,11 +67,11 @@ def _commit() -> str:
         return "unknown"
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "none"
+        return None
 
 
 def _processor() -> str:

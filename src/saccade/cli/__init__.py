@@ -1,4 +1,4 @@
-"""The command line: `saccade` and `python -m saccade`. One module for each command, the application in `app`."""
+"""The command line, `saccade` or `python -m saccade`: a module for each command, and the application in `app`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The entry point; says what to install when the extra `[cli]` is missing."""
+    """The entry point; without the extra `[cli]` it says what to install."""
     try:
         from saccade.cli.app import app
     except ModuleNotFoundError as missing:

@@ -1,4 +1,4 @@
-"""The application: every command is a function in a module of its own, listed here."""
+"""The application, with the list of its commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`saccade explain`: why this backend, why not the others."""
+"""`saccade explain`: the backend of a call, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from saccade.cli.options import Backend
 
 
 def explain(
-    spec: Annotated[list[str], typer.Argument(help="A Spec's text: bf16 group4 d128 causal cpu")],
+    spec: Annotated[list[str], typer.Argument(help="The words of a Spec: bf16 group4 d128 causal cpu")],
     backend: Backend = "auto",
 ) -> None:
-    """Which backend runs a call, and one line of reason for each that does not.
+    """Prints which backend runs a call, and one line for each that does not, with the reason.
 
     The words, in any order: a dtype, groupN (query heads per key head), dN or dN/M (head dims), a layout, a mask, a
-    score, flags, a device. All but the dtype and the head dim have defaults. Exit code 1 when no backend runs it.
+    score, flags, a device. All but the dtype and the head dim have defaults. The exit code is 1 if no backend runs it.
     """
     try:
-        found = saccade.explain(" ".join(spec), backend=backend)
+        explanation = saccade.explain(" ".join(spec), backend=backend)
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from None
-    typer.echo(str(found))
-    raise typer.Exit(0 if found.backend else 1)
+    typer.echo(str(explanation))
+    raise typer.Exit(0 if explanation.backend else 1)

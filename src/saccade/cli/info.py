@@ -1,4 +1,4 @@
-"""`saccade info`: what is installed, what this machine has, and which backends can run on it."""
+"""`saccade info`: versions, devices, and the backends that can run on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 
 import torch
 from rich.console import Console
@@ -14,10 +14,11 @@ from rich.table import Table
 
 import saccade
 from saccade import dispatch, hardware
+from saccade.bench.machine import device_name, version
 
 
 def info() -> None:
-    """Versions, devices, the C compiler, and which backends can run here and why not."""
+    """Prints versions, devices, the C compiler, and for each backend whether it can run here, or why not."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in (*versions(), *devices(), ("C compiler", compiler())):
         table.add_row(name, value)
@@ -29,16 +30,13 @@ def info() -> None:
 def versions() -> Iterator[tuple[str, str]]:
     yield "saccade", saccade.__version__
     yield "torch", torch.__version__
-    try:
-        yield "triton", metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        yield "triton", "not installed"
+    yield "triton", version("triton") or "not installed"
     yield "python", platform.python_version()
 
 
 def devices() -> Iterator[tuple[str, str]]:
-    """Each device beside the word that a Spec has for it."""
-    yield "cpu", f"{_processor()}, {torch.get_num_threads()} threads, bf16 products: {hardware.cpu_bf16()}"
+    """Each device, and its word in a Spec."""
+    yield "cpu", f"{device_name(torch.device('cpu'))}, bf16 products: {hardware.cpu_bf16()}"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         word = hardware.name(torch.device("cuda", index))
@@ -46,7 +44,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 
 def compiler() -> str:
-    """The compiler that Triton would build its launchers with: $CC, then gcc, then clang."""
+    """The compiler that Triton builds its launchers with: $CC, then gcc, then clang."""
     for name in (os.environ.get("CC"), "gcc", "clang"):
         if name and (path := shutil.which(name)):
             return path
@@ -54,7 +52,7 @@ def compiler() -> str:
 
 
 def runs(backend: str) -> str:
-    """`runs on cpu`, or for each device of this machine why not."""
+    """`runs on cpu`, or for each device the reason against it."""
     module = import_module(f"saccade.backends.{backend}")
     if obstacle := module.obstacle():
         return obstacle
@@ -68,11 +66,3 @@ def runs(backend: str) -> str:
 
 def _present() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -15,4 +15,6 @@ def _known(name: str) -> str:
     return name
 
 
-Backend = Annotated[str, typer.Option(help="auto, or one backend by name: that one runs or refuses.", callback=_known)]
+Backend = Annotated[
+    str, typer.Option(help="auto, or the name of a backend, which then runs the call or refuses it.", callback=_known)
+]

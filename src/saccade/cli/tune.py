@@ -1,4 +1,4 @@
-"""`saccade tune`: measure the tile configs again, on this GPU, into the user's own table."""
+"""`saccade tune`: measures the tile configs on this GPU, and writes the user's own table."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ TUNED = ("gluon", "triton")
 
 
 def tune(
-    dims: Annotated[str, typer.Option(help="Head dims, with commas between; 192/128 is d and d_v.")] = "64,128,256",
-    backend: Annotated[str, typer.Option(help=f"{' or '.join(TUNED)}; every one that runs here if empty.")] = "",
-    dry_run: Annotated[bool, typer.Option(help="Print what is the fastest, and write nothing.")] = False,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0: one for each core.")] = 0,
+    dims: Annotated[str, typer.Option(help="Head dims, separated by commas; 192/128 is d and d_v.")] = "64,128,256",
+    backend: Annotated[str, typer.Option(help=f"{' or '.join(TUNED)}; default: each that runs here.")] = "",
+    dry_run: Annotated[bool, typer.Option(help="Print the fastest configs, and write nothing.")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0: one per core.")] = 0,
 ) -> None:
-    """Times every candidate config of the GPU kernels and keeps the fastest, for this machine's GPU and this user.
+    """Times every candidate config of the GPU kernels, and keeps the fastest for this GPU and this user.
 
-    No call ever times kernels by itself, so that ranks and repeats agree; this command is the only one that does.
+    No call of attention times kernels, so that ranks and repeats agree. Only this command does.
     """
     sizes = _sizes(dims)
     if backend and backend not in TUNED:
-        raise typer.BadParameter(f"{backend!r} has no configs to tune; {' and '.join(TUNED)} have")
+        raise typer.BadParameter(f"{backend!r} has no configs to tune; choose {' or '.join(TUNED)}")
     if not torch.cuda.is_available():
-        raise typer.BadParameter("tuning needs a GPU, and torch sees none")
+        raise typer.BadParameter("tuning needs a GPU; torch sees none")
     rows = [row for name in ([backend] if backend else TUNED) for row in _rows(name, sizes)]
     if not rows:
-        raise typer.BadParameter(f"no backend that is tuned runs head dims {dims} here")
+        raise typer.BadParameter(f"no tunable backend runs head dims {dims} on this GPU")
     gpu = configs.gpu_name(torch.cuda.current_device())
     console = Console(stderr=True)
     with Progress(console=console) as progress:
@@ -62,15 +62,17 @@ def _sizes(dims: str) -> list[tuple[int, int]]:
     """
     sizes = [re.fullmatch(r" *(\d+)(?:/(\d+))? *", size) for size in dims.split(",")]
     if not all(size and int(size[1]) and int(size[2] or 1) for size in sizes):
-        raise typer.BadParameter(f"head dims are integers from 1 on, with commas, or pairs like 192/128, got {dims!r}")
+        raise typer.BadParameter(
+            f"head dims are integers from 1 on, or pairs like 192/128, separated by commas, got {dims!r}"
+        )
     return [(int(size[1]), int(size[2] or size[1])) for size in sizes if size]
 
 
 def _rows(backend: str, sizes: list[tuple[int, int]]) -> list[Any]:
-    """The rows of a backend that it runs on this GPU."""
+    """The rows of a backend that runs on this GPU."""
     device = hardware.name(torch.device("cuda", torch.cuda.current_device()))
-    made = import_module(f"saccade.backends.{backend}.tuning").rows(sizes)
-    return [row for row in made if not dispatch.reasons_against(backend, replace(row.spec(), device=device))]
+    rows = import_module(f"saccade.backends.{backend}.tuning").rows(sizes)
+    return [row for row in rows if not dispatch.reasons_against(backend, replace(row.spec(), device=device))]
 
 
 def _able(rows: list[Any], jobs: int, progress: Progress) -> dict[Any, list[Any]]:
@@ -78,7 +80,7 @@ def _able(rows: list[Any], jobs: int, progress: Progress) -> dict[Any, list[Any]
     from saccade.backends.device.tuning import compile_one
 
     tasks = [(row, tile) for row in rows for tile in row.candidates()]
-    # Triton compiles a kernel in one thread; a kernel that was compiled by any process is compiled for all.
+    # Triton compiles a kernel in one thread. All processes share what any of them compiled.
     compiling = progress.add_task("compile", total=len(tasks))
     able: dict[Any, list[Any]] = {row: [] for row in rows}
     processes = min(jobs or os.cpu_count() or 1, len(tasks))
@@ -91,12 +93,12 @@ def _able(rows: list[Any], jobs: int, progress: Progress) -> dict[Any, list[Any]
 
 
 def _fastest(able: dict[Any, list[Any]], progress: Progress) -> dict[str, dict[str, Any]]:
-    """The table's rows: of each one's candidates the fastest, with its time."""
+    """The rows of the table: the fastest candidate of each, with its time."""
     timing = progress.add_task("time", total=sum(map(len, able.values())))
     found: dict[str, dict[str, Any]] = {}
     best: dict[Any, dict[str, Any]] = {}
     for row, tiles in able.items():
-        # What is timed together takes the fastest of those that were timed before.
+        # Kernels that are timed together use the fastest configs so far.
         others = best.setdefault((type(row), row.d, row.d_v, row.masked), {})
         milliseconds = row.milliseconds(others)
         measured = []
@@ -107,8 +109,8 @@ def _fastest(able: dict[Any, list[Any]], progress: Progress) -> dict[str, dict[s
             continue
         ms, tile = min(measured, key=lambda pair: pair[0])
         others[row.kernel] = tile
-        kept = {name: value for name, value in asdict(tile).items() if name != "spill"}
-        found[row.key()] = {"config": kept, "measured": _measurement(row, ms)}
+        config = {name: value for name, value in asdict(tile).items() if name != "spill"}
+        found[row.key()] = {"config": config, "measured": _measurement(row, ms)}
     return found
 
 

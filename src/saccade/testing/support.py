@@ -1,4 +1,4 @@
-"""The README's support table, made from what the backends declare: `python -m saccade.testing.support [README.md]`."""
+"""The README's support table, from the backends' declarations: `python -m saccade.testing.support [README.md]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saccade.backends import Support
 
 START, STOP = "<!-- support -->", "<!-- /support -->"
 
-# Where a backend's tests have passed. One that has no line here has only been compiled.
+# Where the tests of a backend have passed. A backend without a line here has only been compiled.
 _HOPPER = "H200 (PyTorch 2.11): every GPU test on Triton 3.6, half of them on Triton 3.9"
 RAN = {
     "gluon": _HOPPER,
@@ -23,7 +23,7 @@ RAN = {
 
 
 def table() -> str:
-    """Markdown: a column for each backend, a row for each thing that it declares."""
+    """Markdown: a column for each backend, a row for each declared property."""
     columns = [_column(name) for name in dispatch.NAMES]
     lines = ["| | " + " | ".join(f"`{name}`" for name in dispatch.NAMES) + " |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {row} | " + " | ".join(column[row] for column in columns) + " |" for row in columns[0]]
@@ -31,10 +31,10 @@ def table() -> str:
 
 
 def updated(readme: str) -> str:
-    """The README's text with the table as it should be between the markers.
+    """The README's text with an up-to-date table between the markers.
 
     Raises:
-        ValueError: the markers are not there, once each and in order.
+        ValueError: the markers are missing, or not in order.
     """
     before, start, rest = readme.partition(START)
     _, stop, after = rest.partition(STOP)
@@ -47,14 +47,14 @@ def _column(name: str) -> dict[str, str]:
     module = import_module(f"saccade.backends.{name}")
     return {
         "chosen": "by `auto`" if name in dispatch.BACKENDS else "by name only",
-        "ran on": RAN.get(name, "nothing yet: compiled only"),
+        "ran on": RAN.get(name, "nothing: compiled only"),
         **_declared(module.SUPPORT),
         "backward": "PyTorch's own" if name == "reference" else _backward(module.SUPPORT, module.GRADIENT),
     }
 
 
 def _backward(support: Support, gradient: Support | None) -> str:
-    """What of the forward has a backward of the same backend."""
+    """Which of its forwards the backend has a backward for."""
     if gradient is None:
         return "another backend's"
     whole, part = _declared(support), _declared(gradient)
@@ -70,9 +70,9 @@ def _declared(support: Support) -> dict[str, str]:
         "devices": _words(support.devices),
         "dtypes": _words(support.dtypes),
         "head dims": _head_dims(support),
-        "rows of q, k and v": "at multiples of 16 bytes" if "aligned" in support.needs else "anywhere",
+        "alignment of rows": "16 bytes" if "aligned" in support.needs else "any",
         "layouts": _words(support.layouts),
-        "masks, and all of `&` and `\\|`": _words(support.masks),
+        "masks, combined by `&` and `\\|`": _words(support.masks),
         "scores": _words(support.scores),
         "sink": flag("sink"),
         "dropout": flag("dropout"),
