@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import mask_mod, prefix, window
 from saccade.backends.device import block_lists
-from saccade.backends.gluon.backward.launch import BackwardConfig, BackwardPlan
+from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 from saccade.layouts import Dense
 from saccade.masks import Mask, as_mask
 from saccade.problem import Problem

@@ -14,7 +14,7 @@ AT_ONCE = gl.constexpr(32)
 
 
 @gluon.jit
-def dropped(p, numbers, b, h, q_idx, kv_idx, MARK: gl.constexpr):
+def apply_dropout(p, numbers, b, h, q_idx, kv_idx, MARK: gl.constexpr):
     """p [64, N] where dropout keeps it, and zeros. If MARK all of p, with what is kept in its last bit: no other
     register, and one tile to hand on.
 
@@ -24,11 +24,11 @@ def dropped(p, numbers, b, h, q_idx, kv_idx, MARK: gl.constexpr):
     if N > AT_ONCE:
         left, right = p.reshape([p.shape[0], 2, N // 2]).permute([0, 2, 1]).split()
         if len(q_idx.shape) == 0:
-            left = dropped(left, numbers, b, h, q_idx, kv_idx, MARK)
-            right = dropped(right, numbers, b, h, q_idx + N // 2, kv_idx, MARK)
+            left = apply_dropout(left, numbers, b, h, q_idx, kv_idx, MARK)
+            right = apply_dropout(right, numbers, b, h, q_idx + N // 2, kv_idx, MARK)
         else:
-            left = dropped(left, numbers, b, h, q_idx, kv_idx, MARK)
-            right = dropped(right, numbers, b, h, q_idx, kv_idx + N // 2, MARK)
+            left = apply_dropout(left, numbers, b, h, q_idx, kv_idx, MARK)
+            right = apply_dropout(right, numbers, b, h, q_idx, kv_idx + N // 2, MARK)
         both = gl.join(left, right).permute([0, 2, 1]).reshape([p.shape[0], N])
         return gl.convert_layout(both, p.type.layout, assert_trivial=True)
     else:
@@ -50,24 +50,24 @@ def dropped(p, numbers, b, h, q_idx, kv_idx, MARK: gl.constexpr):
 
 
 @gluon.jit
-def kept(p):
+def drop_marked(p):
     """Marked numbers, or zero where they are dropped."""
     return gl.where((p.to(gl.int32, bitcast=True) & 1) != 0, p, 0.0)
 
 
 @gluon.jit
-def bent(p, slope, MARKED: gl.constexpr):
+def apply_slope(p, slope, MARKED: gl.constexpr):
     """p slope, and zero where p is; of MARKED p marked too."""
     if MARKED:
         bits = p.to(gl.int32, bitcast=True)
-        p = bent((bits & -2).to(gl.float32, bitcast=True), slope, False)
+        p = apply_slope((bits & -2).to(gl.float32, bitcast=True), slope, False)
         return ((p.to(gl.int32, bitcast=True) & -2) | (bits & 1)).to(gl.float32, bitcast=True)
     else:
         return gl.where(p == 0, 0.0, p * slope)
 
 
 @gluon.jit
-def gradient(p, dp, delta, rescale):
+def score_gradient(p, dp, delta, rescale):
     """ds = p (keep dp / (1 - p_drop) + delta) for marked p; delta [1, N]."""
     bits = p.to(gl.int32, bitcast=True)
     dp = gl.where((bits & 1) != 0, dp, 0.0) * rescale + delta

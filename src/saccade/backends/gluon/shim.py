@@ -16,8 +16,25 @@ from triton.experimental.gluon.language import _core as gl_core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# A record of values with methods: private until 3.8.
-aggregate: Any = getattr(gluon, "aggregate", None) or tl_core._aggregate
+Value: Any = tl_core.base_value
+"""The type of an aggregate's field that may hold anything: a tensor, a record, a constexpr such as None."""
+_aggregate: Any = getattr(gluon, "aggregate", None) or tl_core._aggregate  # private until 3.8
+
+
+def aggregate(cls: type) -> Any:
+    """A record of values with methods, whose constructor takes the fields in order; until 3.9 it had to be written."""
+    names = tuple(cls.__annotations__)
+
+    def init(self: Any, *values: Any) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value if isinstance(value, Value) else gl.constexpr(value))
+
+    if "__init__" not in cls.__dict__:
+        init.__triton_builtin__ = True
+        cls.__init__ = init
+    return _aggregate(cls)
+
+
 # Bulk copies between global and shared memory: renamed in 3.8, the old names raise in 3.9.
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

@@ -1,4 +1,4 @@
-"""How dk and dv leave: whole tiles in bulk, the last one of a packed sequence row by row."""
+"""The stores: dk and dv in whole tiles, the last one of a packed sequence row by row; dq goes to its accumulator."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -6,8 +6,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from saccade.backends.gluon.shim import tma_store
+from saccade.backends.gluon.backward.dq_semaphore import acquire, release
+from saccade.backends.gluon.backward.tile_scheduler import has_work, read_record
+from saccade.backends.gluon.ptx import wait_until_written
+from saccade.backends.gluon.shim import tma_reduce_add, tma_store, wait_for_last
 from saccade.backends.gluon.tiles import store_rows
 
 
@@ -15,15 +19,56 @@ from saccade.backends.gluon.tiles import store_rows
 def store_keys(desc, x, tile, rows, block, key, COLUMN: gl.constexpr):
     """Writes a tile, [1, 1, 64, columns] and once more [64, columns], to the keys from `key` on, from COLUMN on.
 
-    x: the tensor itself where sequences are packed: behind the rows of one is the next, where a bulk copy would go on.
+    x: the tensor itself where sequences are packed: after the rows of one is the next, where a bulk copy would go on.
     Else None.
     """
-    b, at = block.keys_at(key)
+    b, at = block.row_of_k(key)
     if x is None:
         tma_store(desc, [b, block.share, at, COLUMN], tile)
     else:
-        there = block.there - key
+        there = block.packed.there - key
         if there >= 64:
             tma_store(desc, [b, block.share, at, COLUMN], tile)
         else:
             store_rows(rows, x, block.share, at, there, block.share + 1, rows.shape[1], 64, COLUMN)
+
+
+@gluon.jit
+def dq_tile(c: gl.constexpr, n, block, args):
+    """Which tile of dq_accum consumer c's half of dq of step n is."""
+    h, q_block = block.place(n, args.group)
+    return block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * 2 + c
+
+
+@gluon.jit
+def reduce_dq(c: gl.constexpr, dq_desc, shared, args):
+    """Adds consumer c's halves of dq to global memory, of one item after the other."""
+    wait_for_last()  # for the zeros that dq is added to
+    item = gl.to_tensor(0)
+    shared.items.wait(0)
+    while has_work(shared.items, item):
+        block = read_record(shared.items, item, args.kv_blocks)
+        shared.items.release(item)
+        reduce_steps(c, dq_desc, shared.outbox, block, block.steps(args.group), args)
+        item += 1
+        shared.items.wait(item)
+
+
+@gluon.jit
+def reduce_steps(c: gl.constexpr, dq_desc, outbox, block, steps, args):
+    """Adds consumer c's halves of dq of so many steps of a block."""
+    semaphore = args.dq_semaphore
+    for n in range(steps):
+        tile = dq_tile(c, n, block, args)
+        if semaphore is not None:
+            acquire(semaphore, tile, args.kv_blocks, block, block.place(n, args.group)[1], 1)
+        outbox.receive(c)
+        tma_reduce_add(dq_desc, [tile, 0], outbox.tiles.index(c))
+        tma.store_wait(0)
+        outbox.clear(c)
+        if semaphore is not None and n > 0:
+            wait_until_written(1)
+            release(semaphore, dq_tile(c, n - 1, block, args))
+    if semaphore is not None:
+        wait_until_written(0)
+        release(semaphore, dq_tile(c, steps - 1, block, args))

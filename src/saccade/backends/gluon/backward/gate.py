@@ -11,7 +11,8 @@ from saccade.backends import Saved
 from saccade.backends.device import block_lists, sequences
 from saccade.backends.device.dropout import DROPPED, stand_in
 from saccade.backends.device.scores import SCORED, score_of
-from saccade.backends.gluon.backward.launch import BackwardConfig, BackwardPlan, arguments, options, workspace
+from saccade.backends.gluon.backward.launch import arguments, options, workspace
+from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 from saccade.backends.gluon.tma_launch import descriptor
 from saccade.layouts import Dense
 from saccade.problem import Problem

@@ -1,4 +1,4 @@
-"""A block of keys of one key head: which rows see it, and what a mask makes of its products with them."""
+"""A kv block: which q blocks see it, and where its rows are, in every layout and of every mask."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -6,17 +6,30 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.masks import FAR
-from saccade.backends.device.tiles import visible
-from saccade.backends.gluon.shim import aggregate
-from saccade.backends.gluon.tiles import between
+from saccade.backends.device.block_lists_kernel import block_list_number, load_block_list
+from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered
+from saccade.backends.device.tiles import tile_range, used_length
+from saccade.backends.gluon.shim import Value, aggregate
+
+
+@aggregate
+class PackedPlace:
+    """Where a packed sequence begins: its first row of q and of k, and its first q block of all. `there` keys are the
+    sequence's, in use or not."""
+
+    first_row: gl.tensor
+    first_key: gl.tensor
+    first_block: gl.tensor
+    there: gl.tensor
 
 
 @aggregate
 class KVBlock:
-    """Where a program's keys are, and which blocks of rows see them: [first, end), and all of them [core, core_end).
+    """BLOCK_K keys of one key head, and the q blocks that see them: [first, end), and all of them [core, core_end).
 
-    The query heads of one key head are `share` after share; `group` is how many a share has.
+    The query heads of one key head are `share` after share; `group` is how many a share has. In a packed sequence, b is
+    its number as masks know it, and rows, keys and blocks count from its first ones. With a block list, first, core,
+    core_end and end are places in it, and its share is one head where heads see other keys.
     """
 
     b: gl.tensor
@@ -29,295 +42,174 @@ class KVBlock:
     core: gl.tensor
     core_end: gl.tensor
     end: gl.tensor
+    packed: Value
+    """a PackedPlace, or None"""
+    block_list: Value
+    """where its list of q blocks begins, or None"""
+    own_number: Value
+    """with a list which list it is, and packed which of all kv blocks; else None"""
 
-    @gluon.constexpr_function
-    def __init__(self, b, h_k, share, start, rows, keys, first, core, core_end, end):
-        self.b = b
-        self.h_k = h_k
-        self.share = share
-        self.start = start
-        self.rows = rows
-        self.keys = keys
-        self.first = first
-        self.core = core
-        self.core_end = core_end
-        self.end = end
+    # Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of
+    # their rows cost 15 % at d = 64 (docs/findings/gluon_backward.md).
 
     @gluon.jit
     def steps(self, group):
         """All heads of the share: first their blocks outside of the core, then the core's, head after head."""
-        return group * (self.end - self.first)
+        if self.block_list is None:
+            return group * (self.end - self.first)
+        else:
+            return group * self.end
 
     @gluon.jit
     def edges(self, group):
         """The steps that need the mask."""
-        return group * (self.end - self.first - (self.core_end - self.core))
+        if self.block_list is None:
+            return group * (self.end - self.first - (self.core_end - self.core))
+        else:
+            return group * self.core
 
     @gluon.jit
     def edge(self, i):
-        """A head's i-th block of rows before the core or behind it."""
-        return edge_of(self, i)
+        """A head's i-th q block before or after the core."""
+        if self.block_list is None:
+            place = self.first + i
+            return gl.where(place < self.core, place, place - self.core + self.core_end)
+        else:
+            return gl.load(self.block_list + i)
 
     @gluon.jit
     def inner(self, i):
-        """A head's i-th block of rows of the core."""
-        return self.core + i
+        """A head's i-th q block of the core."""
+        return self.q_block(self.core + i)
+
+    @gluon.jit
+    def q_block(self, place):
+        """The q block at a place of [first, end)."""
+        if self.block_list is None:
+            return place
+        else:
+            return gl.load(self.block_list + place)
 
     @gluon.jit
     def place(self, n, group):
-        """Head and block of rows of step n."""
-        h, i = place_of(self, n, group)
-        return h, i
+        """Head and q block of step n."""
+        early = n < self.edges(group)
+        inside = self.core_end - self.core
+        outside = self.end - self.first - inside
+        blocks = gl.where(early, outside, inside)
+        n -= gl.where(early, 0, group * outside)
+        place = gl.where(early, self.first, self.core) + n % blocks
+        h = self.share * group + n // blocks
+        return h, self.q_block(place + gl.where(early & (place >= self.core), inside, 0))
 
     @gluon.jit
     def number(self, blocks, BLOCK_K: gl.constexpr):
-        """This block of keys among those of all batch rows."""
-        return self.b * blocks + self.start // BLOCK_K
+        """This kv block among those of all batch rows."""
+        if self.own_number is None:
+            return self.b * blocks + self.start // BLOCK_K
+        else:
+            return self.own_number
 
     @gluon.jit
-    def rows_number(self, h, h_q, q_blocks, i):
-        """A head's block of rows among those of all heads and batch rows."""
-        return (self.b * h_q + h) * q_blocks + i
+    def q_block_number(self, h, i, h_q, q_blocks):
+        """A head's q block i among those of all heads and batch rows."""
+        if self.packed is None:
+            return (self.b * h_q + h) * q_blocks + i
+        else:
+            return h * q_blocks + self.packed.first_block + i
 
     @gluon.jit
-    def rows_at(self, row):
+    def row_of_q(self, row):
         """Batch row and row of q and dout."""
-        return self.b, row
+        if self.packed is None:
+            return self.b, row
+        else:
+            return self.b * 0, self.packed.first_row + row
 
     @gluon.jit
-    def keys_at(self, key):
+    def row_of_k(self, key):
         """Batch row and row of k and v."""
-        return self.b, key
-
-
-@aggregate
-class ListedKVBlock:
-    """The same where a list has the blocks of rows: first, core, core_end and end are places in it. Its share is one
-    head where heads see other keys."""
-
-    b: gl.tensor
-    h_k: gl.tensor
-    share: gl.tensor
-    start: gl.tensor
-    rows: gl.tensor
-    keys: gl.tensor
-    first: gl.tensor
-    core: gl.tensor
-    core_end: gl.tensor
-    end: gl.tensor
-    listing: gl.tensor
-    block_list_number: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, b, h_k, share, start, rows, keys, first, core, core_end, end, listing, block_list_number):
-        self.b = b
-        self.h_k = h_k
-        self.share = share
-        self.start = start
-        self.rows = rows
-        self.keys = keys
-        self.first = first
-        self.core = core
-        self.core_end = core_end
-        self.end = end
-        self.listing = listing
-        self.block_list_number = block_list_number
-
-    @gluon.jit
-    def steps(self, group):
-        return group * self.end
-
-    @gluon.jit
-    def edges(self, group):
-        return group * self.core
-
-    @gluon.jit
-    def edge(self, i):
-        return gl.load(self.listing + i)
-
-    @gluon.jit
-    def inner(self, i):
-        return gl.load(self.listing + self.core + i)
-
-    @gluon.jit
-    def place(self, n, group):
-        h, i = place_of(self, n, group)
-        return h, gl.load(self.listing + i)
-
-    @gluon.jit
-    def number(self, blocks, BLOCK_K: gl.constexpr):
-        return self.block_list_number
-
-    rows_number = KVBlock.rows_number
-    rows_at = KVBlock.rows_at
-    keys_at = KVBlock.keys_at
-
-
-@aggregate
-class PackedKVBlock:
-    """The same of a packed sequence: b is what masks call it, and rows, keys and blocks count from its first ones."""
-
-    b: gl.tensor
-    h_k: gl.tensor
-    share: gl.tensor
-    start: gl.tensor
-    rows: gl.tensor
-    keys: gl.tensor
-    first: gl.tensor
-    core: gl.tensor
-    core_end: gl.tensor
-    end: gl.tensor
-    first_row: gl.tensor
-    first_key: gl.tensor
-    first_block: gl.tensor
-    own_number: gl.tensor
-    there: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block,
-        own_number, there,
-    ):  # fmt: skip
-        self.b = b
-        self.h_k = h_k
-        self.share = share
-        self.start = start
-        self.rows = rows
-        self.keys = keys
-        self.first = first
-        self.core = core
-        self.core_end = core_end
-        self.end = end
-        self.first_row = first_row
-        self.first_key = first_key
-        self.first_block = first_block
-        self.own_number = own_number
-        self.there = there
-
-    steps = KVBlock.steps
-    edges = KVBlock.edges
-    edge = KVBlock.edge
-    inner = KVBlock.inner
-    place = KVBlock.place
-
-    @gluon.jit
-    def number(self, blocks, BLOCK_K: gl.constexpr):
-        return self.own_number
-
-    @gluon.jit
-    def rows_number(self, h, h_q, q_blocks, i):
-        return h * q_blocks + self.first_block + i
-
-    @gluon.jit
-    def rows_at(self, row):
-        return self.b * 0, self.first_row + row
-
-    @gluon.jit
-    def keys_at(self, key):
-        return self.b * 0, self.first_key + key
-
-
-@aggregate
-class PackedListedKVBlock:
-    """Both: of a packed sequence, whose blocks of rows a list has."""
-
-    b: gl.tensor
-    h_k: gl.tensor
-    share: gl.tensor
-    start: gl.tensor
-    rows: gl.tensor
-    keys: gl.tensor
-    first: gl.tensor
-    core: gl.tensor
-    core_end: gl.tensor
-    end: gl.tensor
-    first_row: gl.tensor
-    first_key: gl.tensor
-    first_block: gl.tensor
-    there: gl.tensor
-    listing: gl.tensor
-    block_list_number: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, b, h_k, share, start, rows, keys, first, core, core_end, end, first_row, first_key, first_block, there,
-        listing, block_list_number,
-    ):  # fmt: skip
-        self.b = b
-        self.h_k = h_k
-        self.share = share
-        self.start = start
-        self.rows = rows
-        self.keys = keys
-        self.first = first
-        self.core = core
-        self.core_end = core_end
-        self.end = end
-        self.first_row = first_row
-        self.first_key = first_key
-        self.first_block = first_block
-        self.there = there
-        self.listing = listing
-        self.block_list_number = block_list_number
-
-    steps = ListedKVBlock.steps
-    edges = ListedKVBlock.edges
-    edge = ListedKVBlock.edge
-    inner = ListedKVBlock.inner
-    place = ListedKVBlock.place
-    number = ListedKVBlock.number
-    rows_number = PackedKVBlock.rows_number
-    rows_at = PackedKVBlock.rows_at
-    keys_at = PackedKVBlock.keys_at
-
-
-# Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of their
-# rows cost 15 % at d = 64 (docs/findings/gluon_backward.md).
+        if self.packed is None:
+            return self.b, key
+        else:
+            return self.b * 0, self.packed.first_key + key
 
 
 @gluon.jit
-def edge_of(block, i):
-    place = block.first + i
-    return gl.where(place < block.core, place, place - block.core + block.core_end)
-
-
-@gluon.jit
-def following(h, i, blocks):
+def next_place(h, i, blocks):
     """The next head and block where each head has so many of them; cheaper than a division in every step."""
     last = i + 1 == blocks
     return gl.where(last, h + 1, h), gl.where(last, 0, i + 1)
 
 
-@gluon.jit
-def place_of(block, n, group):
-    early = n < block.edges(group)
-    inside = block.core_end - block.core
-    outside = block.end - block.first - inside
-    blocks = gl.where(early, outside, inside)
-    n -= gl.where(early, 0, group * outside)
-    place = gl.where(early, block.first, block.core) + n % blocks
-    return block.share * group + n // blocks, place + gl.where(early & (place >= block.core), inside, 0)
+@aggregate
+class KVBlocks:
+    """What decides which q blocks see a kv block: the same for all of a call."""
 
+    mask: Value
+    span_q: Value
+    span_k: Value
+    s_q: gl.tensor
+    s_k: gl.tensor
+    q_blocks: gl.tensor
+    BLOCK_Q: gl.constexpr
+    BLOCK_K: gl.constexpr
 
-@gluon.jit
-def onto(numbers, zero):
-    """One number [BLOCK_Q] for each row as the start [64, BLOCK_Q] of a product."""
-    start, _ = gl.broadcast(gl.expand_dims(numbers, 0), zero)
-    return start
+    @gluon.jit
+    def at(self, b, h_k, share, start, number):
+        """The KVBlock of the keys from `start` on of batch row or sequence b; packed, it is kv block `number` of all.
 
+        After the last key, where programs without a tile have theirs, a packed one has no rows and no keys, and the
+        last q block of all, which is no sequence's.
+        """
+        if is_packed(self.span_k):
+            _, first_row, _, rows = extent(self.span_q, b, self.s_q)
+            _, first_key, there, keys = extent(self.span_k, b, self.s_k)
+            first_block = blocks_before(self.span_q, b, first_row, self.BLOCK_Q)
+            if start >= self.s_k:
+                rows = rows * 0
+                keys = rows
+                there = rows
+                first_block = self.q_blocks - 1
+            b = numbered(self.span_k, b)
+            packed = PackedPlace(first_row, first_key, first_block, there)
+            own_number = number
+        else:
+            rows = used_length(self.span_q, b, self.s_q)
+            keys = used_length(self.span_k, b, self.s_k)
+            packed = None
+            own_number = None
+            number = start // self.BLOCK_K
+        if self.mask.listed:
+            own_number = block_list_number(self.mask.lists, b, share, number)
+            block_list, some, tiles = load_block_list(self.mask.lists, own_number)
+            none = (tiles == 0).to(gl.int32)  # no row sees these keys: one block, all masked
+            end = tiles + none
+            return KVBlock(
+                b, h_k, share, start, rows, keys, end * 0, some + none, end, end, packed, block_list, own_number
+            )
+        else:
+            first, core, core_end, end = self.visit_range(b, start, rows, keys)
+            return KVBlock(b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number)
 
-@gluon.jit
-def hidden(x, mask, block, h, row, kv_idx):
-    """x [64, BLOCK_Q] where the keys see the rows from `row` on, and -inf elsewhere. Rows that are not in use need no
-    mask: their start is -inf."""
-    off = block.keys - block.rows
-    if mask.exact:
-        lo, hi, _, _ = mask.rows_of(mask.data, block.b, kv_idx, off)
-        if mask.lower:
-            return between(x, lo - row, gl.where(kv_idx < block.keys, hi, 0) - row, True, True)
-        else:  # the last rows see all that any do
-            return between(x, gl.where(kv_idx < block.keys, lo, FAR) - row, hi, True, False)
-    else:  # only the branch that is taken has a type
-        q_idx = row + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-        seen = visible(mask, block.b, h, q_idx[None, :], kv_idx[:, None], block.rows, block.keys, off)
-        return gl.where(seen, x, float("-inf"))
+    @gluon.jit
+    def visit_range(self, b, start, rows, keys):
+        """Which q blocks see some of these keys, [first, end), and which of them all, [core, core_end)."""
+        BLOCK_Q: gl.constexpr = self.BLOCK_Q
+        # [BLOCK_K]
+        kv_idx = start + gl.arange(0, self.BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        lo, hi, core_lo, core_hi = self.mask.rows_of(self.mask.data, b, kv_idx, keys - rows)
+        # Rows that are not in use need no mask: their -lse is -inf.
+        whole = gl.cdiv(rows, BLOCK_Q) * BLOCK_Q
+        core_hi = gl.where(core_hi >= rows, whole, core_hi)
+        hi = gl.minimum(hi, rows)
+        first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, kv_idx < keys, whole, BLOCK_Q)
+        if start + self.BLOCK_K > keys:  # some keys are not in use, and only the mask masks them
+            core = end
+            core_end = end
+        if end <= first:  # no row sees these keys: one block, all masked, so that no loop is empty
+            first = first * 0
+            core = first + BLOCK_Q
+            core_end = core
+            end = core
+        return first // BLOCK_Q, core // BLOCK_Q, core_end // BLOCK_Q, end // BLOCK_Q

@@ -4,16 +4,11 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
-from triton.experimental.gluon import language as gl
 
 from saccade.backends import Saved
 from saccade.backends.device import block_lists, dropout, masks, scores, sequences
@@ -21,11 +16,10 @@ from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Head, Rows, runtime_int
 from saccade.backends.gluon import GRADIENT
-from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
+from saccade.backends.gluon.backward.args import PackedGradients, ScoreArgs
+from saccade.backends.gluon.backward.dq_accum import preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
-from saccade.backends.gluon.backward.kernel import backward_kernel
-from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
-from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
+from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
 from saccade.backends.gluon.tma_launch import (
     LEAST_SCALE,
     OPTIONS,
@@ -33,17 +27,9 @@ from saccade.backends.gluon.tma_launch import (
     counter,
     descriptor,
     multiprocessors,
-    shape_of,
 )
 from saccade.layouts import Packed, empty_like_rows
 from saccade.problem import Problem, aligned
-
-BALANCE = 7
-"""Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
-SECTION = 4
-"""Heads whose blocks of keys take turns, where no two share keys."""
-MANY = 96
-"""Blocks of keys above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
 
 def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -95,161 +81,10 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
-    """How a kernel cuts head dims d and d_v, rows and keys."""
-
-    kernel: Any
-    block_q: int
-    block_k: int
-    columns: int
-    """of q and k: d in whole boxes"""
-    v_columns: int
-    box: int
-    """Columns of one bulk copy."""
-    prepared_rows: int
-    """of one program of preprocess_kernel"""
-
-    @staticmethod
-    def of(d: int, d_v: int) -> BackwardConfig:
-        if max(d, d_v) <= 64:
-            return BackwardConfig(backward_kernel, 128, 128, 64, 64, 64, 64)
-        if max(d, d_v) <= 128:
-            return BackwardConfig(backward_kernel, 64, 128, 128, 128, 128, 64)
-        columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
-        return BackwardConfig(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
-
-    @property
-    def stays(self) -> bool:
-        """Whether programs stay on a multiprocessor, and draw blocks of keys; else each has one."""
-        return self.kernel is backward_kernel
-
-    @property
-    def pieces(self) -> int:
-        """of dq_accum in a block of rows"""
-        return self.block_q * self.columns // PIECE.value
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        registers = {"CONSUMER_REGISTERS": 240, "OTHER_REGISTERS": 24}
-        if not self.stays:
-            return {"D": self.columns, "D_V": self.v_columns, **registers}
-        return {"BLOCK_Q": self.block_q, "BLOCK_D": self.columns, "BLOCK_DV": self.v_columns, **registers}
-
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    """What calls of one key share: no tensors, and no values."""
-
-    fold: bool
-    kernels: tuple[Any, ...]
-    ranks: tuple[int, ...] | None
-    """Shape of the semaphore's ranks, or None: dq is added in any order."""
-    turns: int
-    """Its counters."""
-    rows: int
-    """of delta and start"""
-    tiles: tuple[int, int]
-    """dq_accum's shape"""
-    records: tuple[tuple[Any, ...], ...]
-    """Rows of dout, out and dq but for their pointers."""
-    shapes: list[dict[str, Any]]
-    """Descriptors of q, k, v, dout, dk, dv, start, delta and, if it is a kernel's, dq_accum, but for their pointers."""
-    order: Any
-    divided: int
-    """Shares of a group, each of which has a dk and a dv of its own."""
-    numbers: tuple[tuple[int, ...], ...]
-    """Of each kernel, as all that follows."""
-    fixed: tuple[dict[str, Any], ...]
-    grids: tuple[tuple[int, int, int], ...]
-
-    @staticmethod
-    def of(
-        problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int, cut: BackwardConfig
-    ) -> BackwardPlan:
-        q, k, v = problem.q, problem.k, problem.v
-        b, h_q, s_q, d = q.shape
-        h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-        block_q, block_k = cut.block_q, cut.block_k
-        packed = isinstance(problem.layout, Packed)
-        if packed:  # and one of each that is no sequence's
-            blocks, kv_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
-        else:
-            blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
-        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * cut.pieces, PIECE.value)
-        programs = b * h_k * kv_blocks
-        divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
-        if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
-            divided = problem.group
-        dq, dk, dv = gradients
-        if divided > 1:
-            dk, dv = share_by_share(dk, divided), share_by_share(dv, divided)
-        operands = (q, block_q), (k, block_k), (v, block_k), (dout, block_q), (dk, 64), (dv, 64)
-        ends = blocks * block_q // cut.prepared_rows
-        # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
-        listed = problem.mask is not None and problem.mask.listed
-        spills = listed or (problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None)
-        plain_scores = problem.score is None and problem.dropout is None and problem.scale > LEAST_SCALE
-        fold = block_q == 64 and plain_scores and not spills
-        masked = packed or problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
-        section = SECTION if problem.group == 1 else divided
-        if problem.deterministic and kv_blocks > MANY:
-            section = min(section, 2)
-        queued = (rank_kernel,) if problem.deterministic and not listed else ()
-        return BackwardPlan(
-            fold=fold,
-            kernels=(*queued, preprocess_kernel, cut.kernel, postprocess_kernel),
-            ranks=(b, kv_blocks, blocks) if problem.deterministic else None,
-            turns=2 * b * h_q * blocks,
-            rows=rows,
-            tiles=tiles,
-            records=tuple(Rows.of(x)[1:] for x in (dout, out, dq)),
-            shapes=[
-                *(shape_of(x, (1, 1, n, cut.box)) for x, n in operands),
-                *[plain((rows,), (block_q,))] * 2,
-                *([] if cut.kernel is wide_backward_kernel else [plain(tiles, (1, PIECE.value))]),
-            ],
-            order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, min(section, b * h_k * divided)),
-            divided=divided,
-            numbers=(
-                *((kv_blocks, blocks, s_q, s_k) for _ in queued),
-                (h_q, s_q, ends),
-                (problem.group // divided, h_q, s_q, s_k, blocks),
-                (h_q, s_q, blocks),
-            ),
-            fixed=(
-                *({"BLOCK_Q": block_q, "BLOCK_K": block_k} for _ in queued),
-                {
-                    "D_V": d_v, "ROWS": cut.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": cut.columns,
-                    "BLOCK_DV": next_power_of_2(cut.v_columns), "CHAINED": True,
-                },
-                {"FOLD": fold, "MASKED": masked, **cut.constants},
-                {"D": d, "BLOCK_Q": block_q, "PIECES": cut.pieces},
-            ),
-            grids=(
-                *((b * kv_blocks, 1, 1) for _ in queued),
-                (b * h_q * ends, 1, 1),
-                (min(programs * divided, processors) if cut.stays else programs * divided, 1, 1),
-                (b * h_q * blocks * cut.pieces, 1, 1),
-            ),
-        )  # fmt: skip
-
-
 def options(kernel: Any) -> dict[str, Any]:
     """How a kernel is compiled; ranks are one warp's work. What follows `preprocess_kernel` starts before its end."""
     chained = kernel is not rank_kernel and kernel is not preprocess_kernel
     return {**OPTIONS, "num_warps": 1 if kernel is rank_kernel else OPTIONS["num_warps"], "launch_pdl": chained}
-
-
-def shares_of(group: int, programs: int, least: float) -> int:
-    """Into how many shares a group is divided, so that there are at least so many programs, if it can be."""
-    return next((n for n in range(1, group) if group % n == 0 and programs * n >= least), group)
-
-
-def share_by_share(x: Tensor, divided: int) -> Tensor:
-    """Memory for dk or dv of each share, (b, h_k divided, s_k, d); every row of it will be written."""
-    b, h_k, s_k, d = x.shape
-    return torch.empty(b, h_k * divided, s_k, d, dtype=x.dtype, device=x.device)
 
 
 def workspace(
@@ -298,10 +133,11 @@ def arguments(
         used_q, *prepare, -1 / scale if plan.fold else -scores.unit(problem.score),
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_accum
-    records = mask, scores.record(problem.score, fast=True), dropout.record(problem.dropout), plan.order, semaphore
-    rows = (Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else (None, None)
-    own = dq_accum if drawn is None else drawn  # who draws nothing adds to dq_accum without a descriptor
-    yield tensors[: len(plan.shapes)], (*rows, own, used_q, used_k, *records, *main, scale)
+    packed = PackedGradients(Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else None
+    own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
+    score_args = ScoreArgs(mask, scores.record(problem.score, fast=True), scale)
+    records = score_args, dropout.record(problem.dropout), plan.order, semaphore
+    yield tensors[: len(plan.shapes)], (packed, own, used_q, used_k, *records, *main)
     yield (), (dq_accum, Rows(dq, *dq_rows), used_q, *finish, scale)
 
 
@@ -312,10 +148,3 @@ def bulk_rows(x: Tensor) -> Tensor:
     strides = x.stride()
     expanded = 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(x.shape, strides, strict=True))
     return padded(x) if expanded else x
-
-
-def plain(shape: Sequence[int], block: tuple[int, ...]) -> dict[str, Any]:
-    """All of a descriptor but its pointer, for contiguous float32 numbers in pieces that are contiguous too."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    layout = gl.NVMMASharedLayout(0, 32, rank=len(shape))
-    return {"shape": list(shape), "strides": strides, "block_shape": list(block), "layout": layout}

@@ -1,16 +1,18 @@
-"""The producer of a backward program that has one block of keys: one warp that brings in k and v, and then q and dout.
+"""The producer of a backward program that has one kv block: one warp that brings in k and v, and then q and dout.
 
 A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that ends in rows which are not in use lands
-for the producer alone, and is cleared before anyone else sees it.
+for the producer alone, which clears them before any other warp sees the tile.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.gluon.shim import tma_load, wait_for_last
+from saccade.backends.gluon.pipeline import Ring
+from saccade.backends.gluon.shim import Value, aggregate, tma_load, wait_for_last
 from saccade.backends.gluon.tiles import zero_tail
 
 
@@ -31,46 +33,90 @@ def clear(tiles, first, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS:
             zero_tail(tiles.index(first + i).reshape([ROWS, COLUMNS]), used, ROWS, COLUMNS)
 
 
-@gluon.jit
-def start_rows(
-    desc, numbers_desc, ring, numbers, n, whole, block, h, row, place,
-    BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr,
-):  # fmt: skip
-    """Starts the copies of BLOCK_Q rows of one head, and of what goes with them, to stage n of a ring; `end_rows` has
-    to follow. The two are apart so that a tile of q and one of dout land at the same time."""
-    stage = ring.claim(n)
-    barrier = ring.target(stage, whole)
-    mbarrier.expect(barrier, BLOCK_Q * (2 * COLUMNS * CHUNKS + 4))
-    b, at = block.rows_at(row)
-    copy(desc, b, h, at, barrier, ring.tiles, ring.first_of(stage), COLUMNS, CHUNKS)
-    tma_load(numbers_desc, [place], barrier, numbers.index(stage))
+@aggregate
+class QBlock:
+    """BLOCK_Q rows of one head: where they are in q and dout, and, at `place`, in -lse and -delta."""
+
+    b: gl.tensor
+    h: gl.tensor
+    row: gl.tensor
+    place: gl.tensor
+    used: gl.tensor
+    """how many rows are in use"""
+    whole: Value
+    """whether all are"""
 
 
 @gluon.jit
-def end_rows(ring, n, whole, tails, used, BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Clears the rows from `used` on in stage n, unless all are in use. Returns tails, counted on."""
-    if not whole:
-        stage = n % ring.STAGES
-        mbarrier.wait(ring.landing(), tails & 1)
-        clear(ring.tiles, ring.first_of(stage), used, BLOCK_Q, COLUMNS, CHUNKS)
-        ring.fill(stage)
-        tails += 1
-    return tails
+def q_block_of(block, n, args):
+    """The QBlock of step n."""
+    BLOCK_Q: gl.constexpr = args.kv_blocks.BLOCK_Q
+    h, q_block = block.place(n, args.group)
+    row = q_block * BLOCK_Q
+    place = block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * BLOCK_Q
+    whole = args.kv_blocks.span_q is None or row + BLOCK_Q <= block.rows
+    b, at = block.row_of_q(row)
+    return QBlock(b, h, at, place, block.rows - row, whole)
+
+
+@aggregate
+class RowLoader:
+    """Copies q blocks, and a number for each of their rows, to the stages of a ring."""
+
+    desc: Value
+    numbers_desc: Value
+    ring: Ring
+    numbers: gl.shared_memory_descriptor
+    BLOCK_Q: gl.constexpr
+    COLUMNS: gl.constexpr
+    CHUNKS: gl.constexpr
+
+    @gluon.jit
+    def start(self, n, q_block):
+        """Starts the copies of a QBlock to stage n; `end` has to follow. The two are apart so that a tile of q and one
+        of dout land at the same time."""
+        stage = self.ring.claim(n)
+        barrier = self.ring.target(stage, q_block.whole)
+        mbarrier.expect(barrier, self.BLOCK_Q * (2 * self.COLUMNS * self.CHUNKS + 4))
+        self.copy(stage, barrier, q_block)
+
+    @gluon.jit
+    def copy(self, stage, barrier, q_block):
+        tiles = self.ring.tiles
+        first = self.ring.first_of(stage)
+        copy(self.desc, q_block.b, q_block.h, q_block.row, barrier, tiles, first, self.COLUMNS, self.CHUNKS)
+        tma_load(self.numbers_desc, [q_block.place], barrier, self.numbers.index(stage))
+
+    @gluon.jit
+    def end(self, n, tails, q_block):
+        """Clears the rows that are not in use in stage n, unless all are. Returns tails, counted on."""
+        if not q_block.whole:
+            stage = n % self.ring.STAGES
+            mbarrier.wait(self.ring.landing(), tails & 1)
+            self.clear(stage, q_block)
+            self.ring.fill(stage)
+            tails += 1
+        return tails
+
+    @gluon.jit
+    def clear(self, stage, q_block):
+        first = self.ring.first_of(stage)
+        clear(self.ring.tiles, first, q_block.used, self.BLOCK_Q, self.COLUMNS, self.CHUNKS)
 
 
 @gluon.jit
-def load_keys(
-    k_desc, v_desc, shared, block, used_k,
-    BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
-):  # fmt: skip
+def load_kv(
+    k_desc, v_desc, shared, block, kv_blocks, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr
+):
     """Fills k and v. Returns how many copies landed at the barrier that q's ring has for the producer."""
+    BLOCK_K: gl.constexpr = kv_blocks.BLOCK_K
     BYTES: gl.constexpr = BLOCK_K * COLUMNS * (CHUNKS + V_CHUNKS) * 2
     tails = gl.to_tensor(0)
-    b, at = block.keys_at(block.start)
-    if used_k is None or block.start + BLOCK_K <= block.keys:
-        mbarrier.expect(shared.keys_full, BYTES)
-        copy(k_desc, b, block.h_k, at, shared.keys_full, shared.k_tiles, 0, COLUMNS, CHUNKS)
-        copy(v_desc, b, block.h_k, at, shared.keys_full, shared.v_tiles, 0, COLUMNS, V_CHUNKS)
+    b, at = block.row_of_k(block.start)
+    if kv_blocks.span_k is None or block.start + BLOCK_K <= block.keys:
+        mbarrier.expect(shared.kv_full, BYTES)
+        copy(k_desc, b, block.h_k, at, shared.kv_full, shared.k_tiles, 0, COLUMNS, CHUNKS)
+        copy(v_desc, b, block.h_k, at, shared.kv_full, shared.v_tiles, 0, COLUMNS, V_CHUNKS)
     else:
         landing = shared.q_ring.landing()
         mbarrier.expect(landing, BYTES)
@@ -80,31 +126,25 @@ def load_keys(
         tails += 1
         clear(shared.k_tiles, 0, block.keys - block.start, BLOCK_K, COLUMNS, CHUNKS)
         clear(shared.v_tiles, 0, block.keys - block.start, BLOCK_K, COLUMNS, V_CHUNKS)
-        mbarrier.arrive(shared.keys_full, count=1)
+        mbarrier.arrive(shared.kv_full, count=1)
     return tails
 
 
 @gluon.jit
 def load(
-    q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, block, used_q, used_k, group, h_q, q_blocks,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, block, args,
+    COLUMNS: gl.constexpr, CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """The producer: k and v once, then q and dout with what goes with their rows, head after head."""
-    q_tails = load_keys(k_desc, v_desc, shared, block, used_k, BLOCK_K, COLUMNS, CHUNKS, V_CHUNKS)
-    wait_for_last()  # for start and delta; k and v come meanwhile
+    """The producer: k and v once, then q and dout with the numbers of their rows, head after head."""
+    BLOCK_Q: gl.constexpr = args.kv_blocks.BLOCK_Q
+    q = RowLoader(q_desc, neg_lse_desc, shared.q_ring, shared.neg_lse, BLOCK_Q, COLUMNS, CHUNKS)
+    dout = RowLoader(dout_desc, neg_delta_desc, shared.dout_ring, shared.neg_delta, BLOCK_Q, COLUMNS, V_CHUNKS)
+    q_tails = load_kv(k_desc, v_desc, shared, block, args.kv_blocks, COLUMNS, CHUNKS, V_CHUNKS)
+    wait_for_last()  # for -lse and -delta; k and v come meanwhile
     dout_tails = gl.to_tensor(0)
-    for n in range(block.steps(group)):
-        h, q_block = block.place(n, group)
-        row = q_block * BLOCK_Q
-        place = block.rows_number(h, h_q, q_blocks, q_block) * BLOCK_Q
-        whole = used_q is None or row + BLOCK_Q <= block.rows
-        start_rows(
-            q_desc, start_desc, shared.q_ring, shared.starts, n, whole, block, h, row, place, BLOCK_Q, COLUMNS, CHUNKS
-        )
-        start_rows(
-            dout_desc, delta_desc, shared.dout_ring, shared.deltas, n, whole, block, h, row, place,
-            BLOCK_Q, COLUMNS, V_CHUNKS,
-        )  # fmt: skip
-        used = block.rows - row
-        q_tails = end_rows(shared.q_ring, n, whole, q_tails, used, BLOCK_Q, COLUMNS, CHUNKS)
-        dout_tails = end_rows(shared.dout_ring, n, whole, dout_tails, used, BLOCK_Q, COLUMNS, V_CHUNKS)
+    for n in range(block.steps(args.group)):
+        q_block = q_block_of(block, n, args)
+        q.start(n, q_block)
+        dout.start(n, q_block)
+        q_tails = q.end(n, q_tails, q_block)
+        dout_tails = dout.end(n, dout_tails, q_block)

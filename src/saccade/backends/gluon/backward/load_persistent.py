@@ -1,6 +1,6 @@
-"""The producer of backward programs that stay: one warp that draws blocks of keys and brings in what each one needs.
+"""The producer of backward programs that stay: one warp that draws kv blocks and brings in what each one needs.
 
-A tile that ends in rows which are not in use lands for the producer alone, as in `backward_load`.
+A tile that ends in rows which are not in use lands for the producer alone, as in `load.py`.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -9,138 +9,129 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.gluon.backward.load import end_rows, start_rows
+from saccade.backends.gluon.backward.load import RowLoader, q_block_of
 from saccade.backends.gluon.backward.tile_scheduler import (
     close,
+    count_items,
     find_kv_block,
     first_item,
-    items_of,
     next_item,
-    put_block,
+    write_record,
 )
 from saccade.backends.gluon.shim import tma_load, wait_for_last
 from saccade.backends.gluon.tiles import zero_tail
 
 
 @gluon.jit
-def start_keys(k_desc, v_desc, shared, drawn, whole, block, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr):
-    """Starts the copies of k, and of v where it has as many places, to the slot of item `drawn`; `end_keys` has to
+def start_kv(k_desc, v_desc, shared, drawn, whole, block):
+    """Starts the copies of k, and of v where it has as many places, to the slot of item `drawn`; `end_kv` has to
     follow."""
     WITH_V: gl.constexpr = shared.v_tiles.shape[0] > 1
-    slot = shared.keys.claim(drawn)
-    barrier = shared.keys.target(slot, whole)
-    mbarrier.expect(barrier, BLOCK_K * COLUMNS * (4 if WITH_V else 2))
-    b, at = block.keys_at(block.start)
-    tma_load(k_desc, [b, block.h_k, at, 0], barrier, shared.keys.tiles.index(slot))
+    slot = shared.items.claim(drawn)
+    barrier = shared.items.target(slot, whole)
+    mbarrier.expect(barrier, shared.k_tiles.shape[3] * shared.k_tiles.shape[4] * (4 if WITH_V else 2))
+    b, at = block.row_of_k(block.start)
+    tma_load(k_desc, [b, block.h_k, at, 0], barrier, shared.k_tiles.index(slot))
     if WITH_V:
         tma_load(v_desc, [b, block.h_k, at, 0], barrier, shared.v_tiles.index(slot))
 
 
 @gluon.jit
-def end_keys(shared, drawn, whole, tails, block, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr):
-    """Clears what is not in use of k and v, as `end_rows`."""
+def clear_keys(tiles, slot, block):
+    """Clears what is not in use of a tile of k or v."""
+    ROWS: gl.constexpr = tiles.shape[3]
+    COLUMNS: gl.constexpr = tiles.shape[4]
+    zero_tail(tiles.index(slot).reshape([ROWS, COLUMNS]), block.keys - block.start, ROWS, COLUMNS)
+
+
+@gluon.jit
+def end_kv(shared, drawn, whole, tails, block):
+    """Clears what is not in use of k and v, as `RowLoader.end`."""
     if not whole:
-        slot = drawn % shared.keys.SLOTS
-        mbarrier.wait(shared.keys.landing(), tails & 1)
-        used = block.keys - block.start
-        zero_tail(shared.keys.tiles.index(slot).reshape([BLOCK_K, COLUMNS]), used, BLOCK_K, COLUMNS)
+        slot = drawn % shared.items.SLOTS
+        mbarrier.wait(shared.items.landing(), tails & 1)
+        clear_keys(shared.k_tiles, slot, block)
         if shared.v_tiles.shape[0] > 1:
-            zero_tail(shared.v_tiles.index(slot).reshape([BLOCK_K, COLUMNS]), used, BLOCK_K, COLUMNS)
-        shared.keys.fill(slot)
+            clear_keys(shared.v_tiles, slot, block)
+        shared.items.fill(slot)
         tails += 1
     return tails
 
 
 @gluon.jit
-def start_dout(
-    v_desc, dout_desc, numbers_desc, shared, drawn, with_v, n, whole, block, h, row, place,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Starts the copies of dout, as `start_rows`; `with_v` also that of v, to the same barrier, so that who waits for
-    the one need not wait for the other."""
-    BYTES: gl.constexpr = BLOCK_Q * (2 * COLUMNS + 4)
-    V_BYTES: gl.constexpr = BLOCK_K * COLUMNS * 2
-    ring = shared.dout_ring
+def start_dout(dout, v_desc, shared, drawn, with_v, n, whole, block, q_block):
+    """Starts the copies of dout, as `RowLoader.start`; `with_v` also that of v, to the same barrier, so that who waits
+    for the one need not wait for the other."""
+    BYTES: gl.constexpr = dout.BLOCK_Q * (2 * dout.COLUMNS + 4)
     if with_v:
-        mbarrier.wait(shared.values_empty, (drawn & 1) ^ 1)
-    stage = ring.claim(n)
-    barrier = ring.target(stage, whole)
+        mbarrier.wait(shared.v_empty, (drawn & 1) ^ 1)
+    stage = dout.ring.claim(n)
+    barrier = dout.ring.target(stage, whole)
     if with_v:
-        mbarrier.expect(barrier, BYTES + V_BYTES)
-        b, at = block.keys_at(block.start)
+        mbarrier.expect(barrier, BYTES + shared.v_tiles.shape[3] * shared.v_tiles.shape[4] * 2)
+        b, at = block.row_of_k(block.start)
         tma_load(v_desc, [b, block.h_k, at, 0], barrier, shared.v_tiles.index(0))
     else:
         mbarrier.expect(barrier, BYTES)
-    b, at = block.rows_at(row)
-    tma_load(dout_desc, [b, h, at, 0], barrier, ring.tiles.index(stage))
-    tma_load(numbers_desc, [place], barrier, shared.deltas.index(stage))
+    dout.copy(stage, barrier, q_block)
 
 
 @gluon.jit
-def end_dout(
-    shared, with_v, n, whole, tails, block, row, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr
-):
-    """Clears what is not in use of dout, and of v, as `end_rows`."""
+def end_dout(dout, shared, with_v, n, whole, tails, block, q_block):
+    """Clears what is not in use of dout, and of v, as `RowLoader.end`."""
     if not whole:
-        ring = shared.dout_ring
-        stage = n % ring.STAGES
-        mbarrier.wait(ring.landing(), tails & 1)
+        stage = n % dout.ring.STAGES
+        mbarrier.wait(dout.ring.landing(), tails & 1)
         if with_v:
-            v_tile = shared.v_tiles.index(0).reshape([BLOCK_K, COLUMNS])
-            zero_tail(v_tile, block.keys - block.start, BLOCK_K, COLUMNS)
-        zero_tail(ring.tiles.index(stage).reshape([BLOCK_Q, COLUMNS]), block.rows - row, BLOCK_Q, COLUMNS)
-        ring.fill(stage)
+            clear_keys(shared.v_tiles, 0, block)
+        dout.clear(stage, q_block)
+        dout.ring.fill(stage)
         tails += 1
     return tails
 
 
 @gluon.jit
 def load_items(
-    q_desc, dout_desc, k_desc, v_desc, start_desc, delta_desc, shared, counter, order, mask, used_q, used_k, group, h_q,
-    s_q, s_k, q_blocks,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr, QUEUED: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, counter, scheduler, args,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """Draws items until there are no more, and loads what each of them needs.
 
-    k of the next item comes while this one is worked on. So does v, or where there is no second place for it, behind
+    k of the next item comes while this one is worked on. So does v, or where there is no second place for it, after
     the next item's first q, as soon as the last dv has left from there; it is needed later than k.
     """
+    kv_blocks = args.kv_blocks
+    ORDERED: gl.constexpr = args.dq_semaphore is not None
+    q = RowLoader(q_desc, neg_lse_desc, shared.q_ring, shared.neg_lse, kv_blocks.BLOCK_Q, BLOCK_D, 1)
+    dout = RowLoader(dout_desc, neg_delta_desc, shared.dout_ring, shared.neg_delta, kv_blocks.BLOCK_Q, BLOCK_DV, 1)
     n = gl.to_tensor(0)
-    key_tails = gl.to_tensor(0)
+    kv_tails = gl.to_tensor(0)
     q_tails = gl.to_tensor(0)
     dout_tails = gl.to_tensor(0)
     drawn = gl.to_tensor(0)
-    items = items_of(order, used_k)
-    item = first_item(counter, QUEUED)
+    items = count_items(scheduler, kv_blocks.span_k)
+    item = first_item(counter, ORDERED)
     while item < items:
-        block = find_kv_block(item, order, mask, used_q, used_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, QUEUED)
-        put_block(shared.keys, drawn, block, mask, used_k)
-        keys_whole = used_k is None or block.start + BLOCK_K <= block.keys
-        start_keys(k_desc, v_desc, shared, drawn, keys_whole, block, BLOCK_K, COLUMNS)
-        wait_for_last()  # for start and delta; the first k comes meanwhile
-        for i in range(block.steps(group)):
-            h, q_block = block.place(i, group)
-            row = q_block * BLOCK_Q
-            place = block.rows_number(h, h_q, q_blocks, q_block) * BLOCK_Q
-            whole = used_q is None or row + BLOCK_Q <= block.rows
+        block = find_kv_block(kv_blocks, item, scheduler, ORDERED)
+        write_record(shared.items, drawn, block)
+        kv_whole = kv_blocks.span_k is None or block.start + kv_blocks.BLOCK_K <= block.keys
+        start_kv(k_desc, v_desc, shared, drawn, kv_whole, block)
+        wait_for_last()  # for -lse and -delta; the first k comes meanwhile
+        for i in range(block.steps(args.group)):
+            q_block = q_block_of(block, i, args)
             if shared.v_tiles.shape[0] > 1:
                 with_v = False
-                both = whole
+                whole = q_block.whole
             else:
                 with_v = i == 0
-                both = whole and (keys_whole or i > 0)
-            start_rows(
-                q_desc, start_desc, shared.q_ring, shared.starts, n, whole, block, h, row, place, BLOCK_Q, COLUMNS, 1
-            )
+                whole = q_block.whole and (kv_whole or i > 0)
+            q.start(n, q_block)
             if i == 0:
-                key_tails = end_keys(shared, drawn, keys_whole, key_tails, block, BLOCK_K, COLUMNS)
-            start_dout(
-                v_desc, dout_desc, delta_desc, shared, drawn, with_v, n, both, block, h, row, place,
-                BLOCK_Q, BLOCK_K, V_COLUMNS,
-            )  # fmt: skip
-            q_tails = end_rows(shared.q_ring, n, whole, q_tails, block.rows - row, BLOCK_Q, COLUMNS, 1)
-            dout_tails = end_dout(shared, with_v, n, both, dout_tails, block, row, BLOCK_Q, BLOCK_K, V_COLUMNS)
+                kv_tails = end_kv(shared, drawn, kv_whole, kv_tails, block)
+            start_dout(dout, v_desc, shared, drawn, with_v, n, whole, block, q_block)
+            q_tails = q.end(n, q_tails, q_block)
+            dout_tails = end_dout(dout, shared, with_v, n, whole, dout_tails, block, q_block)
             n += 1
         drawn += 1
-        item = next_item(counter, QUEUED)
-    close(counter, shared.keys, drawn)
+        item = next_item(counter, ORDERED)
+    close(counter, shared.items, drawn)

@@ -10,13 +10,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from saccade.backends.gluon.ptx import barrier_arrive, barrier_sync
 from saccade.backends.gluon.shim import aggregate, thread_barrier
 
+THREADS = gl.constexpr(288)
+"""Two consumers and the warp that loads."""
+CONSUMER_REGISTERS = gl.constexpr(240)
+OTHER_REGISTERS = gl.constexpr(24)
+
+# Named barriers; those up to d = 128 and those above share numbers.
 DQ = gl.constexpr(6)
-"""Backward: 6 and 7, from a consumer to its reduce warp."""
+"""6 and 7, from a consumer to its reduce warp."""
 DS = gl.constexpr(8)
-"""Backward: 8 to 11, ds of consumer 0 and 1 is there, by the parity of the tile."""
+"""8 to 11: ds of consumer 0 and 1 is there, by the parity of the tile."""
 Q_EMPTY = gl.constexpr(12)
 DOUT_EMPTY = gl.constexpr(14)
-"""Backward: 12 and 13, 14 and 15, one for each stage."""
+"""12 and 13, 14 and 15, one for each stage."""
 
 
 @aggregate
@@ -28,10 +34,6 @@ class DSExchange:
     """
 
     tiles: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles):
-        self.tiles = tiles
 
     @gluon.jit
     def tile(self, c: gl.constexpr, n):
@@ -54,11 +56,6 @@ class Outbox:
 
     tiles: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, empty):
-        self.tiles = tiles
-        self.empty = empty
 
     @gluon.jit
     def claim(self, c: gl.constexpr, n):
@@ -84,7 +81,7 @@ class Outbox:
 
 DS_THERE = gl.constexpr(8)
 P_THERE = gl.constexpr(9)
-"""Backward of wide heads: between the two consumers."""
+"""Above d = 128: between the two consumers."""
 
 
 @aggregate
@@ -97,11 +94,6 @@ class PDSExchange:
 
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, p, ds):
-        self.p = p
-        self.ds = ds
 
     @gluon.jit
     def give_p(self, x):

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.tiles import visible
-from saccade.backends.gluon.dropout import dropped
+from saccade.backends.gluon.dropout import apply_dropout
 from saccade.backends.gluon.ptx import opaque
 from saccade.backends.gluon.tiles import between
 
@@ -92,4 +92,4 @@ def thinned(weights, tile, dropout, b, h, q_idx):
     if dropout is None:
         return weights
     else:
-        return dropped(weights, dropout, b, h, q_idx, tile * weights.shape[1], False)
+        return apply_dropout(weights, dropout, b, h, q_idx, tile * weights.shape[1], False)

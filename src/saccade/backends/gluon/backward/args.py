@@ -1,0 +1,48 @@
+"""What the backward's kernels take: records that the host fills, and what all warps of a program know."""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+
+from saccade.backends.gluon.backward.kv_block import KVBlocks
+from saccade.backends.gluon.shim import Value, aggregate
+
+
+class ScoreArgs(NamedTuple):
+    """What makes weights of products."""
+
+    mask: Any
+    """a DeviceMask"""
+    score: Any
+    """a DeviceScore"""
+    scale: Any
+
+
+class PackedGradients(NamedTuple):
+    """dk and dv of packed sequences, for stores that end in the middle of a tile; None of other layouts."""
+
+    dk: Any
+    """a Head, as dv"""
+    dv: Any
+
+
+@aggregate
+class BackwardArgs:
+    """What is the same for all kv blocks of a call."""
+
+    kv_blocks: KVBlocks
+    score: Value
+    scale: gl.tensor
+    dropout: Value
+    """a DeviceDropout, or None"""
+    dq_semaphore: Value
+    """a DQSemaphore, or None"""
+    group: gl.tensor
+    h_q: gl.tensor
+    FOLD: gl.constexpr
+    """-lse / scale and -delta are what products are accumulated onto, in place of zeros."""
+    MASKED: gl.constexpr
+    """Some q blocks need the mask."""

@@ -1,0 +1,267 @@
+"""The consumers of the backward up to d = 128: dk and dv of 64 keys each, and half of every dq.
+
+A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv; ds
+while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier between
+`ds` and `dq` would make them meet. docs/findings/gluon_backward.md has what each choice was worth.
+
+Products are accumulated onto -lse / scale and -delta instead of zeros where that is cheaper (FOLD), and the mask is
+part of that start. Blocks with and without the mask have loops of their own: a branch between products in flight cost
+the forward 8 % even where it was not taken. Nothing is taken out of the loops (disable_licm): the addresses that LLVM
+would compute before them occupy registers, and others spill.
+"""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from saccade.backends.device.dropout import factor, opened
+from saccade.backends.gluon.backward.args import BackwardArgs
+from saccade.backends.gluon.backward.dq_accum import to_register_order
+from saccade.backends.gluon.backward.epilogue import store_keys
+from saccade.backends.gluon.backward.kv_block import KVBlock, next_place
+from saccade.backends.gluon.backward.pipeline import DSExchange, Outbox
+from saccade.backends.gluon.backward.scores import ScoreTile, spread
+from saccade.backends.gluon.backward.tile_scheduler import has_work, read_record
+from saccade.backends.gluon.dropout import score_gradient
+from saccade.backends.gluon.pipeline import Ring, Slots
+from saccade.backends.gluon.shim import Value, aggregate, wait_for_last
+
+SLOTS = gl.constexpr(2)
+"""Places for k, and for the record of what a kv block is, of blocks in use."""
+
+
+@gluon.constexpr_function
+def products(columns):
+    """The layout of a product [64, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@aggregate
+class Shared:
+    """What the groups of warps share."""
+
+    q_ring: Ring
+    dout_ring: Ring
+    items: Slots
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    neg_lse: gl.shared_memory_descriptor
+    neg_delta: gl.shared_memory_descriptor
+    ds: DSExchange
+    outbox: Outbox
+
+
+@aggregate
+class Consumer:
+    """Consumer c at work on a kv block, in `slot`: steps [first, end), which count on from block to block."""
+
+    c: gl.constexpr
+    args: BackwardArgs
+    dropout: Value
+    """opened, or None"""
+    shared: Shared
+    block: KVBlock
+    slot: gl.tensor
+    v_slot: gl.tensor
+    first: gl.tensor
+    end: gl.tensor
+    kv_idx: gl.tensor
+
+    @gluon.jit
+    def own(self, tiles, slot):
+        """The consumer's 64 rows of k or v, [64, BLOCK_D]."""
+        return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]]).slice(self.c * 64, 64, 0)
+
+    @gluon.jit
+    def issue_dq(self, n):
+        """Starts the consumer's half of dq = ds^T k of step n: of its 128 rows, or of the columns of its 64."""
+        BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        tiles = self.shared.k_tiles
+        COLUMNS: gl.constexpr = tiles.shape[4] * BLOCK_Q // 128
+        # [64, COLUMNS]
+        dq = gl.zeros([64, COLUMNS], gl.float32, products(COLUMNS))
+        # [BLOCK_K, BLOCK_Q]
+        ds = self.shared.ds.tiles.index(n & 1)
+        # [BLOCK_K, BLOCK_D]
+        k = tiles.index(self.slot).reshape([tiles.shape[3], tiles.shape[4]])
+        if BLOCK_Q == 128:
+            ds = ds.slice(self.c * 64, 64, 1)
+        else:
+            k = k.slice(self.c * COLUMNS, COLUMNS, 1)
+        return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def step(self, dk, dv, neg_lse, n, h, q_block, MASKED: gl.constexpr):
+        """One more q block: its dk and dv, and dq of the step before. Returns dk, dv and the next step's -lse."""
+        c: gl.constexpr = self.c
+        shared = self.shared
+        FOLD: gl.constexpr = self.args.FOLD
+        DTYPE: gl.constexpr = shared.k_tiles.dtype
+        BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        columns: gl.constexpr = gl.SliceLayout(0, products(BLOCK_Q))
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, MASKED)
+        zero = gl.zeros([64, BLOCK_Q], gl.float32, products(BLOCK_Q))
+        stage = n % 2
+        # [64, BLOCK_D]
+        k = self.own(shared.k_tiles, self.slot)
+        # [64, BLOCK_DV]
+        v = self.own(shared.v_tiles, self.v_slot)
+        # [BLOCK_Q, BLOCK_D]
+        q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, dk.shape[1]])
+        # [BLOCK_Q, BLOCK_DV]
+        dout = shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, dv.shape[1]])
+        # s and p: [64, BLOCK_Q]
+        if FOLD:
+            s = warpgroup_mma(k, q.permute((1, 0)), tile.start(neg_lse, zero), is_async=True)
+        else:
+            shared.q_ring.wait(n)
+            s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        shared.ds.take(c, n - 1)
+        dq = self.issue_dq(n - 1)
+        s = warpgroup_mma_wait(1, [s])
+        p, weights = tile.drop(tile.weights(s, shared.neg_lse.index(stage)))
+        p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
+        p = tile.apply_slope(p, s)
+        dq = warpgroup_mma_wait(0, [dq])
+        if n > self.first:
+            shared.outbox.claim(c, n - 1)
+            shared.outbox.send(c, to_register_order(dq))
+        shared.dout_ring.wait(n)
+        # dp and ds: [64, BLOCK_Q]
+        if FOLD:
+            dp = spread(shared.neg_delta.index(stage).load(columns), zero)
+            dp = warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
+        else:
+            dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp])
+        if self.dropout is not None:
+            delta = gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
+            ds = score_gradient(p, dp, delta, factor(self.dropout)).to(DTYPE)
+        else:
+            if not FOLD:
+                dp += gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
+            ds = (p * dp).to(DTYPE)
+        ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+        shared.ds.tile(c, n).store(ds)
+        fence_async_shared()
+        shared.ds.give(c, n)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, [dv])
+        shared.dout_ring.release(n)
+        if FOLD:
+            neg_lse = shared.neg_lse.index(shared.q_ring.wait(n + 1, n + 1 < self.end)).load(columns)
+        dk = warpgroup_mma_wait(0, [dk])
+        shared.q_ring.release(n)
+        return dk, dv, neg_lse
+
+    @gluon.jit
+    def steps(self, dk, dv):
+        """All steps of the block, those with the mask first. Returns dk and dv."""
+        block = self.block
+        group = self.args.group
+        first = self.first
+        end = self.end
+        BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        # [BLOCK_Q]
+        neg_lse = gl.zeros([BLOCK_Q], gl.float32, gl.SliceLayout(0, products(BLOCK_Q)))
+        if self.args.FOLD:
+            neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(neg_lse.type.layout)
+        if self.args.MASKED:
+            masked = first + block.edges(group)
+            blocks = block.edges(1)
+            h = block.share * group
+            i = gl.to_tensor(0)
+            for n in tl.range(first, masked, disable_licm=True):
+                dk, dv, neg_lse = self.step(dk, dv, neg_lse, n, h, block.edge(i), True)
+                h, i = next_place(h, i, blocks)
+            blocks = block.steps(1) - blocks
+            h = block.share * group
+            i = gl.to_tensor(0)
+            for n in tl.range(masked, end, disable_licm=True):
+                dk, dv, neg_lse = self.step(dk, dv, neg_lse, n, h, block.inner(i), False)
+                h, i = next_place(h, i, blocks)
+        else:
+            for n in tl.range(first, end, disable_licm=True):
+                h, q_block = block.place(n - first, group)
+                dk, dv, neg_lse = self.step(dk, dv, neg_lse, n, h, q_block, False)
+        return dk, dv
+
+
+@gluon.jit
+def consume(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args):
+    """Consumer c: dk and dv of its 64 keys, and its half of every dq, of one item after the other. Steps count on from
+    item to item, as all that warps hand over does."""
+    dropout = args.dropout
+    if dropout is not None:
+        dropout = opened(dropout)
+    wait_for_last()
+    n = gl.to_tensor(0)
+    item = gl.to_tensor(0)
+    shared.items.wait(0)
+    while has_work(shared.items, item):
+        n = consume_item(c, dk_desc, dv_desc, packed, shared, args, dropout, item, n)
+        item += 1
+        shared.items.wait(item)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropout, item, first):
+    """One kv block, whose first step is `first`. Returns the step after its last."""
+    BLOCK_D: gl.constexpr = shared.k_tiles.shape[4]
+    BLOCK_DV: gl.constexpr = shared.v_tiles.shape[4]
+    block = read_record(shared.items, item, args.kv_blocks)
+    # [64, BLOCK_D]
+    dk = gl.zeros([64, BLOCK_D], gl.float32, products(BLOCK_D))
+    # [64, BLOCK_DV]
+    dv = gl.zeros([64, BLOCK_DV], gl.float32, products(BLOCK_DV))
+    # [64]
+    kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, products(args.kv_blocks.BLOCK_Q)))
+    end = first + block.steps(args.group)
+    slot = item % SLOTS
+    v_slot = slot % shared.v_tiles.shape[0]
+    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx)
+    shared.ds.give(c, first - 1)
+    if item > 0:  # the last dk has left
+        tma.store_wait(0)
+        shared.items.release(item - 1)
+    dk, dv = consumer.steps(dk, dv)
+    shared.ds.take(c, end - 1)
+    dq = consumer.issue_dq(end - 1)
+    if dropout is not None:
+        dv *= factor(dropout)
+    block = read_record(shared.items, item, args.kv_blocks)  # once more: the loops need the registers
+    store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, dv, block)
+    dq = warpgroup_mma_wait(0, [dq])
+    shared.outbox.claim(c, end - 1)
+    shared.outbox.send(c, to_register_order(dq))
+    # Both consumers have read all of k when both have come here.
+    shared.ds.give(c, end)
+    shared.ds.take(c, end)
+    if shared.v_tiles.shape[0] == 1:
+        tma.store_wait(0)
+        mbarrier.arrive(shared.v_empty, count=1)
+    store(consumer, dk_desc, None if packed is None else packed.dk, shared.k_tiles, slot, dk * args.scale, block)
+    return end
+
+
+@gluon.jit
+def store(consumer, desc, x, tiles, slot, sums, block):
+    """Stores dk or dv of a consumer's keys in global memory, by way of its rows of k or v."""
+    rows = consumer.own(tiles, slot)
+    rows.store(sums.to(tiles.dtype))
+    fence_async_shared()
+    leaving = tiles.index(slot).slice(consumer.c * 64, 64, 2)
+    store_keys(desc, x, leaving, rows, block, block.start + consumer.c * 64, 0)

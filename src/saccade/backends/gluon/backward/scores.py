@@ -1,0 +1,102 @@
+"""A tile of scores, transposed: p = exp(k q^T - lse) with mask, modification and dropout, in registers."""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.backends.device.masks import FAR
+from saccade.backends.device.records import LOG2E
+from saccade.backends.device.tiles import logits, power, visible
+from saccade.backends.gluon.backward.kv_block import KVBlock
+from saccade.backends.gluon.dropout import apply_dropout, apply_slope, drop_marked
+from saccade.backends.gluon.shim import Value, aggregate
+from saccade.backends.gluon.tiles import between
+
+
+@gluon.jit
+def spread(numbers, zero):
+    """One number [BLOCK_Q] for each row as the start [64, BLOCK_Q] of a product."""
+    start, _ = gl.broadcast(gl.expand_dims(numbers, 0), zero)
+    return start
+
+
+@gluon.jit
+def apply_mask(x, mask, block, h, row, kv_idx):
+    """x [64, BLOCK_Q] where the keys see the rows from `row` on, and -inf elsewhere. Rows that are not in use need no
+    mask: their -lse is -inf."""
+    off = block.keys - block.rows
+    if mask.exact:
+        lo, hi, _, _ = mask.rows_of(mask.data, block.b, kv_idx, off)
+        if mask.lower:
+            return between(x, lo - row, gl.where(kv_idx < block.keys, hi, 0) - row, True, True)
+        else:  # the last rows see all that any do
+            return between(x, gl.where(kv_idx < block.keys, lo, FAR) - row, hi, True, False)
+    else:  # only the branch that is taken has a type
+        q_idx = row + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        seen = visible(mask, block.b, h, q_idx[None, :], kv_idx[:, None], block.rows, block.keys, off)
+        return gl.where(seen, x, float("-inf"))
+
+
+@aggregate
+class ScoreTile:
+    """64 keys of a kv block, and the rows of head h from `row` on. MASKED: some do not see some."""
+
+    args: Value
+    dropout: Value
+    """opened, or None"""
+    block: KVBlock
+    h: gl.tensor
+    row: gl.tensor
+    kv_idx: gl.tensor
+    MASKED: gl.constexpr
+
+    @gluon.jit
+    def q_idx(self, x):
+        """[BLOCK_Q]"""
+        return self.row + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+
+    @gluon.jit
+    def apply_mask(self, x):
+        if self.MASKED:
+            return apply_mask(x, self.args.kv_blocks.mask, self.block, self.h, self.row, self.kv_idx)
+        else:
+            return x
+
+    @gluon.jit
+    def start(self, neg_lse, zero):
+        """What k q^T is accumulated onto (FOLD): -lse / scale, with the mask."""
+        return self.apply_mask(spread(neg_lse, zero))
+
+    @gluon.jit
+    def weights(self, s, neg_lse):
+        """p of the product s [64, BLOCK_Q]: the softmax's, before dropout. neg_lse: in shared memory."""
+        args = self.args
+        if args.FOLD:
+            return gl.exp2(s * (args.scale * LOG2E))
+        else:
+            x = logits(s, args.score, args.scale, self.block.b, self.h, self.q_idx(s)[None, :], self.kv_idx[:, None])
+            x += gl.expand_dims(neg_lse.load(gl.SliceLayout(0, s.type.layout)), 0)
+            return power(self.apply_mask(x), args.score)
+
+    @gluon.jit
+    def drop(self, p):
+        """p, marked where there is dropout, and what dropout keeps of it."""
+        if self.dropout is None:
+            return p, p
+        else:
+            p = apply_dropout(p, self.dropout, self.block.b, self.h, self.row, self.kv_idx, True)
+            return p, drop_marked(p)
+
+    @gluon.jit
+    def apply_slope(self, p, s):
+        """p times the score function's slope at the product s. Where p is zero the slope may be anything."""
+        args = self.args
+        if args.score.steady:
+            return p
+        else:
+            q_idx = self.q_idx(s)[None, :]
+            x = s * args.scale
+            slope = args.score.slope(args.score.data, x, self.block.b, self.h, q_idx, self.kv_idx[:, None])
+            return apply_slope(p, slope, self.dropout is not None)
