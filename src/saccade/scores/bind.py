@@ -1,4 +1,4 @@
-"""From what the user passes as `score_mod` to the Score that a Problem holds, and back from its flat form."""
+"""From a function of the score to the Score that a Problem holds, and back from its flat form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ from saccade.scores.codegen.program_cache import cache
 from saccade.scores.codegen.ranges import check_integers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.recorder import record
-from saccade.scores.recording.recording_cache import keep, kept
-from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of, one_by_one
+from saccade.scores.recording.recording_cache import find_recording, put_recording
+from saccade.scores.score_mod import (
+    Function,
+    Predicate,
+    Score,
+    ScoreMod,
+    Traced,
+    WithDerivative,
+    name_of,
+    one_by_one,
+)
 
 
 def is_kind(word: str) -> bool:
@@ -30,73 +39,71 @@ def is_kind(word: str) -> bool:
 
 
 def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
-    """The Score of any callable, traced the first time.
+    """The Score of any callable, which is traced the first time.
 
     Raises:
         TypeError: not callable.
-        ValueError: a function that cannot be traced, a derivative that is wrong, tensors on other devices.
+        ValueError: a function that cannot be traced, a wrong derivative, tensors on other devices.
     """
     if score_mod is None or isinstance(score_mod, Score):
         return score_mod
     if not callable(score_mod):
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
     if torch.compiler.is_compiling():
-        # Here, as it imports torch's compiler, which takes as long as torch itself.
+        # Imported here, as it imports torch's compiler, which takes as long as torch itself.
         from saccade.scores import bind_compiled
 
         return bind_compiled.bind(score_mod, q)
     if not isinstance(score_mod, CallbackMod):
-        return _bound(score_mod, q)
-    values, kept = score_mod.values(q), score_mod.bound
-    if kept is not None and kept[0] == values:
-        return kept[1]
-    made = _bound(score_mod, q)
-    # What is computed of a tensor beforehand is of what it holds now.
-    score_mod.bound = (values, made) if made.program.before[1] is made.program.numbers[1] is None else None
-    return made
+        return _bind(score_mod, q)
+    values, last = score_mod.values(q), score_mod.bound
+    if last is not None and last[0] == values:
+        return last[1]
+    score = _bind(score_mod, q)
+    # A value that is computed of a tensor is of what the tensor holds now.
+    computes = score.program.before[1] is not None or score.program.numbers[1] is not None
+    score_mod.bound = None if computes else (values, score)
+    return score
 
 
-def _bound(score_mod: Function, q: Tensor) -> Traced:
-    fn: Any = score_mod
+def _bind(score_mod: Function, q: Tensor) -> Traced:
     own = isinstance(score_mod, ScoreMod) and score_mod.bprop is not None
-    if own:
-        fn = WithDerivative(fn)
+    fn = WithDerivative(score_mod) if isinstance(score_mod, ScoreMod) and own else score_mod
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    form = dtype, q.device, name
-    found = kept(score_mod, form)
-    if found is not None and found.sure:
-        tensors, numbers = _values(found.program, *found.inputs(score_mod), q.device)
-        return Traced(found.program, tensors, numbers, score_mod, found.rows)
+    settings = dtype, q.device, name
+    proven = find_recording(score_mod, settings)
+    if proven is not None and proven.sure:
+        tensors, numbers = _values(proven.program, *proven.inputs(score_mod), q.device)
+        return Traced(proven.program, tensors, numbers, score_mod, proven.rows)
     recording = record(fn, dtype, q.device, 1 + own)
     program, tape = cache.program(recording, name), recording.tape
     if isinstance(score_mod, CallbackMod) and program.recorded is None:
         program.recorded = recorded(score_mod, program, tape)
-    made = Traced(program, *_values(program, tape.tensors, tape.numbers, q.device), score_mod, tape.rows)
+    score = Traced(program, *_values(program, tape.tensors, tape.numbers, q.device), score_mod, tape.rows)
     if not program.checked and isinstance(score_mod, ScoreMod):
-        check_derivative(made, q.device, *score_mod.sample())
+        check_derivative(score, q.device, *score_mod.sample())
         program.checked = True
-    keep(score_mod, form, recording, program, found)
-    return made
+    put_recording(score_mod, settings, recording, program, proven)
+    return score
 
 
 def _values(
     program: Program, given: Sequence[Tensor], numbers: Sequence[Any], device: torch.device | None
 ) -> tuple[list[Tensor], list[Any]]:
-    """The tensors and the numbers of a program, of what its function captures."""
+    """A program's tensors and numbers, from those that its function captures."""
     check_integers(numbers)
     tensors = [x if device is None else _on(x, device) for x in given]
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
 def captured(score_mod: Any) -> list[Tensor]:
-    """The leaves of autograd's graph behind what a function captures, and its other tensors that require a gradient."""
+    """The leaves of autograd's graph that a function's captured tensors come from."""
     if score_mod is None or isinstance(score_mod, Score):
         return []
-    held = record(score_mod, torch.float32, torch.device("cpu")).tape.tensors
-    found: dict[int, Tensor] = {}
-    nodes = [x.grad_fn for x in held if x.grad_fn is not None]
-    found = {id(x): x for x in held if x.requires_grad and x.grad_fn is None}
+    tensors = record(score_mod, torch.float32, torch.device("cpu")).tape.tensors
+    leaves = {id(x): x for x in tensors if x.requires_grad and x.grad_fn is None}
+    nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
     met = set()
     while nodes:
         node = nodes.pop()
@@ -104,13 +111,13 @@ def captured(score_mod: Any) -> list[Tensor]:
             continue
         met.add(node)
         if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
+            leaves[id(node.variable)] = node.variable
         nodes += [x for x, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())
 
 
 def predicate(fn: Function, name: str | None = None) -> Any:
-    """A function (b, h, q_idx, kv_idx) -> bool as a program without a score.
+    """A function (b, h, q_idx, kv_idx) -> bool, traced as a score function that ignores the score.
 
     Raises:
         ValueError: a function that cannot be recorded.
@@ -119,24 +126,21 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         from saccade.scores import bind_compiled
 
         return bind_compiled.bind_predicate(fn, name)
-    form = "predicate", name
-    found = kept(fn, form)
-    if found is not None and found.sure:
-        program, (given, numbers) = found.program, found.inputs(fn)
+    settings = "predicate", name
+    proven = find_recording(fn, settings)
+    if proven is not None and proven.sure:
+        program, (given, numbers) = proven.program, proven.inputs(fn)
     else:
         recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
-        program, given, numbers = (
-            cache.program(recording, name or name_of(fn)),
-            recording.tape.tensors,
-            recording.tape.numbers,
-        )
-        keep(fn, form, recording, program, found)
+        program, tape = cache.program(recording, name or name_of(fn)), recording.tape
+        given, numbers = tape.tensors, tape.numbers
+        put_recording(fn, settings, recording, program, proven)
     tensors, numbers = _values(program, given, numbers, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 
 
 def evaluated(fn: Function, *at: Tensor) -> Tensor:
-    """A predicate by the function itself, bool of the shape of all four indices."""
+    """What a predicate returns when it runs itself: a bool tensor of the shape of all four indices."""
     if record(Predicate(fn), torch.float32, at[0].device).tape.rows:
         score = torch.zeros([x.numel() for x in at], device=at[0].device)
         return one_by_one(Predicate(fn))(score, *at) != 0
@@ -167,7 +171,7 @@ def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Seq
 
 
 def check_derivative(score: Traced, device: torch.device, rows: int, keys: int) -> None:
-    """A user's own derivative against the one that autograd finds, on numbers, of the first rows and keys.
+    """Compares a user's own derivative with autograd's, on numbers, at the first rows and keys.
 
     Raises:
         ValueError: they differ.
@@ -189,12 +193,12 @@ def check_derivative(score: Traced, device: torch.device, rows: int, keys: int) 
 
 
 _RELATIVE = 1e-3
-"""Far above rounding, far below a formula that is wrong."""
+"""Far above rounding, far below the error of a wrong formula."""
 
 
 def from_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Score | None:
-    """The inverse of a Score's `identity`, `tensors`, `ints` and `floats`; takes what it needs from the front of the
-    lists of numbers."""
+    """The inverse of a Score's `identity`, `tensors`, `ints` and `floats`. It takes its numbers from the front of the
+    lists."""
     if identity == "none":
         return None
     return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_records(identity, list(tensors), ints, floats)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.bounded_cache import BoundedCache, CacheInfo
 from saccade.scores.callbacks.callback_key import Callback, callback_key
 from saccade.scores.callbacks.graph import Graph, Recording, data_type
-from saccade.scores.codegen.program_cache import CacheInfo
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
 from saccade.scores.recording.tape import is_number
 from saccade.scores.score_mod import Score, ScoreMod, name_of
@@ -68,9 +68,9 @@ def score_callback(
             device. Those of one element on the CPU are runtime numbers. What requires a gradient gets one.
         score_mod_bprop_tensors: the same for score_mod_bprop.
 
-    The callback is called when it is new: a function is known by its code and by the values that it captures, and a
-    bound method or an object by its `score_mod_graph_cache_key`, a value or a function. Without one it is called each
-    time. Equal graphs are traced and compiled once, however they came about, and so are all values of the tensors.
+    A callback is called when it is new. A function is known while a proof holds that nothing which it reads has changed,
+    a bound method or an object by its `score_mod_graph_cache_key`, a value or a function. Any other callback is called
+    each time. Equal graphs are traced and compiled once, for all values of the tensors.
 
     Raises:
         TypeError: arguments of other types, or a callback that returns no value of the graph.
@@ -145,49 +145,38 @@ def _checked(tensors: Tensors | None) -> Tensors:
     return tensors
 
 
-MAXSIZE = 256
-
-
 class _Cache:
-    """Recordings by the keys of their callbacks. No lock is held while a callback runs, nor is one needed: two threads
-    may record the same."""
+    """Recordings by the keys of their callbacks. No lock is held while a callback runs: two threads may record the
+    same graph."""
 
     def __init__(self) -> None:
-        self.recordings: dict[Any, Recorded] = {}
-        self.linear: dict[Recording, None] = {}
-        self.mods: dict[Any, tuple[list[Tensor], CallbackMod]] = {}
-        self.hits = self.misses = 0
+        self.recordings: BoundedCache[Any, Recorded] = BoundedCache(256)
+        self.linear: BoundedCache[Recording, bool] = BoundedCache(256)
+        self.mods: BoundedCache[Any, tuple[list[Tensor], CallbackMod]] = BoundedCache(256)
 
     def recorded(self, score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> Recorded:
         keys = callback_key(score_mod), callback_key(bprop)
         forms = (tuple((name, x.dtype) for name, x in tensors.items()) for tensors in (given, given_bprop))
         key = None if None in keys else (*keys, *forms)
-        found = self.recordings.get(key) if key is not None else None
-        if found is not None:
-            self.hits += 1
-            return found
-        self.misses += 1
-        found = _record(score_mod, bprop, given, given_bprop)
-        if key is not None:
-            _put(self.recordings, key, found)
-        return found
+        recording = self.recordings.get(key)
+        if recording is None:
+            recording = _record(score_mod, bprop, given, given_bprop)
+            if key is not None and keys == (callback_key(score_mod), callback_key(bprop)):
+                self.recordings.put(key, recording)
+        return recording
 
     def of_numbers(self, found: Recorded, held: list[Tensor]) -> CallbackMod:
         """The modification of the same callbacks and tensors, which are numbers: it is cheap to keep, and reads their
         values in each call."""
         key = *found, *((id(x), x.data_ptr()) for x in held)
-        kept = self.mods.get(key)
-        if kept is None:
-            kept = held, _modification(found, held)
-            _put(self.mods, key, kept)
-        return kept[1]
+        return self.mods.get_or_make(key, lambda: (held, _modification(found, held)))[1]
 
     def check_linear(self, recording: Recording, tensors: list[Tensor]) -> None:
         """
         Raises:
             ValueError: a derivative that is no factor of dP.
         """
-        if recording in self.linear:
+        if self.linear.get(recording):
             return
         device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
         dP = torch.tensor([[0.0], [1.0], [-2.5], [1e3]], dtype=torch.float64, device=device)
@@ -203,14 +192,7 @@ class _Cache:
                 f"score_mod_bprop {recording.name} must be linear in dP: of dP = {dP[row, 0]:g} it makes "
                 f"{found[row, column]:g}, and of dP = 1 {found[1, column]:g}"
             )
-        _put(self.linear, recording, None)
-
-
-def _put(held: dict[Any, Any], key: Any, value: Any) -> None:
-    """Into a bounded dictionary, of which the oldest goes."""
-    held[key] = value
-    if len(held) > MAXSIZE:
-        held.pop(next(iter(held)), None)
+        self.linear.put(recording, True)
 
 
 _RELATIVE = 1e-6
@@ -245,7 +227,7 @@ def _inputs(graph: Graph, given: Tensors, first: int) -> dict[str, Any]:
 
 def callback_info() -> CacheInfo:
     """How many callbacks were found in the cache, and how many were recorded."""
-    return CacheInfo(_cache.hits, _cache.misses, MAXSIZE, len(_cache.recordings))
+    return _cache.recordings.info()
 
 
 def callback_clear() -> None:
@@ -253,4 +235,3 @@ def callback_clear() -> None:
     _cache.recordings.clear()
     _cache.linear.clear()
     _cache.mods.clear()
-    _cache.hits = _cache.misses = 0

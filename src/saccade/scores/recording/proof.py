@@ -48,13 +48,14 @@ class Proof:
     Args:
         fn: the function.
         called: torch's functions that its recording called.
+        attributes: what its arguments have besides the attributes of tensors.
 
     Raises:
         Unproven: nothing is known of when it would be the same.
     """
 
-    def __init__(self, fn: Any, called: set[Any]) -> None:
-        self.called, self.checks, self.met = called, [], set()
+    def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
+        self.called, self.attributes, self.checks, self.met = called, attributes, [], set()
         self.tensors: list[tuple[weakref.ref[Tensor], Find]] = []
         """Those that were found, and where."""
         self._function(lambda root: root, fn)
@@ -151,6 +152,8 @@ class Proof:
         self.met.discard(id(fn))
 
     def _of_tensors(self, name: str) -> None:
+        if name in self.attributes:
+            return
         held = getattr(Tensor, name, _MISSING)
         if type(held) not in _OF_C and not any(held is x for x in self.called):  # it may read anything
             raise Unproven
@@ -175,6 +178,8 @@ class Proof:
             self._follow(lambda root: vars(x).get(path[0], _MISSING), vars(x)[path[0]], path[1:])
         elif type(x) in (*_NUMBERS, *_SAME):
             self._plain(find, x)
+        elif len(path) == 1 and path[0] in getattr(x, "__members__", ()):  # an enumeration
+            self.checks.append(lambda root: find(root) is x)
         elif type(x) in (Tensor, torch.nn.Parameter):
             if path[0] in vars(x):  # an attribute that somebody gave it
                 raise Unproven

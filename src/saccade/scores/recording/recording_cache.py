@@ -1,23 +1,21 @@
-"""Recordings that are kept with their proofs: a function that has one runs again where it no longer holds."""
+"""Recordings with their proofs: a function runs again when its proof no longer holds."""
 
 from __future__ import annotations
 
 import types
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.bounded_cache import BoundedCache
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.proof import Find, Proof, Unproven
 from saccade.scores.recording.recorder import Recording
 
-MAXSIZE = 256
 
-
-class Kept(NamedTuple):
-    """A Program, and where its function finds what it takes."""
+class ProvenRecording(NamedTuple):
+    """A Program, and where its function finds the tensors and numbers that it takes."""
 
     proof: Proof
     program: Program
@@ -25,51 +23,43 @@ class Kept(NamedTuple):
     numbers: tuple[tuple[Any, Find | None], ...]
     """Numbers, and the tensors that they are read of."""
     rows: bool
-    alive: tuple[Any, ...]
-    """Weak references, which take it away with what they refer to."""
     sure: bool
-    """The proof is older than the recording. Else another thread may have changed something between the two."""
+    """The proof is older than the recording. Otherwise another thread may have changed something between the two."""
 
     def inputs(self, fn: Any) -> tuple[list[Tensor], list[Any]]:
         tensors = [find(fn) for find in self.tensors]
         return tensors, [x if find is None else find(fn).item() for x, find in self.numbers]
 
 
-_kept: dict[Any, Kept] = {}
+_cache: BoundedCache[Any, ProvenRecording] = BoundedCache(256)
 
 
-def kept(fn: Any, form: Any) -> Kept | None:
-    """What is known of a function whose proof holds; `form` is all else that a recording depends on. Its recording is
-    the function's if it is `sure`."""
-    found = _kept.get(_key(fn, form))
-    return found if found is not None and found.proof.holds(fn) else None
+def find_recording(fn: Any, settings: Any) -> ProvenRecording | None:
+    """The recording of a function whose proof holds. `settings` are what a recording depends on besides the function.
+    It may be used where it is `sure`."""
+    proven = _cache.get(_key(fn, settings))
+    return proven if proven is not None and proven.proof.holds(fn) else None
 
 
-def keep(fn: Any, form: Any, recording: Recording, program: Program, older: Kept | None) -> None:
-    """Keeps a recording if there is a proof for it, surely if `older` was `kept` before the recording and still is."""
+def put_recording(
+    fn: Any, settings: Any, recording: Recording, program: Program, older: ProvenRecording | None
+) -> None:
+    """Caches a recording that has a proof. It is sure if `older`, which was found before the recording, still holds."""
     if recording.called is None:
         return
-    key = _key(fn, form)
+    key, tape = _key(fn, settings), recording.tape
     try:
         sure = older is not None and older.proof.holds(fn)
         proof = older.proof if older is not None and sure else Proof(fn, recording.called)
-        tensors = tuple([proof.find(x) for x in recording.tape.tensors])
-        read = [None if x is None else proof.find(x) for x in recording.tape.sources]
-        parts = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
-        alive = tuple([weakref.ref(x, lambda _: _kept.pop(key, None)) for x in parts])
-    except (Unproven, TypeError):  # or what has no weak references
-        _kept.pop(key, None)
-        return
-    if len(_kept) >= MAXSIZE:
-        _kept.clear()
-    numbers = tuple(zip(recording.tape.numbers, read, strict=True))
-    _kept[key] = Kept(proof, program, tensors, numbers, recording.tape.rows, alive, sure)
+        tensors = tuple([proof.find(x) for x in tape.tensors])
+        sources = [None if x is None else proof.find(x) for x in tape.sources]
+        numbers = tuple(zip(tape.numbers, sources, strict=True))
+        owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
+        _cache.put(key, ProvenRecording(proof, program, tensors, numbers, tape.rows, sure), owners)
+    except (Unproven, TypeError):  # TypeError: an owner without weak references
+        _cache.discard(key)
 
 
-def _key(fn: Any, form: Any) -> Any:
+def _key(fn: Any, settings: Any) -> Any:
     same = (id(fn.__func__), id(fn.__self__)) if type(fn) is types.MethodType else id(fn)
-    return same, form, torch.is_grad_enabled(), torch.get_default_dtype()
-
-
-def forget() -> None:
-    _kept.clear()
+    return same, settings, torch.is_grad_enabled(), torch.get_default_dtype()
