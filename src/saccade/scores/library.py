@@ -128,7 +128,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     shared = table.shape[0] == 1
     return Ready(
         "relative_bias",
-        partial(_relative_bias, reach=table.shape[1] // 2, last=table.shape[1] - 1, shared=shared),
+        partial(_relative_bias, reach=table.shape[1] // 2, shared=shared),
         table,
         heads=0,
         shares=True,
@@ -136,23 +136,14 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 
 def _relative_bias(
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    table: Tensor,
-    *,
-    reach: int,
-    last: int,
-    shared: bool,
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, table: Tensor, *, reach: int, shared: bool
 ) -> Tensor:
-    return score + table[0 if shared else h, _column(q_idx, kv_idx, reach, last)]
+    return score + table[0 if shared else h, _column(q_idx, kv_idx, reach)]
 
 
-def _column(q_idx: Tensor, kv_idx: Tensor, reach: int, last: int) -> Tensor:
-    """clamp(kv_idx - q_idx, -reach, reach) + reach, in the form that is plainly never negative; last is 2 reach."""
-    return (kv_idx - q_idx + reach).clamp(min=0).clamp(max=last)
+def _column(q_idx: Tensor, kv_idx: Tensor, reach: int) -> Tensor:
+    """clamp(kv_idx - q_idx, -reach, reach) + reach, in a form that is plainly never negative."""
+    return (kv_idx - q_idx + reach).clamp(min=0).clamp(max=2 * reach)
 
 
 def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
@@ -186,23 +177,14 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
             f"bucket each, up to {LONGEST}, got {max_distance!r}"
         )
     buckets = t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
-    return Ready("t5_bias", partial(_t5_bias, reach=max_distance, last=2 * max_distance), table, buckets, heads=1)
+    return Ready("t5_bias", partial(_t5_bias, reach=max_distance), table, buckets, heads=1)
 
 
 def _t5_bias(
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    table: Tensor,
-    buckets: Tensor,
-    *,
-    reach: int,
-    last: int,
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, table: Tensor, buckets: Tensor, *, reach: int
 ) -> Tensor:
     # The table for every distance, made once: rounding in a logarithm may move a distance to the next bucket.
-    return score + table[buckets].mT[h, _column(q_idx, kv_idx, reach, last)]
+    return score + table[buckets].mT[h, _column(q_idx, kv_idx, reach)]
 
 
 def t5_buckets(buckets: int, bidirectional: bool, max_distance: int) -> Tensor:

@@ -83,43 +83,27 @@ def _binary(numbers: str, arguments: tuple[str, str], **values: Callable[..., Te
     return {name: Operation(arguments, numbers, value) for name, value in values.items()}
 
 
+def _of_torch(names: str) -> dict[str, Callable[..., Tensor]]:
+    """Operations that torch has by the same name."""
+    return {name: getattr(torch, name) for name in names.split()}
+
+
 OPERATIONS: dict[str, Operation] = {
-    **_unary("whole", abs=torch.abs, identity=lambda x: x, neg=torch.neg),
-    **_unary(
-        "real",
-        ceil=torch.ceil,
-        cos=torch.cos,
-        elu=F.elu,
-        erf=torch.erf,
-        exp=torch.exp,
-        floor=torch.floor,
-        gelu=F.gelu,
-        gelu_approx_tanh=lambda x: F.gelu(x, approximate="tanh"),
-        log=torch.log,
-        reciprocal=torch.reciprocal,
-        rsqrt=torch.rsqrt,
-        sigmoid=torch.sigmoid,
-        sin=torch.sin,
-        softplus=F.softplus,
-        sqrt=torch.sqrt,
-        tan=lambda x: torch.sin(x) / torch.cos(x),
-        tanh=torch.tanh,
-    ),
-    **_unary("bool", logical_not=torch.logical_not),
-    **_binary("whole", ("a", "b"), add=torch.add, add_square=lambda a, b: a + b * b, mul=torch.mul, sub=torch.sub),
-    **_binary("real", ("a", "b"), div=torch.div),
-    **_binary("bool", ("a", "b"), logical_and=torch.logical_and, logical_or=torch.logical_or),
+    **_unary("whole", identity=lambda x: x, **_of_torch("abs neg")),
+    **_unary("real", **_of_torch("ceil cos erf exp floor log reciprocal rsqrt sigmoid sin sqrt tanh")),
+    **_unary("real", elu=F.elu, gelu=F.gelu, softplus=F.softplus, tan=lambda x: torch.sin(x) / torch.cos(x)),
+    **_unary("real", gelu_approx_tanh=lambda x: F.gelu(x, approximate="tanh")),
+    **_unary("bool", **_of_torch("logical_not")),
+    **_binary("whole", ("a", "b"), add_square=lambda a, b: a + b * b, **_of_torch("add mul sub")),
+    **_binary("real", ("a", "b"), **_of_torch("div")),
+    **_binary("bool", ("a", "b"), **_of_torch("logical_and logical_or")),
     **_binary("whole", ("input0", "input1"), max=torch.maximum, min=torch.minimum, mod=torch.fmod),
-    **_binary("real", ("input0", "input1"), pow=torch.pow),
+    **_binary("real", ("input0", "input1"), **_of_torch("pow")),
     **_binary(
         "whole",
         ("input", "comparison"),
-        cmp_eq=torch.eq,
-        cmp_ge=torch.ge,
-        cmp_gt=torch.gt,
-        cmp_le=torch.le,
-        cmp_lt=torch.lt,
         cmp_neq=torch.ne,
+        **{f"cmp_{name}": value for name, value in _of_torch("eq ge gt le lt").items()},
     ),
     "bias": Operation(("input", "bias"), "whole", torch.add),
     "scale": Operation(("input", "scale"), "whole", torch.mul),

@@ -68,9 +68,9 @@ def score_callback(
             device. Those of one element on the CPU are runtime numbers. What requires a gradient gets one.
         score_mod_bprop_tensors: the same for score_mod_bprop.
 
-    A callback is called when it is new. A function is known while a proof holds that nothing which it reads has changed,
-    a bound method or an object by its `score_mod_graph_cache_key`, a value or a function. Any other callback is called
-    each time. Equal graphs are traced and compiled once, for all values of the tensors.
+    A callback is called when it is new. A function is known while a proof holds that nothing it reads has changed; a
+    bound method or an object is known by its `score_mod_graph_cache_key`, a value or a function. Any other callback is
+    called each time. Equal graphs are traced and compiled once, for all values of the tensors.
 
     Raises:
         TypeError: arguments of other types, or a callback that returns no value of the graph.

@@ -55,7 +55,7 @@ class Assembly:
             for node, held in zip(kept, program.number_nodes, strict=True):
                 node.meta["val"] = held.meta["val"]
         self.made: dict[fx.Node, Any] = {}
-        output = next(x for x in source.nodes if x.op == "output").args[0]
+        output = source.output_node().args[0]
         self.first, self.places = output
 
     def outputs(self) -> tuple[Any, ...]:

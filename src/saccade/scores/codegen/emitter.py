@@ -66,16 +66,27 @@ _INT = {
     "abs": "tl.abs({})", "neg": "(-{})", "sign": "signed({})", "sgn": "signed({})",
     "bitwise_not": "(~{})", "relu": "tl.maximum({}, 0)",
 }  # fmt: skip
-_BINARY = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})"}
+_BINARY = {
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "maximum": "larger({}, {})",
+    "minimum": "smaller({}, {})", "fmax": "tl.maximum({}, {})", "fmin": "tl.minimum({}, {})",
+    "floor_divide": "tl.floor({} / {})", "remainder": "remainder({}, {})", "fmod": "fmod({}, {})",
+}  # fmt: skip
+_INT_BINARY = {
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "maximum": "tl.maximum({}, {})",
+    "minimum": "tl.minimum({}, {})", "bitwise_and": "({} & {})", "bitwise_or": "({} | {})", "bitwise_xor": "({} ^ {})",
+    "bitwise_left_shift": "({} << {})", "bitwise_right_shift": "({} >> {})",
+}  # fmt: skip
 _SAME_AS = {
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift",
     "__rshift__": "bitwise_right_shift", "clamp_min": "maximum", "clamp_max": "minimum",
 }  # fmt: skip
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_BITS = {
-    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
-    "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
+_TRUTH = {
+    "logical_and": "({} & {})", "logical_or": "({} | {})", "logical_xor": "({} ^ {})",
+    "logical_not": "({} == 0)", "bitwise_not": "({} == 0)", "bitwise_and": "({} & {})", "bitwise_or": "({} | {})",
+    "bitwise_xor": "({} ^ {})", "where": "(({0} & {1}) | (({0} == 0) & {2}))",
 }  # fmt: skip
+_CLASSES = {"isnan": "({0} != {0})", "isinf": "(tl.abs({}) == INF)", "isfinite": "(tl.abs({}) < INF)"}
 
 
 class Emitter:
@@ -144,7 +155,7 @@ class Emitter:
             return self._boolean(name, node, args)
         return self._keep(self._float(name, node, args), "float", self._shape(args))
 
-    def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:  # noqa: C901 (a table of operations)
+    def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:
         given = [None if x is None else self.float(x) for x in args]
         alpha = node.kwargs.get("alpha", 1)
         if name in ("add", "sub") and alpha != 1:
@@ -161,26 +172,15 @@ class Emitter:
                 few = self.form.fast and args[1].shape != self._shape(args)
                 exact = f"({given[0]} * (1.0 / {given[1]}))" if few and not mode else f"({given[0]} / {given[1]})"
                 return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
-            case "floor_divide":
-                return f"tl.floor({given[0]} / {given[1]})"
-            case "remainder" | "fmod":
-                return f"{name}({given[0]}, {given[1]})"
             case "pow":
                 return _power(given[0], given[1], node.args[1])
             case "where":
                 return f"tl.where({self.bool(args[0])}, {given[1]}, {given[2]})"
-            case "maximum" | "minimum":
-                return f"{'larger' if name == 'maximum' else 'smaller'}({given[0]}, {given[1]})"
-            case "fmax" | "fmin":
-                return f"tl.{'maximum' if name == 'fmax' else 'minimum'}({given[0]}, {given[1]})"
             case "clamp":
-                x = given[0]
-                if len(given) > 1 and given[1] is not None:
-                    x = f"larger({x}, {given[1]})"
-                return f"smaller({x}, {given[2]})" if len(given) > 2 and given[2] is not None else x
+                return _clamped(_BINARY, given)
         raise Refused(f"{name} has no device form; write it with other operations", None)
 
-    def _integer(self, name: str, node: fx.Node, args: list[Any]) -> Value:  # noqa: C901 (a table of operations)
+    def _integer(self, name: str, node: fx.Node, args: list[Any]) -> Value:
         shape = self._shape(args)
         if name == "where":
             span = min(args[1].span[0], args[2].span[0]), max(args[1].span[1], args[2].span[1])
@@ -194,21 +194,13 @@ class Emitter:
         wide = not all(fits(x) for x in (*spans, span) if x is not None)
         given = [None if x is None else self.int(x, wide) for x in args]
         parts = None
-        if name in _BINARY:
-            text = _BINARY[name].format(*given)
-            parts = (name, args[0], args[1]) if name != "mul" else None
+        if name in _INT_BINARY:
+            text = _INT_BINARY[name].format(*given)
+            parts = (name, args[0], args[1]) if name in ("add", "sub") else None
         elif name in _INT:
             text = _INT[name].format(given[0])
-        elif name in _BITS:
-            text = f"({given[0]} {_BITS[name]} {given[1]})"
-        elif name in ("maximum", "minimum"):
-            text = f"tl.{name}({given[0]}, {given[1]})"
         elif name == "clamp":
-            text = given[0]
-            if given[1] is not None:
-                text = f"tl.maximum({text}, {given[1]})"
-            if len(given) > 2 and given[2] is not None:
-                text = f"tl.minimum({text}, {given[2]})"
+            text = _clamped(_INT_BINARY, given)
         elif name in ("floor_divide", "div", "remainder", "fmod"):
             floors = name != "fmod" and node.kwargs.get("rounding_mode") != "trunc"
             text = self._divided(name in ("remainder", "fmod"), floors, args, given)
@@ -240,18 +232,10 @@ class Emitter:
             wide = any(x.kind == "wide" for x in args)
             a, b = (self.float(x) if floats else self.int(x, wide) for x in args)
             return self._keep(f"({a} {_COMPARE[name]} {b})", "bool", shape)
-        if name in ("isnan", "isinf", "isfinite"):
-            x = self.float(args[0])
-            test = {"isnan": f"({x} != {x})", "isinf": f"(tl.abs({x}) == INF)", "isfinite": f"(tl.abs({x}) < INF)"}
-            return self._keep(test[name], "bool", shape)
-        given = [self.bool(x) for x in args]
-        words = {"logical_and": "&", "logical_or": "|", "logical_xor": "^", **_BITS}
-        if name in ("logical_not", "bitwise_not"):
-            return self._keep(f"({given[0]} == 0)", "bool", shape)
-        if name == "where":
-            return self._keep(f"(({given[0]} & {given[1]}) | (({given[0]} == 0) & {given[2]}))", "bool", shape)
-        if name in words:
-            return self._keep(f"({given[0]} {words[name]} {given[1]})", "bool", shape)
+        if name in _CLASSES:
+            return self._keep(_CLASSES[name].format(self.float(args[0])), "bool", shape)
+        if name in _TRUTH:
+            return self._keep(_TRUTH[name].format(*(self.bool(x) for x in args)), "bool", shape)
         raise Refused(f"{name} of booleans has no device form; write it with other operations", None)
 
     def _cast(self, node: fx.Node) -> Value:
@@ -367,6 +351,14 @@ def _needed(node: fx.Node) -> Sequence[Any]:
     if node.op == "placeholder":
         return ()
     return node.meta.get("at", ()) if name_of(node) in ("index", "reshape") else node.args
+
+
+def _clamped(table: dict[str, str], given: Sequence[Any]) -> str:
+    """A number between bounds, which may be None or left out."""
+    text = given[0]
+    for name, bound in zip(("maximum", "minimum"), given[1:], strict=False):
+        text = text if bound is None else table[name].format(text, bound)
+    return text
 
 
 def _span(x: Value) -> tuple[int, int]:

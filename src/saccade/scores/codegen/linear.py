@@ -32,7 +32,7 @@ def linear_source(program: Program, form: Form) -> str | None:
     graph = program.value_decomposed.graph
     if not shallow(graph):
         return None
-    (out,) = next(x for x in graph.nodes if x.op == "output").args[0]
+    (out,) = graph.output_node().args[0]
     made = Emitter(program, form)
     try:
         scores, pitch = _terms(out, made)

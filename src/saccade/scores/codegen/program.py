@@ -114,17 +114,15 @@ class Program:
         self.core_module = fx.GraphModule(torch.nn.Module(), graph)
 
     def core_outputs(self) -> tuple[Any, ...]:
-        output: Any = next(x for x in self.core.nodes if x.op == "output").args[0]
-        return output[0]
+        return self.core.output_node().args[0][0]
 
     def _inputs(self) -> list[Any]:
         """Fake-able inputs of the core, by its placeholders."""
-        zeros = []
-        for node in self.core.nodes:
-            if node.op == "placeholder":
-                val = node.meta["val"]
-                zeros.append(torch.zeros(val.shape, dtype=val.dtype))
-        return zeros
+        values = [node.meta["val"] for node in self._placeholders()]
+        return [torch.zeros(val.shape, dtype=val.dtype) for val in values]
+
+    def _placeholders(self) -> list[fx.Node]:
+        return list(self.core.find_nodes(op="placeholder"))
 
     def _forward(self, *inputs: Tensor) -> Any:
         with torch.no_grad():
@@ -132,12 +130,12 @@ class Program:
 
     def _backward(self, *inputs: Tensor) -> Any:
         """slope, the derivative by every differentiable read, and the indices."""
-        holders = [node for node in self.core.nodes if node.op == "placeholder"]
+        names = [node.name for node in self._placeholders()]
         with torch.enable_grad():
             given = list(inputs)
             wanted = []
             for name in ("score", *(self.reads[i].name for i in self.differentiable)):
-                place = next(i for i, node in enumerate(holders) if node.name == name)
+                place = names.index(name)
                 # Every read as large as the tile, so that nothing is summed here.
                 given[place] = given[place].expand(Q, K).clone().requires_grad_()
                 wanted.append(given[place])
@@ -156,11 +154,7 @@ class Program:
             *self._inputs()
         )
         graph = module.graph
-        for node, core in zip(
-            (x for x in graph.nodes if x.op == "placeholder"),
-            (x for x in self.core.nodes if x.op == "placeholder"),
-            strict=True,
-        ):
+        for node, core in zip(graph.find_nodes(op="placeholder"), self._placeholders(), strict=True):
             node.meta["core"] = core.name
             # In the derivative they were made as large as the tile; reads are what they are.
             node.meta["val"] = core.meta["val"]
@@ -175,8 +169,7 @@ class Program:
 
     def locals(self, wanted: Sequence[bool]) -> tuple[fx.GraphModule, list[Read]]:
         """A graph of the derivatives by the reads of the tensors that are wanted, each followed by its indices."""
-        assembly = Assembly(self, self.derived)
-        return assembly.locals(wanted)
+        return Assembly(self, self.derived).locals(wanted)
 
     @lazily
     def by_batch_row(self) -> bool:
@@ -202,7 +195,8 @@ def constant_of(raw: Raw, node: fx.Node) -> Any:
         return None
     if name_of(node) == "scalar_tensor" or name_of(node) == "full":
         return node.args[0] if name_of(node) == "scalar_tensor" else node.args[1]
-    return _evaluated(raw, [node], {})[0].item()
+    module, inputs = _submodule(raw, [node])
+    return module(*[None] * len(inputs))[0].item()  # none of them is read
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -215,15 +209,10 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _evaluated(raw: Raw, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Any]) -> list[Any]:
-    module, order = _submodule(raw, nodes)
-    return list(module(*map(inputs.get, order)))  # it takes all, and reads those that the nodes come from
-
-
 def _submodule(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
     """A module that computes some nodes from the placeholders, all of which it takes."""
     graph = fx.Graph()
-    needed = set(nodes).union(*(_ancestors(node) for node in nodes)) if nodes else set()
+    needed = set(nodes).union(*map(_ancestors, nodes))
     made: dict[fx.Node, fx.Node] = {}
     order = [x for x in raw.module.graph.nodes if x.op == "placeholder" and x.meta["kind"] != "tile"]
     for node in order:
@@ -238,10 +227,10 @@ def _submodule(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list
 def _part(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[list[int], fx.GraphModule | None]:
     """How the boundary is made of tensors and numbers that are captured: by picking some of them, or by a module that
     takes them all."""
-    order = [x for x in raw.module.graph.nodes if x.op == "placeholder" and x.meta["kind"] != "tile"]
-    if all(node in order for node in nodes):
-        return [order.index(node) for node in nodes], None
-    return [], _submodule(raw, nodes)[0]
+    module, inputs = _submodule(raw, nodes)
+    if all(node in inputs for node in nodes):
+        return [inputs.index(node) for node in nodes], None
+    return [], module
 
 
 @lru_cache(maxsize=1)

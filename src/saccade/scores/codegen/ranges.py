@@ -1,4 +1,4 @@
-"""The ranges of numbers: what 32 bits hold, what float32 holds exactly, and between which numbers a score lies."""
+"""The ranges of integers and of scores: what 32 bits hold, and what float32 holds exactly."""
 
 # pyright: reportOptionalSubscript=false
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 LONGEST = 1 << 22
-"""Lengths with score functions: indices below it are exact in float32, and so are their differences."""
+"""The largest length with score functions: indices below it and their differences are exact in float32."""
 HEADS = 1 << 20
 NARROW = (1 << 31) - 1
 ANY = -(1 << 63), (1 << 63) - 1
@@ -37,33 +37,39 @@ def exact(span: Range) -> bool:
     return span[0] >= -LONGEST and span[1] <= LONGEST
 
 
-def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901 (a table of operations)
-    """The range of an integer operation's results."""
-    a = spans[0]
-    b: Any = spans[1] if len(spans) > 1 else None
+def _interval(name: str, spans: list[Any]) -> Any:
+    """The interval of a sum, product, bound or absolute value of intervals; None for other operations."""
+    a = spans[0] if spans else (0, 0)
+    b = spans[1] if len(spans) > 1 else a
     match name:
         case "add":
             return a[0] + b[0], a[1] + b[1]
         case "sub":
             return a[0] - b[1], a[1] - b[0]
         case "mul":
-            corners = [x * y for x in a for y in b]
-            return min(corners), max(corners)
+            return _hull([x * y for x in a for y in b])
         case "neg":
             return -a[1], -a[0]
         case "abs":
             return 0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))
-        case "maximum":
+        case "maximum" | "clamp_min":
             return max(a[0], b[0]), max(a[1], b[1])
-        case "minimum":
+        case "minimum" | "clamp_max":
             return min(a[0], b[0]), min(a[1], b[1])
+    return None
+
+
+def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901 (a table of operations)
+    """The range of an integer operation's results."""
+    if (interval := _interval(name, spans)) is not None:
+        return interval
+    a = spans[0]
+    b: Any = spans[1] if len(spans) > 1 else None
+    match name:
         case "clamp":
-            lo, hi = a
-            if b is not None:
-                lo, hi = max(lo, b[0]), max(hi, b[1])
-            if len(spans) > 2 and spans[2] is not None:
-                lo, hi = min(lo, spans[2][0]), min(hi, spans[2][1])
-            return lo, hi
+            for bound, span in zip(("maximum", "minimum"), spans[1:], strict=False):
+                a = a if span is None else _interval(bound, [a, span])
+            return a
         case "sign" | "sgn":
             return -1, 1
         case "relu":
@@ -71,7 +77,7 @@ def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901
         case "remainder":  # of the divisor's sign, and smaller; a divisor of 0 counts as 1
             most = max(b[1] - 1, 0)
             return min(b[0] + 1, 0), min(a[1], most) if a[0] >= 0 and b[0] >= 0 else most
-        case "fmod":  # of the other's
+        case "fmod":  # of the dividend's sign
             most = max(min(_size(a), _size(b) - 1), 0)
             return (0 if a[0] >= 0 else -most), (0 if a[1] <= 0 else most)
         case "bitwise_and" if a[0] >= 0 or b[0] >= 0:
@@ -92,46 +98,31 @@ def _size(span: Range) -> int:
     return max(abs(span[0]), abs(span[1]))
 
 
-Span = tuple[float, float]
-
-
-def spread(name: str, spans: list[Span], keywords: Any) -> Span:  # noqa: C901 (a table of operations)
+def spread(name: str, spans: list[tuple[float, float]], keywords: Any) -> tuple[float, float]:
     """Between which numbers the results of an operation on floats lie.
 
     Raises:
         ValueError: not known, or not finite.
     """
-    a = spans[0] if spans else (0.0, 0.0)
-    b = spans[1] if len(spans) > 1 else a
     match name:
-        case "add" | "sub" if keywords.get("alpha", 1) == 1 and len(spans) == 2:
-            found = (a[0] + b[0], a[1] + b[1]) if name == "add" else (a[0] - b[1], a[1] - b[0])
-        case "mul":
-            found = _hull([x * y for x in a for y in b])
-        case "div" if len(spans) == 2 and not keywords and not b[0] <= 0 <= b[1]:
-            found = _hull([x / y for x in a for y in b])
-        case "neg":
-            found = -a[1], -a[0]
-        case "abs":
-            found = 0.0, max(-a[0], a[1])
-        case "maximum" | "clamp_min":
-            found = max(a[0], b[0]), max(a[1], b[1])
-        case "minimum" | "clamp_max":
-            found = min(a[0], b[0]), min(a[1], b[1])
+        case "add" | "sub" if keywords.get("alpha", 1) != 1 or len(spans) != 2:
+            span = None
+        case "div" if len(spans) == 2 and not keywords and not spans[1][0] <= 0 <= spans[1][1]:
+            span = _hull([x / y for x in spans[0] for y in spans[1]])
         case "where" if len(spans) == 3:
-            found = _hull([*spans[1], *spans[2]])
+            span = _hull([*spans[1], *spans[2]])
         case "tanh" | "erf" | "sigmoid" | "sin" | "cos" | "ge" | "gt" | "le" | "lt" | "eq" | "ne" | "bitwise_and":
-            found = -1.0, 1.0
+            span = -1.0, 1.0
         case "scalar_tensor" | "full_like" | "_to_copy" | "alias" | "clone" | "detach" | "lift_fresh_copy":
-            found = a
+            span = spans[0]
         case "ones_like" | "zeros_like":
-            found = 0.0, 1.0
+            span = 0.0, 1.0
         case _:
-            raise ValueError(name)
-    if not all(map(math.isfinite, found)):
-        raise ValueError(f"{name} of {spans}")
-    return found
+            span = _interval(name, spans)
+    if span is None or not all(map(math.isfinite, span)):
+        raise ValueError(f"the range of {name} of {spans} is not known")
+    return span
 
 
-def _hull(values: list[float]) -> Span:
+def _hull(values: list[Any]) -> Any:
     return min(values), max(values)

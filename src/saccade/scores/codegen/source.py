@@ -127,4 +127,4 @@ def _slopes(x: Any, met: dict[Any, Any]) -> tuple[int, int] | None:
 
 
 def _output(module: fx.GraphModule) -> Any:
-    return next(x for x in module.graph.nodes if x.op == "output").args[0]
+    return module.graph.output_node().args[0]

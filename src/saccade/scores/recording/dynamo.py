@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from saccade.scores.recording.compile_constant import compile_constant, word_of
 from saccade.scores.recording.recorder import refusal
-from saccade.scores.recording.tape import Refused, Tape
+from saccade.scores.recording.tape import Refused, Tape, target_dtype
 
 
 class Symbol(Tensor):
@@ -69,14 +69,8 @@ def called(function: Any, args: Any, kwargs: Any) -> Any:
     if name == "is_floating_point":
         return _dtype(args[0]).is_floating_point
     if name == "to" or name == "type_as":
-        for x in (*args[1:], *kwargs.values()):
-            if isinstance(x, torch.dtype):
-                return symbol(tape, tape.call(Tensor.to, (args[0], x), {}))
-            if isinstance(x, Symbol):
-                return symbol(tape, tape.call(Tensor.to, (args[0], _dtype(x)), {}))
-            if isinstance(x, Tensor):
-                return symbol(tape, tape.call(Tensor.to, (args[0], x.dtype), {}))
-        return args[0]
+        dtype = target_dtype(Symbol, args, kwargs, _dtype)
+        return args[0] if dtype is None else symbol(tape, tape.call(Tensor.to, (args[0], dtype), {}))
     complaint(name)
     return symbol(tape, tape.call(function, args, kwargs))
 

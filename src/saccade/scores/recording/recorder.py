@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from saccade.scores.recording.autograd_functions import UNSEEN, Context, Unseen, attached, linear, see_functions
-from saccade.scores.recording.tape import Refused, Tape
+from saccade.scores.recording.tape import Refused, Tape, target_dtype
 
 _BRANCHES = (
     "the function branches in Python on values that only the kernel knows; "
@@ -182,9 +182,10 @@ class _Recorder(TorchFunctionMode):
         if name in ("__repr__", "__format__", "__str__"):
             return f"a value of the score function, {name_of_place(x.place)}"
         if name == "to" or name == "type_as":
-            func, args, kwargs = _converted(x, args, kwargs)
-            if func is None:
+            dtype = target_dtype(StandIn, args, kwargs, _dtype)
+            if dtype is None:
                 return x
+            func, args, kwargs = Tensor.to, (x, dtype), {}
         if func.__name__ == "__get__":
             if name != "data":
                 raise Refused(f"values of a score function have no {name}: they are one number each, of no known shape")
@@ -277,19 +278,6 @@ _QUERIES: dict[str, Callable[..., Any]] = {
     "__hash__": id,
     **{name: lambda x, kind=kind: x.tape.device.type == kind for name, kind in _DEVICES.items()},
 }
-
-
-def _converted(x: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """`to` and `type_as` without devices and other tensors: (None, …) where nothing is left."""
-    found = [*args[1:], *kwargs.values()]
-    for y in found:
-        if isinstance(y, torch.dtype):
-            return Tensor.to, (x, y), {}
-        if type(y) is StandIn:
-            return Tensor.to, (x, _dtype(y)), {}
-        if isinstance(y, Tensor):
-            return Tensor.to, (x, y.dtype), {}
-    return None, (), {}
 
 
 # Where the user's code is

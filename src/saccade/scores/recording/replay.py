@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -34,7 +35,7 @@ class Row:
         return self.values[i]
 
 
-def replayed(
+def replay(
     tape: Tape, outputs: Sequence[Any], tile: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any],
     watch: Callable[[Any], None] = lambda line: None,
 ) -> list[Tensor]:  # fmt: skip
@@ -116,7 +117,11 @@ class _Replay:
         for place in product(*map(range, shape)):
             rest = iter(place)
             found.append(_read(held, [_index(next(rest)) if x is None else x for x in places]))
-        return Row(shape, found) if shape else found[0]
+        return _row(shape, found)
+
+
+def _row(shape: tuple[int, ...], values: list[Any]) -> Any:
+    return Row(shape, values) if shape else values[0]
 
 
 def _read(table: Tensor, at: list[Any]) -> Tensor:
@@ -165,7 +170,7 @@ def _element(row: Any, at: Any) -> Any:
 def _picked(values: list[Any], places: Tensor) -> Any:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         found = [values[i] for i in places.flatten().tolist()]
-    return Row(tuple(places.shape), found) if places.dim() else found[0]
+    return _row(tuple(places.shape), found)
 
 
 # Rows
@@ -233,13 +238,11 @@ def _reduced(name: str, row: Row, *args: Any, **kwargs: Any) -> Any:
         values = [x * x for x in group] if "norm" in name else group
         if name in ("any", "all") or (name == "sum" and values[0].dtype == torch.bool):
             values = [x.to(torch.int64) if name == "sum" else x != 0 for x in values]
-        total = values[0]
-        for x in values[1:]:
-            total = _REDUCES[name](total, x)
+        total = reduce(_REDUCES[name], values)
         total = total / len(values) if name == "mean" else total.sqrt() if "norm" in name else total
         dtype = kwargs.get("dtype")
         found.append(total if dtype is None else total.to(dtype))
-    return Row(shape, found) if shape else found[0]
+    return _row(shape, found)
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -249,16 +252,12 @@ def _product(a: Any, b: Any) -> Any:
     if a.shape[-1] != b.shape[0]:
         raise Refused(f"rows of shapes {a.shape} and {b.shape} have no product")
     rows, columns = a.shape[:-1], b.shape[1:]
-    found = []
-    for i in product(*map(range, rows)):
-        for j in product(*map(range, columns)):
-            total = None
-            for k in range(a.shape[-1]):
-                term = a.at((*i, k)) * b.at((k, *j))
-                total = term if total is None else total + term
-            found.append(total)
-    shape = (*rows, *columns)
-    return Row(shape, found) if shape else found[0]
+    values = [
+        reduce(torch.add, [a.at((*i, k)) * b.at((k, *j)) for k in range(a.shape[-1])])
+        for i in product(*map(range, rows))
+        for j in product(*map(range, columns))
+    ]
+    return _row((*rows, *columns), values)
 
 
 def _joined(name: str, parts: Any, dim: int = 0, axis: int | None = None) -> Any:

@@ -217,6 +217,16 @@ def _text(x: float) -> Any:
     return "nan" if x != x else x
 
 
+def target_dtype(kind: type, args: Any, kwargs: dict[str, Any], dtype_of: Any) -> torch.dtype | None:
+    """What `to` and `type_as` convert to. None: only devices and layouts are among their arguments."""
+    for x in (*args[1:], *kwargs.values()):
+        if isinstance(x, torch.dtype):
+            return x
+        if isinstance(x, Tensor):
+            return dtype_of(x) if isinstance(x, kind) else x.dtype
+    return None
+
+
 def is_number(x: Tensor) -> bool:
     """Whether a tensor is a runtime number, as a Python number is, and no captured tensor."""
     return (
