@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, aten, behind, name_of
+from saccade.scores.recording.trace import K, Q, aten, behind, name_of, outputs_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
@@ -55,8 +55,7 @@ class Assembly:
             for node, held in zip(kept, program.number_nodes, strict=True):
                 node.meta["val"] = held.meta["val"]
         self.made: dict[fx.Node, Any] = {}
-        output = source.output_node().args[0]
-        self.first, self.places = output
+        self.first, self.places = outputs_of(source)
 
     def outputs(self) -> tuple[Any, ...]:
         return tuple(self.first) if isinstance(self.first, (tuple, list)) else (self.first,)

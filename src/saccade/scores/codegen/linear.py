@@ -16,7 +16,7 @@ from torch import fx
 
 from saccade.scores.codegen.emitter import Emitter, Form, Value
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.trace import name_of, shallow
+from saccade.scores.recording.trace import name_of, outputs_of, shallow
 
 PARAMETERS = "data, b, h, q_idx, kv_idx"
 _SCORE = "score"
@@ -32,7 +32,7 @@ def linear_source(program: Program, form: Form) -> str | None:
     graph = program.value_decomposed.graph
     if not shallow(graph):
         return None
-    (out,) = graph.output_node().args[0]
+    (out,) = outputs_of(graph)
     made = Emitter(program, form)
     try:
         scores, pitch = _terms(out, made)

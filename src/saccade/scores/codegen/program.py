@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, Raw, aten, name_of
+from saccade.scores.recording.trace import K, Q, Raw, aten, name_of, outputs_of
 
 
 class Program:
@@ -114,7 +114,7 @@ class Program:
         self.core_module = fx.GraphModule(torch.nn.Module(), graph)
 
     def core_outputs(self) -> tuple[Any, ...]:
-        return self.core.output_node().args[0][0]
+        return outputs_of(self.core)[0]
 
     def _inputs(self) -> list[Any]:
         """Fake-able inputs of the core, by its placeholders."""

@@ -15,7 +15,7 @@ from torch import fx
 
 from saccade.scores.codegen.emitter import Emitter, Form
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.trace import K, Q, name_of, shallow
+from saccade.scores.recording.trace import K, Q, name_of, outputs_of, shallow
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
@@ -29,7 +29,7 @@ def value_source(program: Program, form: Form) -> str:
 def sees_source(program: Program, form: Form) -> str:
     """`sees`, of a predicate: a bool that broadcasts to the tile."""
     made = Emitter(program, form)
-    (out,) = _output(program.value_decomposed)
+    (out,) = outputs_of(program.value_decomposed.graph)
     if not isinstance(out, fx.Node):
         text = "q_idx >= 0" if out else "q_idx < 0"
     else:
@@ -45,11 +45,11 @@ def reads_tiles(program: Program) -> bool:
 
 def steady(program: Program) -> bool:
     """Whether the slope is 1 everywhere."""
-    return _output(program.slope)[0] in (1, 1.0)
+    return outputs_of(program.slope.graph)[0] in (1, 1.0)
 
 
 def _returning(made: Emitter, name: str, module: fx.GraphModule, scalar: bool) -> str:
-    (out,) = _output(module)
+    (out,) = outputs_of(module.graph)
     value = made.value(out)
     text = made.float(value)
     if value.shape != (Q, K) and not (scalar and value.shape == ()):  # the same for some scores, but one for each
@@ -66,7 +66,7 @@ def scatter_source(program: Program, form: Form, wanted: Sequence[bool]) -> str:
     order = [i for i, want in enumerate(wanted) if want]
     places = []
     calls = []
-    for n, (read, (local, at)) in enumerate(zip(reads, _output(module), strict=True)):
+    for n, (read, (local, at)) in enumerate(zip(reads, outputs_of(module.graph), strict=True)):
         target = f"sums[{order.index(read.tensor)}]"
         value = made.float(made.value(local))
         made.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
@@ -124,7 +124,3 @@ def _slopes(x: Any, met: dict[Any, Any]) -> tuple[int, int] | None:
             found = (0, 0) if all(y[0] + y[1] == 0 for y in below) else None
     met[x] = found
     return found
-
-
-def _output(module: fx.GraphModule) -> Any:
-    return module.graph.output_node().args[0]

@@ -173,6 +173,10 @@ def name_of(node: fx.Node) -> str:
     return target._schema.name.partition("::")[2] if hasattr(target, "_schema") else str(target)
 
 
+def outputs_of(graph: fx.Graph) -> Any:
+    return graph.output_node().args[0]
+
+
 def shallow(graph: fx.Graph) -> bool:
     """Whether a graph is small enough for patterns that are looked for by recursion."""
     return len(graph.nodes) <= 200
