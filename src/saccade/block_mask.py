@@ -44,20 +44,20 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     for name, n in (("b", b), ("h", h), ("s_q", s_q), ("s_k", s_k)):
         arguments.integer(name, n)
     device = arguments.place(device)
-    made = as_mask(mask)
-    if made is None:
+    mask = as_mask(mask)
+    if mask is None:
         raise TypeError("block_mask needs a mask, got None")
-    made = made.unblocked()
-    now = made.bound()
-    if complaint := made.complaint(b, h, s_q, s_k):
-        raise ValueError(complaint)
-    if not made.listed:
-        return made
-    place = made.records[0].device if made.records and device is None else torch.empty(0, device=device).device
+    mask = mask.unblocked()
+    bound = mask.bound()
+    if error := mask.complaint(b, h, s_q, s_k):
+        raise ValueError(error)
+    if not mask.listed:
+        return mask
+    place = mask.records[0].device if mask.records and device is None else torch.empty(0, device=device).device
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
-    problem = Problem(q, k, k, None, now, None, Dense(), 1.0)
+    problem = Problem(q, k, k, None, bound, None, Dense(), 1.0)
     if place.type == "cuda" and hardware.triton_obstacle() is None:
         from saccade.backends.device import block_lists
 
-        return with_states(made, block_lists.states(problem), (s_q, s_k))
-    return with_states(made, compute_states(problem), (s_q, s_k))
+        return with_states(mask, block_lists.states(problem), (s_q, s_k))
+    return with_states(mask, compute_states(problem), (s_q, s_k))

@@ -73,7 +73,7 @@ def compute_states(problem: Problem) -> Tensor:
     assert problem.mask is not None
     extent, device = problem.extent, problem.q.device
     b, h, rows, keys = states_shape(problem)
-    found = torch.zeros(b, h, rows, keys, dtype=torch.uint8, device=device)
+    states = torch.zeros(b, h, rows, keys, dtype=torch.uint8, device=device)
     hull = problem.mask.hull(extent).clipped(extent)
     step = max(1, PAIRS_AT_ONCE // max(1, b * h * TILE * extent.s_k))
     for row in range(0, rows, step):
@@ -89,8 +89,8 @@ def compute_states(problem: Problem) -> Tensor:
         missing = (0, -len(kv_idx) % TILE, 0, -len(q_idx) % TILE)
         seen = torch.nn.functional.pad(seen, missing).unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
         some, full = seen.any(3).any(-1), seen.all(3).all(-1)
-        found[:, :, row : row + step, first:stop] = torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY))
-    return found
+        states[:, :, row : row + step, first:stop] = torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY))
+    return states
 
 
 def _seen(mask: Mask, extent: Extent, b: int, h: int, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

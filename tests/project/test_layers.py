@@ -132,7 +132,6 @@ def test_everything_public_is_exported():
 
 
 def test_files_are_small():
-    """400 lines, 600 for kernels."""
     for file in FILES:
         lines = len(file.read_text(encoding="utf-8").splitlines())
-        assert lines <= (600 if "kernel" in file.name else 400), f"{file.name}: {lines} lines"
+        assert lines <= 400, f"{file.name}: {lines} lines"

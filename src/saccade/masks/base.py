@@ -100,7 +100,7 @@ class Mask:
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         """What keeps it from being the mask of a call of this shape."""
         return next(
-            (told for leaf in self.leaves() if leaf is not self if (told := leaf.complaint(b, h, s_q, s_k))), None
+            (error for leaf in self.leaves() if leaf is not self if (error := leaf.complaint(b, h, s_q, s_k))), None
         )
 
     def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:

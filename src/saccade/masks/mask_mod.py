@@ -157,10 +157,10 @@ def mask_mod(fn: Function) -> Mask:
     if not callable(fn):
         raise TypeError(f"mask_mod needs a function of (b, h, q_idx, kv_idx), got {fn!r}")
     knows_inversion()
-    made = Written(fn)
+    mask = Written(fn)
     if not torch.compiler.is_compiling():
-        made.bound()  # says what is wrong with a function here
-    return made
+        mask.bound()  # says what is wrong with a function here
+    return mask
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -9,19 +9,19 @@ from saccade.backends import Append, Rotary
 from saccade.layouts import Paged
 
 
-def append(given: Append) -> None:
+def append(step: Append) -> None:
     """Writes what has a page; the rest is left out."""
-    layout, (pages, size) = given.layout, given.k_cache.shape[:2]
-    b, position = _places(layout, given.k_new)
+    layout, (pages, size) = step.layout, step.k_cache.shape[:2]
+    b, position = _places(layout, step.k_new)
     inside = (b < layout.sequences) & (position < layout.capacity(size))
     b, position = b[inside], position[inside]
     page = layout.block_table[b, position // size].long()
     mapped = (page >= 0) & (page < pages)
     page, row = page[mapped], position[mapped] % size
-    for cache, new in ((given.k_cache, given.k_new), (given.v_cache, given.v_new)):
+    for cache, new in ((step.k_cache, step.k_new), (step.v_cache, step.v_new)):
         rows = new.flatten(0, -3)[inside][mapped]
-        if given.rotary is not None and new is given.k_new:
-            rows = rotated(rows, given.rotary, position[mapped])
+        if step.rotary is not None and new is step.k_new:
+            rows = rotated(rows, step.rotary, position[mapped])
         cache[page, row] = rows
 
 
@@ -45,6 +45,6 @@ def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:
     pairs = cos.shape[-1]
     turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
     one, two = turned.unflatten(-1, (pairs, 2)).unbind(-1) if rotary.interleaved else turned.chunk(2, dim=-1)
-    made = one * cos - two * sin, two * cos + one * sin
-    turned = torch.stack(made, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(made, dim=-1)
+    turns = one * cos - two * sin, two * cos + one * sin
+    turned = torch.stack(turns, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(turns, dim=-1)
     return torch.cat([turned.to(x.dtype), rest], dim=-1)

@@ -31,10 +31,10 @@ class Scratch:
     def __call__(self, name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, the same memory whenever name and dtype are the same."""
         size = math.prod(shape)
-        held = self.buffers.get((name, dtype))
-        if held is None or held.numel() < size:
-            held = self.buffers[name, dtype] = torch.empty(size, dtype=dtype)
-        return held[:size].view(shape)
+        buffer = self.buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self.buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
 
     def cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x in the dtype: itself, or a copy in this memory."""

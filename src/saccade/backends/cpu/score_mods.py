@@ -30,11 +30,11 @@ def apply(score: Score, scaled: Tensor, at: tuple[Tensor, ...], slope: bool) -> 
     if not isinstance(score, Traced):
         derivative = score.derivative(scaled, *at) if slope else None
         return score.tile(scaled, *at), derivative
-    found = score._run(_module(score, slope), scaled, *at)
-    modified = _own(score, found[0], scaled)
+    outputs = score._run(_module(score, slope), scaled, *at)
+    modified = _own(score, outputs[0], scaled)
     if not slope:
         return modified, None
-    derivative = _own(score, found[1], scaled)
+    derivative = _own(score, outputs[1], scaled)
     return modified, derivative.clone() if _storage(derivative) == _storage(modified) else derivative
 
 
@@ -99,29 +99,29 @@ def _both(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
     graph, known, outputs = fx.Graph(), dict[Any, fx.Node](), []
     constants = torch.nn.Module()
     for number, module in enumerate((first, second)):
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             if node.op == "output":
-                outputs.append(map_arg(node.args[0][0], made.__getitem__))
+                outputs.append(map_arg(node.args[0][0], copies.__getitem__))
                 continue
             if node.op == "get_attr":
                 target = f"constant{number}_{node.target}"
                 setattr(constants, target, getattr(module, str(node.target)))
-                made[node] = graph.get_attr(target)
+                copies[node] = graph.get_attr(target)
                 continue
-            arguments = map_arg((node.args, node.kwargs), made.__getitem__)
+            arguments = map_arg((node.args, node.kwargs), copies.__getitem__)
             key = node.op, node.target, str(arguments)
             if key not in known:
-                known[key] = graph.node_copy(node, made.__getitem__)
-            made[node] = known[key]
+                known[key] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = known[key]
     graph.output(tuple(outputs))
     return fx.GraphModule(constants, graph)
 
 
 def _with_views(module: fx.GraphModule) -> fx.GraphModule:
     """The module with `_view` in the place of `aten.index`, wherever that means the same, and the `tanh` above."""
-    made = copy.deepcopy(module)
-    for node in list(made.graph.nodes):
+    result = copy.deepcopy(module)
+    for node in list(result.graph.nodes):
         if node.target is aten.tanh.default:
             node.target = tanh
         if node.op != "call_function" or node.target is not aten.index.Tensor:
@@ -131,12 +131,12 @@ def _with_views(module: fx.GraphModule) -> fx.GraphModule:
         ranges = [place for place in places if place is not None and place >= 0]
         if None in places or tensor.op != "placeholder" or ranges != sorted(set(ranges)):
             continue
-        with made.graph.inserting_before(node):
-            view = made.graph.call_function(_view, (tensor, tuple(places), *indices))
+        with result.graph.inserting_before(node):
+            view = result.graph.call_function(_view, (tensor, tuple(places), *indices))
         node.replace_all_uses_with(view)
-        made.graph.erase_node(node)
-    made.recompile()
-    return made
+        result.graph.erase_node(node)
+    result.recompile()
+    return result
 
 
 def _place(index: Any) -> int | None:
