@@ -1,4 +1,4 @@
-"""Dropout of tiles in registers: what is kept, in the last bit of a number."""
+"""Dropout of tiles in registers, with a mark in the last bit of the numbers that it keeps."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
@@ -15,8 +15,8 @@ AT_ONCE = gl.constexpr(32)
 
 @gluon.jit
 def apply_dropout(p, numbers, b, h, q_idx, kv_idx, MARK: gl.constexpr):
-    """p [64, N] where dropout keeps it, and zeros. If MARK all of p, with what is kept in its last bit: no other
-    register, and one tile to hand on.
+    """p [64, N] where dropout keeps it, and zeros. If MARK all of p, with a mark in the last bit of those that it
+    keeps: no other register, and one tile to hand on.
 
     q_idx and kv_idx as `keep` takes them; the one over columns, [1, N], is a start: a multiple of 16.
     """

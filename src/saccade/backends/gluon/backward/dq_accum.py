@@ -1,6 +1,6 @@
-"""dq's sums in float32: what a backward does before it adds to them, their order in memory, and what it makes of them.
+"""dq's sums in float32: the kernels before and after the additions, and the order of the sums in memory.
 
-Each block of rows has pieces of 64 rows and 64 columns, in the order in which a group of four warps holds a product.
+Each q block has pieces of 64 rows and 64 columns, in the order in which a group of four warps holds a product.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -21,14 +21,14 @@ PIECE = gl.constexpr(64 * 64)
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "blocks"], do_not_specialize_on_alignment=["dlse", "lse"])
 def preprocess_kernel(
-    dout, out, dlse, lse, delta, start, dq_accum, used_q, h_q, s_q, blocks, unit,
+    dout, out, dlse, lse, neg_delta, neg_lse, dq_accum, span_q, h_q, s_q, blocks, unit,
     D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """delta = dlse - rowsum(dout out) and start = lse unit, both ready to be added; clears dq_accum.
+    """neg_delta = dlse - rowsum(dout out) and neg_lse = lse unit, both ready to be added; clears dq_accum.
 
-    delta and start have whole blocks of rows for each head: beyond the rows in use, and where a row has no keys, start
-    is -inf, so that p = 0, and delta is 0. CHAINED: the next kernel may start, which waits for this one's end.
+    Both have whole q blocks for each head: beyond the rows in use, and where a row has no keys, neg_lse is -inf, so
+    that p = 0, and neg_delta is 0. CHAINED: the next kernel may start; it waits for the end of this one.
     """
     if CHAINED:
         start_next()
@@ -36,7 +36,7 @@ def preprocess_kernel(
     PARTS: tl.constexpr = BLOCK_Q // ROWS
     bh = tl.program_id(0) // blocks
     number = tl.program_id(0) % blocks
-    b, h, sequence, first, _, rows = block_of_rows(used_q, bh, number // PARTS, h_q, s_q, BLOCK_Q)
+    b, h, sequence, first, _, rows = block_of_rows(span_q, bh, number // PARTS, h_q, s_q, BLOCK_Q)
     first += number % PARTS * ROWS
     # [ROWS, d_v]
     dout_tile = load_tile(dout, head(dout, b, h, sequence), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
@@ -49,8 +49,8 @@ def preprocess_kernel(
         row += tl.load(dlse + place, mask=q_idx < rows, other=0.0)
     row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
     padded = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tl.store(delta + padded, row)
-    tl.store(start + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
+    tl.store(neg_delta + padded, row)
+    tl.store(neg_lse + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
     tile = dq_accum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
     for piece in tl.static_range(BLOCK_D // 64):
         # [ROWS 64]
@@ -67,13 +67,13 @@ def to_register_order(x):
 
 @gluon.jit
 def from_register_order(x, N: gl.constexpr):
-    """[64, N] from what `to_register_order` made."""
+    """The inverse of `to_register_order`: [64, N]."""
     return x.reshape([N // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([64, N])
 
 
 @gluon.jit(do_not_specialize=["h_q", "s_q", "blocks"])
 def postprocess_kernel(
-    dq_accum, dq, used_q, h_q, s_q, blocks, scale,
+    dq_accum, dq, span_q, h_q, s_q, blocks, scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dq_accum, in the order and dtype of dq, for one piece; zero in rows that are not in use."""
@@ -86,7 +86,7 @@ def postprocess_kernel(
     piece = gl.program_id(0) % PIECES
     block = gl.program_id(0) // PIECES % blocks
     bh = gl.program_id(0) // PIECES // blocks
-    b, h, sequence, row, there, rows = block_of_rows(used_q, bh, block, h_q, s_q, BLOCK_Q)
+    b, h, sequence, row, there, rows = block_of_rows(span_q, bh, block, h_q, s_q, BLOCK_Q)
     if BLOCK_Q == 128:
         row, column = row + piece * 64, piece * 0
     else:

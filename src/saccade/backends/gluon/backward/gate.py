@@ -74,16 +74,17 @@ def compiled(row: str) -> tuple[Any, int]:
     layout = sequences.stand_in() if "packed" in (edges, *words) else Dense()
     dropout = stand_in(q.device) if "dropout" in words else None
     problem = Problem(q, k, v, None, mask, score_of(score, q), layout, 1.0, deterministic, dropout)
-    cut = BackwardConfig.of(d, d_v)
+    config = BackwardConfig.of(d, d_v)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    plan = BackwardPlan.of(problem, out, out, gradients, 1, cut)
+    plan = BackwardPlan.of(problem, out, out, gradients, 1, config)
     saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
     record = block_lists.stand_in(problem)
     spans = sequences.spans(problem)
-    counter = torch.zeros(2, dtype=torch.int32) if cut.stays else None
+    counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, record, spans), counter
     calls = arguments(problem, plan, saved, gradients, space, record, spans)
-    made = zip(plan.kernels, calls, plan.fixed, strict=True)
-    kernel, (operands, rest), fixed = next(x for x in made if x[0].__name__.removeprefix("wide_") == f"{name}_kernel")
+    launches = zip(plan.kernels, calls, plan.fixed, strict=True)
+    names = f"{name}_kernel", f"wide_{name}_kernel"
+    kernel, (operands, rest), fixed = next(x for x in launches if x[0].__name__ in names)
     call = *map(descriptor, operands, plan.shapes), *rest
     return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, SCORE_SPILL if words else 0)

@@ -6,7 +6,7 @@ everything transposed so that p and ds are left operands without a detour. dq ne
 therefore also goes through shared memory; each consumer takes a half of `dq = ds^T k`, and a warp of its own adds that
 half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
 
-Programs stay on their multiprocessors and take one block of keys after the other, so that the next k is loaded while
+Programs stay on their multiprocessors and take one kv block after the other, so that the next k is loaded while
 the last one is in use, and the next q and dout while the last dk and dv leave.
 """
 

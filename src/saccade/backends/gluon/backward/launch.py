@@ -44,36 +44,39 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
-        # What is compiled for, or kept, and the Problem's key does not hold.
+        # What the compiled kernels depend on besides the Problem's key.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
-        found = problem.launches.get(key)
-        cut = BackwardConfig.of(q.shape[3], v.shape[3])
-        processors = multiprocessors(q.device.index)
-        plan, again = found or (BackwardPlan.of(problem, dout, out, gradients, processors, cut), [])
-        mask = block_lists.record(problem, cut.block_q, cut.block_k, by_keys=True)
-        spans = sequences.spans(problem, sequences.table(problem, 1, cut.block_k) if packed else None)
+        cached = problem.launches.get(key)
+        config = BackwardConfig.of(q.shape[3], v.shape[3])
+        if cached:
+            plan, launches = cached
+        else:
+            processors = multiprocessors(q.device.index)
+            plan, launches = BackwardPlan.of(problem, dout, out, gradients, processors, config), []
+        mask = block_lists.record(problem, config.block_q, config.block_k, by_keys=True)
+        spans = sequences.spans(problem, sequences.table(problem, 1, config.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
-        space = *space, counter(q.device) if cut.stays else None
+        space = *space, counter(q.device) if config.stays else None
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
         calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans)
-        if found:
-            for launch, call in zip(again, calls, strict=True):
+        if cached:
+            for launch, call in zip(launches, calls, strict=True):
                 launch(q.device.index, *call)
         else:
             for kernel, grid, fixed, (operands, rest) in zip(plan.kernels, plan.grids, plan.fixed, calls, strict=True):
                 shapes = plan.shapes[: len(operands)]
                 compiled = kernel[grid](*map(descriptor, operands, shapes), *rest, **fixed, **options(kernel))
-                again.append(CachedLaunch.of(compiled, grid, shapes, tuple(fixed.values())))
-            problem.launches[key] = plan, again
+                launches.append(CachedLaunch.of(compiled, grid, shapes, tuple(fixed.values())))
+            problem.launches[key] = plan, launches
         if plan.divided > 1:
             for share, whole in zip(shares, (dk, dv), strict=True):
                 torch.sum(share.unflatten(1, (-1, plan.divided)), 2, out=whole)
     if problem.sink is None:
         return dq, dk, dv, None
-    if packed:  # the kernels' has whole blocks of rows for each sequence
+    if packed:  # the kernels' delta has whole q blocks for each sequence
         delta = (saved.dout.float() * saved.out).sum(-1)
         delta = delta if saved.dlse is None else delta - saved.dlse
     else:
@@ -90,24 +93,24 @@ def options(kernel: Any) -> dict[str, Any]:
 def workspace(
     plan: BackwardPlan, device: torch.device, mask: masks.DeviceMask, spans: tuple[Any, Any]
 ) -> tuple[Tensor, Tensor, Tensor, DQSemaphore | None]:
-    """delta, start, dq_accum and the semaphore for it."""
-    delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
-    start = torch.empty(plan.rows, dtype=torch.float32, device=device)
+    """neg_delta, neg_lse, dq_accum and the semaphore for it."""
+    neg_delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
+    neg_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
     dq_accum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
     if plan.ranks is None:
-        return delta, start, dq_accum, None
+        return neg_delta, neg_lse, dq_accum, None
     if mask.listed.value:
         ranks = block_lists.ranks(mask.lists, plan.ranks[2], sequences.tiles_of(spans[1]))
     else:
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
-    passed = torch.zeros(plan.turns, dtype=torch.int32, device=device)
-    return delta, start, dq_accum, DQSemaphore(ranks, passed, runtime_int(plan.ranks[1]))
+    counts = torch.zeros(plan.counters, dtype=torch.int32, device=device)
+    return neg_delta, neg_lse, dq_accum, DQSemaphore(ranks, counts, runtime_int(plan.ranks[1]))
 
 
 def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
-    """What `workspace` takes; d is the larger head dim."""
-    cut = BackwardConfig.of(d, d)
-    return b * h_q * -(-s_q // cut.block_q) * cut.block_q * (4 * cut.columns + 8)
+    """Bytes of `workspace`; d is the larger head dim."""
+    config = BackwardConfig.of(d, d)
+    return b * h_q * -(-s_q // config.block_q) * config.block_q * (4 * config.columns + 8)
 
 
 def arguments(
@@ -120,25 +123,25 @@ def arguments(
     spans: tuple[Any, Any],
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
     """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
-    so that a kernel runs while the next one's are made."""
-    scale, (dq, dk, dv), (delta, start, dq_accum, semaphore, drawn) = problem.scale, gradients, space
-    used_q, used_k = spans
+    so that a kernel runs while the host prepares the next one."""
+    scale, (dq, dk, dv), (neg_delta, neg_lse, dq_accum, semaphore, drawn) = problem.scale, gradients, space
+    span_q, span_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
-    *rank, prepare, main, finish = plan.numbers
+    *rank, preprocess, main, postprocess = plan.numbers
     if rank:
-        yield (), (semaphore.ranks, mask, used_q, used_k, *rank[0])
+        yield (), (semaphore.ranks, mask, span_q, span_k, *rank[0])
     yield (), (
-        Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), delta, start, dq_accum,
-        used_q, *prepare, -1 / scale if plan.fold else -scores.unit(problem.score),
+        Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta, neg_lse,
+        dq_accum, span_q, *preprocess, -1 / scale if plan.fold else -scores.unit(problem.score),
     )  # fmt: skip
-    tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, start, delta, dq_accum
+    tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
     score_args = ScoreArgs(mask, scores.record(problem.score, fast=True), scale)
     records = score_args, dropout.record(problem.dropout), plan.order, semaphore
-    yield tensors[: len(plan.shapes)], (packed, own, used_q, used_k, *records, *main)
-    yield (), (dq_accum, Rows(dq, *dq_rows), used_q, *finish, scale)
+    yield tensors[: len(plan.shapes)], (packed, own, span_q, span_k, *records, *main)
+    yield (), (dq_accum, Rows(dq, *dq_rows), span_q, *postprocess, scale)
 
 
 def bulk_rows(x: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ from saccade.problem import Problem
 BALANCE = 7
 """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
 SECTION = 4
-"""Heads whose blocks of keys take turns, where no two share keys."""
+"""Heads whose kv blocks take turns, where no two share keys."""
 MANY = 96
-"""Blocks of keys above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
+"""Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class BackwardConfig:
 
     @property
     def stays(self) -> bool:
-        """Whether programs stay on a multiprocessor, and draw blocks of keys; else each has one."""
+        """Whether programs stay on a multiprocessor, and draw kv blocks; else each has one."""
         return self.kernel is backward_kernel
 
     @property
     def pieces(self) -> int:
-        """of dq_accum in a block of rows"""
+        """of dq_accum in a q block"""
         return self.block_q * self.columns // PIECE.value
 
     @property
@@ -84,8 +84,8 @@ class BackwardPlan:
     kernels: tuple[Any, ...]
     ranks: tuple[int, ...] | None
     """Shape of the semaphore's ranks, or None: dq is added in any order."""
-    turns: int
-    """Its counters."""
+    counters: int
+    """of the semaphore"""
     rows: int
     """of delta and start"""
     tiles: tuple[int, int]
@@ -104,18 +104,23 @@ class BackwardPlan:
 
     @staticmethod
     def of(
-        problem: Problem, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int, cut: BackwardConfig
+        problem: Problem,
+        dout: Tensor,
+        out: Tensor,
+        gradients: tuple[Tensor, ...],
+        processors: int,
+        config: BackwardConfig,
     ) -> BackwardPlan:
         q, k, v = problem.q, problem.k, problem.v
         b, h_q, s_q, d = q.shape
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
-        block_q, block_k = cut.block_q, cut.block_k
+        block_q, block_k = config.block_q, config.block_k
         packed = isinstance(problem.layout, Packed)
         if packed:  # and one of each that is no sequence's
             blocks, kv_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
         else:
             blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
-        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * cut.pieces, PIECE.value)
+        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, PIECE.value)
         programs = b * h_k * kv_blocks
         divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
         if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
@@ -124,7 +129,7 @@ class BackwardPlan:
         if divided > 1:
             dk, dv = share_by_share(dk, divided), share_by_share(dv, divided)
         operands = (q, block_q), (k, block_k), (v, block_k), (dout, block_q), (dk, 64), (dv, 64)
-        ends = blocks * block_q // cut.prepared_rows
+        parts = blocks * block_q // config.prepared_rows
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
         listed = problem.mask is not None and problem.mask.listed
         spills = listed or (problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None)
@@ -137,39 +142,39 @@ class BackwardPlan:
         queued = (rank_kernel,) if problem.deterministic and not listed else ()
         return BackwardPlan(
             fold=fold,
-            kernels=(*queued, preprocess_kernel, cut.kernel, postprocess_kernel),
+            kernels=(*queued, preprocess_kernel, config.kernel, postprocess_kernel),
             ranks=(b, kv_blocks, blocks) if problem.deterministic else None,
-            turns=2 * b * h_q * blocks,
+            counters=2 * b * h_q * blocks,
             rows=rows,
             tiles=tiles,
             records=tuple(Rows.of(x)[1:] for x in (dout, out, dq)),
             shapes=[
-                *(shape_of(x, (1, 1, n, cut.box)) for x, n in operands),
+                *(shape_of(x, (1, 1, n, config.box)) for x, n in operands),
                 *[plain((rows,), (block_q,))] * 2,
-                *([] if cut.kernel is wide_backward_kernel else [plain(tiles, (1, PIECE.value))]),
+                *([] if config.kernel is wide_backward_kernel else [plain(tiles, (1, PIECE.value))]),
             ],
             order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, min(section, b * h_k * divided)),
             divided=divided,
             numbers=(
                 *((kv_blocks, blocks, s_q, s_k) for _ in queued),
-                (h_q, s_q, ends),
+                (h_q, s_q, parts),
                 (problem.group // divided, h_q, blocks),
                 (h_q, s_q, blocks),
             ),
             fixed=(
                 *({"BLOCK_Q": block_q, "BLOCK_K": block_k} for _ in queued),
                 {
-                    "D_V": d_v, "ROWS": cut.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": cut.columns,
-                    "BLOCK_DV": next_power_of_2(cut.v_columns), "CHAINED": True,
+                    "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": config.columns,
+                    "BLOCK_DV": next_power_of_2(config.v_columns), "CHAINED": True,
                 },
-                {"FOLD": fold, "MASKED": masked, **cut.constants},
-                {"D": d, "BLOCK_Q": block_q, "PIECES": cut.pieces},
+                {"FOLD": fold, "MASKED": masked, **config.constants},
+                {"D": d, "BLOCK_Q": block_q, "PIECES": config.pieces},
             ),
             grids=(
                 *((b * kv_blocks, 1, 1) for _ in queued),
-                (b * h_q * ends, 1, 1),
-                (min(programs * divided, processors) if cut.stays else programs * divided, 1, 1),
-                (b * h_q * blocks * cut.pieces, 1, 1),
+                (b * h_q * parts, 1, 1),
+                (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
+                (b * h_q * blocks * config.pieces, 1, 1),
             ),
         )  # fmt: skip
 

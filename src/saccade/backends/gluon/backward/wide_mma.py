@@ -3,7 +3,7 @@
 The first consumer's dq is one step late: s(i), exp2, p(i) handed over, dq(i - 1), dv. So what it waits for came long
 ago, and while either consumer computes in registers, the other one's products keep the tensor cores busy.
 
-Head dims are cut into chunks of 64 columns. Sums are tiles of 128 or 256 columns, or of 128 and 64 where a head dim
+Head dims come in chunks of 64 columns. Sums are tiles of 128 or 256 columns, or of 128 and 64 where a head dim
 takes 192: a tuple of one or of two tiles.
 """
 
@@ -47,7 +47,7 @@ def first_part(d):
 
 @gluon.constexpr_function
 def slots(d):
-    """Chunks that a stage has room for: a power of two, so that whatever a stage is cut into, it begins with one."""
+    """Chunks that a stage has room for: a power of two, so that tiles of any width begin at a stage."""
     return 2 if d == 128 else 4
 
 
