@@ -76,9 +76,9 @@ def test_a_backward_runs_where_its_forward_does(name):
     """What a backward declares is part of what its forward does, and it is there."""
     module = import_module(f"saccade.backends.{name}")
     if module.GRADIENT is None:
-        assert not hasattr(module, "backward") or name == "reference"
+        assert not hasattr(module, "run_backward") or name == "reference"
         return
-    assert callable(module.backward)
+    assert callable(module.run_backward)
     for field in ("devices", "dtypes", "layouts", "masks", "scores", "flags"):
         assert set(getattr(module.GRADIENT, field)) <= set(getattr(module.SUPPORT, field))
     assert module.GRADIENT.max_d <= module.SUPPORT.max_d
@@ -191,11 +191,11 @@ def test_gradients_go_to_the_backward_that_is_planned(everywhere):
 
     def backward(problem, saved):
         asked.append(problem.spec().device)
-        return cpu.backward(problem, saved)
+        return cpu.run_backward(problem, saved)
 
     everywhere.setattr(triton, "SUPPORT", replace(cpu.SUPPORT, dtypes=()))
     everywhere.setattr(triton, "GRADIENT", cpu.SUPPORT)
-    everywhere.setattr(triton, "backward", backward)
+    everywhere.setattr(triton, "run_backward", backward)
     everywhere.setattr(cpu, "GRADIENT", None)
     made = NAMED["causal"].inputs(requires_grad=True)
     for backend in ("auto", "cpu"):

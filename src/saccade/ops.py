@@ -81,7 +81,7 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         plan, problem = dispatch.planned(problem, backend)
         try:
-            out, found, top = plan.module.forward(problem, lse)
+            out, found, top = plan.module.run_forward(problem, lse)
         except IndexError as wrong:
             raise _outside(problem, wrong) from wrong
     if problem.out is not None and out is not problem.out:
@@ -169,7 +169,7 @@ def _backward(
     dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
     with torch._C._DisableAutocast():
-        dq, dk, dv, dsink, dcaptures = plan.module.backward(problem, saved)
+        dq, dk, dv, dsink, dcaptures = plan.module.run_backward(problem, saved)
     none = q.new_empty(0)
     dsink, *dcaptures = (none.clone() if x is None else x for x in (dsink, *dcaptures))
     return layout.ordered(dq), layout.ordered(dk), layout.ordered(dv), dsink, dcaptures

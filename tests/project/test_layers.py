@@ -135,3 +135,11 @@ def test_files_are_small():
     for file in FILES:
         lines = len(file.read_text(encoding="utf-8").splitlines())
         assert lines <= 400, f"{file.name}: {lines} lines"
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGE.rglob("__init__.py")), ids=lambda file: file.parent.name)
+def test_no_function_is_named_as_a_submodule(package):
+    """Importing the submodule would put it in the place of the function."""
+    body = ast.parse(package.read_text(encoding="utf-8")).body
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert not defined & {path.stem for path in package.parent.iterdir()}

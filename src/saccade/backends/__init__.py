@@ -134,7 +134,7 @@ class Backend(Protocol):
 
     SUPPORT: Support
     GRADIENT: Support | None
-    """What its backward runs: the same as a rule. None: it has no `backward`, and another backend's is taken."""
+    """What its backward runs: the same as a rule. None: it has no `run_backward`, and another backend's is taken."""
 
     def obstacle(self) -> str | None:
         """What keeps the backend from running on this machine at all, or None."""
@@ -147,9 +147,9 @@ class Backend(Protocol):
         """One line on the memory that a call needs besides its outputs."""
         ...
 
-    def forward(self, problem: Problem, lse: bool) -> Outputs: ...
+    def run_forward(self, problem: Problem, lse: bool) -> Outputs: ...
 
-    def backward(self, problem: Problem, saved: Saved) -> Gradients: ...
+    def run_backward(self, problem: Problem, saved: Saved) -> Gradients: ...
 
 
 def score_workspace(spec: Spec) -> str:

@@ -29,5 +29,5 @@ def workspace(spec: Spec) -> str:
     return "several times the score matrix b h_q s_q s_k"
 
 
-def forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Problem, lse: bool) -> Outputs:
     return reference.attention(problem)

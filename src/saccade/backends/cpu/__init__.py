@@ -34,7 +34,7 @@ def workspace(spec: Spec) -> str:
     return f"a few tiles of scores, at most {4 * 4 * TILE_ELEMENTS >> 20} MB for each thread"
 
 
-def forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Problem, lse: bool) -> Outputs:
     problem = _without_nan(problem)
     if isinstance(problem.layout, Packed):
         return packed.forward(problem, lse, _forward)
@@ -44,7 +44,7 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     return _forward(problem, lse)
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Problem, saved: Saved) -> Gradients:
     problem = _without_nan(problem)
     if isinstance(problem.layout, Packed):
         return packed.backward(problem, saved, _backward)

@@ -63,13 +63,13 @@ def workspace(spec: Spec) -> str:
     return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
 
 
-def forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Problem, lse: bool) -> Outputs:
     from saccade.backends.cudnn import launch
 
     return *launch.forward(problem, lse), None
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.cudnn import launch
 
     return launch.backward(problem, saved)

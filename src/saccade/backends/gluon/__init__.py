@@ -68,13 +68,13 @@ def workspace(spec: Spec) -> str:
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 
-def forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Problem, lse: bool) -> Outputs:
     from saccade.backends.gluon.forward import launch
 
     return launch.forward(problem, lse)
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.gluon.backward import launch as backward_launch
 

@@ -31,7 +31,7 @@ def workspace(spec: Spec) -> str:
     return f"forward: none; backward: 8 bytes for every query row and head{score_workspace(spec)}"
 
 
-def forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Problem, lse: bool) -> Outputs:
     if isinstance(problem.layout, Paged):
         from saccade.backends.triton import paged
 
@@ -41,7 +41,7 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     return launch.forward(problem, lse)
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.triton import launch
 
