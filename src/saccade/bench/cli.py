@@ -128,10 +128,11 @@ def _print_cell(progress: Progress, of_cell: list[BenchRow]) -> None:
     for row in of_cell:
         if row.ms:
             ratio = f" x{row.ratio:.3f}" if row.ratio and row.role == "saccade" else ""
-            words.append(f"{row.provider} {row.figure}{ratio}")
+            unit = "" if row.figure.endswith("s") else f" {row.unit}"
+            words.append(f"{row.provider} {row.figure}{unit}{ratio}")
         elif row.reason:
             words.append(f"{row.provider}: {row.reason}")
-    line = f"{of_cell[0].case} {of_cell[0].mode}, {of_cell[0].unit}: {'; '.join(words)}"
+    line = f"{of_cell[0].case} {of_cell[0].mode}: {'; '.join(words)}"
     progress.console.print(line, markup=False, highlight=False)
 
 

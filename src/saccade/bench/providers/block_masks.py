@@ -5,7 +5,8 @@ from __future__ import annotations
 from saccade import block_mask, mask_mod
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Provider
-from saccade.bench.providers.flex import predicate
+from saccade.bench.providers.flex import Predicate
+from saccade.masks import Documents
 from saccade.testing.cases import Inputs
 
 
@@ -14,8 +15,8 @@ class BlockMasks(Provider):
     calls = ("block mask",)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        case, fn = cell.case, predicate(inputs.keywords["mask"], 0)
-        return Prepared(lambda: (block_mask(mask_mod(fn), case.b, 1, case.s_q, case.s_k, inputs.q.device),))
+        case, fn = cell.case, _causal_documents(inputs)
+        return Prepared(lambda: (block_mask(mask_mod(fn), 1, 1, case.s_q, case.s_k),))
 
 
 class FlexBlockMasks(Provider):
@@ -27,6 +28,11 @@ class FlexBlockMasks(Provider):
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        case, fn = cell.case, predicate(inputs.keywords["mask"], 0)
-        shape = None, None, case.s_q, case.s_k
-        return Prepared(lambda: (create_block_mask(fn, *shape, device=inputs.q.device),))
+        case, fn = cell.case, _causal_documents(inputs)
+        return Prepared(lambda: (create_block_mask(fn, None, None, case.s_q, case.s_k, device=inputs.q.device),))
+
+
+def _causal_documents(inputs: Inputs) -> Predicate:
+    """The case's mask, `documents&causal`, as a function of its ids."""
+    ids = next(part.ids for part in inputs.keywords["mask"].parts if isinstance(part, Documents))[0]
+    return lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
