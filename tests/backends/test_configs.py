@@ -126,7 +126,7 @@ def test_gate_of_hopper_covers_the_head_dims_that_are_fast():
 def test_kernels_without_room_have_fewer_stages(room, least, tried):
     """As with tables beside the operands; a candidate of the tuning's, whose least are its own, fits or is none."""
     errors = pytest.importorskip("triton.runtime.errors")
-    from saccade.backends.triton.launch import started
+    from saccade.backends.device.launch import Launch
 
     seen = []
 
@@ -142,5 +142,7 @@ def test_kernels_without_room_have_fewer_stages(room, least, tried):
 
     fits = max(tried) <= room or room in tried
     with contextlib.nullcontext() if fits else pytest.raises(errors.OutOfResources):
-        assert started(Kernel(), (1,), (), {}, triton.TileConfig(64, 64, 4, 3), least) == "compiled"
+        launch = Launch(Kernel(), (1, 1, 1), (), warps=4, stages=3, least_stages=least)
+        launch(0, ())
+        assert launch.compiled == "compiled"
     assert seen == tried

@@ -1,8 +1,5 @@
 """The masks that intervals express: causal, window, prefix and documents."""
 
-# Properties of masks are plain attributes of some, and computed by others.
-# pyright: reportIncompatibleVariableOverride=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -28,11 +25,11 @@ class Window(Mask):
         return []
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "causal" if self.left is None and self.right == 0 else "window"
 
     @property
-    def lower(self) -> bool:
+    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.left is not None
 
     @property
@@ -65,14 +62,14 @@ class Prefix(Mask):
     """`j < n` or `j <= i + off`."""
 
     n: int | Tensor
-    lower: ClassVar[bool] = False
+    lower: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "prefixes" if isinstance(self.n, Tensor) else "prefix"
 
     @property
-    def indices(self) -> frozenset[str]:
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return frozenset("b" if isinstance(self.n, Tensor) else "")
 
     def _ints(self) -> list[int]:
@@ -103,18 +100,18 @@ class Documents(Mask):
     """
 
     kind: ClassVar[str] = "documents"
-    exact: ClassVar[bool] = False
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
     ids: Tensor
     first: Tensor
     stop: Tensor
     solid: Tensor
 
     @property
-    def indices(self) -> frozenset[str]:
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return frozenset("b" if self.ids.shape[0] > 1 else "")
 
     @property
-    def length(self) -> int:
+    def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.ids.shape[1]
 
     def _records(self) -> list[Tensor]:

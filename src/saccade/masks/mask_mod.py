@@ -1,20 +1,17 @@
-"""Masks that are functions of the indices."""
-
-# Properties of masks are plain attributes of some, and computed by others.
-# pyright: reportIncompatibleVariableOverride=false
+"""Masks that a function of the indices says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.base import Mask, PredicateMask, WrappedMask
-from saccade.masks.interval import Extent
+from saccade.masks.base import Mask
+from saccade.masks.interval import Extent, Interval, everything, nothing
 from saccade.scores.recording.compile_constant import knows_inversion
 
 Function = Callable[..., Tensor]
@@ -22,24 +19,21 @@ Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class MaskMod(PredicateMask):
-    """A predicate as it is in one call."""
+class MaskMod(Mask):
+    """Any predicate. It is no interval: the list of tiles that is made of it says where nothing is visible."""
 
+    kind: ClassVar[str] = "mask_mod"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
     predicate: scores.Traced
     """The function as a graph, with what it captured."""
-    form: tuple[int, int, int, int] | None = None
-    """(b or 1, h_q or 1, s_q, s_k) of a BlockMask, which is for calls of one shape, all of whose rows are in use."""
-
-    @property
-    def of_shape(self) -> bool:
-        return self.form is not None
 
     @property
     def identity(self) -> str:
         return f"mask_mod[{self.predicate.identity}]"
 
     @property
-    def indices(self) -> frozenset[str]:
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.predicate.indices
 
     def _ints(self) -> list[int]:
@@ -58,59 +52,45 @@ class MaskMod(PredicateMask):
         return MaskMod(scores.Traced.of_records(identity, records, ints, floats))
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        call, form = (b, h, s_q, s_k), self.form
-        if form is not None and (form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != call[2:]):
-            return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {call}"
-        return self._capture_error(scores.Sizes(*call))
+        if max(s_q, s_k) > scores.LONGEST:
+            return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
+        return scores.short(self.predicate.identity, self.predicate.tensors, scores.Sizes(b, h, s_q, s_k))
 
     def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        call = b, h, s_q, s_k
-        if self.form is not None and (error := packed_shape_error("the BlockMask", self.form, call)):
-            return error
-        return self._capture_error(scores.Sizes(*call, exact=False))
-
-    def _capture_error(self, sizes: scores.Sizes) -> str | None:
-        if max(sizes.s_q, sizes.s_k) > scores.LONGEST:
-            return f"mask functions take lengths up to {scores.LONGEST}, got {sizes.s_q} and {sizes.s_k}"
-        return scores.short(self.predicate.identity, self.predicate.tensors, sizes)
+        if max(s_q, s_k) > scores.LONGEST:
+            return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
+        return scores.short(self.predicate.identity, self.predicate.tensors, scores.Sizes(b, h, s_q, s_k, exact=False))
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.predicate.holds(b, h, q_idx, kv_idx)
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)
 
     def __repr__(self) -> str:
         return f"mask_mod({self.predicate.kind})"
 
 
-def packed_shape_error(
-    name: str, shape: tuple[int, ...], call: tuple[int, int, int, int], broadcast: bool = False
-) -> str | None:
-    """What is wrong with the shape of a mask for so many packed sequences, heads, queries and keys; None if nothing."""
-    wide = all(n in (1, m) for n, m in zip(shape[:2], call[:2], strict=True))
-    if wide and all(n >= m or (n == 1 and broadcast) for n, m in zip(shape[2:], call[2:], strict=True)):
-        return None
-    return (
-        f"{name} over sequences has a row and a column for each query and key that the longest one has room for, so at "
-        f"least (sequences, h_q, queries, keys) = {call}, where sequences and heads may be 1; got {shape}"
-    )
-
-
 class Written(MaskMod):
-    """A predicate as it was written: each call traces it anew."""
+    """A predicate as it was written: what it is, it is in each call anew."""
 
-    def __init__(self, fn: Function, name: str | None = None, form: tuple[int, int, int, int] | None = None) -> None:
-        for field, value in (("fn", fn), ("name", name), ("form", form)):
-            object.__setattr__(self, field, value)
+    def __init__(self, fn: Function, name: str | None = None) -> None:
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "name", name)
 
     fn: Function
     name: str | None
 
     @property
-    def predicate(self) -> Any:
+    def predicate(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of this moment."""
         return scores.predicate(self.fn, self.name)
 
     def bound(self) -> Mask:
-        return MaskMod(self.predicate, self.form)
+        return MaskMod(self.predicate)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """By the user's own function."""
@@ -126,7 +106,7 @@ class Written(MaskMod):
         return f"mask_mod({self.name or scores.name_of(self.fn)})"
 
     def __reduce__(self) -> Any:
-        return Written, (self.fn, self.name, self.form)
+        return mask_mod, (self.fn,)
 
 
 def mask_mod(fn: Function) -> Mask:
@@ -163,14 +143,25 @@ def mask_mod(fn: Function) -> Mask:
     return mask
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class OfRow(WrappedMask):
-    """A predicate as one batch row sees it, which counts itself as number 0."""
+@dataclass(frozen=True, eq=False)
+class OfRow(Mask):
+    """A predicate as one batch row sees it, which calls itself number 0."""
 
+    kind: ClassVar[str] = "mask_mod"
+    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    mask: Mask
     b: int
 
+    def bound(self) -> Mask:
+        return OfRow(self.mask.bound(), self.b)
+
     @property
-    def indices(self) -> frozenset[str]:
+    def identity(self) -> str:
+        return self.mask.identity
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mask.indices - {"b"}
 
     def _ints(self) -> list[int]:
@@ -179,5 +170,14 @@ class OfRow(WrappedMask):
     def _floats(self) -> list[float]:
         return self.mask.floats
 
+    def _records(self) -> list[Tensor]:
+        return self.mask.records
+
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.mask.sees(extent, b + self.b, h, q_idx, kv_idx)
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)

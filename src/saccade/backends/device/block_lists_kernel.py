@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, tile_of
 from saccade.backends.device.tiles import tile_range, used_length, visible
@@ -117,13 +120,22 @@ def _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE: tl.con
         tl.store(row + tiles, state.to(tl.uint8), mask=tiles < n_k)
 
 
+@aggregate
+class StateGrid:
+    """The states of one head's tiles, as the blocks that have lists see them."""
+
+    states: Any
+    n_outer: Any
+    n_inner: Any
+    """tiles of the mask along the blocks with lists, and along the tiles in those"""
+    stride_outer: Any
+    stride_inner: Any
+
+
 @triton.jit
-def _state_of(
-    states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, length,
-    OUTER: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    """The states of a kernel's tiles: those of the tiles of the mask that each of them meets, taken together; none is
-    full that ends behind `length`."""
+def _state_of(grid, outer, tiles, inners, length, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """Which of a kernel's tiles are not empty, and which are full. A kernel's tile meets several of the mask, which
+    count together; none is full that ends after `length`."""
     whole = tiles < inners  # the last tile of the mask may reach further than the last one of the kernel
     if length is not None:
         whole = whole & ((tiles + 1) * INNER <= length)
@@ -132,8 +144,8 @@ def _state_of(
         for j in tl.static_range(max(INNER // TILE, 1)):
             y = (outer * OUTER // TILE + i).to(tl.int64)
             x = (tiles * INNER // TILE + j).to(tl.int64)
-            inside = x < tl.where(y < n_outer, n_inner, 0)
-            state = tl.load(states + y * stride_outer + x * stride_inner, mask=inside, other=0)
+            inside = x < tl.where(y < grid.n_outer, grid.n_inner, 0)
+            state = tl.load(grid.states + y * grid.stride_outer + x * grid.stride_inner, mask=inside, other=0)
             whole = whole & (state == _FULL)
             some = some | (state != 0)
     return some & (tiles < inners), whole
@@ -149,10 +161,8 @@ def block_list_kernel(
     outer = tl.program_id(0) % outers
     states += bh * n_outer * n_inner
     row = bh * outers + outer
-    _write_list(
-        states, index + row * inners, count + 2 * row, outer, inners, n_outer, n_inner, stride_outer, stride_inner,
-        None, OUTER, INNER, CHUNK,
-    )  # fmt: skip
+    grid = StateGrid(states, n_outer, n_inner, stride_outer, stride_inner)
+    _write_list(grid, index + row * inners, count + 2 * row, outer, inners, None, OUTER, INNER, CHUNK)
 
 
 @triton.jit(do_not_specialize=["heads", "s", "other_s", "n_q", "n_k", "outers", "inners"])
@@ -169,33 +179,31 @@ def packed_block_list_kernel(
         first_q = other_first if BY_KEYS else first
         states += (h.to(tl.int64) * n_q + blocks_before(own, b, first_q, TILE)) * n_k
         row = h.to(tl.int64) * outers + block_number(own, heads, start, OUTER)
-        _write_list(
-            states, index + row * inners, count + 2 * row, start // OUTER, tl.cdiv(other_length, INNER),
-            tl.cdiv(length, TILE), tl.cdiv(other_length, TILE), 1 if BY_KEYS else n_k, n_k if BY_KEYS else 1,
-            other_length, OUTER, INNER, CHUNK,
-        )  # fmt: skip
+        block = start // OUTER
+        tiles = tl.cdiv(other_length, INNER)
+        n_outer = tl.cdiv(length, TILE)
+        n_inner = tl.cdiv(other_length, TILE)
+        grid = StateGrid(states, n_outer, n_inner, 1 if BY_KEYS else n_k, n_k if BY_KEYS else 1)
+        place = index + row * inners
+        _write_list(grid, place, count + 2 * row, block, tiles, other_length, OUTER, INNER, CHUNK)
 
 
 @triton.jit
 def _write_list(
-    states, index, count, outer, inners, n_outer, n_inner, stride_outer, stride_inner, length,
-    OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    grid, index, count, outer, inners, length, OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The partial tiles of one block, then the full ones, and how many there are."""
     partial = 0
     for start in range(0, inners, CHUNK):
         # [CHUNK]
         tiles = start + tl.arange(0, CHUNK)
-        some, whole = _state_of(
-            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, length, OUTER, INNER
-        )
+        some, whole = _state_of(grid, outer, tiles, inners, length, OUTER, INNER)
         partial += tl.sum((some & (whole == 0)).to(tl.int32))
     some_at = 0
     full_at = partial
     for start in range(0, inners, CHUNK):
         tiles = start + tl.arange(0, CHUNK)
-        some, whole = _state_of(
-            states, outer, tiles, inners, n_outer, n_inner, stride_outer, stride_inner, length, OUTER, INNER
-        )
+        some, whole = _state_of(grid, outer, tiles, inners, length, OUTER, INNER)
         mixed = (some & (whole == 0)).to(tl.int32)
         full = (some & whole).to(tl.int32)
         place = tl.where(full != 0, full_at + tl.cumsum(full, 0), some_at + tl.cumsum(mixed, 0)) - 1

@@ -13,18 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import block_lists, dropout, scores, sequences
+from saccade.backends.device import block_d, block_lists, scores
+from saccade.backends.device.arguments import TileShape, common_arguments, tile_arguments, tile_grid
 from saccade.backends.device.captured_gradients_kernel import (
     as_integers,
     captured_gradients_kernel,
     in_any_order,
     largest,
 )
-from saccade.backends.device.gradients import padded
-from saccade.backends.device.launch import on_device
-from saccade.backends.device.records import Rows
-from saccade.layouts import Packed
-from saccade.problem import Problem, aligned
+from saccade.backends.device.gradients import aligned_rows
+from saccade.backends.device.launch import Launch, on_device
+from saccade.problem import Problem
 from saccade.scores import Traced
 
 
@@ -41,26 +40,26 @@ def gradients(problem: Problem, saved: Saved, fast: bool = False) -> Sequence[Te
     wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
     held = [x for x, want in zip(score.tensors, wanted, strict=True) if want]
     with on_device(problem.q):
-        launch = _launch_of(problem, saved, score, wanted, fast)
+        accumulate = _accumulate(problem, saved, score, wanted, fast)
         many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
-        sums = iter(_repeatable(held, launch, many) if problem.deterministic else _in_any_order(held, launch))
+        sums = iter(_repeatable(held, accumulate, many) if problem.deterministic else _in_any_order(held, accumulate))
     return [next(sums).to(x.dtype) if want else None for x, want in zip(score.tensors, wanted, strict=True)]
 
 
-Launch = Callable[[Any, Sequence[Any]], None]
-"""Of the kernel, by what adds and to what."""
+Accumulate = Callable[[Any, Sequence[Any]], None]
+"""Runs the kernel, with the function that adds and the sums that it adds to."""
 
 
-def _in_any_order(held: Sequence[Tensor], launch: Launch) -> list[Tensor]:
+def _in_any_order(held: Sequence[Tensor], accumulate: Accumulate) -> list[Tensor]:
     sums = [torch.zeros(x.shape, device=x.device) for x in held]
-    launch(in_any_order, sums)
+    accumulate(in_any_order, sums)
     return sums
 
 
-def _repeatable(held: Sequence[Tensor], launch: Launch, many: int) -> list[Tensor]:
+def _repeatable(held: Sequence[Tensor], accumulate: Accumulate, many: int) -> list[Tensor]:
     """`many`: more values than can meet in one place."""
     tops = torch.zeros(len(held), dtype=torch.int32, device=held[0].device)
-    launch(largest, tops.unbind())
+    accumulate(largest, tops.unbind())
     # All of them, of the largest size, stay below 2^62.
     room = 62 - math.ceil(math.log2(max(many, 1)))
     top = tops.view(torch.float32)
@@ -68,70 +67,54 @@ def _repeatable(held: Sequence[Tensor], launch: Launch, many: int) -> list[Tenso
     shift = (room - torch.frexp(top).exponent).clamp(-120, 120)
     unit = torch.ldexp(torch.ones_like(top), shift)
     sums = [torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in held]
-    launch(as_integers, list(zip(sums, unit.unbind(), strict=True)))
+    accumulate(as_integers, list(zip(sums, unit.unbind(), strict=True)))
     broken = torch.where(top.isfinite(), 0.0, torch.nan)
     return [(x.double() / unit[i] + broken[i]).float() for i, x in enumerate(sums)]
 
 
-def _launch_of(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool], fast: bool) -> Launch:
-    q, k = problem.q, problem.k
-    if not q.numel() or not k.numel():
+def _accumulate(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool], fast: bool) -> Accumulate:
+    if not problem.q.numel() or not problem.k.numel():
         return lambda add, sums: None
-    block_q, options = tile(problem)
-    spans, blocks = sequences.spans(problem), q.shape[0] * -(-q.shape[2] // block_q)
-    if isinstance(problem.layout, Packed):
-        spans = sequences.spans(problem, sequences.table(problem, 0, block_q))
-        blocks = sequences.slots(problem, 0, block_q)
-    grid = (q.shape[1] * blocks,)
-    mask = block_lists.record(problem, block_q, options["BLOCK_K"])
-    given = _arguments(problem, saved, (*spans, mask, scores.record(score, fast)))
+    tensors, arguments = _tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
     scatter = scores.scatter(score, wanted, fast)
 
-    def launch(add: Any, sums: Sequence[Any]) -> None:
-        captured_gradients_kernel[grid](
-            *given, tuple(sums), *_numbers(problem), ADD=tl.constexpr(add), SCATTER=scatter, **options
-        )
+    def accumulate(add: Any, sums: Sequence[Any]) -> None:
+        launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(add), scatter)
+        launch(problem.q.device.index, (*tensors, tuple(sums), *arguments))
 
-    return launch
-
-
-def _arguments(problem: Problem, saved: Saved, records: tuple[Any, ...]) -> tuple[Any, ...]:
-    tensors = problem.q, problem.k, problem.v, saved.dout, saved.out
-    operands = [Rows.of(x if aligned(x) else padded(x)) for x in tensors]
-    dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    return *operands, saved.lse.contiguous(), dlse, *records, dropout.record(problem.dropout)
+    return accumulate
 
 
-def _numbers(problem: Problem) -> tuple[Any, ...]:
-    return problem.q.shape[1], problem.q.shape[2], problem.k.shape[2], problem.scale
+def _tensors(problem: Problem, saved: Saved) -> tuple[Any, ...]:
+    operands = map(aligned_rows, (problem.q, problem.k, problem.v, saved.dout, saved.out))
+    return *operands, saved.lse.contiguous(), None if saved.dlse is None else saved.dlse.contiguous()
 
 
 def compiled(problem: Problem) -> Any:
     """The kernel as the compile gate sees it, adding to all that the problem's score captures."""
     score, lse = problem.score, torch.empty(problem.q.shape[:3])
     assert isinstance(score, Traced)
-    records = *sequences.spans(problem), block_lists.stand_in(problem), scores.record(score)
-    given = _arguments(problem, Saved(problem.v, None, problem.v, lse), records)
+    tensors = _tensors(problem, Saved(problem.v, None, problem.v, lse))
     sums = tuple(torch.empty(x.shape) for x in score.tensors)
     scatter = scores.scatter(score, [True] * len(sums))
-    options = tile(problem)[1]
-    return captured_gradients_kernel.warmup(
-        *given, sums, *_numbers(problem), ADD=tl.constexpr(in_any_order), SCATTER=scatter, **options, grid=(1,)
-    )
+    launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), scatter)
+    return launch.warmup((*tensors, sums, *common_arguments(problem, block_lists.stand_in(problem))))
 
 
-def tile(problem: Problem) -> tuple[int, dict[str, Any]]:
-    """Rows of a tile, at most as many as keys, and all constants."""
-    d, d_v = problem.q.shape[3], problem.v.shape[3]
-    block_d, block_dv = (max(16, 1 << (n - 1).bit_length()) for n in (d, d_v))
-    wide = max(block_d, block_dv)
-    if problem.q.dtype == torch.float32:
-        block_q, block_k = (32, 32) if wide <= 128 else (16, 16)
-    else:
-        block_q, block_k = (64, 64) if wide <= 128 else (32, 32)
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    return block_q, {
-        "GROUP": problem.group, "D": d, "D_V": d_v, "BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv, "PRECISION": precision, "num_warps": 4 if wide <= 64 and problem.dropout is None else 8,
-        "num_stages": 2,
-    }  # fmt: skip
+def recompute_launch(kernel: Any, problem: Problem, *constants: Any) -> Launch:
+    """Of a kernel that computes the weights once more."""
+    blocks = recompute_blocks(problem)
+    warps = 4 if _widest(problem) <= 64 and problem.dropout is None else 8
+    shape = TileShape.of(problem, *blocks)
+    return Launch(kernel, tile_grid(problem, *blocks), (*constants, shape), warps, 2)
+
+
+def recompute_blocks(problem: Problem) -> tuple[int, int]:
+    """BLOCK_Q, at most BLOCK_K, and BLOCK_K."""
+    size = 32 if problem.q.dtype == torch.float32 else 64
+    size = size if _widest(problem) <= 128 else size // 2
+    return size, size
+
+
+def _widest(problem: Problem) -> int:
+    return max(block_d(problem.q.shape[3]), block_d(problem.v.shape[3]))

@@ -7,10 +7,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
-from saccade.backends.device.dropout import factor, keep, opened
-from saccade.backends.device.sequences import extent, numbered, tile_of
-from saccade.backends.device.tiles import head, in_units, load_tile, logits, power, tile_range, visible
+from saccade.backends.device.block_lists_kernel import tile_start
+from saccade.backends.device.q_block import (
+    edge_length,
+    edge_start,
+    kv_head,
+    kv_tiles,
+    load_k,
+    load_q,
+    load_v,
+    q_block,
+    weight_gradient,
+)
+from saccade.backends.device.tiles import in_units
 
 
 @triton.jit
@@ -37,77 +46,55 @@ def as_integers(total, place, value):
 
 @triton.jit
 def _step(
-    q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale, mask,
-    score, dropout, sums, ADD: tl.constexpr, SCATTER: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    start,
+    q_tile,
+    dout_tile,
+    row_lse,
+    row_delta,
+    kv,
+    block,
+    sums,
+    ADD: tl.constexpr,
+    SCATTER: tl.constexpr,
+    shape,
+    MASKED: tl.constexpr,
+):
     """One tile of keys."""
+    args = block.args
+    q_idx = block.q_idx[:, None]
     # [block_k, d], [block_k, d_v]
-    k_tile = load_tile(k, k_head, start, keys, BLOCK_K, D, BLOCK_D, MASKED)
-    v_tile = load_tile(v, v_head, start, keys, BLOCK_K, D_V, BLOCK_DV, MASKED)
+    k_tile = load_k(kv, start, shape, MASKED)
+    v_tile = load_v(kv, start, shape, MASKED)
     # [block_q, block_k]
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-    kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
-    x = logits(qk, score, scale, b, h, q_idx[:, None], kv_idx)
-    if MASKED:
-        x = tl.where(visible(mask, b, h, q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
-    p = power(x - row_lse[:, None], score)
-    if dropout is not None:
-        dp = tl.where(keep(dropout, p, b, h, q_idx[:, None], kv_idx), dp, 0.0) * factor(dropout)
-    ds = p * (dp - row_delta[:, None])
-    SCATTER(ADD, sums, score.data, ds, qk * scale, b, h, q_idx[:, None], kv_idx)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
+    kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
+    _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx, MASKED)
+    SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, q_idx, kv_idx)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def captured_gradients_kernel(
-    q, k, v, dout, out, lse, dlse, used_q, used_k, mask, score, dropout, sums, h_q, s_q, s_k, scale,
-    ADD: tl.constexpr, SCATTER: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, dout, out, lse, dlse, sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, shape,
 ):  # fmt: skip
-    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one block of query rows of one head."""
-    b, h, bh, start_q = tile_of(used_q, h_q, s_q, BLOCK_Q, True)
-    batch, first_q, _, rows = extent(used_q, b, s_q)
-    _, first_k, _, keys = extent(used_k, b, s_k)
-    b = numbered(used_q, b)
-    off = keys - rows
-    if dropout is not None:
-        dropout = opened(dropout)
-    # [block_q]
-    q_idx = start_q + tl.arange(0, BLOCK_Q)
-    live = q_idx < rows
-    lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
-    if mask.listed:
-        block = block_number(used_q, h_q, start_q, BLOCK_Q)
-        first, core, core_end, end, listing = block_list_range(mask, b, h, block, BLOCK_K)
-    else:
-        first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
-        listing = None
-
+    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one q block of one head."""
+    block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
+    tiles = kv_tiles(block, used_q, h_q, shape)
     # [block_q, d], [block_q, d_v]
-    q_tile = load_tile(q, head(q, batch, h, first_q), start_q, rows, BLOCK_Q, D, BLOCK_D, True)
-    dout_tile = load_tile(dout, head(dout, batch, h, first_q), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
-    out_tile = load_tile(out, head(out, batch, h, first_q), start_q, rows, BLOCK_Q, D_V, BLOCK_DV, True)
+    q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
+    dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
+    out_tile = load_q(out, block, shape.D_V, shape.BLOCK_DV, shape)
     # [block_q]
-    place = bh.to(tl.int64) * s_q + first_q + q_idx
-    row_lse = tl.load(lse + place, mask=live, other=float("-inf"))
+    row_lse = tl.load(lse + block.place, mask=block.live, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), in_units(row_lse, score))  # exp(x - inf) = 0
     row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if dlse is not None:
-        row_delta -= tl.load(dlse + place, mask=live, other=0.0)
-    k_head = head(k, batch, h // GROUP, first_k)
-    v_head = head(v, batch, h // GROUP, first_k)
-    before = core - first
-    for step in range(0, before + end - core_end, BLOCK_K):
-        start = tile_start(mask, listing, tl.where(step < before, first + step, core_end + step - before), BLOCK_K)
-        _step(
-            q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
-            mask, score, dropout, sums, ADD, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
-        )  # fmt: skip
-    for step in range(core, core_end, BLOCK_K):
-        start = tile_start(mask, listing, step, BLOCK_K)
-        _step(
-            q_tile, dout_tile, k, v, k_head, v_head, row_lse, row_delta, start, b, h, q_idx, rows, keys, off, scale,
-            mask, score, dropout, sums, ADD, SCATTER, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
-        )  # fmt: skip
+        row_delta -= tl.load(dlse + block.place, mask=block.live, other=0.0)
+    kv = kv_head(k, v, block, shape)
+    for step in range(0, edge_length(tiles), shape.BLOCK_K):
+        start = edge_start(mask, tiles, step, shape.BLOCK_K)
+        _step(start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums, ADD, SCATTER, shape, True)
+    for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
+        start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
+        _step(start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums, ADD, SCATTER, shape, False)

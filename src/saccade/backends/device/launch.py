@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime.errors import OutOfResources
 
 from saccade.problem import Problem
 
 
-def run(compiled: Any, grid: tuple[int, int, int], device: int, arguments: Any) -> None:
+@dataclass
+class Launch:
+    """A kernel with all that is the same in each call of a Problem's key. The first call compiles it."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    constants: tuple[Any, ...]
+    """the kernel's last arguments"""
+    warps: int = 4
+    stages: int = 3
+    least_stages: int | None = None
+    """fewest stages to try where tables that a score reads have no room in shared memory beside the operands"""
+    compiled: Any = None
+
+    def __call__(self, device: Any, arguments: tuple[Any, ...]) -> None:
+        if self.compiled is None:  # as always in the interpreter, which compiles nothing
+            self.compiled = self._first(arguments)
+        else:
+            run(self.compiled, self.grid, device, (*arguments, *self.constants))
+
+    def _first(self, arguments: tuple[Any, ...]) -> Any:
+        stages = self.stages
+        while True:
+            try:
+                return self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps, num_stages=stages)
+            except OutOfResources:
+                if self.least_stages is None or stages <= self.least_stages:
+                    raise
+                stages -= 1
+
+    def warmup(self, arguments: tuple[Any, ...]) -> Any:
+        """The compiled kernel, not run: for the compile gate."""
+        options = {"num_warps": self.warps, "num_stages": self.stages, "grid": (1,)}
+        return self.kernel.warmup(*arguments, *self.constants, **options)
+
+
+def run(compiled: Any, grid: tuple[int, int, int], device: Any, arguments: Any) -> None:
     """`compiled[grid](*arguments)` on torch's current stream, without its look-ups; a profiler that hooks launches gets
     them. Triton's own way through the jitted function costs more than all else in a small call."""
     if hooked():

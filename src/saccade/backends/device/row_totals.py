@@ -15,78 +15,54 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import block_lists, captured_gradients, scores, sequences
-from saccade.backends.device.gradients import padded
-from saccade.backends.device.launch import on_device, run
+from saccade.backends.device import block_lists
+from saccade.backends.device.arguments import common_arguments, precision, tile_arguments
+from saccade.backends.device.captured_gradients import recompute_blocks, recompute_launch
+from saccade.backends.device.gradients import aligned_rows
+from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.layouts import Packed, empty_like_rows
-from saccade.problem import ALIGNMENT, Problem, aligned
+from saccade.problem import ALIGNMENT, Problem
 from saccade.scores import Traced
 
 
-def settled(problem: Problem, saved: Saved, fast: bool = False) -> Saved:
+def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Saved:
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
     a softcap bounds, are not so large. `fast` is as `scores.record` says."""
-    q, k = problem.q, problem.k
     layout = problem.layout
-    packed = isinstance(layout, Packed)
-    nothing = not q.numel() or not k.numel() or (isinstance(layout, Packed) and not layout.sequences)
+    nothing = not problem.q.numel() or not problem.k.numel() or (isinstance(layout, Packed) and not layout.sequences)
     if not isinstance(problem.score, Traced) or nothing:
         return saved
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    made = replace(
+    divided = replace(
         saved,
         dout=empty_like_rows(saved.dout, saved.dout.shape[3]),
         dlse=None if dlse is None else torch.empty_like(dlse),
     )
-    block_q, options = captured_gradients.tile(problem)
-    spans, blocks = sequences.spans(problem), q.shape[0] * -(-q.shape[2] // block_q)
-    if packed:
-        spans = sequences.spans(problem, sequences.table(problem, 0, block_q))
-        blocks = sequences.slots(problem, 0, block_q)
-    with on_device(q):
-        records = *spans, block_lists.record(problem, block_q, options["BLOCK_K"]), scores.record(problem.score, fast)
-        given = _arguments(problem, replace(saved, dlse=dlse), made)
-        _launch(problem, (q.shape[1] * blocks, 1, 1), (*given, *records, *_numbers(problem)), options, fast)
-    return made
+    with on_device(problem.q):
+        tensors = _tensors(problem, replace(saved, dlse=dlse), divided)
+        _, _, dout, weighted, *rows = tensors[:6]
+        # What Triton specialises for and the Problem's key does not hold: how dout and what belongs to rows lie.
+        lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
+        key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *lies, precision()
+        launch = problem.launches.get(key)
+        if launch is None:
+            launch = problem.launches[key] = recompute_launch(row_totals_kernel, problem)
+        arguments = tile_arguments(problem, *recompute_blocks(problem), fast=fast)
+        launch(problem.q.device.index, (*tensors, *arguments))
+    return divided
 
 
-def _launch(
-    problem: Problem, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: dict[str, Any], fast: bool
-) -> None:
-    dout, weighted, lse, dlse = arguments[2:6]
-    # What Triton specialises for and the Problem's key does not hold: how dout and what belongs to rows lie.
-    rows = (None if x is None else x.data_ptr() % ALIGNMENT for x in (lse, dlse))
-    key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *rows, options["PRECISION"]
-    found = problem.launches.get(key)
-    if found is not None:
-        compiled, fixed = found
-        run(compiled, grid, problem.q.device.index, (*arguments, *fixed))
-        return
-    compiled = row_totals_kernel[grid](*arguments, **options)
-    if compiled is not None:  # the interpreter compiles nothing
-        fixed = tuple(value for name, value in options.items() if name not in ("num_warps", "num_stages"))
-        problem.launches[key] = compiled, fixed
-
-
-def _arguments(problem: Problem, saved: Saved, made: Saved) -> tuple[Any, ...]:
-    operands = (problem.q, problem.k, saved.dout)
-    rows = [*(Rows.of(x if aligned(x) else padded(x)) for x in operands), Rows.of(made.dout)]
+def _tensors(problem: Problem, saved: Saved, divided: Saved) -> tuple[Any, ...]:
+    operands = map(aligned_rows, (problem.q, problem.k, saved.dout))
     sink = None if problem.sink is None else problem.sink.contiguous()
-    return *rows, saved.lse.contiguous(), saved.dlse, made.dlse, sink
-
-
-def _numbers(problem: Problem) -> tuple[Any, ...]:
-    return problem.q.shape[1], problem.q.shape[2], problem.k.shape[2], problem.scale
+    return *operands, Rows.of(divided.dout), saved.lse.contiguous(), saved.dlse, divided.dlse, sink
 
 
 def compiled(problem: Problem) -> Any:
     """The kernel as the compile gate sees it."""
     lse = torch.empty(problem.q.shape[:3])
     saved = Saved(problem.v, lse, problem.v, lse)
-    records = *sequences.spans(problem), block_lists.stand_in(problem), scores.record(problem.score)
-    options = captured_gradients.tile(problem)[1]
-    return row_totals_kernel.warmup(
-        *_arguments(problem, saved, saved), *records, *_numbers(problem), **options, grid=(1,)
-    )
+    arguments = common_arguments(problem, block_lists.stand_in(problem))
+    return recompute_launch(row_totals_kernel, problem).warmup((*_tensors(problem, saved, saved), *arguments))

@@ -78,5 +78,5 @@ def run_backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.gluon.backward import launch as backward_launch
 
-    saved = row_totals.settled(problem, saved, fast=True)
+    saved = row_totals.divide_gradients(problem, saved, fast=True)
     return *backward_launch.backward(problem, saved), captured_gradients.gradients(problem, saved, fast=True)

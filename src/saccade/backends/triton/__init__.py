@@ -45,5 +45,5 @@ def run_backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.triton import launch
 
-    saved = row_totals.settled(problem, saved)
+    saved = row_totals.divide_gradients(problem, saved)
     return *launch.backward(problem, saved), captured_gradients.gradients(problem, saved)

@@ -10,10 +10,9 @@ import torch
 
 from saccade.backends import Append, Rotary
 from saccade.backends.device.launch import on_device, run
-from saccade.backends.device.records import Rows, runtime_int
+from saccade.backends.device.records import Rows
 from saccade.backends.triton.append_kernel import append_kernel
-from saccade.backends.triton.paged import many
-from saccade.backends.triton.paged_kernel import PageTable
+from saccade.backends.triton.paged import many, page_table
 from saccade.layouts import Paged
 
 
@@ -49,13 +48,18 @@ def _tensors(given: Append) -> list[Any]:
 
 
 def _arguments(given: Append) -> tuple[Any, ...]:
-    layout, size = given.layout, given.k_cache.shape[1]
+    layout = given.layout
     rows = (Rows.of(layout.canonical(x)) for x in (given.k_new, given.v_new, given.k_cache, given.v_cache))
-    table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
-    numbers = table.stride(0), layout.sequences, layout.capacity(size), given.k_cache.shape[0], 1, 1, 1, 1
     starts = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.contiguous()
     cos, sin, positions = (None, None, 1) if given.rotary is None else (*given.rotary[:2], given.rotary.cos.shape[0])
-    tensors = *rows, starts, layout.seqused_k.contiguous(), PageTable(table, *map(runtime_int, numbers)), cos, sin
+    tensors = (
+        *rows,
+        starts,
+        layout.seqused_k.contiguous(),
+        page_table(layout, layout.canonical(given.k_cache)),
+        cos,
+        sin,
+    )
     return *tensors, given.k_new.shape[-2], given.k_new.shape[-3], positions
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from saccade import configs
+from saccade.backends.device import block_d
 from saccade.spec import Spec
 
 KERNELS = ("forward", "dkdv", "dq")
@@ -22,11 +23,6 @@ class TileConfig:
     stages: int
     spill: int = 0
     """Bytes that ptxas may spill; its row in the table says why that is the fastest all the same."""
-
-
-def block_d(d: int) -> int:
-    """The head dim that a tile has: the next power of two, as Triton's shapes are, and at least 16 for its dots."""
-    return max(16, 1 << (d - 1).bit_length())
 
 
 def key(kernel: str, spec: Spec) -> str:

@@ -8,20 +8,18 @@ from typing import Any
 import torch
 
 from saccade.backends.device import block_lists, captured_gradients, row_totals, sequences
+from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.dropout import stand_in
 from saccade.backends.device.records import Rows
 from saccade.backends.device.scores import score_of
 from saccade.backends.triton import append, launch, paged
-from saccade.backends.triton.backward_kernels import dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import KERNELS, config, key
-from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.configs import table
 from saccade.layouts import Dense
 from saccade.problem import Problem
 from saccade.spec import Spec
 
 GPU = "h200"
-_FUNCTIONS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 _OTHERS = {
     "order": sequences.compiled,
     "captured_gradients": captured_gradients.compiled,
@@ -84,13 +82,6 @@ def compiled(row: str) -> tuple[Any, int]:
         "dq": (Rows.of(torch.empty_like(q)), rows, rows),
     }
     tile = config(kernel, problem.spec(), GPU)
-    made = _FUNCTIONS[kernel].warmup(
-        *operands,
-        *outputs[kernel],
-        *launch.call_arguments(problem, block_lists.stand_in(problem)),
-        **launch.constants(problem, tile, "ieee"),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        grid=(1,),
-    )
+    tensors = *operands, *outputs[kernel], *common_arguments(problem, block_lists.stand_in(problem))
+    made = launch.prepare(kernel, problem, tile).warmup(tensors)
     return made, tile.spill + (DROPOUT_SPILL if "dropout" in words else 0)

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from saccade import configs
 from saccade.backends import Outputs, Saved
-from saccade.backends.device import block_lists, dropout, masks, scores, sequences
-from saccade.backends.device.gradients import padded, sink_gradient
-from saccade.backends.device.launch import nothing_seen, on_device, per_row, run
+from saccade.backends.device import block_d, scores, sequences
+from saccade.backends.device.arguments import TileShape, precision, tile_arguments, tile_grid
+from saccade.backends.device.gradients import aligned_rows, sink_gradient
+from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
 from saccade.backends.device.records import Rows
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
-from saccade.backends.triton.config import TileConfig, block_d, config
+from saccade.backends.triton.config import TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.layouts import Packed, empty_like_rows
-from saccade.problem import Problem, aligned
+from saccade.problem import Problem
 
 Tiles = Mapping[str, TileConfig]
 """Configs by kernel that take the place of the table's, for tuning."""
@@ -39,7 +39,7 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
             operands = (operand(problem, name) for name in ("q", "k", "v"))
             sink = None if problem.sink is None else problem.sink.contiguous()
             tensors = (*operands, known(problem, "out", out), row_lse, top, sink)
-            _launch("forward", forward_kernel, tensors, problem, tiles)
+            _launch("forward", problem, tensors, tiles)
     return out, row_lse, top
 
 
@@ -55,15 +55,16 @@ def backward(
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
-        dout = _rows(saved.dout)
+        dout = aligned_rows(saved.dout)
         # Packed rows stand alone here.
         used = None if isinstance(problem.layout, Packed) else sequences.spans(problem)[0]
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(problem.score)
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
-        delta_kernel[_grid(q, DELTA_ROWS)](dout, _rows(saved.out), *rows, **shape)
+        grid = (q.shape[:2].numel() * -(-q.shape[2] // DELTA_ROWS),)
+        delta_kernel[grid](dout, aligned_rows(saved.out), *rows, **shape)
         operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
-        _launch("dkdv", dkdv_kernel, (*operands, Rows.of(dk), Rows.of(dv), shift, delta), problem, tiles)
-        _launch("dq", dq_kernel, (*operands, Rows.of(dq), shift, delta), problem, tiles)
+        _launch("dkdv", problem, (*operands, Rows.of(dk), Rows.of(dv), shift, delta), tiles)
+        _launch("dq", problem, (*operands, Rows.of(dq), shift, delta), tiles)
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
@@ -73,7 +74,7 @@ DELTA_ROWS = 32
 def operand(problem: Problem, name: str) -> Rows:
     """q, k or v as kernels take them; a Problem's key knows where they lie."""
     x = getattr(problem, name)
-    return Rows(x, *problem.launches[name]) if name in problem.launches else known(problem, name, x, _rows(x))
+    return Rows(x, *problem.launches[name]) if name in problem.launches else known(problem, name, x, aligned_rows(x))
 
 
 def known(problem: Problem, name: str, x: Tensor, rows: Rows | None = None) -> Rows:
@@ -86,75 +87,31 @@ def known(problem: Problem, name: str, x: Tensor, rows: Rows | None = None) -> R
     return rows
 
 
-def _rows(x: Tensor) -> Rows:
-    """Rows that kernels read in pieces of 16 bytes; others are copied, padded. (Element by element they would be slow,
-    and Triton 3.6 miscompiles some such tiles: docs/findings/triton.md.)"""
-    return Rows.of(x if aligned(x) else padded(x))
+KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 
 
-def _launch(name: str, kernel: Any, tensors: tuple[Any, ...], problem: Problem, tiles: Tiles | None) -> None:
-    """Runs a kernel with one program for each block of query rows, or of keys."""
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
+    """Runs a kernel with one program for each q block, or for each kv block."""
     # What Triton specialises for and the Problem's key does not hold: how out or dout lies.
-    key = name, tensors[3].unit.value, tensors[3].wide.value, tensors[4] is None, precision
-    found = problem.launches.get(key) if tiles is None else None
-    if found is not None:
-        compiled, grid, fixed, tile = found
-        run(compiled, grid, problem.q.device.index, (*tensors, *_arguments(name, problem, tile), *fixed))
-        return
-    tile = tiles[name] if tiles and name in tiles else _config(name, problem)
-    x, block = (problem.k, tile.block_k) if name == "dkdv" else (problem.q, tile.block_q)
-    grid = _grid(x, block)
-    if isinstance(problem.layout, Packed):
-        grid = x.shape[1] * sequences.slots(problem, name == "dkdv", block), 1, 1
-    fixed = constants(problem, tile, precision)
-    # A candidate of the tuning's fits, or is none.
-    arguments = (*tensors, *_arguments(name, problem, tile))
-    compiled = started(kernel, grid, arguments, fixed, tile, least=tile.stages if tiles else 1)
-    if tiles is None and compiled is not None:  # the interpreter compiles nothing
-        problem.launches[key] = compiled, grid, tuple(fixed.values()), tile
+    key = name, tensors[3].unit.value, tensors[3].wide.value, tensors[4] is None, precision()
+    made = problem.launches.get(key) if tiles is None else None
+    if made is None:
+        tile = tiles[name] if tiles and name in tiles else _config(name, problem)
+        # A tuning candidate fits as it is, or fails.
+        made = prepare(name, problem, tile, least_stages=tile.stages if tiles else 1), tile
+        if tiles is None:
+            problem.launches[key] = made
+    launch, tile = made
+    launch(problem.q.device.index, (*tensors, *tile_arguments(problem, tile.block_q, tile.block_k, name == "dkdv")))
 
 
-def started(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], fixed: dict[str, Any], tile: TileConfig, least: int
-) -> Any:
-    """The compiled kernel, running; with fewer stages than the tile's, but at least so many, where tables that a score
-    reads have no room in shared memory beside the operands."""
-    for stages in range(tile.stages, least, -1):
-        try:
-            return kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=stages)
-        except OutOfResources:
-            continue
-    return kernel[grid](*arguments, **fixed, num_warps=tile.warps, num_stages=least)
-
-
-def _arguments(name: str, problem: Problem, tile: TileConfig) -> tuple[Any, ...]:
-    mask, by_keys = block_lists.record(problem, tile.block_q, tile.block_k, by_keys=name == "dkdv"), name == "dkdv"
-    if not isinstance(problem.layout, Packed):
-        return call_arguments(problem, mask)
-    return call_arguments(problem, mask, sequences.table(problem, by_keys, tile.block_k if by_keys else tile.block_q))
-
-
-def call_arguments(problem: Problem, mask: masks.DeviceMask, table: Tensor | None = None) -> tuple[Any, ...]:
-    """What every kernel takes between its tensors and its constants."""
-    q, records = problem.q, (mask, scores.record(problem.score), dropout.record(problem.dropout))
-    return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
-
-
-def constants(problem: Problem, tile: TileConfig, precision: str) -> dict[str, Any]:
-    """In the order of the kernels' last parameters."""
-    d, d_v = problem.q.shape[3], problem.v.shape[3]
-    blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v)}
-    return {"GROUP": problem.group, "D": d, "D_V": d_v, **blocks, "PRECISION": precision}
+def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1) -> Launch:
+    blocks = tile.block_q, tile.block_k
+    grid, shape = tile_grid(problem, *blocks, by_keys=name == "dkdv"), TileShape.of(problem, *blocks)
+    return Launch(KERNELS[name], grid, (shape,), tile.warps, tile.stages, least_stages)
 
 
 def _config(kernel: str, problem: Problem) -> TileConfig:
     device = problem.q.device
     gpu = configs.gpu_name(device.index) if device.type == "cuda" else device.type
     return config(kernel, problem.spec(), gpu)
-
-
-def _grid(x: Tensor, block: int) -> tuple[int, int, int]:
-    """Blocks of rows, then heads, then batch rows, all in one dimension: the others end at 65,535."""
-    b, h, s = x.shape[:3]
-    return b * h * -(-s // block), 1, 1

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saccade.backends import Outputs
-from saccade.backends.device import masks, scores, sequences
-from saccade.backends.device.launch import nothing_seen, on_device, per_row, run
+from saccade.backends.device import block_d, masks, scores, sequences
+from saccade.backends.device.arguments import TileShape, precision
+from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
 from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.triton import launch
-from saccade.backends.triton.config import TileConfig, block_d, formula
-from saccade.backends.triton.paged_kernel import PageTable, merge_kernel, paged_kernel
+from saccade.backends.triton.config import TileConfig, formula
+from saccade.backends.triton.paged_kernel import PageTable, SplitArgs, merge_kernel, paged_kernel
 from saccade.layouts import Paged
 from saccade.masks import causal
 from saccade.problem import Problem
@@ -33,7 +35,6 @@ FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
-MERGE = TileConfig(1, 1, 4, 1)
 CHUNK = 16
 """Parts that the merge adds up at a time."""
 
@@ -111,50 +112,52 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     if not out.numel():
         return out, row_lse, top
     with on_device(q):
-        made = problem.launches.get("split_kv")
-        if made is None:
-            made = problem.launches["split_kv"] = split_kv(problem, processors(q.device))
+        split = problem.launches.get("split_kv")
+        if split is None:
+            split = problem.launches["split_kv"] = split_kv(problem, processors(q.device))
         caches = (launch.known(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
         operands, target = (launch.operand(problem, "q"), *caches), launch.known(problem, "out", out)
         sink = None if problem.sink is None else problem.sink.contiguous()
-        numbers = arguments(problem, made)
-        if made.splits == 1:
-            _run("paged", paged_kernel, problem, made, (*operands, target, row_lse, top, sink, *numbers))
+        numbers = arguments(problem, split)
+        if split.splits == 1:
+            _launch("paged", problem, split, (*operands, target, row_lse, top, sink, *numbers))
             return out, row_lse, top
-        parts = torch.empty(made.splits, *q.shape[:3], problem.v.shape[3], dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(made.splits, *q.shape[:3], dtype=torch.float32, device=q.device)
+        parts = torch.empty(split.splits, *q.shape[:3], problem.v.shape[3], dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(split.splits, *q.shape[:3], dtype=torch.float32, device=q.device)
         part_top = None if top is None else torch.empty_like(part_lse)
-        _run("paged", paged_kernel, problem, made, (*operands, parts, part_lse, part_top, sink, *numbers))
+        _launch("paged", problem, split, (*operands, parts, part_lse, part_top, sink, *numbers))
         given = parts, part_lse, part_top, target, row_lse, top
-        _run("merge", merge_kernel, problem, made, (*given, part_lse[0].numel(), made.splits, *q.shape[1:3]))
+        _launch("merge", problem, split, (*given, part_lse[0].numel(), split.splits, *q.shape[1:3]))
     return out, row_lse, top
 
 
-def arguments(problem: Problem, made: SplitKV) -> tuple[Any, ...]:
+def arguments(problem: Problem, split: SplitKV) -> tuple[Any, ...]:
     """What the kernel takes behind its tensors."""
     q, k, layout = problem.q, problem.k, problem.layout
     assert isinstance(layout, Paged)
-    table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    numbers = table.stride(0), layout.sequences, layout.capacity(k.shape[2]), k.shape[0], made.tiles, made.splits, rows
-    pages = PageTable(table, *map(runtime_int, numbers), runtime_int(made.slots))
-    records = pages, masks.record(problem.mask), scores.record(problem.score)
+    numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)))
+    records = page_table(layout, k), numbers, masks.record(problem.mask), scores.record(problem.score)
     return *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
 
 
-def constants(name: str, problem: Problem, made: SplitKV, precision: str) -> dict[str, Any]:
-    """In the order of the kernels' last parameters."""
-    d, d_v, layout = problem.q.shape[3], problem.v.shape[3], problem.layout
+def page_table(layout: Paged, cache: Tensor) -> PageTable:
+    """The device form of the block table; cache is (pages, h, page_size, d)."""
+    table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
+    numbers = table.stride(0), layout.sequences, layout.capacity(cache.shape[2]), cache.shape[0]
+    return PageTable(table, *map(runtime_int, numbers))
+
+
+def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
+    q, d_v, layout, tile = problem.q, problem.v.shape[3], problem.layout, split.config
     assert isinstance(layout, Paged)
     if name == "merge":
-        return {"D_V": d_v, "BLOCK_DV": block_d(d_v), "SPLITS": MAX_SPLITS, "CHUNK": CHUNK}
-    tile = made.config
-    return {
-        "GROUP": problem.group, "PAGE": problem.k.shape[2], "D": d, "D_V": d_v, "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k, "BLOCK_D": block_d(d), "BLOCK_DV": block_d(d_v), "PRECISION": precision,
-        "SPLIT": made.splits > 1, "FAIR": made.fair, "LEAST": LEAST_TILES, "EDGES": made.edges,
-        "N": many(layout), "BITS": made.bits,
-    }  # fmt: skip
+        constants = d_v, block_d(d_v), MAX_SPLITS, CHUNK
+        return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=4, stages=1)
+    shape = TileShape.of(problem, tile.block_q, tile.block_k)
+    features = split.splits > 1, split.fair, LEAST_TILES, split.edges, many(layout), split.bits
+    grid = split.tiles * split.splits * problem.k.shape[1], 1, 1
+    return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
 
 
 def many(layout: Paged) -> int:
@@ -162,23 +165,14 @@ def many(layout: Paged) -> int:
     return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 
 
-def _run(name: str, kernel: Any, problem: Problem, made: SplitKV, given: tuple[Any, ...]) -> None:
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+def _launch(name: str, problem: Problem, split: SplitKV, tensors: tuple[Any, ...]) -> None:
     # What Triton specialises for and the Problem's key does not hold.
-    out, lse = given[3:5]
-    key = name, lse is None, precision, out.unit.value if isinstance(out, Rows) else None
-    found = problem.launches.get(key)
-    if found is not None:
-        compiled, grid, fixed = found
-        run(compiled, grid, problem.q.device.index, (*given, *fixed))
-        return
-    rows = problem.q.shape[0] * problem.q.shape[1] * problem.q.shape[2]
-    grid = (rows if name == "merge" else made.tiles * made.splits * problem.k.shape[1]), 1, 1
-    fixed = constants(name, problem, made, precision)
-    tile = MERGE if name == "merge" else made.config
-    compiled = launch.started(kernel, grid, given, fixed, tile, least=1)
-    if compiled is not None:  # the interpreter compiles nothing
-        problem.launches[key] = compiled, grid, tuple(fixed.values())
+    out, lse = tensors[3:5]
+    key = name, lse is None, precision(), out.unit.value if isinstance(out, Rows) else None
+    launch = problem.launches.get(key)
+    if launch is None:
+        launch = problem.launches[key] = prepare(name, problem, split)
+    launch(problem.q.device.index, tensors)
 
 
 def processors(device: torch.device) -> int:
@@ -201,15 +195,16 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) 
     q, out = (torch.empty(*shape, n, dtype=dtype) for n in (d, d_v))
     caches = [torch.empty(256, 8, size, n, dtype=dtype) for n in (d, d_v)]
     problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0)
-    made = split_kv(problem, 132)
-    lse, parts = torch.empty(made.splits, *shape), torch.empty(made.splits, *shape, d_v)
+    split = split_kv(problem, 132)
+    lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
     top = lse if max_scores else None
     if word == "merge":
-        name, kernel, tile = "merge", merge_kernel, MERGE
-        given: Any = parts, lse, top, Rows.of(out), lse, top, out[..., 0].numel(), made.splits, *shape[1:]
+        name, tensors = (
+            "merge",
+            (parts, lse, top, Rows.of(out), lse, top, out[..., 0].numel(), split.splits, *shape[1:]),
+        )
     else:
-        name, kernel, tile = "paged", paged_kernel, made.config
-        target = (Rows.of(out), None) if made.splits == 1 else (parts, lse)
-        given = Rows.of(q), *map(Rows.of, caches), *target, top, None, *arguments(problem, made)
-    fixed = constants(name, problem, made, "ieee")
-    return kernel.warmup(*given, **fixed, num_warps=tile.warps, num_stages=tile.stages, grid=(1,))
+        target = (Rows.of(out), None) if split.splits == 1 else (parts, lse)
+        operands = (Rows.of(x) for x in (q, *caches))
+        name, tensors = "paged", (*operands, *target, top, None, *arguments(problem, split))
+    return prepare(name, problem, split).warmup(tensors)

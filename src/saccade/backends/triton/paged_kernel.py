@@ -1,8 +1,8 @@
-"""Paged caches: the forward over pages, with the keys of a sequence cut into parts where that fills the GPU.
+"""Paged caches: the forward over pages, with the keys of a sequence split into parts where that fills the GPU.
 
 The query rows of all heads that share keys are rows of one tile: row `i` of member `m` is flat row `i * GROUP + m`.
 Tiles of keys are visited from the first to the last, so that a row's sums have the same order in every call. What a
-program has to know of all sequences it reads at once, N of them: behind a loop or a branch Triton 3.9 forgets which
+program has to know of all sequences it reads at once, N of them: after a loop or a branch Triton 3.9 forgets which
 addresses are aligned, and fetches nothing ahead.
 """
 
@@ -15,26 +15,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from saccade.backends.device.aggregate import aggregate
+from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
-from saccade.backends.device.tiles import (
-    head,
-    in_units,
-    log_sum,
-    logits,
-    places,
-    power,
-    store_largest,
-    tile_range,
-    visible,
-)
+from saccade.backends.device.tiles import head, in_units, log_sum, places, store_largest, tile_range
 
 AHEAD = tl.constexpr(16)
 """Rows of a page from which the numbers of the pages of a tile, if it has several, are fetched ahead."""
 
 
 class PageTable(NamedTuple):
-    """Which pages are whose, and how the work is cut; numbers are `runtime_int`s."""
+    """Which pages belong to which sequence; numbers are `runtime_int`s."""
 
     table: Any
     """int (sequences, …)"""
@@ -45,6 +37,11 @@ class PageTable(NamedTuple):
     """keys that a sequence has room for"""
     count: Any
     """pages of the cache"""
+
+
+class SplitArgs(NamedTuple):
+    """How the work is split among programs; numbers are `runtime_int`s."""
+
     tiles: Any
     """tiles of query rows, of all sequences"""
     splits: Any
@@ -55,30 +52,43 @@ class PageTable(NamedTuple):
     """programs that the GPU runs at a time"""
 
 
+@aggregate
+class PagedHead:
+    """One key head of a sequence in pages."""
+
+    k: Any
+    v: Any
+    """Rows of the caches"""
+    table: Any
+    """pointer to the sequence's row of the page table"""
+    pages: Any
+    """PageTable"""
+    h: Any
+    keys: Any
+    """keys in use"""
+
+
 @triton.jit
-def _sequence_of(span, tile, s_q, count, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, N: tl.constexpr):
-    """The sequence of a tile of flat rows, `count` for what is behind the last one, and the tile's first flat row."""
+def _sequence_of(span, tile, s_q, count, shape, N: tl.constexpr):
+    """The sequence of a tile of flat rows, `count` after the last one, and the tile's first flat row."""
     if span is None:
-        blocks = tl.cdiv(s_q * GROUP, BLOCK_Q)
+        blocks = tl.cdiv(s_q * shape.GROUP, shape.BLOCK_Q)
         number = tile // blocks
         first = number * blocks
     else:
         # [N]
         i = tl.arange(0, N)
         start = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(i, count)), 0), s_q).to(tl.int32)
-        begin = start * GROUP // BLOCK_Q + i  # room for a sequence's tiles wherever it begins
+        begin = start * shape.GROUP // shape.BLOCK_Q + i  # room for a sequence's tiles wherever it begins
         earlier = (i <= count) & (begin <= tile)
         number = tl.maximum(tl.sum(earlier.to(tl.int32), 0) - 1, 0)
         first = tl.max(tl.where(earlier, begin, 0), 0)
-    return number, (tile - first) * BLOCK_Q
+    return number, (tile - first) * shape.BLOCK_Q
 
 
 @triton.jit
-def _share(
-    mask, used_q, used_k, heads, s_q, pages,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """Tiles of keys for each program, if all sequences' are shared out evenly."""
+def _share(mask, used_q, used_k, heads, s_q, pages, split, shape, N: tl.constexpr, LEAST: tl.constexpr):
+    """Tiles of keys for each program, if those of all sequences are shared out evenly."""
     count = plain_int(pages.sequences)
     # [N]
     i = tl.arange(0, N)
@@ -88,16 +98,16 @@ def _share(
     rows = rows + b * 0
     lo, _, _, _ = mask.keys_of(mask.data, b, b * 0, keys - rows)
     _, hi, _, _ = mask.keys_of(mask.data, b, tl.maximum(rows - 1, 0), keys - rows)
-    tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), BLOCK_K)
-    total = tl.sum(tl.where(i < count, tiles * tl.cdiv(rows * GROUP, BLOCK_Q), 0), 0)
-    return tl.maximum(tl.cdiv(total * heads, plain_int(pages.slots)), LEAST)
+    tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), shape.BLOCK_K)
+    total = tl.sum(tl.where(i < count, tiles * tl.cdiv(rows * shape.GROUP, shape.BLOCK_Q), 0), 0)
+    return tl.maximum(tl.cdiv(total * heads, plain_int(split.slots)), LEAST)
 
 
 @triton.jit
 def _by_length(rank, used_k, pages, N: tl.constexpr, BITS: tl.constexpr):
     """The sequence of which `rank` others have more keys: the longest start first. Lengths have up to BITS bits.
 
-    Neither a loop nor a branch: see the top of this file.
+    It has neither a loop nor a branch: see the top of this file.
     """
     count = plain_int(pages.sequences)
     # [N]
@@ -123,67 +133,61 @@ def _known(page, pages):
     return tl.minimum(tl.maximum(page, 0), plain_int(pages.count) - 1)
 
 
+@triton.constexpr_function
+def _in_one_page(PAGE, BLOCK_K):
+    """Whether the keys of a tile lie in one page."""
+    return PAGE % BLOCK_K == 0
+
+
 @triton.jit
-def _pages_of(table, pages, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
+def _pages_of(kv, start, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
     """The pages of keys [start, start + BLOCK_K): one of all, or [BLOCK_K]; 0 from `keys` on. Not `_known` yet if they
-    are to be fetched a step ahead: Triton does so with what comes from a load, and from nothing else. Where that is
-    worth something and where it costs something was measured (docs/findings/triton.md).
+    are to be fetched a step ahead: Triton does so with what comes from a load, and with nothing else. Where that pays
+    and where it costs was measured (docs/findings/triton.md).
     """
     # [1] or [BLOCK_K]
-    kv_idx = start if PAGE % BLOCK_K == 0 else start + tl.arange(0, BLOCK_K)
-    page = tl.load(table + kv_idx // PAGE, mask=kv_idx < keys, other=0)
-    if PAGE < AHEAD or PAGE % BLOCK_K == 0:
-        page = _known(page, pages)
+    kv_idx = start if _in_one_page(PAGE, BLOCK_K) else start + tl.arange(0, BLOCK_K)
+    page = tl.load(kv.table + kv_idx // PAGE, mask=kv_idx < kv.keys, other=0)
+    if PAGE < AHEAD or _in_one_page(PAGE, BLOCK_K):
+        page = _known(page, kv.pages)
     return page
 
 
 @triton.jit
-def _load(x, page, pages, head_k, start, keys, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
-          BLOCK_D: tl.constexpr):  # fmt: skip
-    """Keys [start, start + BLOCK_K) of a sequence, [BLOCK_K, BLOCK_D]; zero from `keys` on and beyond column D."""
-    page = _known(page, pages)
+def _load(x, page, kv, start, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [start, start + BLOCK_K) of the caches k or v, [BLOCK_K, BLOCK_D]; zero from `keys` on and beyond column
+    D."""
+    page = _known(page, kv.pages)
     # [BLOCK_K]
     kv_idx = start + tl.arange(0, BLOCK_K)
-    if PAGE % BLOCK_K == 0:
+    if _in_one_page(PAGE, BLOCK_K):
         # [BLOCK_K, BLOCK_D]
-        place = places(x, head(x, page.to(tl.int64), head_k), start % PAGE, BLOCK_K, BLOCK_D)
+        place = places(x, head(x, page.to(tl.int64), kv.h), start % PAGE, BLOCK_K, BLOCK_D)
     else:
         row = page.to(tl.int64) * plain_int(x.stride_b) + (kv_idx % PAGE) * plain_int(x.stride_s).to(tl.int64)
-        base = x.ptr + head_k * plain_int(x.stride_h).to(tl.int64) * x.unit
+        base = x.ptr + kv.h * plain_int(x.stride_h).to(tl.int64) * x.unit
         place = base + (row * x.unit)[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    there = (kv_idx < keys)[:, None]
+    there = (kv_idx < kv.keys)[:, None]
     if D < BLOCK_D:
         there = there & (tl.arange(0, BLOCK_D) < D)[None, :]
     return tl.load(place, mask=there, other=0.0)
 
 
 @triton.jit
-def _step(
-    acc, row_max, row_sum, page, q, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off, scale, mask, score,
-    PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _step(acc, row_max, row_sum, page, start, q_tile, kv, q_idx, args, shape, PAGE: tl.constexpr, MASKED: tl.constexpr):
     """One tile of keys, in `page`. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q], and the
-    pages of the tile behind it, which are read so early that its keys can be fetched ahead."""
-    following = _pages_of(table, pages, start + BLOCK_K, keys, PAGE, BLOCK_K)
+    pages of the next tile, which are read so early that its keys can be fetched ahead."""
+    following = _pages_of(kv, start + shape.BLOCK_K, PAGE, shape.BLOCK_K)
     # [block_k, d]
-    k_tile = _load(k, page, pages, head_k, start, keys, PAGE, BLOCK_K, D, BLOCK_D)
+    k_tile = _load(kv.k, page, kv, start, PAGE, shape.BLOCK_K, shape.D, shape.BLOCK_D)
     # [block_q, block_k]
-    qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-    kv_idx = start + tl.arange(0, BLOCK_K)[None, :]
-    x = logits(qk, score, scale, b, h[:, None], q_idx[:, None], kv_idx)
-    if MASKED:
-        x = tl.where(visible(mask, b, h[:, None], q_idx[:, None], kv_idx, rows, keys, off), x, float("-inf"))
-    # [block_q]
-    new_max = tl.maximum(row_max, tl.max(x, 1))
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing yet: exp(-inf - 0) = 0
-    p = power(x - shift[:, None], score)
-    alpha = power(row_max - shift, score)
-    row_sum = row_sum * alpha + tl.sum(p, 1)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
+    x = masked_scores(qk, args, q_idx, start + tl.arange(0, shape.BLOCK_K)[None, :], MASKED)
+    p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
     # [block_k, d_v]
-    v_tile = _load(v, page, pages, head_k, start, keys, PAGE, BLOCK_K, D_V, BLOCK_DV)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, new_max, row_sum, following
+    v_tile = _load(kv.v, page, kv, start, PAGE, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=shape.PRECISION)
+    return acc, row_max, row_sum, following
 
 
 @triton.jit
@@ -197,18 +201,16 @@ def _flat_rows(x, batch, h, row):
 
 @triton.jit
 def _store_nothing(x, place, there):
-    """-inf [block_q] for rows of which this part sees nothing, if x is asked for."""
+    """-inf [block_q] for rows without a visible key in this part, if x is asked for."""
     if x is not None:
         tl.store(x + place, tl.full(place.shape, float("-inf"), tl.float32), mask=there)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def paged_kernel(
-    q, k, v, out, lse, max_scores, sink, used_q, used_k, pages, mask, score, h_q, s_q, scale,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, FAIR: tl.constexpr, LEAST: tl.constexpr, EDGES: tl.constexpr, N: tl.constexpr,
-    BITS: tl.constexpr,
+    q, k, v, out, lse, max_scores, sink, used_q, used_k, pages, split, mask, score, h_q, s_q, scale, shape,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, FAIR: tl.constexpr, LEAST: tl.constexpr, EDGES: tl.constexpr,
+    N: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One tile of flat query rows against one part of its keys, for one key head.
 
@@ -216,12 +218,12 @@ def paged_kernel(
     s_q), each part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of the
     mask's core are plain ones; for tiles of many rows. BITS: of lengths, by which sequences are put in order, or 0.
     """
-    heads = h_q // GROUP
+    heads = h_q // shape.GROUP
     head_k = tl.program_id(0) % heads
-    tile = tl.program_id(0) // heads % plain_int(pages.tiles)
-    split = tl.program_id(0) // heads // plain_int(pages.tiles)
+    tile = tl.program_id(0) // heads % plain_int(split.tiles)
+    part = tl.program_id(0) // heads // plain_int(split.tiles)
     count = plain_int(pages.sequences)
-    number, start_q = _sequence_of(used_q, tile, s_q, count, GROUP, BLOCK_Q, N)
+    number, start_q = _sequence_of(used_q, tile, s_q, count, shape, N)
     if BITS > 0:
         number = _by_length(number, used_k, pages, N, BITS)
     batch, first_q, there, rows = extent(used_q, number, s_q)
@@ -229,71 +231,70 @@ def paged_kernel(
     _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
     off = keys - rows
     # [block_q]
-    flat = start_q + tl.arange(0, BLOCK_Q)
-    q_idx = flat // GROUP
-    h = head_k * GROUP + flat % GROUP
+    flat = start_q + tl.arange(0, shape.BLOCK_Q)
+    q_idx = flat // shape.GROUP
+    h = head_k * shape.GROUP + flat % shape.GROUP
     live = q_idx < rows
     lo, hi, core_lo, core_hi = mask.keys_of(mask.data, b, q_idx, off)
-    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, BLOCK_K)
+    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, shape.BLOCK_K)
     if SPLIT:
-        parts = plain_int(pages.splits)
-        place = (split.to(tl.int64) * plain_int(pages.rows) + (batch * h_q + h) * s_q + first_q) + q_idx
+        parts = plain_int(split.splits)
+        place = (part.to(tl.int64) * plain_int(split.rows) + (batch * h_q + h) * s_q + first_q) + q_idx
         if FAIR:
-            share = _share(mask, used_q, used_k, heads, s_q, pages, GROUP, BLOCK_Q, BLOCK_K, N, LEAST)
-            parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // BLOCK_K, share), 1))
-        if split >= parts:
+            share = _share(mask, used_q, used_k, heads, s_q, pages, split, shape, N, LEAST)
+            parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // shape.BLOCK_K, share), 1))
+        if part >= parts:
             _store_nothing(lse, place, q_idx < there)
             _store_nothing(max_scores, place, q_idx < there)
             return
-        tiles = (end - first) // BLOCK_K
-        end = first + (split + 1) * tiles // parts * BLOCK_K
-        first += split * tiles // parts * BLOCK_K
+        tiles = (end - first) // shape.BLOCK_K
+        end = first + (part + 1) * tiles // parts * shape.BLOCK_K
+        first += part * tiles // parts * shape.BLOCK_K
     else:
         place = (batch.to(tl.int64) * h_q + h) * s_q + first_q + q_idx
 
     # [block_q, d]
-    columns = tl.arange(0, BLOCK_D)[None, :]
+    columns = tl.arange(0, shape.BLOCK_D)[None, :]
     q_place = _flat_rows(q, batch, h, first_q + q_idx)[:, None] + columns
-    q_tile = tl.load(q_place, mask=live[:, None] & (columns < D), other=0.0)
+    q_tile = tl.load(q_place, mask=live[:, None] & (columns < shape.D), other=0.0)
     table = pages.table + b.to(tl.int64) * plain_int(pages.stride)
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_Q], tl.float32)
-    if sink is not None and max_scores is None:  # one more column, seen before all others, in the first part alone
+    kv = PagedHead(k, v, table, pages, head_k, keys)
+    args = ScoreArgs(b, h[:, None], rows, keys, off, scale, mask, score, None)
+    acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
+    row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
+    if sink is not None and max_scores is None:  # one more column, before all others, in the first part alone
         row_max = in_units(tl.load(sink + h).to(tl.float32), score)
-        row_max = tl.where(split == 0, row_max, float("-inf"))
+        row_max = tl.where(part == 0, row_max, float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
-    page = _pages_of(table, pages, first, keys, PAGE, BLOCK_K)
+    page = _pages_of(kv, first, PAGE, shape.BLOCK_K)
     if EDGES:
         core = tl.minimum(tl.maximum(core, first), end)
         core_end = tl.minimum(tl.maximum(core_end, core), end)
-        for start in range(first, core, BLOCK_K):
+        for start in range(first, core, shape.BLOCK_K):
             acc, row_max, row_sum, page = _step(
-                acc, row_max, row_sum, page, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off,
-                scale, mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
-            )  # fmt: skip
-        for start in range(core, core_end, BLOCK_K):
+                acc, row_max, row_sum, page, start, q_tile, kv, q_idx[:, None], args, shape, PAGE, True
+            )
+        for start in range(core, core_end, shape.BLOCK_K):
             acc, row_max, row_sum, page = _step(
-                acc, row_max, row_sum, page, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off,
-                scale, mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, False,
-            )  # fmt: skip
+                acc, row_max, row_sum, page, start, q_tile, kv, q_idx[:, None], args, shape, PAGE, False
+            )
         first = core_end
-    for start in range(first, end, BLOCK_K):
+    for start in range(first, end, shape.BLOCK_K):
         acc, row_max, row_sum, page = _step(
-            acc, row_max, row_sum, page, q_tile, k, v, table, pages, start, b, head_k, h, q_idx, rows, keys, off,
-            scale, mask, score, PAGE, D, D_V, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, True,
-        )  # fmt: skip
+            acc, row_max, row_sum, page, start, q_tile, kv, q_idx[:, None], args, shape, PAGE, True
+        )
 
     acc, row_max, row_sum = store_largest(
-        max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, split == 0
+        max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, part == 0
     )
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
-    columns = tl.arange(0, BLOCK_DV)[None, :]
-    stored = (q_idx < there)[:, None] & (columns < D_V)
+    columns = tl.arange(0, shape.BLOCK_DV)[None, :]
+    stored = (q_idx < there)[:, None] & (columns < shape.D_V)
     if SPLIT:
-        tl.store(out + place[:, None] * D_V + columns, acc, mask=stored)
+        tl.store(out + place[:, None] * shape.D_V + columns, acc, mask=stored)
     else:
         out_place = _flat_rows(out, batch, h, first_q + q_idx)[:, None] + columns
         tl.store(out_place, acc.to(out.ptr.dtype.element_ty), mask=stored)

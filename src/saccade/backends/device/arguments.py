@@ -1,0 +1,65 @@
+"""What kernels that visit tiles of scores take from a Problem: common arguments, the tile shape, the grid."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from saccade.backends.device import block_d, block_lists, dropout, masks, scores, sequences
+from saccade.layouts import Packed
+from saccade.problem import Problem
+
+
+class TileShape(NamedTuple):
+    """The sizes of a kernel's tiles; all are constexpr."""
+
+    GROUP: Any
+    """query heads of a key head"""
+    D: Any
+    D_V: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    PRECISION: Any
+    """of products of float32: see `tl.dot`"""
+
+    @staticmethod
+    def of(problem: Problem, block_q: int, block_k: int) -> TileShape:
+        d, d_v = problem.q.shape[3], problem.v.shape[3]
+        sizes = problem.group, d, d_v, block_q, block_k, block_d(d), block_d(d_v), precision()
+        return TileShape(*map(tl.constexpr, sizes))
+
+
+def precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def common_arguments(
+    problem: Problem, mask: masks.DeviceMask, table: Tensor | None = None, fast: bool = False
+) -> tuple[Any, ...]:
+    """From `used_q` to `scale`. `fast` is as `scores.record` says."""
+    q, records = problem.q, (mask, scores.record(problem.score, fast), dropout.record(problem.dropout))
+    return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
+
+
+def tile_arguments(
+    problem: Problem, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False
+) -> tuple[Any, ...]:
+    """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
+    packed tiles."""
+    mask = block_lists.record(problem, block_q, block_k, by_keys)
+    packed = isinstance(problem.layout, Packed)
+    table = sequences.table(problem, by_keys, block_k if by_keys else block_q) if packed else None
+    return common_arguments(problem, mask, table, fast)
+
+
+def tile_grid(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> tuple[int, int, int]:
+    """Blocks, then heads, then batch rows, all in one dimension: the others end at 65,535."""
+    x, block = (problem.k, block_k) if by_keys else (problem.q, block_q)
+    b, h, s = x.shape[:3]
+    blocks = sequences.slots(problem, by_keys, block) if isinstance(problem.layout, Packed) else b * -(-s // block)
+    return h * blocks, 1, 1

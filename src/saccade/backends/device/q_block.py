@@ -1,0 +1,198 @@
+"""One q block of one head against tiles of keys: what the kernels share that own BLOCK_Q query rows."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.aggregate import aggregate
+from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
+from saccade.backends.device.dropout import factor, keep, opened
+from saccade.backends.device.sequences import extent, numbered, tile_of
+from saccade.backends.device.tiles import head, load_tile, logits, power, store_tile, tile_range, visible
+
+
+@aggregate
+class ScoreArgs:
+    """What the scores of a tile depend on besides its product and its indices."""
+
+    b: Any
+    """the batch row or sequence, as masks and scores count them"""
+    h: Any
+    """query head, or one of each row"""
+    rows: Any
+    """rows and keys in use"""
+    keys: Any
+    off: Any
+    """query offset: keys - rows"""
+    scale: Any
+    mask: Any
+    score: Any
+    dropout: Any
+    """numbers in registers, or None"""
+
+
+@aggregate
+class QBlock:
+    """Where a program's query rows are."""
+
+    args: ScoreArgs
+    batch: Any
+    """batch row in tensors (b, h, s, d)"""
+    start: Any
+    """the block's first row in its sequence"""
+    there: Any
+    """how many rows the sequence has, in use or not"""
+    first_q: Any
+    """the sequence's first row and first key in tensors"""
+    first_k: Any
+    q_idx: Any
+    """[block_q]"""
+    live: Any
+    """[block_q]: which rows are in use"""
+    place: Any
+    """[block_q]: in tensors (b, h, s)"""
+
+
+@aggregate
+class KVHead:
+    """One key head of a sequence."""
+
+    k: Any
+    v: Any
+    """Rows"""
+    first_k: Any
+    first_v: Any
+    """pointers to the first row"""
+    keys: Any
+    """keys in use"""
+
+
+@aggregate
+class TileRange:
+    """Which tiles a block visits: see `tiles.tile_range`."""
+
+    first: Any
+    core: Any
+    core_end: Any
+    end: Any
+    block_list: Any
+    """pointer, or None: tiles are visited in their order"""
+
+
+@triton.jit
+def q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
+    """The q block of this program. The last rows of a causal mask have the most keys: they start first."""
+    b, h, bh, start = tile_of(used_q, h_q, s_q, shape.BLOCK_Q, True)
+    batch, first_q, there, rows = extent(used_q, b, s_q)
+    _, first_k, _, keys = extent(used_k, b, s_k)
+    b = numbered(used_q, b)
+    off = keys - rows
+    if dropout is not None:
+        dropout = opened(dropout)
+    # [block_q]
+    q_idx = start + tl.arange(0, shape.BLOCK_Q)
+    place = bh.to(tl.int64) * s_q + first_q + q_idx
+    args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
+    return QBlock(args, batch, start, there, first_q, first_k, q_idx, q_idx < rows, place)
+
+
+@triton.jit
+def kv_tiles(block, used_q, h_q, shape):
+    """The tiles of keys that a q block visits."""
+    args = block.args
+    lo, hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, args.b, block.q_idx, args.off)
+    if args.mask.listed:
+        number = block_number(used_q, h_q, block.start, shape.BLOCK_Q)
+        first, core, core_end, end, block_list = block_list_range(args.mask, args.b, args.h, number, shape.BLOCK_K)
+        return TileRange(first, core, core_end, end, block_list)
+    else:
+        first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, block.live, args.keys, shape.BLOCK_K)
+        return TileRange(first, core, core_end, end, None)
+
+
+@triton.jit
+def load_q(x, block, D: tl.constexpr, BLOCK_D: tl.constexpr, shape):
+    """The block's rows of q, out or dout, [block_q, BLOCK_D]."""
+    base = head(x, block.batch, block.args.h, block.first_q)
+    return load_tile(x, base, block.start, block.args.rows, shape.BLOCK_Q, D, BLOCK_D, True)
+
+
+@triton.jit
+def store_q(x, block, value, D: tl.constexpr, BLOCK_D: tl.constexpr, shape):
+    """Writes the block's rows, in use or not, of out or dq."""
+    base = head(x, block.batch, block.args.h, block.first_q)
+    store_tile(x, base, block.start, block.there, value, shape.BLOCK_Q, D, BLOCK_D)
+
+
+@triton.jit
+def kv_head(k, v, block, shape):
+    """The key head of the block."""
+    h = block.args.h // shape.GROUP
+    first_k = head(k, block.batch, h, block.first_k)
+    return KVHead(k, v, first_k, head(v, block.batch, h, block.first_k), block.args.keys)
+
+
+@triton.jit
+def load_k(kv, start, shape, CHECK: tl.constexpr):
+    """Keys [start, start + BLOCK_K), [block_k, d]."""
+    return load_tile(kv.k, kv.first_k, start, kv.keys, shape.BLOCK_K, shape.D, shape.BLOCK_D, CHECK)
+
+
+@triton.jit
+def load_v(kv, start, shape, CHECK: tl.constexpr):
+    """Values [start, start + BLOCK_K), [block_k, d_v]."""
+    return load_tile(kv.v, kv.first_v, start, kv.keys, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, CHECK)
+
+
+@triton.jit
+def edge_length(tiles):
+    """The tiles on the mask's edge, those before the core and those after it, times the tile's size."""
+    return tiles.core - tiles.first + tiles.end - tiles.core_end
+
+
+@triton.jit
+def edge_start(mask, tiles, step, BLOCK: tl.constexpr):
+    """Where the tile on the mask's edge begins that is visited at `step`."""
+    before = tiles.core - tiles.first
+    start = tl.where(step < before, tiles.first + step, tiles.core_end + step - before)
+    return tile_start(mask, tiles.block_list, start, BLOCK)
+
+
+@triton.jit
+def masked_scores(qk, args, q_idx, kv_idx, MASKED: tl.constexpr):
+    """Scores in their units, -inf where they are masked. q_idx and kv_idx broadcast."""
+    x = logits(qk, args.score, args.scale, args.b, args.h, q_idx, kv_idx)
+    if MASKED:
+        x = tl.where(
+            visible(args.mask, args.b, args.h, q_idx, kv_idx, args.rows, args.keys, args.off), x, float("-inf")
+        )
+    return x
+
+
+@triton.jit
+def online_softmax(x, row_max, row_sum, score):
+    """p = exp(x - new_max) [block_q, block_k], alpha = exp(row_max - new_max), new_max and the new row_sum."""
+    # [block_q]
+    new_max = tl.maximum(row_max, tl.max(x, 1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without a visible key yet: exp(-inf - 0) = 0
+    p = power(x - shift[:, None], score)
+    alpha = power(row_max - shift, score)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr):
+    """p after dropout, but for its factor, and ds before the slope of the score function, of one tile. Rows and keys
+    lie whichever way the operands broadcast."""
+    p = power(masked_scores(qk, args, q_idx, kv_idx, MASKED) - row_lse, args.score)
+    if args.dropout is None:
+        return p, p * (dp - row_delta)
+    else:
+        kept = keep(args.dropout, p, args.b, args.h, q_idx, kv_idx)
+        ds = p * (tl.where(kept, dp, 0.0) * factor(args.dropout) - row_delta)
+        return tl.where(kept, p, 0.0), ds
