@@ -46,5 +46,5 @@ def test_far_integers_are_wide_and_not_special(value: int) -> None:
     assert all(half % 2 and 1 << 31 < half < 1 << 63 for half in halves)
     low, high = (((half - 3) >> 1) - (1 << 40) for half in halves)
     assert ((high - (1 << 31)) << 32) + low == value
-    assert form(bound).far == {0}
-    assert form(scores.bind(lambda score, *at, n=7: score * n, torch.empty(1, 2, 8, 4))).far == frozenset()
+    assert form(bound).wide_integers == {0}
+    assert form(scores.bind(lambda score, *at, n=7: score * n, torch.empty(1, 2, 8, 4))).wide_integers == frozenset()

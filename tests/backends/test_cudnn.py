@@ -18,7 +18,7 @@ from saccade.problem import Problem
 from saccade.reference import attention as reference
 from saccade.reference import operands, probability
 from saccade.scores import Graph, bind, data_type, score_callback
-from saccade.scores.callbacks.graph import Recording
+from saccade.scores.callbacks.graph import CallbackRecording
 from saccade.testing import check
 from saccade.testing.callbacks import SoftcapCallback, added, case, one
 from saccade.testing.error_tally import ErrorTally
@@ -156,10 +156,10 @@ def replayed(graph, derivative=True):
         recorder._input("tensor", i, made=known[dtype or torch.float32]) for i, (*_, dtype) in enumerate(graph.inputs)
     ]
     replay = GraphReplay(graph, inputs, data_type)
-    forward = Recording.of("forward", replay.forward(recorder, recorder._input("score")), False)
+    forward = CallbackRecording.of("forward", replay.forward(recorder, recorder._input("score")), False)
     if not derivative or graph.backward is None:
         return forward, lambda gradient, *_: gradient
-    return forward, Recording.of("backward", replay.backward(recorder, recorder._input("gradient")), True)
+    return forward, CallbackRecording.of("backward", replay.backward(recorder, recorder._input("gradient")), True)
 
 
 def places(x):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.callbacks.program_callbacks import recorded
+from saccade.scores.callbacks.program_callbacks import callbacks_of
 from saccade.scores.callbacks.score_callback import CallbackMod
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import cache
@@ -79,7 +79,7 @@ def _bind(score_mod: Function, q: Tensor) -> Traced:
     recording = record(fn, dtype, q.device, 1 + own)
     program, tape = cache.program(recording, name), recording.tape
     if isinstance(score_mod, CallbackMod) and program.recorded is None:
-        program.recorded = recorded(score_mod, program, tape)
+        program.recorded = callbacks_of(score_mod, program, tape)
     score = Traced(program, *_values(program, tape.tensors, tape.numbers, q.device), score_mod, tape.rows)
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(score, q.device, *score_mod.sample())

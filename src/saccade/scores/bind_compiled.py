@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from saccade.scores.codegen.program_cache import cache, pinned, program_of
+from saccade.scores.recording import dynamo
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
-from saccade.scores.recording.dynamo import recorded, stand_in_tape
 from saccade.scores.recording.recorder import Recording, record
 from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
 
 
-class Bound(Score):
+class CompiledScore(Score):
     """A Score inside of a compiled region."""
 
     def __init__(self, identity: str, tensors: Sequence[Tensor], ints: Any, floats: Any, fn: Function) -> None:
@@ -37,17 +37,17 @@ def bind(score_mod: Any, q: Tensor) -> Score:
         plan, numbers = _plan_of_recordings(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
         tensors = list(score_mod.tensors)
     else:
-        tape, outputs = recorded(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
+        tape, outputs = dynamo.record(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
         name = kind or _named(word_of(score_mod))
         plan = _plan(name, tuple(tape.steps), outputs, tuple(tape.forms), dtype)
         tensors, numbers = tape.tensors, tape.numbers
-    return Bound(*_inputs(plan, [x.to(q.device) if x.dim() == 0 else x for x in tensors], numbers), score_mod)
+    return CompiledScore(*_inputs(plan, [x.to(q.device) if x.dim() == 0 else x for x in tensors], numbers), score_mod)
 
 
-def bind_predicate(fn: Function, name: str | None) -> Bound:
-    tape, outputs = recorded(Predicate(fn), torch.float32, torch.device("cpu"), 1)
+def bind_predicate(fn: Function, name: str | None) -> CompiledScore:
+    tape, outputs = dynamo.record(Predicate(fn), torch.float32, torch.device("cpu"), 1)
     plan = _plan(name or _plain_name(word_of(fn)), tuple(tape.steps), outputs, tuple(tape.forms), torch.float32)
-    return Bound(*_inputs(plan, [x.detach() for x in tape.tensors], tape.numbers), fn)
+    return CompiledScore(*_inputs(plan, [x.detach() for x in tape.tensors], tape.numbers), fn)
 
 
 def word_of(fn: Any) -> str:
@@ -89,7 +89,7 @@ def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, 
 
 @compile_constant
 def _plan(name: str, steps: Any, outputs: Any, forms: Any, dtype: torch.dtype) -> Any:
-    return _pinned(name, Recording(stand_in_tape(steps, forms, dtype), outputs, None))
+    return _pinned(name, Recording(dynamo.stand_in_tape(steps, forms, dtype), outputs, None))
 
 
 @compile_constant

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from saccade.problem import ALIGNMENT
 from saccade.scores import Score, Traced
-from saccade.scores.callbacks.graph import Step, data_type
+from saccade.scores.callbacks.graph import GraphStep, data_type
 from saccade.scores.callbacks.operations import OPERATIONS
 
-Steps = tuple[Step, ...]
+Steps = tuple[GraphStep, ...]
 FLOAT, INT32, BOOLEAN, NOT_SET = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN, data_type.NOT_SET
 TILE = 128
 """cuDNN's backward calls score_mod for whole tiles of so many rows and keys."""
@@ -91,12 +91,12 @@ def _numbered(program: Any, forward: Steps, backward: Steps | None) -> ScoreGrap
     """The steps with all that they read as inputs, each of them once."""
     reads: dict[tuple[str, str], Any] = {}
 
-    def numbered(step: Step) -> Step:
+    def numbered(step: GraphStep) -> GraphStep:
         if step.name not in ("tensor", "runtime", "number"):
             return _typed(step)
         key = step.name, repr(step.attributes[0])
         reads.setdefault(key, step.attributes[0])
-        return Step("input", (), (list(reads).index(key),))
+        return GraphStep("input", (), (list(reads).index(key),))
 
     forward = tuple(map(numbered, forward))
     if backward is not None:
@@ -110,7 +110,7 @@ def _numbered(program: Any, forward: Steps, backward: Steps | None) -> ScoreGrap
     return ScoreGraph(forward, backward, tuple(inputs), tuple(constants))
 
 
-def _typed(step: Step) -> Step:
+def _typed(step: GraphStep) -> GraphStep:
     """The step with its types by name, so that callbacks that leave them out build the same graph. Truth is computed
     as FLOAT: a backward takes nothing else for comparisons of floats and for logic."""
     if step.name in ("score", "gradient"):
@@ -133,7 +133,7 @@ def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
         made = list(steps)
 
         def add(name: str, *rest: Any) -> int:
-            made.append(Step(name, *rest))
+            made.append(GraphStep(name, *rest))
             return len(made) - 1
 
         def constant(value: float, dtype: torch.dtype) -> int:
@@ -150,7 +150,7 @@ def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
         add("binary_select", (value, constant(outside, torch.float32), keep), (), FLOAT, FLOAT)
         return tuple(made)
 
-    forward, backward = bounded(graph.forward, -math.inf), bounded(graph.backward or (Step("gradient"),), 0.0)
+    forward, backward = bounded(graph.forward, -math.inf), bounded(graph.backward or (GraphStep("gradient"),), 0.0)
     return replace(graph, forward=forward, backward=backward, inputs=tuple(inputs), constants=tuple(constants))
 
 
@@ -200,7 +200,7 @@ class GraphReplay:
             self.nodes.append(node)
         return self.nodes[-1]
 
-    def _node(self, graph: Any, step: Step, operands: list[Any], indexed: Any) -> Any:
+    def _node(self, graph: Any, step: GraphStep, operands: list[Any], indexed: Any) -> Any:
         if step.name == "input":
             return self.inputs[step.attributes[0]]
         if step.name in ("score", "gradient"):

@@ -12,7 +12,7 @@ import torch
 
 from saccade.backends.cudnn.callbacks import ScoreGraph
 from saccade.scores import Score
-from saccade.scores.callbacks.graph import Step, data_type
+from saccade.scores.callbacks.graph import GraphStep, data_type
 
 OPERATIONS = 220
 """cuDNN takes graphs of 256 nodes, of which attention itself is about 25."""
@@ -40,7 +40,7 @@ def _input_limits(score: Score, graph: ScoreGraph, gradient: bool) -> Iterator[s
             yield "came out wrong backward on an H200 with a tensor of keys that is none of rows"
 
 
-def _step_limits(graph: ScoreGraph, steps: tuple[Step, ...]) -> Iterator[str]:
+def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[str]:
     if steps[-1].name == "input":
         yield "takes no callback that returns a tensor or a number as it is"
     for step in steps:
@@ -63,7 +63,7 @@ def _step_limits(graph: ScoreGraph, steps: tuple[Step, ...]) -> Iterator[str]:
 _WRONG = {"logical_not": "the opposite comparison", "scale": "mul"}
 
 
-def _selectable(graph: ScoreGraph, step: Step) -> bool:
+def _selectable(graph: ScoreGraph, step: GraphStep) -> bool:
     """Whether a GPU has run selections of such a value."""
     if step.name != "input":
         return True
@@ -74,7 +74,7 @@ def _selectable(graph: ScoreGraph, step: Step) -> bool:
     return constant.item() == 0 or constant.item() <= -1e9
 
 
-def _may_be_negative(graph: ScoreGraph, step: Step) -> bool:
+def _may_be_negative(graph: ScoreGraph, step: GraphStep) -> bool:
     if step.name != "input" or graph.inputs[step.attributes[0]].dtype != torch.int32:
         return False
     constant = graph.constants[step.attributes[0]]

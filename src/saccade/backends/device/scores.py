@@ -19,7 +19,7 @@ from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
 from saccade.backends.device.records import LOG2E, NARROW_LIMIT, far_parts, runtime_int
 from saccade.scores import LONGEST
 from saccade.scores.codegen import source
-from saccade.scores.codegen.emitter import Form
+from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.linear import linear_source
 
 
@@ -163,7 +163,7 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def form(score: scores.Traced, fast: bool = False) -> Form:
+def form(score: scores.Traced, fast: bool = False) -> EmitOptions:
     """Tensors are wide that are so large that places in them, or in a contiguous one of their shape, need 64 bits; and
     integers are far that are too large for arithmetic on indices."""
     wide = (
@@ -171,10 +171,10 @@ def form(score: scores.Traced, fast: bool = False) -> Form:
         for x in score.tensors
     )
     numbers = enumerate(zip(score.numbers, score.program.integral, strict=True))
-    return Form(tuple(wide), fast, frozenset(i for i, (x, integral) in numbers if integral and abs(x) > LONGEST))
+    return EmitOptions(tuple(wide), fast, frozenset(i for i, (x, integral) in numbers if integral and abs(x) > LONGEST))
 
 
-def _emitted(score: scores.Traced, key: Form) -> tuple[Any, ...]:
+def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
     """The program's functions, made once."""
     made = score.program.emitted.get(key)
     if made is None:

@@ -28,7 +28,7 @@ class data_type(enum.Enum):
     INT64 = torch.int64
 
 
-class Step(NamedTuple):
+class GraphStep(NamedTuple):
     """One operation, or an input: `score`, `gradient`, `tensor`, `number`, `gen_index`."""
 
     name: str
@@ -91,7 +91,7 @@ class Graph:
     """
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
+        self._steps: list[GraphStep] = []
 
     def __getattr__(self, name: str) -> Callable[..., Node]:
         if name.startswith("_") or name not in OPERATIONS:
@@ -107,11 +107,11 @@ class Graph:
             raise ValueError(f"gen_index takes an axis from 0 to 3, of (b, h, q, kv), got {axis!r}")
         if not self._taken("gen_index", input)._rows:
             raise ValueError("gen_index takes the score, or a value made of it: indices are those of scores")
-        return self._added(Step("gen_index", (), (axis,), _typed(compute_data_type)), True)
+        return self._added(GraphStep("gen_index", (), (axis,), _typed(compute_data_type)), True)
 
     def tensor_scalar(self, value: float, scalar_type: Any = None) -> Node:
         """A constant, whatever cuDNN's scalar_type says of how it is kept."""
-        return self._added(Step("number", (), (value, repr(value))), False)  # 0.0, -0.0 and 0 differ
+        return self._added(GraphStep("number", (), (value, repr(value))), False)  # 0.0, -0.0 and 0 differ
 
     def _operation(self, name: str, tensors: tuple[Any, ...], keywords: dict[str, Any]) -> Node:
         operation = OPERATIONS[name]
@@ -132,7 +132,7 @@ class Graph:
         if missing := [argument for argument in operation.arguments if argument not in given]:
             raise TypeError(f"{name} needs {', '.join(missing)}")
         nodes = [self._taken(name, given[argument]) for argument in operation.arguments]
-        step = Step(name, tuple(x._place for x in nodes), tuple(attributes), compute)
+        step = GraphStep(name, tuple(x._place for x in nodes), tuple(attributes), compute)
         return self._added(step, any(x._rows for x in nodes))
 
     def _taken(self, name: str, x: Any) -> Node:
@@ -152,24 +152,24 @@ class Graph:
             )
         return x
 
-    def _added(self, step: Step, rows: bool) -> Node:
+    def _added(self, step: GraphStep, rows: bool) -> Node:
         self._steps.append(step)
         return Node(self, len(self._steps) - 1, rows)
 
     def _input(self, name: str, *attributes: Any, made: data_type = data_type.NOT_SET) -> Node:
-        return self._added(Step(name, (), attributes, made=made), name != "tensor")
+        return self._added(GraphStep(name, (), attributes, made=made), name != "tensor")
 
 
 _INPUTS = ("score", "gradient", "tensor")
 
 
 @dataclass(frozen=True)
-class Recording:
+class CallbackRecording:
     """A callback's graph as a function of tiles: `(score, b, h, q_idx, kv_idx, *tensors) -> score`, with the gradient
     first where one is among its inputs. Equal recordings compute the same."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[GraphStep, ...]
     """Those that the last one needs."""
     derivative: bool
 
@@ -185,7 +185,7 @@ class Recording:
         return self.name
 
     @staticmethod
-    def of(name: str, output: Any, derivative: bool) -> Recording:
+    def of(name: str, output: Any, derivative: bool) -> CallbackRecording:
         """What leads to a value that a callback returned.
 
         Raises:
@@ -199,7 +199,7 @@ class Recording:
                 needed.update(steps[place].inputs)
         order = sorted(needed)
         kept = (steps[place]._replace(inputs=tuple(map(order.index, steps[place].inputs))) for place in order)
-        return Recording(name, tuple(kept), derivative)
+        return CallbackRecording(name, tuple(kept), derivative)
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         gradient, arguments = arguments[0], arguments[self.derivative :]

@@ -8,29 +8,29 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from saccade.scores.callbacks.graph import Recording, Step
+from saccade.scores.callbacks.graph import CallbackRecording, GraphStep
 from saccade.scores.callbacks.score_callback import CallbackMod
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.tape import Tape
 
 
-class Recorded(NamedTuple):
+class ProgramCallbacks(NamedTuple):
     """Recordings that read what the Program does: a step `tensor` has its number among the Program's tensors, and a
     step `runtime` among its numbers."""
 
-    forward: Recording
-    backward: Recording | None
+    forward: CallbackRecording
+    backward: CallbackRecording | None
     """None: there is no derivative of the user's own."""
 
 
-def recorded(mod: CallbackMod, program: Program, tape: Tape) -> Recorded | None:
+def callbacks_of(mod: CallbackMod, program: Program, tape: Tape) -> ProgramCallbacks | None:
     """None where a Program has no place for something that the recordings read."""
     if program.before[1] is not None or program.numbers[1] is not None:
         return None
     places = [_place(x, program, tape) for x in mod.tensors]
     forward, backward = mod.fn, mod.bprop
-    assert isinstance(forward, Recording)
-    assert backward is None or isinstance(backward, Recording)
+    assert isinstance(forward, CallbackRecording)
+    assert backward is None or isinstance(backward, CallbackRecording)
     if any(
         step.name == "tensor" and places[step.attributes[0]] is None
         for recording in (forward, backward)
@@ -39,14 +39,14 @@ def recorded(mod: CallbackMod, program: Program, tape: Tape) -> Recorded | None:
     ):
         return None
 
-    def placed(recording: Recording) -> Recording:
+    def placed(recording: CallbackRecording) -> CallbackRecording:
         steps = (places[x.attributes[0]] or x if x.name == "tensor" else x for x in recording.steps)
         return replace(recording, steps=tuple(steps))
 
-    return Recorded(placed(forward), None if backward is None else placed(backward))
+    return ProgramCallbacks(placed(forward), None if backward is None else placed(backward))
 
 
-def _place(x: Tensor, program: Program, tape: Tape) -> Step | None:
+def _place(x: Tensor, program: Program, tape: Tape) -> GraphStep | None:
     """The step that reads one of the callback's tensors of a Program's inputs, which are picked from the tensors and
     then the numbers of a tape."""
     for name, held, first, (picked, _) in (
@@ -55,7 +55,7 @@ def _place(x: Tensor, program: Program, tape: Tape) -> Step | None:
     ):
         i = _index(held, x)
         if i is not None and first + i in picked:
-            return Step(name, (), (picked.index(first + i),))
+            return GraphStep(name, (), (picked.index(first + i),))
     return None
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from saccade.bounded_cache import BoundedCache, CacheInfo
 from saccade.scores.callbacks.callback_key import Callback, callback_key
-from saccade.scores.callbacks.graph import Graph, Recording, data_type
+from saccade.scores.callbacks.graph import CallbackRecording, Graph, data_type
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
 from saccade.scores.recording.tape import is_number
 from saccade.scores.score_mod import Score, ScoreMod, name_of
 
 Tensors = dict[str, Tensor]
-Recorded = tuple[Recording, Recording | None]
+RecordingPair = tuple[CallbackRecording, CallbackRecording | None]
 """Of score_mod, and of score_mod_bprop after it."""
 
 
@@ -107,7 +107,7 @@ def _numbers_apart(held: Sequence[Tensor]) -> list[Tensor]:
     return [x.reshape(()) if x.numel() == 1 else x for x in held]
 
 
-def _modification(found: Recorded, held: Sequence[Tensor]) -> CallbackMod:
+def _modification(found: RecordingPair, held: Sequence[Tensor]) -> CallbackMod:
     forward, backward = found
     tensors = _numbers_apart(held)
     if backward is not None:
@@ -150,11 +150,13 @@ class _Cache:
     same graph."""
 
     def __init__(self) -> None:
-        self.recordings: BoundedCache[Any, Recorded] = BoundedCache(256)
-        self.linear: BoundedCache[Recording, bool] = BoundedCache(256)
+        self.recordings: BoundedCache[Any, RecordingPair] = BoundedCache(256)
+        self.linear: BoundedCache[CallbackRecording, bool] = BoundedCache(256)
         self.mods: BoundedCache[Any, tuple[list[Tensor], CallbackMod]] = BoundedCache(256)
 
-    def recorded(self, score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> Recorded:
+    def recorded(
+        self, score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors
+    ) -> RecordingPair:
         keys = callback_key(score_mod), callback_key(bprop)
         forms = (tuple((name, x.dtype) for name, x in tensors.items()) for tensors in (given, given_bprop))
         key = None if None in keys else (*keys, *forms)
@@ -165,13 +167,13 @@ class _Cache:
                 self.recordings.put(key, recording)
         return recording
 
-    def of_numbers(self, found: Recorded, held: list[Tensor]) -> CallbackMod:
+    def of_numbers(self, found: RecordingPair, held: list[Tensor]) -> CallbackMod:
         """The modification of the same callbacks and tensors, which are numbers: it is cheap to keep, and reads their
         values in each call."""
         key = *found, *((id(x), x.data_ptr()) for x in held)
         return self.mods.get_or_make(key, lambda: (held, _modification(found, held)))[1]
 
-    def check_linear(self, recording: Recording, tensors: list[Tensor]) -> None:
+    def check_linear(self, recording: CallbackRecording, tensors: list[Tensor]) -> None:
         """
         Raises:
             ValueError: a derivative that is no factor of dP.
@@ -200,16 +202,16 @@ _RELATIVE = 1e-6
 _cache = _Cache()
 
 
-def _record(score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> Recorded:
+def _record(score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> RecordingPair:
     graph = Graph()
-    forward = Recording.of(name_of(score_mod), _called(graph, score_mod, given), False)
+    forward = CallbackRecording.of(name_of(score_mod), _called(graph, score_mod, given), False)
     if bprop is None:
         return forward, None
     graph = Graph()
     _called(graph, score_mod, given)  # for what it keeps
     gradient = graph._input("gradient")
     output = bprop(graph, gradient, _inputs(graph, given_bprop, len(given)))
-    return forward, Recording.of(name_of(bprop), output, True)
+    return forward, CallbackRecording.of(name_of(bprop), output, True)
 
 
 def _called(graph: Graph, score_mod: Callback, given: Tensors) -> Any:

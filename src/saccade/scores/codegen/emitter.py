@@ -25,15 +25,15 @@ from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import K, Q, Refused, behind, name_of
 
 
-class Form(NamedTuple):
-    """What a program is written for."""
+class EmitOptions(NamedTuple):
+    """What the source of a program depends on besides the program."""
 
-    wide: tuple[bool, ...]
-    """Which captured tensors need 64-bit places."""
+    wide_tensors: tuple[bool, ...]
+    """Which captured tensors need 64-bit offsets."""
     fast: bool = False
     """tanh is one instruction, to 11 bits, and a quotient by what is not one number for each score a product."""
-    far: frozenset[int] = frozenset()
-    """Which captured numbers are integers beyond LONGEST, of 64 bits."""
+    wide_integers: frozenset[int] = frozenset()
+    """Which captured numbers are integers above LONGEST, and take 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ _CLASSES = {"isnan": "({0} != {0})", "isinf": "(tl.abs({}) == INF)", "isfinite":
 class Emitter:
     """Writes one function: the nodes that its outputs need, once each, in order."""
 
-    def __init__(self, program: Program, form: Form) -> None:
-        self.program, self.form = program, form
+    def __init__(self, program: Program, options: EmitOptions) -> None:
+        self.program, self.options = program, options
         self.lines: list[str] = []
         self.made: dict[fx.Node, Value] = {}
         self.used: dict[str, str] = {}
@@ -122,7 +122,7 @@ class Emitter:
             return Value(name, "int", shape, (0, (LONGEST if name in ("q_idx", "kv_idx") else HEADS) - 1))
         i = int(name[1:])
         place = self._start(len(self.program.ranks)) + i
-        if i in self.form.far:
+        if i in self.options.wide_integers:
             self.used[f"n{i}"] = f"far_int(data[{place}])"
             return Value(f"n{i}", "wide")
         if self.program.integral[i]:
@@ -162,14 +162,14 @@ class Emitter:
             given[1] = f"({given[1]} * {self.float(self.value(alpha))})"
         if name in _BINARY:
             return _BINARY[name].format(*given)
-        if name == "tanh" and self.form.fast:
+        if name == "tanh" and self.options.fast:
             return f"fast_tanh({given[0]})"
         if name in _FLOAT:
             return _FLOAT[name].format(given[0])
         match name:
             case "div":
                 mode = node.kwargs.get("rounding_mode")
-                few = self.form.fast and args[1].shape != self._shape(args)
+                few = self.options.fast and args[1].shape != self._shape(args)
                 exact = f"({given[0]} * (1.0 / {given[1]}))" if few and not mode else f"({given[0]} / {given[1]})"
                 return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
             case "pow":
@@ -293,7 +293,7 @@ class Emitter:
                     self.used[f"t{tensor}_n{other}"] = f"plain_int(data[{start + 2 + 2 * other}])"
                 stride = " * ".join(["1", *(f"t{tensor}_n{other}" for other in range(dim + 1, rank))])
             index = f"{'inside' if value.span[0] >= 0 else 'wrapped'}({value.text}, {size})"
-            index = f"widened({index})" if self.form.wide[tensor] else index
+            index = f"widened({index})" if self.options.wide_tensors[tensor] else index
             terms.append((value.shape.count(1), f"{index} * {stride}"))
         # What fewer elements share is added first.
         return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.scores.codegen.emitter import Emitter, Form, Value
+from saccade.scores.codegen.emitter import EmitOptions, Emitter, Value
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.trace import name_of, outputs_of, shallow
 
@@ -27,20 +27,20 @@ class _Other(Exception):
     """Not linear."""
 
 
-def linear_source(program: Program, form: Form) -> str | None:
+def linear_source(program: Program, options: EmitOptions) -> str | None:
     """`pitch`, and `level`: what is added to a score of product 0; None for a score that is not linear."""
     graph = program.value_decomposed.graph
     if not shallow(graph):
         return None
     (out,) = outputs_of(graph)
-    made = Emitter(program, form)
+    made = Emitter(program, options)
     try:
         scores, pitch = _terms(out, made)
     except _Other:
         return None
     if scores != 1:
         return None
-    level = Emitter(program, form)
+    level = Emitter(program, options)
     level.made = {x: Value("0.0", "float") for x in graph.nodes if x.name == _SCORE}
     added = level.float(level.value(out))
     sources = (

@@ -27,7 +27,7 @@ class Program:
     and the numbers once more as tensors of no dimensions."""
 
     recorded: Any = None
-    """`program_callbacks.Recorded`, where callbacks are behind it."""
+    """`program_callbacks.ProgramCallbacks`, where callbacks are behind it."""
     hiding: Any = None
     """`hiding.Hiding`, where it hides keys as a mask does."""
 

@@ -16,9 +16,9 @@ import torch
 from saccade.bounded_cache import BoundedCache, CacheInfo
 from saccade.scores.codegen.program import Program
 from saccade.scores.hiding import hiding
-from saccade.scores.recording.recorder import Recording, told
+from saccade.scores.recording.recorder import Recording, error_text
 from saccade.scores.recording.tape import Refused
-from saccade.scores.recording.trace import traced
+from saccade.scores.recording.trace import trace
 
 
 class _ProgramCache:
@@ -60,14 +60,14 @@ def _lower_in_thread(recording: Recording, name: str) -> Program:
         quiet = torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else nullcontext()
         try:
             with quiet:
-                raw = traced(recording)
+                raw = trace(recording)
                 program = Program(name, raw, recording.tape.dtype)
                 program.hiding = hiding(program, raw, recording.tape.numbers)
             results.append(program)
         except Refused as refused:
             errors.append(refused)
         except Exception as failed:  # such as an operation without a derivative
-            errors.append(Refused(told(failed)))
+            errors.append(Refused(error_text(failed)))
 
     thread = threading.Thread(target=run, name="saccade lowers a score function")
     thread.start()

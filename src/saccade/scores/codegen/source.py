@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.scores.codegen.emitter import Emitter, Form
+from saccade.scores.codegen.emitter import EmitOptions, Emitter
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.trace import K, Q, name_of, outputs_of, shallow
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
 
-def value_source(program: Program, form: Form) -> str:
+def value_source(program: Program, options: EmitOptions) -> str:
     """`apply` and `slope`."""
-    apply = _returning(Emitter(program, form), "apply", program.value_decomposed, False)
-    return f"{apply}\n\n{_returning(Emitter(program, form), 'slope', program.slope, True)}"
+    apply = _returning(Emitter(program, options), "apply", program.value_decomposed, False)
+    return f"{apply}\n\n{_returning(Emitter(program, options), 'slope', program.slope, True)}"
 
 
-def sees_source(program: Program, form: Form) -> str:
+def sees_source(program: Program, options: EmitOptions) -> str:
     """`sees`, of a predicate: a bool that broadcasts to the tile."""
-    made = Emitter(program, form)
+    made = Emitter(program, options)
     (out,) = outputs_of(program.value_decomposed.graph)
     if not isinstance(out, fx.Node):
         text = "q_idx >= 0" if out else "q_idx < 0"
@@ -57,12 +57,12 @@ def _returning(made: Emitter, name: str, module: fx.GraphModule, scalar: bool) -
     return made.function(name, PARAMETERS, f"return {text}")
 
 
-def scatter_source(program: Program, form: Form, wanted: Sequence[bool]) -> str:
+def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
     """`scatter(ADD, sums, data, ds, score, …)`: adds ds · d modified / d tensor to the sums of tensors, each
     contiguous, by `ADD(sum, place, value)`. Rows of a tile are queries, columns keys; ds is 0 where nothing is
     visible."""
     module, reads = program.locals(wanted)
-    made = Emitter(program, form)
+    made = Emitter(program, options)
     order = [i for i, want in enumerate(wanted) if want]
     places = []
     calls = []
@@ -72,7 +72,7 @@ def scatter_source(program: Program, form: Form, wanted: Sequence[bool]) -> str:
         made.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         shape = torch.broadcast_shapes((1, 1), *(made.value(x).shape for x in at))
         if shape == (Q, K) and all(_distance(x) is not None for x in at):
-            only = Emitter(program, form)
+            only = Emitter(program, options)
             text = only.place(read.tensor, at, contiguous=True)
             places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
             made.lines.append("near, far = distances(q_idx, kv_idx)")

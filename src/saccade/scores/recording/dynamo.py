@@ -26,7 +26,7 @@ class Symbol(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return called(func, args, kwargs or {})
+        return call(func, args, kwargs or {})
 
 
 def symbol(tape: Tape, place: int) -> Any:
@@ -42,7 +42,7 @@ class Follower(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _symbol(args) is None:
             return func(*args, **(kwargs or {}))
-        return called(func, args, kwargs or {})
+        return call(func, args, kwargs or {})
 
 
 def _symbol(args: Any) -> Any:
@@ -56,7 +56,7 @@ def _symbol(args: Any) -> Any:
     return None
 
 
-def called(function: Any, args: Any, kwargs: Any) -> Any:
+def call(function: Any, args: Any, kwargs: Any) -> Any:
     """What a function of torch's makes of symbols."""
     name = word_of(function)
     tape = _symbol(args).tape
@@ -71,7 +71,7 @@ def called(function: Any, args: Any, kwargs: Any) -> Any:
     if name == "to" or name == "type_as":
         dtype = target_dtype(Symbol, args, kwargs, _dtype)
         return args[0] if dtype is None else symbol(tape, tape.call(Tensor.to, (args[0], dtype), {}))
-    complaint(name)
+    check_operation(name)
     return symbol(tape, tape.call(function, args, kwargs))
 
 
@@ -87,16 +87,16 @@ def attribute_of(getter: Any) -> str:
 
 
 @compile_constant
-def complaint(name: str) -> None:
+def check_operation(name: str) -> None:
     """
     Raises:
         Refused: no function of the score does this.
     """
-    if told := refusal(name):
-        raise Refused(told)
+    if reason := refusal(name):
+        raise Refused(reason)
 
 
-def recorded(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
+def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
     """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
     tape = Tape(Symbol, dtype, device, reads_numbers=False)
     values = [symbol(tape, i) for i in range(5)]

@@ -34,7 +34,7 @@ _RANDOM = frozenset((
     "poisson", "binomial", "dropout", "dropout_", "native_dropout", "rrelu", "rrelu_", "gumbel_softmax",
     "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d",
 ))  # fmt: skip
-FORM = frozenset((
+_METADATA = frozenset((
     "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout", "dim", "size",
     "numel", "nelement", "__len__", "is_floating_point", "ndimension", "is_complex",
 ))  # fmt: skip
@@ -108,7 +108,7 @@ def record(
         refused.line = refused.line or user_line(refused)
         raise
     except Exception as failed:
-        raise Refused(told(failed), user_line(failed)) from failed
+        raise Refused(error_text(failed), user_line(failed)) from failed
 
 
 _RECORD = record.__code__
@@ -169,7 +169,7 @@ class _Recorder(TorchFunctionMode):
             return args[0]
         if any(type(x) is StandIn for x in args):  # torch.tensor(score)
             return self._step("detach", Tensor.detach, args[:1], {})
-        if self.called is not None and name not in FORM:
+        if self.called is not None and name not in _METADATA:
             self.called = None
         return func(*args, **kwargs)
 
@@ -190,8 +190,8 @@ class _Recorder(TorchFunctionMode):
             if name != "data":
                 raise Refused(f"values of a score function have no {name}: they are one number each, of no known shape")
             name, func = "detach", Tensor.detach
-        if told := refusal(name):
-            raise Refused(told)
+        if reason := refusal(name):
+            raise Refused(reason)
         if kwargs.get("out") is not None:
             raise Refused(f"{name} writes to out=…; use what it returns")
         graded = torch.is_grad_enabled()
@@ -311,7 +311,7 @@ def _inside(file: str) -> bool:
     return file.startswith((_TORCH, _HERE, "<frozen"))
 
 
-def told(failed: BaseException) -> str:
+def error_text(failed: BaseException) -> str:
     """What an error of torch or of the function means here."""
     text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
     if "broadcast" in text or "must match the size" in text:

@@ -2,7 +2,7 @@
 
 Every value is one number for each score, a tensor that broadcasts to a tile, or a row of them: a `Row` is read of a
 captured tensor that has fewer indices than dimensions, computed with, and reduced or indexed. Rows are unrolled here,
-so that nothing behind knows them.
+and later stages do not know them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from saccade.scores.recording.recorder import line_of, told
+from saccade.scores.recording.recorder import error_text, line_of
 from saccade.scores.recording.tape import WIDEST, Refused, Tape, element, read
 
 
@@ -39,7 +39,7 @@ def replay(
     tape: Tape, outputs: Sequence[Any], tile: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[Any],
     watch: Callable[[Any], None] = lambda line: None,
 ) -> list[Tensor]:  # fmt: skip
-    """What the outputs are on a tile; `watch` is told the place in the user's code of each step before it runs.
+    """What the outputs are on a tile; `watch` is called with each step's line of the user's code before the step runs.
 
     Raises:
         Refused: an operation that is not pointwise.
@@ -67,9 +67,9 @@ class _Replay:
                 return _of_rows(function, args, kwargs)
             return _plain(function, args, kwargs)
         except Refused as refused:
-            raise Refused(refused.told, refused.line or line_of(line)) from refused
+            raise Refused(refused.text, refused.line or line_of(line)) from refused
         except Exception as failed:
-            raise Refused(told(failed), line_of(line)) from failed
+            raise Refused(error_text(failed), line_of(line)) from failed
 
     def output(self, given: Any, line: Any) -> Tensor:
         found = self._argument(given)

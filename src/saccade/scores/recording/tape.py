@@ -50,12 +50,12 @@ WIDEST = 256
 class Refused(ValueError):
     """A function that cannot be recorded; `line` is where, if it is known."""
 
-    def __init__(self, told: str, line: str | None = None) -> None:
-        super().__init__(told)
-        self.told, self.line = told, line
+    def __init__(self, text: str, line: str | None = None) -> None:
+        super().__init__(text)
+        self.text, self.line = text, line
 
     def __str__(self) -> str:
-        return f"{self.told}\n  {self.line}" if self.line else self.told
+        return f"{self.text}\n  {self.line}" if self.line else self.text
 
 
 def read(table: Any, *at: Any) -> None:
@@ -97,9 +97,9 @@ class Tape:
         keeps_zero = name in _ZEROS
         given = [self.given(x, lifts and i < numbers, keeps_zero) for i, x in enumerate(args)]
         named = [(key, self.given(kwargs[key], lifts and key in _OPERANDS, keeps_zero)) for key in kwargs]
-        return self._added(function, tuple(given), tuple(named), line)
+        return self._append(function, tuple(given), tuple(named), line)
 
-    def _added(self, function: Any, given: Any, named: Any, line: Any) -> int:
+    def _append(self, function: Any, given: Any, named: Any, line: Any) -> int:
         self.steps.append((function, given, named))
         self.lines.append(line)
         return len(self.steps) + 4
@@ -169,8 +169,8 @@ class Tape:
         rows = [dim for dim, x in enumerate(places) if x is None]
         full = _filled(at, len(rows))
         if full is None:
-            told = f"a captured tensor of shape {tuple(tensor.shape)} is read with {len(at)} indices"
-            raise Refused(f"{told}; it takes up to one for each dimension, numbers, slices and values of the call")
+            reason = f"a captured tensor of shape {tuple(tensor.shape)} is read with {len(at)} indices"
+            raise Refused(f"{reason}; it takes up to one for each dimension, numbers, slices and values of the call")
         for dim, x in zip(rows, full, strict=True):
             if isinstance(x, slice):
                 if x != slice(None):
@@ -183,14 +183,14 @@ class Tape:
             places[dim] = self.given(x, True, True)
         self.rows = self.rows or any(x is None for x in places)
         held = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, places, strict=True)]
-        return self._added(read, (("tensor", self._placed(tensor)), *held), (), line)
+        return self._append(read, (("tensor", self._placed(tensor)), *held), (), line)
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Some elements of a row that was computed."""
         if base.place < 5 or any(isinstance(x, Tensor) for x in at):
             raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
         given = self.given(base, False), self.given(tuple(at), False)
-        return self._added(element, given, (), line)
+        return self._append(element, given, (), line)
 
 
 def _filled(at: list[Any], n: int) -> list[Any] | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from saccade.scores.recording.recorder import Recording, line_of, told, user_line
+from saccade.scores.recording.recorder import Recording, error_text, line_of, user_line
 from saccade.scores.recording.replay import replay
 from saccade.scores.recording.tape import Refused
 
@@ -151,7 +151,7 @@ def _constants_from_nothing(graph: fx.Graph) -> None:
             node.replace_all_uses_with(made)
 
 
-def traced(recording: Recording) -> Raw:
+def trace(recording: Recording) -> Raw:
     """
     Raises:
         Refused: the recording cannot become a graph; says what to write instead.
@@ -163,7 +163,7 @@ def traced(recording: Recording) -> Raw:
     except Refused:
         raise
     except Exception as failed:
-        raise Refused(told(failed), user_line(failed)) from failed
+        raise Refused(error_text(failed), user_line(failed)) from failed
     finally:
         log.disabled = silent
 
