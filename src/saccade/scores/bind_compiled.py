@@ -1,4 +1,4 @@
-"""`bind` inside of `torch.compile`: a Score of the graph's tensors and numbers, whose Program is a constant."""
+"""`bind` inside `torch.compile`: a Score of the graph's tensors and numbers, whose Program is a constant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, WithD
 
 
 class CompiledScore(Score):
-    """A Score inside of a compiled region."""
+    """A Score inside a compiled region."""
 
     def __init__(self, identity: str, tensors: Sequence[Tensor], ints: Any, floats: Any, fn: Function) -> None:
         self.identity, self.tensors, self.ints, self.floats, self.fn = identity, tensors, ints, floats, fn
@@ -102,7 +102,7 @@ def _plan_of_recordings(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> 
     identity, wanted, numbers, integral = _pinned(f"score({name_of(mod.fn)})", made)
     order = [next(i for i, x in enumerate(mod.tensors) if x is held) for held in made.tape.tensors]
     wanted = None if wanted is None else tuple(order[i] for i in wanted)
-    # Numbers are counted behind the tensors, of which there may be more.
+    # Numbers are counted after the tensors, of which there may be more.
     more = len(mod.tensors) - len(order)
     numbers = None if numbers is None else tuple(i + more for i in numbers)
     return (identity, wanted, numbers, integral), tuple(made.tape.numbers)

@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     s_q: int
     s_k: int
     exact: bool = True
-    """Whether every row has so many; else lengths differ, and what rows and keys have may be longer."""
+    """Whether every sequence has these lengths; otherwise tensors for rows and keys may be longer."""
 
     def __str__(self) -> str:
         more = "" if self.exact else ", or more rows and keys"
@@ -42,7 +42,7 @@ def broadcasts(shape: Sequence[int], sizes: Sizes) -> bool:
 
 
 def complaint(score_mod: Any, sizes: Sizes) -> str | None:
-    """What is wrong with the tensors of a modification that says what shapes they have."""
+    """What is wrong with the shapes of a ready modification's or a callback's tensors, or None."""
     if isinstance(score_mod, Ready):
         if score_mod.parts:
             return next(filter(None, (complaint(part, sizes) for part in score_mod.parts)), None)
@@ -60,8 +60,8 @@ def complaint(score_mod: Any, sizes: Sizes) -> str | None:
 
 
 def short(identity: str, tensors: Sequence[Tensor], sizes: Sizes) -> str | None:
-    """Which tensor of a program has fewer elements than the index that it is read at; computed indices are not looked
-    at."""
+    """An error for a tensor with fewer elements than the index that it is read at, or None. Computed indices are not
+    checked."""
     for tensor, dim, name in _direct(identity):
         size = getattr(sizes, {"q_idx": "s_q", "kv_idx": "s_k"}.get(name, name))
         if tensors[tensor].shape[dim] < size and (sizes.exact or name in ("b", "h")):

@@ -1,4 +1,4 @@
-"""ScoreMod, the public record, and what attention makes of any function of the score: a Program with its captures."""
+"""ScoreMod, which is public, and Score, which a Problem holds: a Program with its captured values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ScoreMod:
         fn: pointwise torch operations on score, the indices and reads of the tensors at computed indices. The five are
             tensors that broadcast to a tile of scores; the indices are integers: batch row, query head, query, key.
         tensors: captured tensors, on q's device; every one that requires a gradient gets one.
-        bprop: `bprop(grad, score, b, h, q_idx, kv_idx, *tensors) -> grad of score`, in the place of the derived one.
-            It is checked against that with numbers when it is first used.
+        bprop: `bprop(grad, score, b, h, q_idx, kv_idx, *tensors) -> grad of score`, in place of autograd's.
+            It is compared with autograd's on numbers when it is first used.
 
     Raises:
-        TypeError: fn is not callable, or a tensor is none.
+        TypeError: fn is not callable, or an argument is not a tensor.
 
     >>> slopes = torch.tensor([0.5, 0.25])
     >>> alibi = ScoreMod(lambda score, b, h, q_idx, kv_idx, slopes: score + slopes[h] * (kv_idx - q_idx), slopes)
@@ -40,7 +40,7 @@ class ScoreMod:
     """
 
     kind: str | None = None
-    """Its word in a Spec, where that is not `score(name)`."""
+    """Its word in a Spec, if that is not `score(name)`."""
 
     def __init__(self, fn: Function, *tensors: Tensor, bprop: Function | None = None) -> None:
         if not callable(fn) or not (bprop is None or callable(bprop)):
@@ -84,7 +84,7 @@ class Predicate:
 
 
 def one_by_one(fn: Function) -> Function:
-    """The function on whole tiles, called as if on single scores: where it makes rows of captured tensors, those are no
+    """The function of whole tiles, called as if on single scores, so that rows of captured tensors are not
     dimensions of the tile."""
 
     def mapped(score: Tensor, *at: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Score:
     kind: Any
     """Its word in a Spec."""
     identity: Any
-    """A text, equal for those that run the same kernels."""
+    """A text, equal for scores that run the same kernels."""
     tensors: Any = ()
     ints: Any = ()
     floats: Any = ()
@@ -120,7 +120,7 @@ class Score:
     """Whether its derivative is the user's own."""
 
     def split(self) -> tuple[Hidden, Score | None] | None:
-        """What it hides as a mask does, and the rest of it, None for the score itself; None where it does not."""
+        """The keys that it masks and the rest of it, None for the score itself. None: it masks no keys."""
         return None
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

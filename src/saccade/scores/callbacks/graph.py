@@ -1,4 +1,4 @@
-"""The graph that callbacks in cuDNN's manner build: it records what they call, and computes nothing."""
+"""The graph that callbacks build with cuDNN's operations. It records what they call, and computes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GraphStep(NamedTuple):
 
     name: str
     inputs: tuple[int, ...] = ()
-    """Which steps before it."""
+    """Places of earlier steps."""
     attributes: tuple[Any, ...] = ()
     computed: data_type = data_type.NOT_SET
     made: data_type = data_type.NOT_SET
@@ -46,7 +46,7 @@ class Node:
         self._graph, self._place, self._rows = graph, place, rows
 
     def set_data_type(self, value: Any) -> Node:
-        """What the value is converted to after it was computed.
+        """Sets the type that the value is converted to.
 
         Raises:
             ValueError: a type that scores cannot have.
@@ -170,7 +170,7 @@ class CallbackRecording:
 
     name: str
     steps: tuple[GraphStep, ...]
-    """Those that the last one needs."""
+    """The steps that the last one needs."""
     derivative: bool
 
     @lazily
@@ -186,10 +186,10 @@ class CallbackRecording:
 
     @staticmethod
     def of(name: str, output: Any, derivative: bool) -> CallbackRecording:
-        """What leads to a value that a callback returned.
+        """The steps that a callback's result needs.
 
         Raises:
-            TypeError: it returned something else.
+            TypeError: the callback returned something else.
         """
         if not isinstance(output, Node):
             raise TypeError(f"the callback {name} must return a value of its graph, got {output!r}")

@@ -23,10 +23,10 @@ class Operation(NamedTuple):
     arguments: tuple[str, ...]
     """The names of its tensors, in their order."""
     numbers: str
-    """What its tensors become before: `real`, floats; `whole`, integers where all of them are, else floats; `bool`."""
+    """Types of its tensors: `real`, floats; `whole`, integers where all of them are, else floats; `bool`."""
     value: Callable[..., Tensor]
     attributes: tuple[tuple[str, float | None], ...] = ()
-    """Names of Python numbers that it takes, and what they are when left out, None when they may not be."""
+    """Names of the Python numbers that it takes, with their defaults; None: required."""
 
 
 def _mask(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The recordings behind a Program: callbacks as they were written, for a backend that has their operations itself."""
+"""The callbacks of a Program as they were written, for a backend that has their operations itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ProgramCallbacks(NamedTuple):
 
     forward: CallbackRecording
     backward: CallbackRecording | None
-    """None: there is no derivative of the user's own."""
+    """None: the derivative is autograd's."""
 
 
 def callbacks_of(mod: CallbackMod, program: Program, tape: Tape) -> ProgramCallbacks | None:
-    """None where a Program has no place for something that the recordings read."""
+    """None where a recording reads something that is not an input of the Program."""
     if program.before[1] is not None or program.numbers[1] is not None:
         return None
     places = [_place(x, program, tape) for x in mod.tensors]

@@ -1,4 +1,4 @@
-"""Callbacks in cuDNN's manner as score modifications: each that is new is recorded, and is a function like others."""
+"""Callbacks that build a cuDNN graph as score modifications: a new one is recorded once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CallbackMod(ScoreMod):
     frozen = True
     """Its functions are recordings, which are constants."""
     bound: tuple[Any, Score] | None = None
-    """What it was bound to last, and of which values."""
+    """The Score that it was last bound to, after the values that this was bound for."""
 
     def values(self, q: Tensor) -> tuple[Any, ...]:
         """All that a Score for this q is made of but the tensors themselves, which stay: numbers by their bits."""
@@ -176,7 +176,7 @@ class _Cache:
     def check_linear(self, recording: CallbackRecording, tensors: list[Tensor]) -> None:
         """
         Raises:
-            ValueError: a derivative that is no factor of dP.
+            ValueError: a derivative that is not linear in dP.
         """
         if self.linear.get(recording):
             return

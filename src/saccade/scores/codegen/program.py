@@ -27,14 +27,14 @@ class Program:
     and the numbers once more as tensors of no dimensions."""
 
     recorded: Any = None
-    """`program_callbacks.ProgramCallbacks`, where callbacks are behind it."""
+    """`ProgramCallbacks`, if it was made of callbacks."""
     hiding: Any = None
     """`hiding.Hiding`, where it hides keys as a mask does."""
 
     def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
         self.emitted: dict[Any, Any] = {}
-        """What a backend makes of it, once."""
+        """What backends derive from it, once."""
         self._core(raw)
         self.dtypes = [node.meta["val"].dtype for node in self.tensor_nodes]
         self.ranks = [node.meta["val"].dim() for node in self.tensor_nodes]

@@ -1,4 +1,4 @@
-"""The sources of a Program's functions, and which of its reads depend on distances alone."""
+"""The sources of a Program's Triton functions."""
 
 # torch.fx types the arguments of nodes as unions of everything.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false

@@ -1,7 +1,7 @@
-"""`torch.autograd.Function` in functions of the score: the value that it computes, with the derivative that it says.
+"""`torch.autograd.Function` in functions of the score: its value, with its own derivative.
 
-Torch tells nobody of a Function's call, so the first one that a recording meets, in a process, is told of from then on:
-`Function.apply` looks for stand-ins among its arguments, and does as before where there are none.
+Torch reports no call of a Function. So `Function.apply` is wrapped once in a process, when a recording first meets one:
+it looks for stand-ins among its arguments, and does as before where there are none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 UNSEEN = Function.apply.__func__.__code__
-"""The code that runs where a Function is called as torch has it."""
+"""The code of torch's own `Function.apply`."""
 
 
 class Unseen(BaseException):
-    """A recording is inside of a Function that it knows nothing of."""
+    """A recording is inside a Function that it cannot see."""
 
 
 def see_functions(kind: type, applied: Callable[..., Any]) -> None:
-    """From now on `applied(function, args)` is what Functions make of arguments of this kind."""
+    """Makes Functions call `applied(function, args)` for arguments of this class from now on."""
     plain = Function.apply.__func__
     if plain.__code__ is not UNSEEN:
         return
@@ -66,7 +66,7 @@ _LINEAR = frozenset((
 
 
 def linear(tape: Any, gradient: int, first: int, outputs: Sequence[int]) -> bool:
-    """Whether values, made by the steps from `first` on, are a gradient times something else; or a sum of such."""
+    """Whether the values of steps from `first` on are linear in a gradient."""
     of_it = {gradient}
     for place in range(first + 5, len(tape.steps) + 5):
         function, given, named = tape.steps[place - 5]

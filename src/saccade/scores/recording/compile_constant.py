@@ -1,4 +1,4 @@
-"""What `torch.compile` runs while it compiles, and whose result it takes for a constant."""
+"""Functions that `torch.compile` runs while it compiles, and whose results are constants."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_constant(fn: F) -> F:
-    """`torch.compiler.assume_constant_result` by the mark that it sets: it would import the compiler, which takes as
-    long as torch itself, for people who compile nothing."""
+    """`torch.compiler.assume_constant_result` by the mark that it sets: the decorator itself would import the compiler,
+    which takes as long as torch, for people who compile nothing."""
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
 

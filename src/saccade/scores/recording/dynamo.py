@@ -1,7 +1,7 @@
-"""Recording inside of torch.compile: Dynamo itself follows the user's function, run on tensors of a class of ours.
+"""Recording inside torch.compile: Dynamo itself follows the user's function, on tensors of a class of ours.
 
-So its guards are the proof that a recording holds, and what the function captures becomes inputs of the graph. A tape
-comes out as Python lists; what a Program needs of it is a constant.
+Its guards are the proof that a recording holds, and captured values become inputs of the graph. A tape is made of
+Python lists; what a Program needs of it is a constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from saccade.scores.recording.tape import Refused, Tape, target_dtype
 
 
 class Symbol(Tensor):
-    """In the place of a value that a kernel computes."""
+    """Stands for a value that a kernel computes."""
 
     tape: Tape
     place: int
@@ -37,7 +37,7 @@ def symbol(tape: Tape, place: int) -> Any:
 
 
 class Follower(TorchFunctionMode):
-    """Shows Dynamo the calls whose symbols are inside of tuples, as in `table[h, kv_idx]`."""
+    """Shows Dynamo the calls whose symbols are inside tuples, as in `table[h, kv_idx]`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _symbol(args) is None:
@@ -57,7 +57,7 @@ def _symbol(args: Any) -> Any:
 
 
 def call(function: Any, args: Any, kwargs: Any) -> Any:
-    """What a function of torch's makes of symbols."""
+    """Records a call of one of torch's functions on symbols."""
     name = word_of(function)
     tape = _symbol(args).tape
     if name == "__get__":

@@ -1,8 +1,8 @@
-"""When a recording need not be made again: a proof that it would be the same.
+"""A proof that a new recording of a function would be the same as the last.
 
-It holds for code whose every name resolves, at this call, to what it did, where each is plain: a number, a string,
-None, a tensor, one of torch's functions that the recording called, an arithmetic builtin, or a function of the same
-kind. Anything else has no proof, and is recorded at every call.
+It holds while every name in the code resolves to what it did, where each is plain: a number, a string, None, a tensor,
+one of torch's functions that the recording called, an arithmetic builtin, or a function of the same kind. Any other
+function has no proof and is recorded in every call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Find = Callable[[Any], Any]
-"""From the function that is called to something that it reads. Nothing is held: a proof keeps nothing alive."""
+"""From the called function to something that it reads. A proof keeps nothing alive."""
 Check = Callable[[Any], bool]
 
 
@@ -35,7 +35,7 @@ _BUILTINS = (
 _PURE = {id(x) for x in (
     *_BUILTINS, *(x for held in (math, operator) for x in vars(held).values() if type(x) is types.BuiltinFunctionType)
 )}  # fmt: skip
-"""Functions whose results are those of their arguments alone, and that call no code of others on plain ones."""
+"""Functions whose results depend on their arguments alone, and that call no other code on plain arguments."""
 _NUMBERS = (int, float, complex)
 _SAME = (bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 _OF_C = (types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -43,7 +43,7 @@ _MISSING = object()
 
 
 class Proof:
-    """What holds as long as the recording of a function does.
+    """Holds as long as the recording of a function does.
 
     Args:
         fn: the function.
@@ -51,23 +51,23 @@ class Proof:
         attributes: what its arguments have besides the attributes of tensors.
 
     Raises:
-        Unproven: nothing is known of when it would be the same.
+        Unproven: the function reads something that may change unseen.
     """
 
     def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
         self.called, self.attributes, self.checks, self.met = called, attributes, [], set()
         self.tensors: list[tuple[weakref.ref[Tensor], Find]] = []
-        """Those that were found, and where."""
+        """The tensors that the function reads, and where."""
         self._function(lambda root: root, fn)
 
     def holds(self, fn: Any) -> bool:
         return all(check(fn) for check in self.checks)
 
     def find(self, x: Tensor) -> Find:
-        """Where a captured tensor is found.
+        """Where the function reads a captured tensor.
 
         Raises:
-            Unproven: nowhere.
+            Unproven: it is not among what the function reads.
         """
         for held, find in self.tensors:
             if held() is x:
@@ -102,7 +102,7 @@ class Proof:
                 self._plain(lambda root, name=name, key=key: getattr(find(root), name)[key], held[key])
 
     def _plain(self, find: Find, x: Any) -> None:
-        """What is found is x now; that it is the same later."""
+        """Checks that what `find` finds is still x."""
         kind = type(x)
         if kind is Tensor or kind is torch.nn.Parameter:
             held, form = weakref.ref(x), (x.shape, x.dtype, x.device, x.requires_grad)
@@ -168,7 +168,7 @@ class Proof:
             self._follow(lambda root: find(root).__builtins__.get(name, _MISSING), known.get(name, _MISSING), path)
 
     def _follow(self, find: Find, x: Any, path: tuple[str, ...]) -> None:
-        """What was found, and the attributes of it that code reads."""
+        """Checks an object and the attributes of it that code reads."""
         if not path:
             self._plain(find, x)
         elif type(x) is types.ModuleType:
@@ -190,7 +190,7 @@ class Proof:
             self._attribute(find, x, path)
 
     def _attribute(self, find: Find, x: Any, path: tuple[str, ...]) -> None:
-        """Of an object whose class looks attributes up as Python does, and torch's modules their parameters."""
+        """Checks an attribute of an object whose class looks attributes up as Python or torch's modules do."""
         name, kind = path[0], type(x)
         if isinstance(x, type) or not _usual(kind) or type(getattr(x, "__dict__", None)) is not dict:
             raise Unproven
@@ -226,7 +226,7 @@ def _of_length(find: Find, name: str, n: int, root: Any) -> bool:
 
 _HELD = ("_parameters", "_buffers", "_modules")
 PARTS: dict[type, tuple[Sequence[str], Sequence[str]]] = {}
-"""Records of functions: which of their attributes are such, and which are tuples or dictionaries of them."""
+"""Classes of callables: which attributes are functions, and which are tuples or dictionaries of them."""
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -259,7 +259,7 @@ _QUIET = frozenset((
     "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "STORE_FAST_LOAD_FAST",
     "STORE_FAST_STORE_FAST", "NOT_TAKEN",
 ))  # fmt: skip
-"""Operations that neither name anything nor write anywhere but to locals."""
+"""Operations that name nothing and write to locals alone."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -268,7 +268,7 @@ def _chains(code: types.CodeType) -> tuple[tuple[str, str, tuple[str, ...]], ...
     its first argument, and ("value", "", …) of what it computes.
 
     Raises:
-        Unproven: code that does something else.
+        Unproven: the code does something else.
     """
     return tuple(dict.fromkeys(_read(code)))
 

@@ -1,8 +1,8 @@
-"""A recording: what a function of the score computes, found out by running it on stand-ins for its arguments.
+"""A recording: what a function of the score computes, known from running it on stand-ins for its arguments.
 
-The five arguments are stand-ins, and so is what torch makes of them: each operation on one is a step of a tape. All
-else is itself: numbers, strings and captured tensors, and what torch computes of tensors alone, which it computes at
-once. Where a tensor or a number meets a stand-in it becomes an input of the tape, by its place.
+The five arguments are stand-ins, and so are the results of operations on them: each operation is a step of a tape.
+Numbers, strings and captured tensors are themselves, and torch computes at once what depends on tensors alone. A tensor
+or a number that meets a stand-in becomes an input of the tape.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _METADATA = frozenset((
     "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout", "dim", "size",
     "numel", "nelement", "__len__", "is_floating_point", "ndimension", "is_complex",
 ))  # fmt: skip
-"""What a tensor tells of its form, not of its values."""
+"""Attributes of a tensor that do not depend on its values."""
 _DEVICES = {"is_cuda": "cuda", "is_cpu": "cpu", "is_meta": "meta", "is_mps": "mps", "is_xpu": "xpu"}
 
 
 class StandIn(Tensor):
-    """A tensor without numbers, in the place of a value that a kernel computes."""
+    """A tensor without numbers. It stands for a value that a kernel computes."""
 
     tape: Tape
     place: int
@@ -64,13 +64,13 @@ def _stand_in(tape: Tape, place: int) -> Any:
 
 
 class Recording(NamedTuple):
-    """What one run of a function has left."""
+    """The result of one run of a function."""
 
     tape: Tape
     outputs: tuple[Any, ...]
-    """What it returned, as a tape holds it."""
+    """What the function returned, as arguments of the tape."""
     called: set[Any] | None
-    """Torch's functions that were steps; None if there were others, which read tensors or made them of others."""
+    """Torch's functions that were steps; None if the function called others, which read or make tensors."""
 
     @property
     def key(self) -> Any:
@@ -85,7 +85,7 @@ def record(
     """Runs a function of (score, b, h, q_idx, kv_idx) once.
 
     Raises:
-        Refused: it does what no kernel can; says what to write instead.
+        Refused: a kernel cannot do what the function does. The error says what to write instead.
     """
     tape = Tape(StandIn, dtype, device, reads_numbers)
     recorder = _Recorder(tape)
@@ -115,7 +115,7 @@ _RECORD = record.__code__
 
 
 def _applied(function: Any, args: Any) -> Any:
-    """What a torch.autograd.Function makes of stand-ins: its value, and its own derivative by each of them.
+    """The value of a torch.autograd.Function of stand-ins, with its own derivative by each of them.
 
     Raises:
         Refused: a derivative that is not linear in the gradient, or several results.
@@ -141,7 +141,7 @@ def _applied(function: Any, args: Any) -> Any:
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees whatever torch is asked for while a function runs."""
+    """Sees every call of torch while a function runs."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def refusal(name: str) -> str | None:
-    """Why no value of a score function can be asked for this."""
+    """Why a value of a score function has no such method, or None."""
     if name in _VALUES:
         return _BRANCHES
     if name in _RANDOM:
@@ -227,7 +227,7 @@ def name_of_place(place: int) -> str:
     return ("score", "b", "h", "q_idx", "kv_idx")[place] if place < 5 else f"step {place - 5}"
 
 
-# What a stand-in tells of itself
+# Attributes of stand-ins
 
 
 def _dtype(x: StandIn) -> torch.dtype:
@@ -288,10 +288,10 @@ _HERE = str(Path(__file__).parents[1])
 
 
 def _place(whole: bool) -> tuple[str, int] | None:
-    """The line of the user's code that is running. With `whole`, is it in a torch.autograd.Function that nobody sees?
+    """The line of the user's code that is running. `whole` looks for a torch.autograd.Function around it too.
 
     Raises:
-        Unseen: it is.
+        Unseen: there is one, and it is not recorded.
     """
     frame = sys._getframe(4)
     found = None
@@ -312,7 +312,7 @@ def _inside(file: str) -> bool:
 
 
 def error_text(failed: BaseException) -> str:
-    """What an error of torch or of the function means here."""
+    """What an error of torch or of the function means to the user."""
     text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
     if "broadcast" in text or "must match the size" in text:
         return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
@@ -325,7 +325,7 @@ def error_text(failed: BaseException) -> str:
 
 
 def user_line(failed: BaseException) -> str | None:
-    """The last line of the traceback that is neither torch's nor ours."""
+    """The last line of the traceback that belongs to neither torch nor this package."""
     found, at = None, failed.__traceback__
     while at is not None:
         file, number = at.tb_frame.f_code.co_filename, at.tb_lineno

@@ -1,4 +1,4 @@
-"""A tape run again, on tensors of the shapes of a tile: the graph of a function is made of this.
+"""Runs a tape again, on tensors of the shapes of a tile. The graph of a function is traced from this run.
 
 Every value is one number for each score, a tensor that broadcasts to a tile, or a row of them: a `Row` is read of a
 captured tensor that has fewer indices than dimensions, computed with, and reduced or indexed. Rows are unrolled here,
@@ -125,7 +125,7 @@ def _row(shape: tuple[int, ...], values: list[Any]) -> Any:
 
 
 def _read(table: Tensor, at: list[Any]) -> Tensor:
-    # Brackets would ask indices of no dimensions for their values, and shapes come out wrong of them.
+    # Brackets would read the values of indices without dimensions, and get shapes wrong.
     return torch.ops.aten.index.Tensor(table, [x if x.dim() else x.expand(1, 1) for x in at]) if at else table
 
 
@@ -149,7 +149,7 @@ def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _places(row: Row, change: Callable[[Tensor], Any]) -> Any:
-    """Which values are where when the row's shape changes: of the numbers of its values, beside what is traced."""
+    """Where values are after the row's shape changes, computed on their numbers and not traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return change(torch.arange(len(row.values)).reshape(row.shape))
 
@@ -213,7 +213,7 @@ def _of_rows(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _groups(row: Row, dim: Any, keepdim: bool) -> tuple[tuple[int, ...], list[list[Any]]]:
-    """Values that are reduced to one, and the shape of what is left."""
+    """The shape that a reduction leaves, and the values that each element is reduced from."""
     dims = range(len(row.shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     dims = {d % len(row.shape) for d in dims}
     kept = [d for d in range(len(row.shape)) if d not in dims]
@@ -280,7 +280,7 @@ def _reshaped(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype of a value, and of a row its shape."""
+    """The dtype of a value, and its shape if it is a row."""
     int64 = torch.int64
     tile = [torch.zeros((1, 1), dtype=tape.dtype), *(torch.zeros((1, 1), dtype=int64) for _ in range(4))]
     tensors = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]

@@ -1,6 +1,6 @@
-"""A tape: the operations of a function of the score, in their order, and the tensors and numbers that they take.
+"""A tape: the operations of a function of the score in order, and the tensors and numbers that they take.
 
-Inside of torch.compile Dynamo follows what is written here, so it is plain: lists, tuples and loops.
+Inside torch.compile Dynamo follows this code, so it is plain: lists, tuples and loops.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.scores.recording.compile_constant import word_of
 
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
-"""The arguments, which are the first values of every tape."""
+"""The arguments: the first values of every tape."""
 
 LIFTED = frozenset((
     "add", "__add__", "__radd__", "sub", "subtract", "__sub__", "rsub", "__rsub__", "mul", "multiply", "__mul__",
@@ -27,7 +27,8 @@ LIFTED = frozenset((
 """Operations whose numbers are runtime values."""
 _EXPONENTS = frozenset(("pow", "__pow__"))
 _ZEROS = frozenset(("where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max"))
-"""Where a 0 is of the form: what is never negative is read faster, and adding what is 0 where it is seen hides."""
+"""Where a 0 is a constant of the program: an index that is never negative is read faster, and a 0 added where a key is
+visible is a mask."""
 _OPERANDS = frozenset(("input", "self", "other", "min", "max", "value", "weight"))
 
 
@@ -44,11 +45,11 @@ def _check_operations(x: Tensor) -> None:
 
 
 WIDEST = 256
-"""Elements of a row that is computed with."""
+"""The most elements of a row in computations."""
 
 
 class Refused(ValueError):
-    """A function that cannot be recorded; `line` is where, if it is known."""
+    """A function that cannot be recorded. `line` is the user's line, if it is known."""
 
     def __init__(self, text: str, line: str | None = None) -> None:
         super().__init__(text)
@@ -59,15 +60,15 @@ class Refused(ValueError):
 
 
 def read(table: Any, *at: Any) -> None:
-    """Names the steps that read a captured tensor: an index, or ("row", size), for each of its dimensions."""
+    """The name of steps that read a captured tensor: an index, or ("row", size), for each of its dimensions."""
 
 
 def element(row: Any, at: Any) -> None:
-    """Names the steps that take something of a row."""
+    """The name of steps that take elements of a row."""
 
 
 class Tape:
-    """What is recorded. Values are the arguments, then one for each step.
+    """A recording of steps. Its values are the arguments, then one for each step.
 
     A step is (function, arguments, keywords). An argument is ("value", i), ("tensor", i), ("row", i, shape) for a
     tensor without an index, ("number", i, type), ("constant", type, x), ("slice", a, b, c), ("tuple" or "list", …).
@@ -77,18 +78,18 @@ class Tape:
         self.kind, self.dtype, self.device, self.reads_numbers = kind, dtype, device, reads_numbers
         self.steps: list[Any] = []
         self.lines: list[Any] = []
-        """Where each was called."""
+        """The user's line that called each step."""
         self.tensors: list[Any] = []
         self.forms: list[Any] = []
-        """Of each tensor what a program depends on."""
+        """What a program depends on, for each tensor."""
         self.numbers: list[Any] = []
         self.sources: list[Any] = []
-        """Of each number the tensor of no dimensions that it was read of, or None."""
+        """The tensor without dimensions that each number was read from, or None."""
         self.rows = False
         """Whether something was read with fewer indices than dimensions."""
 
     def call(self, function: Any, args: Any, kwargs: Any, line: Any = None) -> int:
-        """Records a step, and returns its place among the values."""
+        """Records a step and returns its place among the values."""
         name = word_of(function)
         if name == "__getitem__":
             return self._indexed(args[0], args[1], line)
@@ -105,7 +106,7 @@ class Tape:
         return len(self.steps) + 4
 
     def given(self, x: Any, lifts: bool, keeps_zero: bool = False) -> Any:
-        """An argument as a tape holds it; with `lifts` numbers are inputs."""
+        """An argument of a step. With `lifts`, numbers are inputs."""
         kind = type(x)
         if isinstance(x, self.kind):
             if x.tape is not self:
@@ -186,7 +187,7 @@ class Tape:
         return self._append(read, (("tensor", self._placed(tensor)), *held), (), line)
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
-        """Some elements of a row that was computed."""
+        """Elements of a computed row."""
         if base.place < 5 or any(isinstance(x, Tensor) for x in at):
             raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
         given = self.given(base, False), self.given(tuple(at), False)
@@ -203,7 +204,7 @@ def _filled(at: list[Any], n: int) -> list[Any] | None:
 
 
 def _constant(n: Any) -> int:
-    """A row's length, which a program is written for. Inside of torch.compile a branch makes a constant of it."""
+    """A row's length, a constant of the program. Inside torch.compile a branch makes a constant of it."""
     if not torch.compiler.is_compiling():
         return int(n)
     for i in range(WIDEST + 1):
@@ -228,7 +229,7 @@ def target_dtype(kind: type, args: Any, kwargs: dict[str, Any], dtype_of: Any) -
 
 
 def is_number(x: Tensor) -> bool:
-    """Whether a tensor is a runtime number, as a Python number is, and no captured tensor."""
+    """Whether a tensor is a runtime number, like a Python number, and not a captured tensor."""
     return (
         x.dim() == 0
         and type(x) is Tensor
