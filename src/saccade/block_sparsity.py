@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from saccade.bounded_cache import BoundedCache, derived, version
-from saccade.layouts import Packed
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Mask
 from saccade.problem import Problem
 
@@ -60,12 +59,9 @@ def states_shape(problem: Problem) -> tuple[int, int, int, int]:
     """
     mask, q, k, layout = problem.mask, problem.q, problem.k, problem.layout
     assert mask is not None
-    if isinstance(layout, Packed):
-        heads = q.shape[1] if "h" in mask.indices else min(q.shape[1], 1)
-        return 1, heads, q.shape[2] // TILE + layout.sequences + 1, -(-k.shape[2] // TILE)
     batches = q.shape[0] if "b" in mask.indices or layout.records else min(q.shape[0], 1)
     heads = q.shape[1] if "h" in mask.indices else min(q.shape[1], 1)
-    return batches, heads, -(-q.shape[2] // TILE), -(-k.shape[2] // TILE)
+    return batches, heads, layout.tiles(q.shape[2], TILE), -(-k.shape[2] // TILE)
 
 
 def compute_states(problem: Problem) -> Tensor:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from torch import Tensor
-
-from saccade.layouts import Dense, Packed
 from saccade.masks import UNBOUNDED, And, Blocked, Documents, Mask, Or, Prefix, Window
 from saccade.problem import Problem
 from saccade.scores import Score
@@ -33,7 +30,7 @@ def found_in(problem: Problem, backend: str) -> tuple[Window, Score | None] | No
     if found is None:
         return None
     hidden, rest = found
-    off = _offset(problem)
+    off = problem.layout.common_offset(problem.q.shape[2], problem.k.shape[2])
     added = None if off is None else _window(hidden.left, hidden.right, off)
     if added is None or off is None or not (hidden.empty_rows or _every_row_sees(problem, added, off)):
         return None
@@ -47,24 +44,6 @@ def _window(left: int | None, right: int | None, off: int) -> Window | None:
     if any(x is not None and x < 0 for x in moved):
         return None
     return Window(*(None if x is None or x >= UNBOUNDED else x for x in moved))
-
-
-def _offset(problem: Problem) -> int | None:
-    """Keys less query rows, where it is the same in every sequence and the host knows it."""
-    layout, difference = problem.layout, problem.k.shape[2] - problem.q.shape[2]
-    if isinstance(layout, Packed):
-        lengths = (layout.cu_seqlens_q, layout.cu_seqlens_k), (layout.seqused_q, layout.seqused_k)
-        return 0 if all(_same(*pair) for pair in lengths) else None
-    if not isinstance(layout, Dense) or not _same(layout.seqused_q, layout.seqused_k):
-        return None
-    return difference if layout.seqused_q is None or difference == 0 else None
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether they are one vector, as far as can be told without reading it."""
-    if a is None or b is None:
-        return a is b
-    return a is b or ((a.data_ptr(), a.dtype, a.shape) == (b.data_ptr(), b.dtype, b.shape) and a.stride() == b.stride())
 
 
 def _every_row_sees(problem: Problem, window: Window, off: int) -> bool:

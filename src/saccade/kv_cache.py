@@ -1,4 +1,4 @@
-"""What a serving loop does to a paged cache besides attending to it: new keys and values, turned and written."""
+"""Writes to a paged cache: new keys and values, with rotary embeddings, as a serving loop appends them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments, layouts, memory, ops
+from saccade import arguments, autograd, layouts, memory, ops
 from saccade.backends import Append, Rotary
-from saccade.layouts import Paged, validate
+from saccade.layouts import Paged
 
 ops.library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor[] records, str layout, "
@@ -28,13 +28,13 @@ def append_kv(
     rotary: tuple[Tensor, Tensor] | None = None,
     interleaved: bool = False,
 ) -> None:
-    """Writes new keys and values behind those that the sequences have: row `i` of sequence `b` becomes key
+    """Writes new keys and values after those of each sequence: row `i` of sequence `b` becomes key
     `layout.seqused_k[b] + i`.
 
     Formula, with `rotary=(cos, sin)` and a key's position p: each pair (x, y) among its first elements becomes
     `(x cos[p] - y sin[p], y cos[p] + x sin[p])`, in float32. One launch on a GPU, which reads the lengths there: a CUDA
-    graph may be replayed with others. New rows beyond the table, or whose page is not one of the cache's, such as -1,
-    are left out: so requests that only fill up a batch cost no page.
+    graph may be replayed with others. New rows beyond the table, or whose page number is out of range, such as -1, are
+    omitted: requests that only fill up a batch cost no page.
 
     Args:
         k_cache: (pages, page_size, h_k, d), written in place; any strides, the last dimension contiguous.
@@ -42,8 +42,8 @@ def append_kv(
         layout: with the lengths *before* these rows; attention then takes one with the lengths after them.
         k_new: (b, s, h_k, d), or with the layout's `cu_seqlens_q` sequences end to end, (t, h_k, d).
         v_new: (b, s, h_k, d_v), or (t, h_k, d_v).
-        rotary: cos and sin, (positions, pairs) with `2 * pairs <= d`, of any float dtype. Positions beyond them take
-            the last. Queries are turned by the caller.
+        rotary: cos and sin, (positions, pairs) with `2 * pairs <= d`, of any float dtype. Later positions take the last
+            row. The caller rotates the queries.
         interleaved: pairs are the elements (0, 1), (2, 3), …; else (0, pairs), (1, pairs + 1), …
 
     Raises:
@@ -81,26 +81,26 @@ def _append(
     rotary: Any,
     interleaved: bool,
 ) -> None:
-    made = layouts.from_records(layout, list(records))
-    assert isinstance(made, Paged)
+    paged = layouts.from_records(layout, list(records))
+    assert isinstance(paged, Paged)
     if k_cache.device.type == "cpu":
-        made.check(k_new.shape[:-2].numel() if made.cu_seqlens_q is not None else 0, k_cache.shape[1])
+        paged.check_lengths(k_new.shape[0], k_cache.shape[1])
     backend = "triton" if k_cache.device.type == "cuda" else "cpu"
     module = importlib.import_module(f"saccade.backends.{backend}.append")
     module.append(
-        Append(k_cache, v_cache, k_new, v_new, made, Rotary(rotary[0], rotary[1], interleaved) if rotary else None)
+        Append(k_cache, v_cache, k_new, v_new, paged, Rotary(rotary[0], rotary[1], interleaved) if rotary else None)
     )
 
 
-def _append_autograd(*given: Any) -> None:
-    ops.refuse_tangents(*given[:4])
-    if ops.needs_gradient(*given[:4]):
-        raise ValueError("append_kv has no gradients: call it inside of torch.no_grad()")
+def _append_autograd(*flat: Any) -> None:
+    autograd.refuse_tangents(*flat[:4])
+    if autograd.needs_gradient(*flat[:4]):
+        raise ValueError("append_kv has no gradients: call it inside torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.saccade.append_kv(*given)
+        torch.ops.saccade.append_kv(*flat)
 
 
-def _fake_append(*given: Any) -> None:
+def _fake_append(*flat: Any) -> None:
     return None
 
 
@@ -117,7 +117,7 @@ def _check(
     arguments.tensors(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     shapes = f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}, "
     shapes += f"k_new {tuple(k_new.shape)}, v_new {tuple(v_new.shape)}"
-    complaint = validate.paged_complaint(k_new.shape, k_cache.shape, v_cache.shape, layout, "k_new")
+    complaint = layout.shape_error(k_new.shape, k_cache.shape, v_cache.shape, "k_new")
     if not complaint and (k_new.shape[:-1] != v_new.shape[:-1] or v_new.shape[-1] != v_cache.shape[-1]):
         complaint = "k_new and v_new must have the same rows and heads, and v_cache's head dim"
     if not complaint and k_new.shape[-2] != k_cache.shape[-2]:

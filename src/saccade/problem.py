@@ -1,19 +1,17 @@
-"""One call as a backend sees it, and the flat form in which it passes through a registered operator."""
+"""One call as a backend sees it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade import hardware, layouts, masks, scores
+from saccade import hardware, masks, scores
 from saccade.dropout import Dropout
-from saccade.layouts import Dense, Layout, Packed, Paged, empty_like_rows
+from saccade.layouts import Dense, Layout, empty_like_rows
 from saccade.lazily import lazily
 from saccade.masks import Extent, Mask
 from saccade.scores import Score
@@ -22,8 +20,7 @@ from saccade.spec import DTYPES, Spec
 
 @dataclass(frozen=True, eq=False, init=False)
 class Problem:
-    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`, all of it. Nobody writes into one: planning
-    makes another."""
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`, all of it. Frozen."""
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
@@ -75,9 +72,9 @@ class Problem:
 
     def planned(self, launches: dict[Any, Any]) -> Problem:
         """The same call, with what a Plan keeps for its key."""
-        made = object.__new__(Problem)
-        vars(made).update(vars(self), launches=launches)
-        return made
+        problem = object.__new__(Problem)
+        vars(problem).update(vars(self), launches=launches)
+        return problem
 
     @lazily
     def key(self) -> tuple[Hashable, ...]:
@@ -104,42 +101,28 @@ class Problem:
         return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
 
     def sequences(self) -> Iterator[Sequence]:
-        """Each of the packed sequences, as a Problem of one batch row; reads the offsets."""
+        """Each sequence as a Problem of one batch row; reads the offsets."""
         layout = self.layout
-        assert isinstance(layout, Packed)
-        ends = (pairwise(x.tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
-        for i, ((first_q, stop_q), (first_k, stop_k)) in enumerate(zip(*ends, strict=True)):
-            rows, keys = slice(first_q, stop_q), slice(first_k, stop_k)
+        k, v = layout.gathered(self.k), layout.gathered(self.v)
+        for place in layout.places(self.q, k):
+            i = place.number
+            q_at, k_at = (place.batch_q, slice(None), place.rows), (place.batch_k, slice(None), place.keys)
             used = (None if x is None else x[i : i + 1] for x in (layout.seqused_q, layout.seqused_k))
             mask = None if self.mask is None else masks.of_batch_row(self.mask, i)
-            operands = {"q": self.q[:, :, rows], "k": self.k[:, :, keys], "v": self.v[:, :, keys]}
+            operands = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
             dense = Dense("bhsd", *used)
             problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
-            yield Sequence(rows, keys, problem)
+            yield Sequence(place.rows, place.keys, problem)
 
     @lazily
     def extent(self) -> Extent:
-        if isinstance(self.layout, Paged):
-            return self._paged_extent(self.layout)
-        assert isinstance(self.layout, Dense)
-        used = self.layout.seqused_q, self.layout.seqused_k
-        return Extent.of(self.q.shape[2], self.k.shape[2], *used, self.q.device)
-
-    def _paged_extent(self, layout: Paged) -> Extent:
-        """Of q as a padded batch; reads the offsets of its sequences."""
-        s_k = layout.capacity(self.k.shape[2])
-        if layout.cu_seqlens_q is None:
-            return Extent.of(self.q.shape[2], s_k, None, layout.seqused_k, self.q.device)
-        lengths = layout.cu_seqlens_q.diff()
-        return Extent.of(max(lengths.tolist(), default=0), s_k, lengths, layout.seqused_k, self.q.device)
+        return self.layout.extent(self.q, self.k)
 
     def empty_out(self) -> Tensor:
         """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
         return empty_like_rows(self.q, self.v.shape[3]) if self.out is None else self.out
 
     def spec(self) -> Spec:
-        # A cache is not copied so that its rows are aligned; queries are.
-        operands = (self.k, self.v) if isinstance(self.layout, Paged) else (self.q, self.k, self.v)
         return Spec(
             dtype=DTYPES[self.q.dtype],
             d=self.q.shape[3],
@@ -152,7 +135,7 @@ class Problem:
             dropout=self.dropout is not None,
             deterministic=self.deterministic,
             max_scores=self.max_scores,
-            aligned=all(map(aligned, operands)),
+            aligned=all(map(aligned, self.layout.in_place(self.q, self.k, self.v))),
             device=hardware.name(self.q.device),
         )
 
@@ -161,91 +144,11 @@ class Problem:
 
 
 class Sequence(NamedTuple):
-    """One of a packed Problem's, and which of its rows and keys it has."""
+    """One sequence of a Problem, and its rows and keys there."""
 
     rows: slice
     keys: slice
     problem: Problem
-
-
-@dataclass(frozen=True)
-class Header:
-    """The static part of a flattened Problem, with one text form: what the records that travel beside it are."""
-
-    layout: str = "bhsd"
-    mask: str = "none"
-    score: str = "none"
-    """The identities of mask and score, not their words in a Spec."""
-    backend: str = "auto"
-    deterministic: bool = False
-    dropout: bool = False
-    """Its state is the last of the records, and p the second of the floats."""
-    max_scores: bool = False
-    numbers: bool = False
-    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of an
-    operator's floats."""
-
-    def programs(self) -> list[Any]:
-        """What a backward has to keep alive besides tensors."""
-        return [scores.program_of(self.score), *masks.programs(self.mask)]
-
-    def __str__(self) -> str:
-        flags = (flag for flag in ("deterministic", "dropout", "max_scores", "numbers") if getattr(self, flag))
-        return " ".join((self.layout, self.mask, self.score, self.backend, *flags))
-
-    @staticmethod
-    @lru_cache(maxsize=512)
-    def parse(text: str) -> Header:
-        layout, mask, score, backend, *flags = text.split(" ")
-        return Header(layout, mask, score, backend, **dict.fromkeys(flags, True))
-
-    def problem(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        captures: list[Tensor],
-        records: list[Tensor],
-        ints: list[int],
-        floats: list[float],
-        **options: Any,
-    ) -> Problem:
-        """The Problem whose layout, mask, score and dropout were flattened to (`captures`, `records`, `ints`,
-        `floats`), with other `options` of its own."""
-        scale, *floats = floats
-        records, ints = list(records), list(ints)
-        dropout = Dropout(records.pop(), floats.pop(0)) if self.dropout else None
-        if self.numbers:
-            floats = records.pop().tolist()
-        layout = layouts.from_records(self.layout, records, q.shape[0], k.shape[0])
-        mask = masks.from_records(self.mask, ints, records, floats)
-        score = scores.from_records(self.score, captures, ints, floats)
-        q, k, v = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        options = {"deterministic": self.deterministic, "dropout": dropout, "max_scores": self.max_scores} | options
-        return Problem(q, k, v, sink, mask, score, layout, scale, **options)
-
-
-def flattened(
-    layout: Layout, mask: Mask | None, score: Score | None, scale: float, dropout: Dropout | None, **options: Any
-) -> tuple[Header, list[Tensor], list[Any], list[Any]]:
-    """The Header of a call with these fields of its own, and the records, ints and floats that it tells of."""
-    compiling = torch.compiler.is_compiling()
-    if mask is not None and compiling:
-        masks.pin(mask.identity)
-    kinds = "none" if mask is None else mask.identity, "none" if score is None else score.identity
-    records = [*layout.records, *([] if mask is None else mask.records)]
-    ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
-    floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
-    numbers = bool(floats) and compiling
-    if numbers:
-        one = torch.ones((), dtype=torch.float64, device="cpu")
-        records, floats = [*records, torch.stack([one * x for x in floats])], []
-    floats = [scale, *floats]
-    if dropout is not None:
-        records, floats = [*records, dropout.state], [scale, dropout.p, *floats[1:]]
-    header = Header(layout.text, *kinds, dropout=dropout is not None, numbers=numbers, **options)
-    return header, records, ints, floats
 
 
 ALIGNMENT = 16

@@ -5,12 +5,9 @@ It holds the whole score matrix, runs on any device in any dtype up to float64, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from saccade.layouts import Dense, Packed, Paged
 from saccade.problem import Problem
 
 
@@ -21,10 +18,8 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         out (b, h_q, s_q, d_v) in q's dtype, lse (b, h_q, s_q), natural log, float32 or float64, and the largest score
         of each row, of the form of lse.
     """
-    if isinstance(problem.layout, Packed):
-        return _packed(problem)
-    if isinstance(problem.layout, Paged):
-        return _paged(problem)
+    if not problem.layout.rectangular:
+        return _by_sequence(problem)
     q, k, v = operands(problem)
     p, lse, largest = probability(problem, q, k)
     if problem.dropout is not None:
@@ -32,41 +27,18 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(_rows_in_use(problem), p @ v, 0), lse, largest
 
 
-def _packed(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """One sequence after the other; zeros and -inf beyond the last."""
-    b, h_q, t_q, _ = problem.q.shape
-    found = [attention(sequence.problem) for sequence in problem.sequences()]
-    rest = t_q - sum(lse.shape[2] for _, lse, _ in found)
+def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence after the other; zeros and -inf in rows after the last."""
+    results = [attention(sequence.problem) for sequence in problem.sequences()]
+    dim = 2 if problem.layout.ragged_queries else 0
+    done = sum(lse.shape[dim] for _, lse, _ in results)
+    rest = problem.q.narrow(dim, done, problem.q.shape[dim] - done)
     # Of q, so that gradients exist, and are zero, where there is no sequence at all.
     never = torch.zeros((), dtype=torch.bool, device=problem.q.device)
-    zeros = torch.where(never, problem.q[:, :, t_q - rest :, :1], 0).expand(b, h_q, rest, problem.v.shape[3])
-    nothing = torch.where(never, problem.q[:, :, t_q - rest :, 0], -torch.inf).to(problem.lse_dtype())
-    outs, lses, tops = zip(*found, (zeros, nothing, nothing.detach()), strict=True)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2), torch.cat(tops, dim=2)
-
-
-def _paged(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """As a padded batch, with the pages of every sequence gathered."""
-    layout, extent, q = problem.layout, problem.extent, problem.q
-    assert isinstance(layout, Paged)
-    pages = layout.block_table.long().clamp(0, problem.k.shape[0] - 1)
-    k, v = (x[pages].transpose(1, 2).flatten(2, 3) for x in (problem.k, problem.v))  # (b, h_k, width * page_size, d)
-    if not extent.s_q or not layout.sequences:
-        nothing = q.new_full(q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
-        return q.new_zeros(*q.shape[:3], v.shape[3]), nothing, nothing.clone()
-    if layout.cu_seqlens_q is None:
-        return attention(replace(problem, k=k, v=v, layout=Dense("bhsd", None, layout.seqused_k)))
-    t_q, starts = q.shape[2], layout.cu_seqlens_q.long()
-    place = (starts[:-1, None] + extent.q_idx()).clamp(max=t_q - 1)  # (b, s_q)
-    dense = Dense("bhsd", extent.rows[:, 0], layout.seqused_k)
-    out, *of_rows = attention(replace(problem, q=q[0, :, place].transpose(0, 1), k=k, v=v, layout=dense))
-    # And back: each row of q has its sequence and its number there; those behind the last have none.
-    row = torch.arange(t_q, device=q.device)
-    inside = row < starts[-1]
-    b = torch.bucketize(row, starts[1:], right=True).clamp(max=layout.sequences - 1)
-    i = (row - starts[b]).clamp(0, extent.s_q - 1)
-    lse, largest = (torch.where(inside, x[b, :, i].mT, -torch.inf)[None] for x in of_rows)
-    return torch.where(inside[:, None], out[b, :, i].transpose(0, 1), 0)[None], lse, largest
+    zeros = torch.where(never, rest[..., :1], 0).expand(*rest.shape[:3], problem.v.shape[3])
+    nothing = torch.where(never, rest[..., 0], -torch.inf).to(problem.lse_dtype())
+    outs, lses, tops = zip(*results, (zeros, nothing, nothing.detach()), strict=True)
+    return torch.cat(outs, dim), torch.cat(lses, dim), torch.cat(tops, dim)
 
 
 def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -124,7 +124,7 @@ def test_another_layout_is_refused():
 
 
 BROKEN = {
-    "negative length": ({"layout": Paged(TABLE, USED - 4)}, "seqused_k must be in [0, 12], what 3 pages of 4 hold"),
+    "negative length": ({"layout": Paged(TABLE, USED - 4)}, "seqused_k must be in [0, 12], the rows of 3 pages of 4"),
     "length beyond the table": ({"layout": Paged(TABLE, USED + 4)}, "got [7, 6, 15]"),
     "offsets from 1 on": ({"layout": [1, 2, 3, 4]}, "cu_seqlens_q must begin at 0, never decrease"),
     "negative offset": ({"layout": [-1, 2, 3, 4]}, "got [-1, 2, 3, 4]"),

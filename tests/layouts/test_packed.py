@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import Dense, Packed, attention, block_mask, causal, documents, explain, mask_mod, prefix, window
-from saccade.layouts import form, from_records
+from saccade.layouts import from_records, view_layout
 from saccade.testing import check
 from saccade.testing.cases import NAMED, Case
 from saccade.testing.packed import draw
@@ -49,7 +49,10 @@ def test_broken_records(made, words):
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (packed(q=OFFSETS + 1), "cu_seqlens_q must begin at 0, never decrease, and end at most at the 10 rows"),
+        (
+            packed(q=OFFSETS + 1),
+            "cu_seqlens_q must begin at 0, never decrease, and not end beyond the tensor",
+        ),
         (packed(k=torch.tensor([0, 5, 3, 10])), "cu_seqlens_k must begin at 0"),
         (packed(k=torch.tensor([0, 5, 7, 11])), "got \\[0, 5, 7, 11\\]"),
         (packed(seqused_k=torch.tensor([3, 1, 7])), "seqused_k must be between 0 and the sequences' lengths"),
@@ -75,7 +78,7 @@ def test_wrong_calls():
         attention(x, x, x)
     with pytest.raises(ValueError, match="k and v must have the same heads and length"):
         attention(x, x, x[:9], layout=packed())
-    with pytest.raises(ValueError, match="instead of documents"):
+    with pytest.raises(ValueError, match="omit documents"):
         attention(x, x, x, mask=documents(torch.zeros(1, 10).int()), layout=packed())
     with pytest.raises(ValueError, match="block_mask finds the tiles of dense calls alone"):
         attention(x, x, x, mask=block_mask(mask_mod(upper), 3, 2, 10, 10), layout=packed())
@@ -107,9 +110,9 @@ def test_text_and_records_are_the_whole_layout(used):
 
 def test_views():
     x = normal(10, 2, 8)
-    view = form("packed,validate").canonical(x)
+    view = view_layout("packed,validate").canonical(x)
     assert view.shape == (1, 2, 10, 8)
-    assert torch.equal(form("packed").ordered(view), x)
+    assert torch.equal(view_layout("packed").ordered(view), x)
     assert str(explain(x, x, x, layout=packed()).spec) == "fp32 d8 packed aligned cpu"
 
 

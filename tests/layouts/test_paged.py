@@ -214,7 +214,7 @@ TABLE, USED = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, 6])
         (lambda: call(v=torch.randn(9, 8, 2, 8)), "the same pages, page size and heads"),
         (lambda: call(k=torch.randn(9, 4, 3, 8), v=torch.randn(9, 4, 3, 8)), "multiple of the key heads, got 4 and 3"),
         (lambda: call(k=torch.randn(0, 4, 2, 8), v=torch.randn(0, 4, 2, 8)), "at least one page"),
-        (lambda: call(layout=Paged(TABLE, torch.tensor([5, 13]))), "in [0, 12], what 3 pages of 4 hold, got [5, 13]"),
+        (lambda: call(layout=Paged(TABLE, torch.tensor([5, 13]))), "in [0, 12], the rows of 3 pages of 4, got [5, 13]"),
         (lambda: call(torch.randn(2, 4, 8), layout=Paged(TABLE, USED, torch.tensor([0, 2, 1]))), "never decrease"),
         (lambda: call(mask=documents(torch.zeros(2, 1).long())), "not for paged caches"),
         (lambda: call(mask=prefix(torch.tensor([1]))), "must have shape (2,), one for each sequence, got (1,)"),

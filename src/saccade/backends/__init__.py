@@ -50,32 +50,32 @@ class Support:
 
     def reasons(self, spec: Spec) -> list[str]:
         """Why not; empty when it runs."""
-        found = []
+        reasons = []
         if not any(_on(spec.device, device) for device in self.devices):
-            found.append(f"runs on {', '.join(self.devices)}, not on {spec.device}")
+            reasons.append(f"runs on {', '.join(self.devices)}, not on {spec.device}")
         if spec.dtype not in self.dtypes:
-            found.append(f"takes {', '.join(self.dtypes)}, not {spec.dtype}")
+            reasons.append(f"takes {', '.join(self.dtypes)}, not {spec.dtype}")
         if spec.layout not in self.layouts:
-            found.append(f"has no {spec.layout} layout")
+            reasons.append(f"has no {spec.layout} layout")
         if max(spec.d, spec.d_v) > self.max_d:
-            found.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
+            reasons.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
         if (spec.d | spec.d_v) % self.multiple_of:
-            found.append(f"takes head dims that are multiples of {self.multiple_of}, not {spec.d} and {spec.d_v}")
+            reasons.append(f"takes head dims that are multiples of {self.multiple_of}, not {spec.d} and {spec.d_v}")
         words = {spec.score, ANY_SCORE, *([CALLBACKS] if spec.score.startswith("score(") else [])}
         if spec.score != "none" and not words & set(self.scores):
-            found.append(f"has no score {spec.score}")
+            reasons.append(f"has no score {spec.score}")
         leaves = set(re.findall(r"[a-z_]+", spec.mask)) - {"none"}
-        found += [f"has no mask {leaf}" for leaf in sorted(leaves - set(self.masks))]
+        reasons += [f"has no mask {leaf}" for leaf in sorted(leaves - set(self.masks))]
         if "~" in spec.mask and "mask_mod" not in self.masks:  # what is not in an interval
-            found.append("has no mask ~")
-        found += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
+            reasons.append("has no mask ~")
+        reasons += [f"has no {flag}" for flag in FLAGS if getattr(spec, flag) and flag not in self.flags]
         words = {spec.layout, *leaves, *re.findall("~", spec.mask), *(flag for flag in FLAGS if getattr(spec, flag))}
         if spec.score != "none":
             words.add("score")
-        found += [f"has no {two} with {one}" for one, two in self.apart if {one, two} <= words]
+        reasons += [f"has no {two} with {one}" for one, two in self.apart if {one, two} <= words]
         # Such as rows that are not aligned because the head dim is odd: said only where nothing else is.
         needs = *self.needs, *(flag for word, flag in self.needs_with if word in words)
-        return found or [_NEEDS[flag] for flag in needs if not getattr(spec, flag)]
+        return reasons or [_NEEDS[flag] for flag in needs if not getattr(spec, flag)]
 
     def plainest(self, device: str) -> Spec:
         """The plainest call that is declared here: what is left against it is the device."""

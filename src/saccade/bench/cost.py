@@ -8,9 +8,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from saccade.layouts import Dense, Layout, Packed, Paged
+from saccade.layouts import Dense, Layout, Paged
 from saccade.masks import Extent, Mask, of_batch_row
-from saccade.testing import packed
 from saccade.testing.cases import Case, Inputs
 
 # Products of s_q x s_k matrices: two forward; five backward, with the recomputed scores.
@@ -45,10 +44,10 @@ def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
     layout: Layout = inputs.keywords.get("layout", Dense())
     mask: Mask | None = inputs.keywords.get("mask")
     used, device = (layout.seqused_q, layout.seqused_k), inputs.q.device
-    if isinstance(layout, Packed):
+    if layout.ragged_keys:
         q, k = layout.canonical(inputs.q), layout.canonical(inputs.k)
         total = Fraction(0)
-        for b, _, rows, _, keys in packed.places(layout, q, k):
+        for b, _, rows, _, keys in layout.places(q, k):
             used_q, used_k = (None if x is None else x[b : b + 1] for x in used)
             extent = Extent.of(rows.stop - rows.start, keys.stop - keys.start, used_q, used_k, device)
             total += _pairs(None if mask is None else of_batch_row(mask, b), extent, 1, used == (None, None))

@@ -17,11 +17,10 @@ from torch.nn.functional import pad
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Results
-from saccade.layouts import Packed, form
+from saccade.layouts import SequencePlace, view_layout
 from saccade.testing.call_slice import At, CheckedCall, Precision
 from saccade.testing.cases import Inputs
 from saccade.testing.error_tally import ErrorTally
-from saccade.testing.packed import SequencePlace
 
 _GROUPS = 4
 """Key heads that are checked, with all of their query heads."""
@@ -64,7 +63,7 @@ class Verifier:
         # Peers are held to what a fused backend of the machine is.
         self.precision = Precision.of(inputs.q.dtype, inputs.q.device, "auto")
         places = list(self.call.places())
-        if isinstance(self.call.layout, Packed):  # the oracle may have room for one sequence: the longest
+        if self.call.layout.ragged_keys:  # the oracle may have room for one sequence: the longest
             places.sort(key=lambda place: place.rows.start - place.rows.stop)
         self.groups = [self._group(places[b], head) for b, head in sampled(cell, inputs.q.device.type)]
         del self.call
@@ -76,7 +75,7 @@ class Verifier:
             ValueError: results of other shapes than the Cell's.
         """
         worst = 0.0
-        layout = form(order)
+        layout = view_layout(order)
         for name, result in zip(self.names, results, strict=False):
             x = layout.canonical(result.detach())
             tally = ErrorTally(self.eps)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from saccade.layouts.offsets import check_vector
+from saccade.layouts.base import Layout
+from saccade.layouts.offsets import check_vector, same_vector, shortened
+from saccade.layouts.validate import operand_error
+from saccade.masks import Blocked, Documents, Mask
+from saccade.scores import Sizes
 
 # Dimension d of the canonical (b, h, s, d) view is dimension ORDERS[order][d] of the user's tensor.
 ORDERS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
@@ -14,7 +19,7 @@ _INVERSE = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class Dense(Layout):
     """One tensor per operand, every batch row of the same length or padded to it.
 
     Formula: batch row `b` of q has `seqused_q[b]` rows (all `s_q` without it), k and v have `seqused_k[b]`.
@@ -22,12 +27,12 @@ class Dense:
     ones are never read; their output and gradients are zero and their LSE is -inf.
 
     Args:
-        order: "bhsd" (default), "bshd" or "sbhd": what the four dimensions of q, k, v and out are.
+        order: "bhsd" (default), "bshd" or "sbhd": the order of the dimensions of q, k, v and out.
         seqused_q: (b,) integer tensor on q's device, values in [0, s_q], or None.
         seqused_k: (b,) integer tensor on q's device, values in [0, s_k], or None.
 
     Raises:
-        ValueError: an order that is not one of the three, or lengths that are not integer vectors.
+        ValueError: an order other than these three, or lengths that are not integer vectors.
 
     >>> Dense("bshd")
     Dense('bshd')
@@ -37,49 +42,95 @@ class Dense:
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
 
+    rectangular = True
+
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
-            raise ValueError(f"unknown order {self.order!r}; a Dense layout is one of {', '.join(map(repr, ORDERS))}")
-        for name in ("seqused_q", "seqused_k"):
-            used = getattr(self, name)
-            if used is not None:
-                check_vector(name, used, "(b,)")
+            raise ValueError(f"unknown order {self.order!r}; a Dense layout has one of {', '.join(map(repr, ORDERS))}")
+        for name in self._used():
+            check_vector(name, getattr(self, name), "(b,)")
 
     @property
     def kind(self) -> str:
-        """Its word in a Spec."""
         return "padded" if self.records else "dense"
 
     @property
     def text(self) -> str:
-        """The static part, e.g. `bshd,seqused_k`: what `records` says about the tensors that follow."""
         if self.seqused_q is None and self.seqused_k is None:
             return self.order
-        names = [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
-        return ",".join([self.order, *names])
+        return ",".join([self.order, *self._used()])
 
     @property
     def records(self) -> list[Tensor]:
-        """The tensors, in the order in which `text` names them."""
         if self.seqused_q is None and self.seqused_k is None:
             return []
         return [used for used in (self.seqused_q, self.seqused_k) if used is not None]
 
+    @staticmethod
+    def from_records(order: str, names: list[str], records: list[Tensor], t_q: int, t_k: int) -> Dense:
+        return Dense(order, **{name: records.pop(0) for name in names})
+
+    def _used(self) -> list[str]:
+        return [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
+
     def canonical(self, x: Tensor) -> Tensor:
-        """A (b, h, s, d) view of a tensor in this order."""
         return x if self.order == "bhsd" else x.permute(ORDERS[self.order])
 
     def ordered(self, x: Tensor) -> Tensor:
-        """A view in this order of a (b, h, s, d) tensor."""
         return x if self.order == "bhsd" else x.permute(_INVERSE[self.order])
 
-    def canonical_lse(self, x: Tensor) -> Tensor:
-        """(b, h_q, s_q), which an LSE has in every order."""
-        return x
+    def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
+        if not len(q) == len(k) == len(v) == 4:
+            return "q, k and v must have four dimensions"
+        b, h, s, _ = ORDERS[self.order]
+        return operand_error(q, k, v, h, s) if q[b] == k[b] == v[b] else "q, k and v must have one batch size"
 
-    def ordered_lse(self, x: Tensor) -> Tensor:
-        return x
+    def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
+        b, h, s_q, s_k, _ = self.sizes(q, k)
+        if mask is not None and mask.listed and (error := mask.complaint(b, h, s_q, s_k)):
+            return error
+        for name in self._used():
+            if (used := getattr(self, name)).shape != (b,):
+                return f"{name} must have shape ({b},), got {tuple(used.shape)}"
+        leaves = list(mask.leaves()) if mask is not None else []
+        if self.records and (isinstance(mask, Blocked) or any(leaf.of_shape for leaf in leaves)):
+            return (
+                "block masks are for calls whose rows are all in use: with used lengths pass the mask itself, or for "
+                f"torch's BlockMask mask_mod(fn), got {mask!r}"
+            )
+        for leaf in leaves:
+            if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
+                return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
+            if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
+                return f"prefix lengths must have shape ({b},), got {tuple(leaf.records[0].shape)}"
+        return None
+
+    def check_lengths(self, s_q: int, s_k: int) -> None:
+        for name in self._used():
+            used, s = getattr(self, name), s_q if name == "seqused_q" else s_k
+            if bool(((used < 0) | (used > s)).any()):
+                raise ValueError(f"{name} must be in [0, {s}], got {shortened(used.tolist())}")
+
+    def sizes(self, q: Tensor, k: Tensor) -> Sizes:
+        b, h, s, _ = ORDERS[self.order]
+        return Sizes(q.shape[b], q.shape[h], q.shape[s], k.shape[s], exact=not self.records)
+
+    def common_offset(self, s_q: int, s_k: int) -> int | None:
+        if not same_vector(self.seqused_q, self.seqused_k):
+            return None
+        return s_k - s_q if self.seqused_q is None or s_q == s_k else None
+
+    def pairs(self, q: Tensor, k: Tensor) -> int:
+        b, h, s_q, s_k, _ = self.sizes(q, k)
+        return b * h * s_q * s_k
+
+    def tiles(self, s: int, block: int) -> int:
+        return -(-s // block)
 
     def __repr__(self) -> str:
-        used = [f"{name}={list(getattr(self, name).shape)}" for name in self.text.split(",")[1:]]
+        used = [f"{name}={list(getattr(self, name).shape)}" for name in self._used()]
         return f"Dense({', '.join([repr(self.order), *used])})"
+
+
+PLAIN = {order: Dense(order) for order in ORDERS}
+"""The layouts without tensors, made once."""

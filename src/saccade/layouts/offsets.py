@@ -1,4 +1,4 @@
-"""Vectors of lengths and offsets: what is wrong with them, and how errors quote them."""
+"""Vectors of lengths and offsets: their errors, and what is counted from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 
 def check_vector(name: str, x: object, shape: str) -> None:
@@ -13,15 +14,27 @@ def check_vector(name: str, x: object, shape: str) -> None:
         raise ValueError(f"{name} must be an int32 or int64 tensor of shape {shape}, got {described(x)}")
 
 
-def check_offsets(name: str, found: list[int], t: int) -> list[int]:
+def check_offsets(name: str, offsets: list[int], t: int) -> list[int]:
     """The lengths of the sequences."""
-    lengths = [stop - start for start, stop in pairwise(found)]
-    if found[0] != 0 or min(lengths, default=0) < 0 or found[-1] > t:
+    lengths = [stop - start for start, stop in pairwise(offsets)]
+    if offsets[0] != 0 or min(lengths, default=0) < 0 or offsets[-1] > t:
         raise ValueError(
-            f"{name} must begin at 0, never decrease, and end at most at the {t} rows that there are, "
-            f"got {shortened(found)}"
+            f"{name} must begin at 0, never decrease, and not end beyond the tensor's {t} rows, "
+            f"got {shortened(offsets)}"
         )
     return lengths
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read at all."""
+    return not is_fake(x) and x.device.type != "meta"
+
+
+def same_vector(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are one vector, as far as the host knows without reading it."""
+    if a is None or b is None:
+        return a is b
+    return a is b or ((a.data_ptr(), a.dtype, a.shape) == (b.data_ptr(), b.dtype, b.shape) and a.stride() == b.stride())
 
 
 def shortened(numbers: list[int]) -> str:

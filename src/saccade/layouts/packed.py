@@ -1,17 +1,22 @@
-"""Packed sequences: end to end, without padding."""
+"""Packed layouts: sequences of different lengths end to end, without padding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from saccade.layouts.offsets import check_offsets, check_vector, described, shortened
+from saccade.layouts.base import Layout, SequencePlace, SideLengths
+from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
+from saccade.layouts.validate import operand_error, sequence_mask_error
+from saccade.masks import Extent, Mask
+from saccade.scores import Sizes
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(Layout):
     """Sequences of different lengths end to end, without padding: q (t_q, h_q, d), k (t_k, h_k, d), v (t_k, h_k, d_v).
 
     Formula: sequence `i` has the rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of q, the first `seqused_q[i]` of them
@@ -23,17 +28,17 @@ class Packed:
     Args:
         cu_seqlens_q: (b + 1,) int32 or int64 on q's device: 0, then where each sequence of q ends, never decreasing.
             Sequences may be empty.
-        cu_seqlens_k: the same of k and v.
+        cu_seqlens_k: the same for k and v.
         max_seqlen_q: an upper bound of q's lengths; an integer, or a tensor of one, which nothing reads.
-        max_seqlen_k: the same of k and v.
+        max_seqlen_k: the same for k and v.
         seqused_q: (b,) integer tensor: how many rows of each sequence are in use, or None.
-        seqused_k: the same of k and v.
-        validate: read the offsets before each call on a GPU too, which waits for them. On a CPU they always are. A
-            kernel that is given wrong offsets stays inside of the tensors, and its results mean nothing.
+        seqused_k: the same for k and v.
+        validate: read the offsets before each call on a GPU too, which waits for them. On a CPU they are always read.
+            With wrong offsets a kernel stays inside the tensors, and its results mean nothing.
 
     Raises:
-        ValueError: offsets or lengths that are not integer vectors of fitting shapes, a negative or broken bound; when
-            they are read, offsets that do not begin at 0, decrease, or end beyond the tensor.
+        ValueError: offsets or lengths that are not integer vectors of the right shapes, or a negative bound; where
+            offsets are read, those that do not begin at 0, that decrease, or that end beyond the tensor.
 
     Source: the argument names are those of FlashAttention's varlen functions (https://arxiv.org/abs/2205.14135).
 
@@ -54,25 +59,24 @@ class Packed:
     validate: bool = False
 
     kind = "packed"
-    """Its word in a Spec."""
     order = "thd"
+    ragged_queries = ragged_keys = True
 
     def __post_init__(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             check_vector(name, getattr(self, name), "(b + 1,)")
             if not len(getattr(self, name)):
-                raise ValueError(f"{name} must hold b + 1 offsets, of which the first is 0, got none")
+                raise ValueError(f"{name} must hold b + 1 offsets, the first of them 0, got none")
         if self.cu_seqlens_q.shape != self.cu_seqlens_k.shape:
             shapes = [tuple(x.shape) for x in (self.cu_seqlens_q, self.cu_seqlens_k)]
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must have one shape (b + 1,), got {shapes[0]}, {shapes[1]}"
             )
-        for name in ("seqused_q", "seqused_k"):
+        for name in self._used():
             used = getattr(self, name)
-            if used is not None:
-                check_vector(name, used, "(b,)")
-                if len(used) != self.sequences:
-                    raise ValueError(f"{name} must have shape ({self.sequences},), got {tuple(used.shape)}")
+            check_vector(name, used, "(b,)")
+            if len(used) != self.sequences:
+                raise ValueError(f"{name} must have shape ({self.sequences},), got {tuple(used.shape)}")
         for name in ("max_seqlen_q", "max_seqlen_k"):
             bound = getattr(self, name)
             if isinstance(bound, Tensor):
@@ -83,20 +87,29 @@ class Packed:
 
     @property
     def sequences(self) -> int:
-        """How many."""
         return len(self.cu_seqlens_q) - 1
 
     @property
     def text(self) -> str:
-        """The static part, e.g. `packed,seqused_k`: what `records` says about the tensors that follow."""
-        names = [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
-        return ",".join([self.kind, *names, *(["validate"] if self.validate else [])])
+        return ",".join([self.kind, *self._used(), *(["validate"] if self.validate else [])])
 
     @property
     def records(self) -> list[Tensor]:
-        """The tensors, in the order in which `text` names them. The bounds are not among them: no result needs them."""
-        used = (self.seqused_q, self.seqused_k)
-        return [self.cu_seqlens_q, self.cu_seqlens_k, *(x for x in used if x is not None)]
+        """The tensors that `text` names. The bounds are not among them: no result needs them."""
+        return [self.cu_seqlens_q, self.cu_seqlens_k, *(getattr(self, name) for name in self._used())]
+
+    @staticmethod
+    def from_records(word: str, names: list[str], records: list[Tensor], t_q: int, t_k: int) -> Packed:
+        offsets = records.pop(0), records.pop(0)
+        used = {name: records.pop(0) for name in names if name != "validate"}
+        return Packed(*offsets, t_q, t_k, **used, validate="validate" in names)
+
+    def _used(self) -> list[str]:
+        return [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
+
+    @property
+    def sides(self) -> tuple[SideLengths, SideLengths]:
+        return SideLengths(self.cu_seqlens_q, self.seqused_q), SideLengths(self.cu_seqlens_k, self.seqused_k)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (1, h, t, d) view of a (t, h, d) tensor."""
@@ -113,6 +126,48 @@ class Packed:
     def ordered_lse(self, x: Tensor) -> Tensor:
         return x.squeeze(0)
 
+    def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
+        if not len(q) == len(k) == len(v) == 3:
+            return "with packed sequences q, k and v must have three dimensions, (t, h, d)"
+        return operand_error(q, k, v, h=1, s=0)
+
+    def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
+        no_documents = "packed sequences do not see one another: make each document a sequence, and omit documents(ids)"
+        return sequence_mask_error(mask, self.sizes(q, k), no_documents)
+
+    def check_lengths(self, s_q: int, s_k: int) -> None:
+        for side, t in (("q", s_q), ("k", s_k)):
+            offsets = getattr(self, f"cu_seqlens_{side}")
+            lengths = check_offsets(f"cu_seqlens_{side}", offsets.tolist(), t)
+            used = getattr(self, f"seqused_{side}")
+            if used is not None and any(not 0 <= n <= s for n, s in zip(used.tolist(), lengths, strict=True)):
+                raise ValueError(
+                    f"seqused_{side} must be between 0 and the sequences' lengths {shortened(lengths)}, "
+                    f"got {shortened(used.tolist())}"
+                )
+
+    def sizes(self, q: Tensor, k: Tensor) -> Sizes:
+        """With upper bounds of the lengths: a bound that is a tensor is not read, and the rows of q or k replace it."""
+        bounds = (self.max_seqlen_q, q.shape[0]), (self.max_seqlen_k, k.shape[0])
+        s_q, s_k = (t if isinstance(bound, Tensor) else min(bound, t) for bound, t in bounds)
+        return Sizes(self.sequences, q.shape[1], s_q, s_k, exact=False)
+
+    def extent(self, q: Tensor, k: Tensor) -> Extent:
+        raise TypeError(f"{self!r} is no padded batch: each of its sequences has an extent of its own")
+
+    def common_offset(self, s_q: int, s_k: int) -> int | None:
+        q, k = self.sides
+        return 0 if same_vector(q.starts, k.starts) and same_vector(q.used, k.used) else None
+
+    def pairs(self, q: Tensor, k: Tensor) -> int:
+        if not has_values(self.cu_seqlens_k):  # those of sequences of one length
+            return q.shape[1] * (q.shape[0] * k.shape[0] // max(self.sequences, 1))
+        return q.shape[1] * int((self.cu_seqlens_q.diff().long() * self.cu_seqlens_k.diff()).sum())
+
+    def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
+        row, ends = slice(0, 1), (pairwise(x.tolist()) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        return [SequencePlace(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(zip(*ends, strict=True))]
+
     def rows_in_use(self, t_q: int) -> Tensor:
         """bool (t_q): which rows of q are."""
         row = torch.arange(t_q, device=self.cu_seqlens_q.device)
@@ -122,23 +177,6 @@ class Packed:
             return inside
         b = b.clamp(max=self.sequences - 1)
         return inside & (row - self.cu_seqlens_q[b] < self.seqused_q[b])
-
-    def check(self, t_q: int, t_k: int) -> None:
-        """Reads the offsets.
-
-        Raises:
-            ValueError: they do not begin at 0, decrease, or end beyond the t_q or t_k rows that there are; used lengths
-                outside of their sequences.
-        """
-        for side, t in (("q", t_q), ("k", t_k)):
-            offsets = getattr(self, f"cu_seqlens_{side}")
-            lengths = check_offsets(f"cu_seqlens_{side}", offsets.tolist(), t)
-            used = getattr(self, f"seqused_{side}")
-            if used is not None and any(not 0 <= n <= s for n, s in zip(used.tolist(), lengths, strict=True)):
-                raise ValueError(
-                    f"seqused_{side} must be between 0 and the sequences' lengths {shortened(lengths)}, "
-                    f"got {shortened(used.tolist())}"
-                )
 
     def __repr__(self) -> str:
         return f"Packed({self.sequences} sequences)"

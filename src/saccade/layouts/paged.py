@@ -1,4 +1,4 @@
-"""Where the rows of a paged cache live: the Layout of serving."""
+"""Paged layouts: keys and values in the pages of a cache, for serving."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saccade.layouts.offsets import check_offsets, check_vector, described, shortened
+from saccade.layouts.base import Layout, SequencePlace, SideLengths
+from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
+from saccade.layouts.validate import head_error, sequence_mask_error
+from saccade.masks import Extent, Mask
+from saccade.scores import Sizes
 
 
 @dataclass(frozen=True, eq=False)
-class Paged:
+class Paged(Layout):
     """Keys and values in the pages of a cache: k (pages, page_size, h_k, d), v (pages, page_size, h_k, d_v).
 
     Formula: sequence `i` has `seqused_k[i]` keys. Its key `j` is row `j % page_size` of the page
     `block_table[i, j // page_size]`. q is (b, s_q, h_q, d), and so is out, with an LSE of (b, h_q, s_q); or, with
     `cu_seqlens_q`, sequences of queries end to end, (t_q, h_q, d), with an LSE of (h_q, t_q). Masks are bottom-right
-    aligned: the last query of a sequence stands at its last key. For inference: no gradients.
+    aligned: the last query of a sequence is at its last key. For inference: no gradients.
 
     Args:
-        block_table: (b, width) int32 or int64 on q's device: which pages. What stands behind a sequence's last page is
-            never used. Pages that are not there are taken for the nearest that are.
+        block_table: (b, width) int32 or int64 on q's device: the page numbers. Entries after a sequence's last page are
+            never used. Out-of-range page numbers are clamped.
         seqused_k: (b,) integer tensor: how many keys each sequence has, at most `width * page_size`.
-        cu_seqlens_q: (b + 1,): 0, then where each sequence of q ends, never decreasing; or None. Sequences of one query
-            and of many may stand side by side.
-        num_splits: into how many parts the keys of a sequence are cut, which are worked on side by side and merged;
-            None lets the backend choose, from shapes and lengths, without a wait for the host. With 1 a row's result
-            has the same bits whatever else is in the batch, and however many of its neighbours come in the same call.
+        cu_seqlens_q: (b + 1,): 0, then where each sequence of q ends, never decreasing; or None. One call may have
+            sequences of one query and of many.
+        num_splits: into how many parts the keys of a sequence are split, which run in parallel and are merged; None
+            lets the backend choose, from shapes and lengths, without waiting for the device. With 1 a row's result has
+            the same bits whatever else is in the batch, and however many of its neighbours come in the same call.
 
     Raises:
-        ValueError: tensors that are not integer ones of these shapes, num_splits below 1; when lengths are read, as
-            they are on a CPU, those that are negative or beyond the table.
+        ValueError: tensors that are not integer ones of these shapes, or num_splits below 1; where lengths are read, as
+            on a CPU, those that are negative or beyond the table.
 
     Source: Kwon et al., PagedAttention (https://arxiv.org/abs/2309.06180).
 
@@ -48,9 +52,12 @@ class Paged:
     num_splits: int | None = None
 
     kind = "paged"
-    """Its word in a Spec."""
     order = "paged"
     seqused_q = None
+    has_pages = True
+    gradient_error = (
+        "a paged cache has no gradients: call attention inside torch.no_grad(), or pass Dense or Packed keys and values"
+    )
 
     def __post_init__(self) -> None:
         table, used = self.block_table, self.seqused_k
@@ -72,25 +79,35 @@ class Paged:
             raise ValueError(f"num_splits must be an integer from 1 on, or None, got {splits!r}")
 
     @property
+    def ragged_queries(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
     def sequences(self) -> int:
-        """How many."""
         return self.block_table.shape[0]
 
-    def capacity(self, page_size: int) -> int:
-        """How many keys a sequence has room for."""
-        return self.block_table.shape[1] * page_size
+    def capacity(self, s_k: int) -> int:
+        """How many keys a sequence has room for; s_k is the page size."""
+        return self.block_table.shape[1] * s_k
 
     @property
     def text(self) -> str:
-        """The static part, e.g. `paged,cu_seqlens_q,splits=1`: what `records` says about the tensors that follow."""
         names = [] if self.cu_seqlens_q is None else ["cu_seqlens_q"]
         return ",".join([self.kind, *names, *([] if self.num_splits is None else [f"splits={self.num_splits}"])])
 
     @property
     def records(self) -> list[Tensor]:
-        """The tensors, in the order in which `text` names them."""
-        found = [self.block_table, self.seqused_k]
-        return found if self.cu_seqlens_q is None else [*found, self.cu_seqlens_q]
+        return [x for x in (self.block_table, self.seqused_k, self.cu_seqlens_q) if x is not None]
+
+    @staticmethod
+    def from_records(word: str, names: list[str], records: list[Tensor], t_q: int, t_k: int) -> Paged:
+        tensors = [records.pop(0) for _ in range(3 if "cu_seqlens_q" in names else 2)]
+        splits = [int(name.removeprefix("splits=")) for name in names if name.startswith("splits=")]
+        return Paged(*tensors, num_splits=splits[0] if splits else None)
+
+    @property
+    def sides(self) -> tuple[SideLengths, SideLengths]:
+        return SideLengths(self.cu_seqlens_q, None), SideLengths(None, self.seqused_k)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of q or out, (1, h, t, d) where sequences are end to end; caches: (pages, h, rows, d)."""
@@ -100,6 +117,10 @@ class Paged:
         """A view like q's of a (b, h, s, d) tensor."""
         return x.transpose(1, 2) if self.cu_seqlens_q is None else x.squeeze(0).transpose(0, 1)
 
+    def ordered_keys(self, x: Tensor) -> Tensor:
+        """A (pages, page_size, h, d) view of a (pages, h, page_size, d) cache."""
+        return x.transpose(1, 2)
+
     def canonical_lse(self, x: Tensor) -> Tensor:
         """(b, h_q, s_q), or (1, h, t) of an (h, t) tensor."""
         return x if self.cu_seqlens_q is None else x.unsqueeze(0)
@@ -107,26 +128,72 @@ class Paged:
     def ordered_lse(self, x: Tensor) -> Tensor:
         return x if self.cu_seqlens_q is None else x.squeeze(0)
 
-    def rows(self, s_q: int) -> list[slice]:
-        """Which rows of q, of the s_q of its canonical form, each sequence has; reads the offsets."""
-        if self.cu_seqlens_q is None:
-            return [slice(0, s_q)] * self.sequences
-        return [slice(*ends) for ends in pairwise(self.cu_seqlens_q.tolist())]
+    def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size, name: str = "q") -> str | None:
+        """What is wrong with q, (b, s_q, h_q, d) or (t_q, h_q, d), and the caches; `name` is q's in the text."""
+        ragged, b = self.cu_seqlens_q is not None, self.sequences
+        if len(q) != (3 if ragged else 4) or not len(k) == len(v) == 4:
+            shape = "with cu_seqlens_q must be (t, h, d)" if ragged else "must be (b, s, h, d)"
+            return f"with a paged cache {name} {shape}, and the caches (pages, page_size, h, d)"
+        if not ragged and q[0] != b:
+            return f"{name} must have the batch size of block_table ({b}, {self.block_table.shape[1]})"
+        if k[:3] != v[:3]:
+            return "both caches must have the same pages, page size and heads"
+        if not k[0] or not k[1]:
+            return "a paged cache needs at least one page of one row"
+        return head_error(q, k, v, -2)
 
-    def check(self, s_q: int, page_size: int) -> None:
-        """Reads lengths and offsets.
+    def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
+        no_documents = "documents(ids) needs rows and keys that are the same tokens, which no paged cache has"
+        return sequence_mask_error(mask, self.sizes(q, k), no_documents)
 
-        Raises:
-            ValueError: lengths that are negative or beyond the table; offsets as in `Packed.check`.
-        """
-        room, used = self.capacity(page_size), self.seqused_k.tolist()
+    def check_lengths(self, s_q: int, s_k: int) -> None:
+        """Reads lengths and offsets; s_k is the page size."""
+        room, used = self.capacity(s_k), self.seqused_k.tolist()
         if any(not 0 <= n <= room for n in used):
             raise ValueError(
-                f"seqused_k must be in [0, {room}], what {self.block_table.shape[1]} pages of {page_size} hold, "
+                f"seqused_k must be in [0, {room}], the rows of {self.block_table.shape[1]} pages of {s_k}, "
                 f"got {shortened(used)}"
             )
         if self.cu_seqlens_q is not None:
             check_offsets("cu_seqlens_q", self.cu_seqlens_q.tolist(), s_q)
+
+    def sizes(self, q: Tensor, k: Tensor) -> Sizes:
+        """With s_q = 0 where the queries are end to end and the host does not know the longest sequence."""
+        s_q, offsets = q.shape[1], self.cu_seqlens_q
+        if offsets is not None:
+            readable = self.sequences and offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+            s_q = int(offsets.diff().max()) if readable else 0
+        return Sizes(self.sequences, q.shape[-2], s_q, self.capacity(k.shape[1]), exact=False)
+
+    def extent(self, q: Tensor, k: Tensor) -> Extent:
+        """The lengths of q as a padded batch; reads the offsets."""
+        s_k = self.capacity(k.shape[2])
+        if self.cu_seqlens_q is None:
+            return Extent.of(q.shape[2], s_k, None, self.seqused_k, q.device)
+        lengths = self.cu_seqlens_q.diff()
+        return Extent.of(max(lengths.tolist(), default=0), s_k, lengths, self.seqused_k, q.device)
+
+    def pairs(self, q: Tensor, k: Tensor) -> int:
+        if not has_values(self.seqused_k):  # those of full tables
+            return q.shape[:-1].numel() * self.capacity(k.shape[1])
+        rows = q.shape[1] if self.cu_seqlens_q is None else self.cu_seqlens_q.diff()
+        return q.shape[-2] * int((self.seqused_k.long() * rows).sum())
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The keys of every sequence, (b, h_k, capacity, d), of a cache (pages, h_k, page_size, d)."""
+        pages = self.block_table.long().clamp(0, x.shape[0] - 1)
+        return x[pages].transpose(1, 2).flatten(2, 3)
+
+    def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
+        keys, batches = slice(0, k.shape[2]), [slice(b, b + 1) for b in range(self.sequences)]
+        if self.cu_seqlens_q is None:
+            return [SequencePlace(b, batch, slice(0, q.shape[2]), batch, keys) for b, batch in enumerate(batches)]
+        rows = [slice(*ends) for ends in pairwise(self.cu_seqlens_q.tolist())]
+        return [SequencePlace(b, slice(0, 1), rows[b], batch, keys) for b, batch in enumerate(batches)]
+
+    def in_place(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The caches: a backend copies queries so that their rows are aligned, and never a cache."""
+        return k, v
 
     def __repr__(self) -> str:
         return f"Paged({self.sequences} sequences of up to {self.block_table.shape[1]} pages)"

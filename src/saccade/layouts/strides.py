@@ -15,8 +15,8 @@ def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tens
     if x.is_contiguous():
         return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
     order = _memory_order(x)
-    made = torch.empty([shape[dim] for dim in order], dtype=dtype or x.dtype, device=x.device)
-    return made.permute([order.index(dim) for dim in range(x.dim())])
+    out = torch.empty([shape[dim] for dim in order], dtype=dtype or x.dtype, device=x.device)
+    return out.permute([order.index(dim) for dim in range(x.dim())])
 
 
 def _memory_order(x: Tensor) -> list[int]:

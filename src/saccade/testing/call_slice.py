@@ -5,7 +5,6 @@ way to each element. `accuracy` says how they make a tolerance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,11 +13,9 @@ from torch import Tensor
 
 from saccade import reference
 from saccade.dropout import Dropout
-from saccade.layouts import Dense, Layout, Paged
+from saccade.layouts import Dense, Layout, SequencePlace
 from saccade.masks import as_mask
 from saccade.problem import Problem
-from saccade.testing import packed, paged
-from saccade.testing.packed import SequencePlace
 from saccade.testing.shifted import ShiftedScore, captured, places, shift_dropout, shift_mask, shift_score
 
 Results = dict[str, Tensor]
@@ -85,15 +82,14 @@ class CheckedCall(NamedTuple):
         """The tensors as (b, h, s, d), detached, the pages of a cache gathered."""
         layout, dout, dlse = self.layout, self.dout, self.dlse
         q, k, v = (layout.canonical(x.detach()) for x in self[:3])
-        if isinstance(layout, Paged):
-            k, v = (paged.gathered(layout, x) for x in (k, v))
+        k, v = layout.gathered(k), layout.gathered(v)
         dout = None if dout is None else layout.canonical(dout)
         dlse = None if dlse is None else layout.canonical_lse(dlse)
         return CheckedCall(q, k, v, dout, dlse, self.keywords)
 
-    def places(self) -> Iterator[SequencePlace]:
+    def places(self) -> list[SequencePlace]:
         """Where each sequence of a canonical call is."""
-        return packed.places(self.layout, self.q, self.k)
+        return self.layout.places(self.q, self.k)
 
     def slice(
         self,

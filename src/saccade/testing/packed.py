@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.layouts import Layout, Packed, Paged
+from saccade.layouts import Layout, Packed
 
 if TYPE_CHECKING:
     from saccade.testing.cases import Case
@@ -92,38 +91,11 @@ def draw(seed: int, dtype: str) -> Case:
     )
 
 
-class SequencePlace(NamedTuple):
-    """The place of one sequence in q and k."""
-
-    number: int
-    batch_q: slice
-    rows: slice
-    batch_k: slice
-    keys: slice
-
-
-def places(layout: Layout, q: Tensor, k: Tensor) -> Iterator[SequencePlace]:
-    """The place of each sequence in any layout; q and k are (b, h, s, d), a paged cache is gathered."""
-    if isinstance(layout, Packed):
-        ends = (pairwise(x.tolist()) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
-        for b, (rows, keys) in enumerate(zip(*ends, strict=True)):
-            yield SequencePlace(b, slice(0, 1), slice(*rows), slice(0, 1), slice(*keys))
-        return
-    rows = layout.rows(q.shape[2]) if isinstance(layout, Paged) else [slice(0, q.shape[2])] * q.shape[0]
-    for b, row in enumerate(rows):
-        batch = slice(b, b + 1)
-        yield SequencePlace(b, batch if len(rows) == q.shape[0] else slice(0, 1), row, batch, slice(0, k.shape[2]))
-
-
 def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:
     """The rows of results after the last sequence, and the value that they must have, to the bit."""
-    if isinstance(layout, Packed):
-        t_q, t_k = (int(x[-1]) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
-        for name, start in (("out", t_q), ("alone", t_q), ("dq", t_q), ("dk", t_k), ("dv", t_k)):
-            if name in found:
-                yield name, found[name][start:], 0.0
-        yield from ((name, found[name][:, t_q:], -torch.inf) for name in ("lse", "max_scores") if name in found)
-    elif isinstance(layout, Paged) and layout.cu_seqlens_q is not None:
-        t_q = int(layout.cu_seqlens_q[-1])
-        yield from ((name, found[name][t_q:], 0.0) for name in ("out", "alone") if name in found)
-        yield from ((name, found[name][:, t_q:], -torch.inf) for name in ("lse", "max_scores") if name in found)
+    q, k = (None if side.starts is None else int(side.starts[-1]) for side in layout.sides)
+    for name, end in (("out", q), ("alone", q), ("dq", q), ("dk", k), ("dv", k)):
+        if name in found and end is not None:
+            yield name, found[name][end:], 0.0
+    if q is not None:
+        yield from ((name, found[name][:, q:], -torch.inf) for name in ("lse", "max_scores") if name in found)

@@ -82,12 +82,6 @@ def _drawn(s: int, b: int, generator: torch.Generator) -> Tensor:
     return lengths
 
 
-def gathered(layout: Paged, x: Tensor) -> Tensor:
-    """The keys of every sequence: (b, h_k, capacity, d) of a cache (pages, h_k, page_size, d)."""
-    pages = layout.block_table.long().clamp(0, x.shape[0] - 1)
-    return x[pages].transpose(1, 2).flatten(2, 3)
-
-
 def draw(seed: int, dtype: str) -> Case:
     """A random Case of a paged cache, the same one for the same seed: decoding, chunks of prompts, and both."""
     from saccade.testing.cases import Case

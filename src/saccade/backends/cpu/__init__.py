@@ -9,7 +9,6 @@ import torch
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
 from saccade.backends.cpu import packed, paged, sdpa, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
-from saccade.layouts import Packed, Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -36,17 +35,16 @@ def workspace(spec: Spec) -> str:
 
 def run_forward(problem: Problem, lse: bool) -> Outputs:
     problem = _without_nan(problem)
-    if isinstance(problem.layout, Packed):
+    if problem.layout.ragged_keys:
         return packed.forward(problem, lse, _forward)
-    if isinstance(problem.layout, Paged):
+    if problem.layout.has_pages:
         return paged.forward(problem, lse)
-    _check_lengths(problem)
     return _forward(problem, lse)
 
 
 def run_backward(problem: Problem, saved: Saved) -> Gradients:
     problem = _without_nan(problem)
-    if isinstance(problem.layout, Packed):
+    if problem.layout.ragged_keys:
         return packed.backward(problem, saved, _backward)
     return _backward(problem, saved)
 
@@ -70,12 +68,3 @@ def _backward(problem: Problem, saved: Saved) -> Gradients:
         return *sdpa.backward(problem, saved), ()
     # PyTorch's kernel made the LSE of scores that nothing rounded to bfloat16: not those that the tiles compute again.
     return tiled.backward(problem, saved, foreign=sdpa.runs_forward(problem) and not problem.max_scores)
-
-
-def _check_lengths(problem: Problem) -> None:
-    for name, used, s in (
-        ("seqused_q", problem.layout.seqused_q, problem.q.shape[2]),
-        ("seqused_k", problem.layout.seqused_k, problem.k.shape[2]),
-    ):
-        if used is not None and bool(((used < 0) | (used > s)).any()):
-            raise ValueError(f"{name} must be in [0, {s}], got {used.tolist()}")

@@ -36,14 +36,12 @@ class Block(NamedTuple):
 def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); packed queries are one row of t_q."""
     layout, extent = problem.layout, problem.extent
-    assert isinstance(layout, Paged)
     out = problem.empty_out().zero_()
     found, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
-    packed, in_use = layout.cu_seqlens_q is not None, torch.zeros(found.shape[0], found.shape[2], dtype=torch.bool)
-    for b, rows in enumerate(layout.rows(problem.q.shape[2])):
-        place = slice(0, 1) if packed else slice(b, b + 1)
-        at = place, slice(None), rows
-        in_use[place, rows] = True
+    in_use = torch.zeros(found.shape[0], found.shape[2], dtype=torch.bool)
+    for b, batch, rows, *_ in layout.places(problem.q, problem.k):
+        at = batch, slice(None), rows
+        in_use[batch, rows] = True
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
         _sequence(problem, b, keys, problem.q[at][0], (out[at][0], found[at][0], top[at][0]))
     if problem.sink is not None:
@@ -94,7 +92,7 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
 
 
 def _fixed(problem: Problem) -> bool:
-    return isinstance(problem.layout, Paged) and problem.layout.num_splits == 1
+    return problem.layout.num_splits == 1
 
 
 def _blocks(problem: Problem, s_q: int, keys: int) -> Iterator[Block]:

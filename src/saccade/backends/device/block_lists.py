@@ -26,7 +26,6 @@ from saccade.backends.device.block_lists_kernel import (
 )
 from saccade.backends.device.records import runtime_int
 from saccade.bounded_cache import derived
-from saccade.layouts import Packed
 from saccade.masks import TILE, Mask, causal, mask_mod, window
 from saccade.problem import Problem
 
@@ -47,7 +46,7 @@ def states(problem: Problem) -> Tensor:
     """The states of the mask's tiles: see `saccade.block_sparsity`."""
     b, h, n_q, n_k = block_sparsity.states_shape(problem)
     q, k = problem.q, problem.k
-    packed = isinstance(problem.layout, Packed)  # of which tiles that nobody visits are not written
+    packed = problem.layout.ragged_keys  # of which tiles that nobody visits are not written
     found = (torch.zeros if packed else torch.empty)(b, h, n_q, n_k, dtype=torch.uint8, device=q.device)
     if not found.numel():
         return found
@@ -73,7 +72,7 @@ def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -
     b, h = held.shape[:2]
     blocks_of = (block_k, block_q) if by_keys else (block_q, block_k)
     make = _made
-    if isinstance(problem.layout, Packed):
+    if problem.layout.ragged_keys:
         # And an empty one, for programs that surely have no tile.
         outers, make = sequences.slots(problem, by_keys, blocks_of[0]) + 1, partial(_packed, problem)
     index, count = derived(

@@ -22,7 +22,7 @@ from saccade.backends.device.gradients import aligned_rows
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Rows
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
-from saccade.layouts import Packed, empty_like_rows
+from saccade.layouts import empty_like_rows
 from saccade.problem import ALIGNMENT, Problem
 from saccade.scores import Traced
 
@@ -31,7 +31,7 @@ def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Save
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
     a softcap bounds, are not so large. `fast` is as `scores.record` says."""
     layout = problem.layout
-    nothing = not problem.q.numel() or not problem.k.numel() or (isinstance(layout, Packed) and not layout.sequences)
+    nothing = not problem.q.numel() or not problem.k.numel() or (layout.ragged_keys and not layout.sequences)
     if not isinstance(problem.score, Traced) or nothing:
         return saved
     dlse = None if saved.dlse is None else saved.dlse.contiguous()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.backends.device.launch import run
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.layouts import Packed, Paged
+from saccade.layouts import Packed, SideLengths
 from saccade.problem import Problem
 
 
@@ -225,18 +225,15 @@ RAGGED = {flag: tl.constexpr(flag) for flag in (False, True)}
 def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[Span | None, Span | None]:
     """Of the queries and of the keys. With a table of `tiles` the keys know of the rows behind the last sequence."""
     layout = problem.layout
-    if isinstance(layout, Packed):
-        sides = (layout.cu_seqlens_q, layout.seqused_q), (layout.cu_seqlens_k, layout.seqused_k)
-        count = runtime_int(layout.sequences)
-        return tuple(_packed(starts.contiguous(), used, tiles, count) for starts, used in sides)  # pyright: ignore[reportReturnType]
-    if isinstance(layout, Paged):
-        offsets, keys, count = layout.cu_seqlens_q, _padded(layout.seqused_k), runtime_int(layout.sequences)
-        if offsets is None or keys is None:
-            return None, keys
-        if tiles is not None:
-            keys = keys._replace(count=count, bounded=RAGGED[True])
-        return _packed(offsets.contiguous(), None, tiles, count), keys
-    return _padded(layout.seqused_q), _padded(layout.seqused_k)
+    count = runtime_int(layout.sequences) if layout.ragged_queries else 0
+    queries, keys = (_span(side, tiles, count) for side in layout.sides)
+    if keys is not None and tiles is not None and not layout.ragged_keys:
+        keys = keys._replace(count=count, bounded=RAGGED[True])
+    return queries, keys
+
+
+def _span(side: SideLengths, tiles: Tensor | None, count: int) -> Span | None:
+    return _padded(side.used) if side.starts is None else _packed(side.starts.contiguous(), side.used, tiles, count)
 
 
 def tiles_of(span: Span | None) -> Tensor | None:
@@ -259,15 +256,12 @@ def _packed(starts: Tensor, used: Tensor | None, tiles: Tensor | None, count: in
 
 def slots(problem: Problem, side: int, block: int) -> int:
     """How many tiles of `block` rows there may be, of queries (0) or keys (1)."""
-    layout = problem.layout
-    assert isinstance(layout, Packed | Paged)
-    return (problem.q, problem.k)[side].shape[2] // block + layout.sequences + 1
+    return problem.layout.tiles((problem.q, problem.k)[side].shape[2], block)
 
 
 def lengths(problem: Problem) -> tuple[int, int]:
     """How many rows and keys there are, of a batch row or of all sequences; in pages, what a sequence may have."""
-    layout, s_k = problem.layout, problem.k.shape[2]
-    return problem.q.shape[2], layout.capacity(s_k) if isinstance(layout, Paged) else s_k
+    return problem.q.shape[2], problem.layout.capacity(problem.k.shape[2])
 
 
 def table(problem: Problem, side: int, block: int) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
-from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -41,7 +40,7 @@ measured."""
 def refusals(problem: Problem, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
     layout = problem.layout
-    if gradient or not isinstance(layout, Paged):
+    if gradient or not layout.has_pages:
         return []
     h_k, size = problem.k.shape[1:3]
     reasons = []

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
-from saccade.layouts import Paged
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -32,7 +31,7 @@ def workspace(spec: Spec) -> str:
 
 
 def run_forward(problem: Problem, lse: bool) -> Outputs:
-    if isinstance(problem.layout, Paged):
+    if problem.layout.has_pages:
         from saccade.backends.triton import paged
 
         return paged.forward(problem, lse)

@@ -20,7 +20,7 @@ from saccade.backends.device.records import Rows
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
-from saccade.layouts import Packed, empty_like_rows
+from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
 Tiles = Mapping[str, TileConfig]
@@ -32,7 +32,7 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
     q = problem.q
     out = problem.empty_out()
     row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
-    if isinstance(problem.layout, Packed) and not problem.layout.sequences:
+    if problem.layout.ragged_keys and not problem.layout.sequences:
         return out.zero_(), nothing_seen(row_lse), nothing_seen(top)
     if out.numel():
         with on_device(q):
@@ -49,7 +49,7 @@ def backward(
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
-    nothing = isinstance(problem.layout, Packed) and not problem.layout.sequences
+    nothing = problem.layout.ragged_keys and not problem.layout.sequences
     if nothing or not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
@@ -57,7 +57,7 @@ def backward(
     with on_device(q):
         dout = aligned_rows(saved.dout)
         # Packed rows stand alone here.
-        used = None if isinstance(problem.layout, Packed) else sequences.spans(problem)[0]
+        used = None if problem.layout.ragged_keys else sequences.spans(problem)[0]
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(problem.score)
         shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
         grid = (q.shape[:2].numel() * -(-q.shape[2] // DELTA_ROWS),)

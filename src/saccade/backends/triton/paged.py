@@ -22,7 +22,7 @@ from saccade.backends.device.records import Rows, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import TileConfig, formula
 from saccade.backends.triton.paged_kernel import PageTable, SplitArgs, merge_kernel, paged_kernel
-from saccade.layouts import Paged
+from saccade.layouts import Layout, Paged
 from saccade.masks import causal
 from saccade.problem import Problem
 
@@ -59,10 +59,9 @@ class SplitKV:
 def split_kv(problem: Problem, processors: int) -> SplitKV:
     """From shapes alone."""
     layout, h_k = problem.layout, problem.k.shape[1]
-    assert isinstance(layout, Paged)
     b, _, s_q, _ = problem.q.shape
     flat, sequences_ = s_q * problem.group, layout.sequences
-    packed = layout.cu_seqlens_q is not None
+    packed = layout.ragged_queries
     tile = config(problem, -(-flat // sequences_) if packed else flat)
     if packed:
         tiles = flat // tile.block_q + sequences_ + 1
@@ -91,7 +90,7 @@ def config(problem: Problem, rows: int) -> TileConfig:
         return formula("forward", spec)
     wide = max(block_d(spec.d), block_d(spec.d_v))
     block_k = 128 if wide <= 64 else 64 if wide <= 128 else 32
-    if isinstance(layout, Paged) and layout.num_splits == 1:
+    if layout.num_splits == 1:
         return TileConfig(FIXED_ROWS, block_k, 4, 3)
     if rows <= 16:
         return TileConfig(16, block_k, 4, 4)
@@ -104,7 +103,6 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); queries end to end are one row of
     t_q."""
     q, layout = problem.q, problem.layout
-    assert isinstance(layout, Paged)
     out = problem.empty_out()
     row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
     if not layout.sequences:
@@ -160,7 +158,7 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
     return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
 
 
-def many(layout: Paged) -> int:
+def many(layout: Layout) -> int:
     """Offsets of sequences that a program reads at once: few different numbers, as each compiles anew."""
     return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 

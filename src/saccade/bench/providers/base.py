@@ -124,7 +124,7 @@ class PeerInputs(Operands):
     def of(inputs: Inputs, order: str) -> PeerInputs:
         """Tensors in `order`, or packed, contiguous: each provider gets the memory layout that suits it."""
         layout: Layout = inputs.keywords.get("layout", Dense())
-        target = layout if isinstance(layout, Packed) else Dense(order)
+        target = layout if layout.ragged_keys else Dense(order)
         tensors = [layout.canonical(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         if layout.records:
             tensors = [x.nan_to_num(0) for x in tensors]

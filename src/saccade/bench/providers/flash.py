@@ -13,7 +13,6 @@ from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, Results, prepared
-from saccade.layouts import Packed
 from saccade.masks import Mask, Window
 from saccade.scores import Softcap
 from saccade.testing.cases import Inputs
@@ -132,7 +131,7 @@ class FlashAttention4(_Flash):
 def _lengths(call: PeerInputs) -> dict[str, Any]:
     """The offsets and longest sequences of packed operands, by the names that both use; none for others."""
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    return dict(zip(names, call.lengths(), strict=True)) if isinstance(call.layout, Packed) else {}
+    return dict(zip(names, call.lengths(), strict=True)) if call.layout.ragged_keys else {}
 
 
 def _window(mask: Mask | None, unbounded: int | None) -> tuple[int | None, int | None]:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.bench.providers.padding import Padding
-from saccade.layouts import Packed
+from saccade.layouts import Dense
 from saccade.masks import Extent
 from saccade.testing.cases import Inputs
 
@@ -64,7 +64,7 @@ class SdpaPadded(Provider):
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         padding = None
-        if isinstance(inputs.keywords.get("layout"), Packed):
+        if inputs.keywords.get("layout", Dense()).ragged_keys:
             padding = Padding.of(inputs)
             inputs = padding.inputs(inputs)
         call = PeerInputs.of(inputs, "bhsd")

@@ -83,7 +83,7 @@ def visible(call: Call, q: Tensor, k: Tensor) -> Visible:
 
 
 def _shape(call: Call, layout: Layout, q: Tensor, k: Tensor) -> tuple[int, int, int] | None:
-    if not isinstance(layout, Packed):
+    if not layout.ragged_keys:
         b, s = (ORDERS[call.order][i] for i in (0, 2))
         return q.shape[b], q.shape[s], k.shape[s]
     if call.max_seqlen_q is None or call.max_seqlen_kv is None:

@@ -28,7 +28,7 @@ from saccade.backends.gluon.tma_launch import (
     descriptor,
     multiprocessors,
 )
-from saccade.layouts import Packed, empty_like_rows
+from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
 
 
@@ -39,7 +39,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
     dq, dk, dv = gradients
     layout = problem.layout
-    packed = isinstance(layout, Packed)
+    packed = layout.ragged_keys
     if not q.numel() or not k.numel() or (packed and not layout.sequences):
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     with on_device(q):
@@ -136,7 +136,7 @@ def arguments(
         dq_accum, span_q, *preprocess, -1 / scale if plan.fold else -scores.unit(problem.score),
     )  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
-    packed = PackedGradients(Head.of(dk), Head.of(dv)) if isinstance(problem.layout, Packed) else None
+    packed = PackedGradients(Head.of(dk), Head.of(dv)) if problem.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
     score_args = ScoreArgs(mask, scores.record(problem.score, fast=True), scale)
     records = score_args, dropout.record(problem.dropout), plan.order, semaphore

@@ -26,7 +26,6 @@ from saccade.backends.gluon.tma_launch import (
     LEAST_SCALE,
     shape_of,
 )
-from saccade.layouts import Packed
 from saccade.problem import Problem
 
 BALANCE = 7
@@ -115,7 +114,7 @@ class BackwardPlan:
         b, h_q, s_q, d = q.shape
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
         block_q, block_k = config.block_q, config.block_k
-        packed = isinstance(problem.layout, Packed)
+        packed = problem.layout.ragged_keys
         if packed:  # and one of each that is no sequence's
             blocks, kv_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
         else:

@@ -72,14 +72,14 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
 
 def _destination(problem: Problem) -> Tensor:
     """Memory for the result: of a paged call the caller's, where bulk copies can write there."""
-    if isinstance(problem.layout, Paged) and problem.out is not None and aligned(problem.out):
+    if problem.layout.has_pages and problem.out is not None and aligned(problem.out):
         return problem.out
     return empty_like_rows(problem.q, problem.v.shape[3])
 
 
 def mask_record(problem: Problem, made: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
-    if isinstance(problem.layout, Paged):  # whose tiles are tested one by one: lists of one call would cost more
+    if problem.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
         listed = problem.mask is not None and problem.mask.listed
         return masks.record(problem.mask)._replace(unlisted=masks.FLAGS[listed])
     return block_lists.record(problem, 64 * made.consumers, made.block_k)
@@ -93,7 +93,7 @@ def arguments(
     b, h_q, s_q, d = q.shape
     h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(problem), v.shape[3]
     packed = packed_sequences(problem) is not None
-    paged = isinstance(problem.layout, Paged)
+    paged = problem.layout.has_pages
     rows = rows_of_a_consumer(problem, made.consumers)
     heads = 64 // rows
     columns = block_dv(d_v)
@@ -133,7 +133,7 @@ def packed_sequences(problem: Problem) -> int | None:
 def rows_of_a_consumer(problem: Problem, consumers: int) -> int:
     """How many of a consumer's 64 rows are one head's."""
     # A list is of one head; with dropout 16 rows that belong together are those of one.
-    listed = problem.mask is not None and problem.mask.listed and not isinstance(problem.layout, Paged)
+    listed = problem.mask is not None and problem.mask.listed and not problem.layout.has_pages
     if problem.dropout is not None or listed:
         return 64
     s_q, packed = problem.q.shape[2], packed_sequences(problem)
@@ -165,7 +165,7 @@ def score_record(problem: Problem) -> scores.DeviceScore:
 
 def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:
     layout = problem.layout
-    if lse is None or problem.sink is None or isinstance(layout, Paged):  # a cache has keys, or there is no sequence
+    if lse is None or problem.sink is None or layout.has_pages:  # a cache has keys, or there is no sequence
         return nothing_seen(lse)
     lse.copy_(problem.sink[:, None].expand_as(lse))
     if isinstance(layout, Packed):

@@ -1,0 +1,164 @@
+"""What every layout answers: views of operands and results, errors, lengths, and where its sequences are."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.masks import Extent, Mask
+from saccade.scores import Sizes
+
+
+class SequencePlace(NamedTuple):
+    """Where one sequence is in canonical q and in canonical, gathered k."""
+
+    number: int
+    batch_q: slice
+    rows: slice
+    batch_k: slice
+    keys: slice
+
+
+class SideLengths(NamedTuple):
+    """The tensors that say how many rows, or keys, each sequence has."""
+
+    starts: Tensor | None
+    """(b + 1): where each sequence starts and the last one ends; None where each has a batch row"""
+    used: Tensor | None
+    """(b): how many of a sequence are in use, or None for all"""
+
+
+class Layout:
+    """Where the rows of q, k and v live. A canonical view is (b, h, s, d); sequences end to end are one batch row."""
+
+    kind: Any
+    """The layout's word in a Spec."""
+    order: Any
+    seqused_q: Any
+    seqused_k: Any
+    validate: Any = False
+    """Whether to read offsets and lengths before each call on a GPU too."""
+    num_splits: Any = None
+    """Into how many parts the keys of a sequence are split; None lets the backend choose."""
+    has_pages: ClassVar[bool] = False
+    """Whether k and v are the pages of a cache."""
+    rectangular: ClassVar[bool] = False
+    """Whether each sequence is a batch row of q and of k."""
+    gradient_error: ClassVar[str | None] = None
+    """Why calls of this layout have no gradients."""
+
+    @property
+    def text(self) -> str:
+        """The static part, such as `bshd,seqused_k`: which tensors `records` holds."""
+        raise NotImplementedError
+
+    @property
+    def records(self) -> list[Tensor]:
+        """The tensors, in the order in which `text` names them."""
+        raise NotImplementedError
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences, of a layout that is not rectangular."""
+        raise NotImplementedError
+
+    ragged_queries: Any = False
+    """Whether the rows of q are sequences end to end."""
+    ragged_keys: ClassVar[bool] = False
+    """Whether the keys are sequences end to end."""
+
+    @property
+    def sides(self) -> tuple[SideLengths, SideLengths]:
+        """The lengths of the queries' sequences and of the keys'."""
+        return SideLengths(None, self.seqused_q), SideLengths(None, self.seqused_k)
+
+    # Views
+
+    def canonical(self, x: Tensor) -> Tensor:
+        """A (b, h, s, d) view of an operand or of out."""
+        raise NotImplementedError
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """A view in the user's order of a (b, h, s, d) tensor that is like q or out."""
+        raise NotImplementedError
+
+    def ordered_keys(self, x: Tensor) -> Tensor:
+        """A view in the user's order of a (b, h, s, d) tensor that is like k or v."""
+        return self.ordered(x)
+
+    def canonical_lse(self, x: Tensor) -> Tensor:
+        """A (b, h_q, s_q) view of an LSE."""
+        return x
+
+    def ordered_lse(self, x: Tensor) -> Tensor:
+        """A view in the user's form of a (b, h_q, s_q) tensor."""
+        return x
+
+    def wrap_out(self, out: Tensor) -> Tensor:
+        """The result in the type of the user's operands."""
+        return out
+
+    # Errors: the text, or None
+
+    def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
+        """What is wrong with the shapes of the user's operands."""
+        raise NotImplementedError
+
+    def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
+        """What is wrong with a mask for the user's operands, or with the layout's own lengths."""
+        raise NotImplementedError
+
+    def out_error(self, out: Any) -> str | None:
+        """What keeps `out` from being a tensor that results can be written to."""
+        return None if isinstance(out, Tensor) else f"out must be a tensor, got {type(out).__name__}"
+
+    def check_lengths(self, s_q: int, s_k: int) -> None:
+        """Reads offsets and lengths; s_q and s_k are those of the canonical operands.
+
+        Raises:
+            ValueError: lengths or offsets that the operands do not have.
+        """
+
+    # Lengths
+
+    def sizes(self, q: Tensor, k: Tensor) -> Sizes:
+        """The sequences, heads, rows and keys of the user's operands."""
+        raise NotImplementedError
+
+    def extent(self, q: Tensor, k: Tensor) -> Extent:
+        """The lengths of canonical operands as one padded batch."""
+        return Extent.of(q.shape[2], k.shape[2], self.seqused_q, self.seqused_k, q.device)
+
+    def common_offset(self, s_q: int, s_k: int) -> int | None:
+        """Keys less query rows, where all sequences share that number and the host knows it without reading tensors."""
+        return None
+
+    def pairs(self, q: Tensor, k: Tensor) -> int:
+        """Pairs of a row and a key of one sequence, over all query heads, of the user's operands."""
+        raise NotImplementedError
+
+    def capacity(self, s_k: int) -> int:
+        """How many keys a sequence has room for, of canonical k with s_k."""
+        return s_k
+
+    def tiles(self, s: int, block: int) -> int:
+        """How many tiles of `block` rows or keys there may be among s."""
+        return s // block + self.sequences + 1
+
+    # Sequence by sequence
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Canonical k or v with the keys of each sequence in one place."""
+        return x
+
+    def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
+        """Where each sequence is in canonical q and in gathered k; reads the offsets."""
+        whole = slice(0, q.shape[2]), slice(0, k.shape[2])
+        batches = (slice(b, b + 1) for b in range(q.shape[0]))
+        return [SequencePlace(b, batch, whole[0], batch, whole[1]) for b, batch in enumerate(batches)]
+
+    def in_place(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The operands whose alignment decides which backend runs."""
+        return q, k, v

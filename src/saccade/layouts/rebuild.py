@@ -1,0 +1,37 @@
+"""Layouts from their text and tensors, the form in which they pass through a registered operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.layouts.base import Layout
+from saccade.layouts.dense import ORDERS, PLAIN, Dense
+from saccade.layouts.packed import Packed
+from saccade.layouts.paged import Paged
+
+CLASSES: dict[str, type[Dense | Packed | Paged]] = {**dict.fromkeys(ORDERS, Dense), "packed": Packed, "paged": Paged}
+"""By the first word of a layout's text."""
+
+
+def from_records(text: str, records: list[Tensor], t_q: int = 0, t_k: int = 0) -> Layout:
+    """The inverse of `text` and `records`; takes what it needs from the front of `records`. A packed layout is bounded
+    by the rows of its operands."""
+    if text in PLAIN:
+        return PLAIN[text]
+    word, *names = text.split(",")
+    return CLASSES[word].from_records(word, names, records, t_q, t_k)
+
+
+def view_layout(text: str) -> Layout:
+    """A layout of this text's order, for its views alone."""
+    word, *names = text.split(",")
+    return PLAIN.get(word) or _WITHOUT_SEQUENCES[word, "cu_seqlens_q" in names]
+
+
+_OFFSETS, _TABLE = torch.zeros(1, dtype=torch.int32), torch.zeros(0, 0, dtype=torch.int32)
+_WITHOUT_SEQUENCES: dict[tuple[str, bool], Layout] = {
+    ("packed", False): Packed(_OFFSETS, _OFFSETS, 0, 0),
+    ("paged", False): Paged(_TABLE, _OFFSETS[1:]),
+    ("paged", True): Paged(_TABLE, _OFFSETS[1:], _OFFSETS),
+}
