@@ -45,7 +45,7 @@ WRONG_TYPES = {
         "out (2, 4, 6, 8) is written to, and must not require a gradient",
     ),
     "dropout of each head": (ValueError, lambda: attention(Q, Q, Q, dropout_p=torch.zeros(4)), "must be one number"),
-    "operands of explain": (TypeError, lambda: explain(Q, K), "q, k and v, or a Spec's text, got 2 operands"),
+    "operands of explain": (TypeError, lambda: explain(Q, K), "or a Spec's text: missing a required argument: 'v'"),
     "merge": (
         TypeError,
         lambda: merge(PART, Q),

@@ -157,7 +157,7 @@ VALUE_ERRORS = {
     "an integer of 65 bits in a mask": (lambda: mask_mod(lambda b, h, i, j, n=-(1 << 70): i > n), "have 64 bits"),
     "scale with a gradient": (
         lambda: attention(Q, K, V, scale=torch.nn.Parameter(torch.tensor(0.5))),
-        "multiply q by it, attention(q * scale, …, scale=1.0), or give score_mod=lambda score",
+        "multiply q by it, attention(q * scale, …, scale=1.0), or pass score_mod=lambda score",
     ),
     "scale of every head": (lambda: attention(Q, K, V, scale=torch.ones(4)), "one number, got torch.float32 (4,)"),
     "cap": (lambda: softcap(0.0), "got 0.0"),

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-import torch
 from torch import Tensor
 
-from saccade import arguments, dispatch, ops, scores
-from saccade.dropout import Dropout
+from saccade import dispatch, ops
+from saccade.call import check_call
 from saccade.explanation import Explanation
-from saccade.layouts import ORDERS, Dense, Layout, Packed, Paged, nested, validate, with_rows
-from saccade.masks import Mask, as_mask
+from saccade.layouts import Dense, Layout
+from saccade.masks import Mask
 from saccade.partial import Partial, Scored
-from saccade.problem import Problem, flattened
-from saccade.spec import DTYPES, Spec
+from saccade.problem import Problem
+from saccade.spec import Spec
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _BHSD = Dense()
-_LEARNED_SCALE = (
-    ": multiply q by it, attention(q * scale, …, scale=1.0), or give "
-    "score_mod=lambda score, b, h, q_idx, kv_idx: score * scale and scale=1.0"
-)
 ScoreFunction = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
 
@@ -169,44 +164,15 @@ def attention(
     >>> torch.allclose(top, (q[:, :2] @ k.mT * scale).amax(-1), atol=1e-5)
     True
     """
-    arguments.flags(return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic)
-    jagged = isinstance(q, Tensor) and q.is_nested
-    order = layout.order if jagged else ""
-    if jagged:
-        q, k, v, layout = nested.values(q, k, v, layout)
-    mask = _bound_mask(mask, backend)
-    q, k, v = _checked(q, k, v, mask, score_mod, layout, sink, dropout_p)
-    if out is not None:
-        _check_out(out, q, v, jagged)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else arguments.number("scale", scale, _LEARNED_SCALE)
-    deterministic = _determined(deterministic)
-    score = _bound(score_mod, q, k, layout)
-    dropout = Dropout.draw(float(dropout_p), q.device)
-    captures = score.tensors if score else ()
-    if backend == "reference" or ops.runs_directly(q, k, v, sink, *captures):
-        operands = layout.canonical(q), layout.canonical(k), layout.canonical(v)
-        if out is not None:
-            ops.refuse_gradients(q, k, v, sink, *captures)
-        given = None if out is None else layout.canonical(out)
-        options = dropout, 0, given, return_max_scores
-        problem = Problem(*operands, sink, mask, score, layout, scale, deterministic, *options)
-        found, lse, top = ops.execute(problem, backend, return_lse)
-    else:
-        flags = {"backend": backend, "deterministic": deterministic, "max_scores": return_max_scores}
-        header, records, ints, floats = flattened(layout, mask, score, scale, dropout, **flags)
-        flat = q, k, v, sink, captures, records, str(header), ints, floats, bool(return_lse)
-        if out is None:
-            found, lse, top = ops.forward(*flat)
-        else:
-            found, (lse, top) = out, ops.forward_out(out, *flat)
-    if jagged:
-        assert isinstance(layout, Packed)
-        found = nested.nested(found, layout, order)
-    if out is not None:
-        found = out
+    call = check_call(
+        q, k, v, mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,
+        out,
+    )  # fmt: skip
+    result, lse, max_scores = ops.run(call, backend, return_lse)
+    result = call.layout.wrap_out(result) if out is None else out
     if return_max_scores:
-        return Scored(found, lse if return_lse else None, cast(Tensor, top))
-    return Partial(found, cast(Tensor, lse)) if return_lse else found
+        return Scored(result, lse if return_lse else None, cast(Tensor, max_scores))
+    return Partial(result, cast(Tensor, lse)) if return_lse else result
 
 
 def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> Explanation:
@@ -227,7 +193,7 @@ def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: 
       reference: runs it, not chosen
       memory besides the outputs: a few tiles of scores, at most 16 MB for each thread
     """
-    return Explanation(_call(q, operands, keywords), backend)
+    return Explanation(_planned(q, operands, backend, keywords), backend)
 
 
 def plan(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> dispatch.Plan:
@@ -239,156 +205,19 @@ def plan(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any
     >>> plan("bf16 d128 cpu").backend
     'cpu'
     """
-    return dispatch.plan_for(_call(q, operands, keywords), backend)
+    return dispatch.plan_for(_planned(q, operands, backend, keywords), backend)
 
 
-def _call(q: Tensor | str, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Spec | Problem:
+_SIGNATURE = inspect.signature(attention)
+
+
+def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords: dict[str, Any]) -> Spec | Problem:
+    """The call of these arguments of `attention`, or of a Spec's text, to plan."""
     if isinstance(q, str):
         return Spec.parse(q)
-    defaults = {"mask": None, "score_mod": None, "layout": _BHSD, "scale": None, "sink": None, "dropout_p": 0.0}
-    defaults |= {"return_lse": False, "return_max_scores": False, "deterministic": None, "out": None}
-    if unknown := keywords.keys() - defaults.keys():
-        raise TypeError(f"attention has no argument {', '.join(sorted(unknown))}")
-    given = defaults | keywords
-    arguments.flags(**{name: given[name] for name in ("return_lse", "return_max_scores", "deterministic")})
-    given["mask"] = as_mask(given["mask"])
-    if given["mask"] is not None:
-        given["mask"] = given["mask"].bound()
-    layout, mask, score_mod, sink = (given[name] for name in ("layout", "mask", "score_mod", "sink"))
-    if len(operands) != 2:
-        raise TypeError(f"explain and plan take q, k and v, or a Spec's text, got {1 + len(operands)} operands")
-    k, v = operands
-    if isinstance(q, Tensor) and q.is_nested:
-        q, k, v, layout = nested.values(q, k, v, layout)
-    checked = _checked(q, k, v, mask, score_mod, layout, sink, given["dropout_p"])
-    deterministic = _determined(given["deterministic"])
-    views = [layout.canonical(x) for x in checked]
-    score = _bound(score_mod, q, k, layout)
-    dropout = Dropout(torch.empty(2, dtype=torch.int64), given["dropout_p"]) if given["dropout_p"] else None
-    options = {"deterministic": deterministic, "dropout": dropout, "max_scores": given["return_max_scores"]}
-    return Problem(views[0], views[1], views[2], sink, mask, score, layout, 1.0, **options)
-
-
-def _bound_mask(mask: Any, backend: str) -> Mask | None:
-    """The mask of this call; `reference` takes functions as they are."""
-    made = as_mask(mask)
-    return made if made is None or not made.listed or backend == "reference" else made.bound()
-
-
-def _determined(asked: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
-
-
-def _bound(score_mod: ScoreFunction | None, q: Tensor, k: Tensor, layout: Layout) -> scores.Score | None:
-    if score_mod is None:
-        return None
-    if isinstance(layout, Paged):
-        sizes = validate.paged_sizes(layout, layout.canonical(q).shape, layout.capacity(k.shape[1]))
-    elif isinstance(layout, Packed):
-        sizes = scores.Sizes(
-            layout.sequences, q.shape[1], *validate.longest(layout, q.shape[0], k.shape[0]), exact=False
-        )
-    else:
-        b, h, s_q, _ = layout.canonical(q).shape
-        sizes = scores.Sizes(b, h, s_q, layout.canonical(k).shape[2], exact=not layout.records)
-    complaint = scores.complaint(score_mod, sizes._replace(exact=isinstance(layout, Dense)))
-    score = None if complaint else scores.bind(score_mod, q)
-    if score is not None:
-        complaint = scores.short(score.identity, score.tensors, sizes)
-    if max(sizes.s_q, sizes.s_k) > scores.LONGEST:
-        complaint = f"score functions take lengths up to {scores.LONGEST}, got {sizes.s_q} and {sizes.s_k}"
-    if complaint:
-        raise ValueError(f"{complaint}: q {tuple(q.shape)}, k {tuple(k.shape)} in order {layout.order}")
-    return score
-
-
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    score_mod: ScoreFunction | None,
-    layout: Layout,
-    sink: Tensor | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as a backend takes them, or an error that quotes their validate. In the hot path of small calls."""
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
-    arguments.operands(q, k, v)
-    flat = isinstance(layout, Packed)
-    if not isinstance(layout, Paged) and not q.dim() == k.dim() == v.dim() == (3 if flat else 4):
-        raise ValueError(f"q, k and v must have {'three' if flat else 'four'} dimensions: {_shapes(q, k, v, layout)}")
-    q, k, v = _autocast(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
-    if isinstance(layout, Paged):
-        complaint = validate.paged_complaint(q.shape, k.shape, v.shape, layout)
-    else:
-        b_dim, h_dim, s_dim = (None, 1, 0) if flat else ORDERS[layout.order][:3]
-        complaint = validate.complaint(q.shape, k.shape, v.shape, b_dim, h_dim, s_dim)
-    if complaint:
-        raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
-    if mask is not None or sink is not None or layout.records:
-        _check_records(q, k, v, mask, layout, sink)
-    if not isinstance(dropout_p, float):
-        dropout_p = arguments.number("dropout_p", dropout_p)
-    if dropout_p and not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 1 would keep nothing, and out be zero")
-    # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
-    return with_rows(q), with_rows(k), with_rows(v)
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
-
-
-def _check_records(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, sink: Tensor | None) -> None:
-    records = [*layout.records, *mask.records] if mask is not None else layout.records
-    for tensor in records:
-        if tensor.device != q.device:
-            raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
-    if not records and sink is None and (mask is None or not mask.listed):
-        return
-    rows, s_k = layout.canonical(q).shape, layout.canonical(k).shape[2]
-    if isinstance(layout, Packed):
-        complaint = validate.packed_complaint(mask, layout, rows, s_k)
-    elif isinstance(layout, Paged):
-        complaint = validate.paged_mask_complaint(
-            mask, layout, validate.paged_sizes(layout, rows, layout.capacity(k.shape[1]))
-        )
-    else:
-        complaint = mask.complaint(rows[0], rows[1], rows[2], s_k) if mask is not None and mask.listed else None
-        if records and not complaint:
-            complaint = validate.record_complaint(rows, s_k, mask, layout)
-    if sink is not None and not complaint:
-        complaint = validate.sink_complaint(sink, rows[1], q.device)
-    if complaint:
-        raise ValueError(f"{complaint}: {_shapes(q, k, v, layout)}")
-
-
-def _check_out(out: Tensor, q: Tensor, v: Tensor, jagged: bool) -> None:
-    wanted = (*q.shape[:-1], v.shape[-1])
-    if not isinstance(out, Tensor) or jagged:
-        raise TypeError(f"out must be a tensor, and q no nested one, got out {type(out).__name__}")
-    if out.shape != wanted or out.dtype != q.dtype or out.device != q.device:
-        got = f"{out.dtype} {tuple(out.shape)} on {out.device}"
-        raise ValueError(f"out must be {q.dtype} {wanted} on {q.device}, got {got}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
-    if out.stride(-1) != 1 and out.shape[-1] != 1:
-        raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inside torch.autocast, attention runs in the low precision, as torch's own does."""
-    device = q.device.type
-    if device not in ("cpu", "cuda", "xpu", "hpu", "mps") or not torch.is_autocast_enabled(device):
-        return q, k, v
-    low = torch.get_autocast_dtype(device)
-    made = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return tuple(made)  # pyright: ignore[reportReturnType]
+    try:
+        bound = _SIGNATURE.bind(q, *operands, backend=backend, **keywords)
+    except TypeError as error:
+        raise TypeError(f"explain and plan take the arguments of attention, or a Spec's text: {error}") from None
+    bound.apply_defaults()
+    return check_call(**bound.arguments, runs=False).problem()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FLAGS = (bool, int, type(None), torch.SymBool)
 _USUAL = {bool, type(None)}
+_FLAGS = (bool, int, type(None), torch.SymBool)
 
 
 def tensors(**named: Any) -> None:

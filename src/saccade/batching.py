@@ -18,38 +18,36 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from saccade.flat_call import FlatCall, Header
 from saccade.layouts import ORDERS
 from saccade.masks import Blocked
-from saccade.problem import Header
 
 
 def forward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     """The rule of `saccade::forward`."""
-    q, k, v, sink, captures, records, header, *numbers = arguments
-    lengths = _lengths(in_dims, header, places=(3, 4, 5))
+    *flat, lse = arguments
+    call, dims = FlatCall(*flat), FlatCall(*in_dims[:-1])
+    lengths = _lengths(call, dims)
     if lengths is None:
         return _looped(torch.ops.saccade.forward, info, in_dims, arguments)
-    at, b, fold = _fold(info, q, in_dims[0], header)
-    operands = (fold(x, dim, at) for x, dim in zip((q, k, v), in_dims, strict=False))
-    records = [*map(fold, records[:lengths], in_dims[5]), *records[lengths:]]
-    found = torch.ops.saccade.forward(*operands, sink, captures, records, header, *numbers)
-    return _unfolded(found, (at, 0, 0), info.batch_size, b)
+    at, b, fold = _fold(info, call, dims)
+    results = torch.ops.saccade.forward(*_folded(call, dims, fold, at, lengths), lse)
+    return _unfolded(results, (at, 0, 0), info.batch_size, b)
 
 
 def backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     """The rule of `saccade::backward`."""
-    dout, dlse, out, lse, q, k, v, sink, captures, records, header, *numbers, wanted = arguments
-    lengths = _lengths(in_dims, header, places=(7, 8, 9))
-    if lengths is None or sink is not None or any(wanted):
+    saved, flat, wanted = arguments[:4], arguments[4:-1], arguments[-1]
+    call, dims = FlatCall(*flat), FlatCall(*in_dims[4:-1])
+    lengths = _lengths(call, dims)
+    if lengths is None or call.sink is not None or any(wanted):
         return _looped(torch.ops.saccade.backward, info, in_dims, arguments)
-    at, b, fold = _fold(info, q, in_dims[4], header)
-    places = at, 0, at, 0, at, at, at
-    given = (dout, dlse, out, lse, q, k, v)
-    operands = (None if x is None else fold(x, *how) for x, *how in zip(given, in_dims, places, strict=False))
-    records = [*map(fold, records[:lengths], in_dims[9]), *records[lengths:]]
-    found = torch.ops.saccade.backward(*operands, sink, captures, records, header, *numbers, wanted)
-    gradients, dims = _unfolded(found[:4], (at, at, at, 0), info.batch_size, b)
-    return (*gradients, found[4]), (*dims, [None] * len(found[4]))
+    at, b, fold = _fold(info, call, dims)
+    # dout, dlse, out and lse
+    saved = (None if x is None else fold(x, *how) for x, *how in zip(saved, in_dims, (at, 0, at, 0), strict=False))
+    results = torch.ops.saccade.backward(*saved, *_folded(call, dims, fold, at, lengths), wanted)
+    gradients, out_dims = _unfolded(results[:4], (at, at, at, 0), info.batch_size, b)
+    return (*gradients, results[4]), (*out_dims, [None] * len(results[4]))
 
 
 class Info(NamedTuple):
@@ -73,21 +71,21 @@ def batched_backward(*arguments: Any) -> Any:
         sizes.append(x.shape[0])
         return x
 
-    def dims(x: Any, made: Any) -> Any:
+    def dims(x: Any, plain: Any) -> Any:
         if isinstance(x, (list, tuple)):
-            return [dims(*pair) for pair in zip(x, made, strict=True)]
-        return None if x is made else 0
+            return [dims(*pair) for pair in zip(x, plain, strict=True)]
+        return None if x is plain else 0
 
     def wrapped(x: Any, dim: Any) -> Any:
         if isinstance(x, list):
             return [wrapped(*pair) for pair in zip(x, dim, strict=True)]
         return x if dim is None else torch._add_batch_dim(x, dim, level)
 
-    made = [unwrapped(x) for x in arguments]
+    plain = [unwrapped(x) for x in arguments]
     (level,) = levels if len(levels) == 1 else _nested()
-    in_dims = [dims(*pair) for pair in zip(arguments, made, strict=True)]
-    found, out_dims = backward(Info(sizes[0]), in_dims, *made)
-    return tuple(wrapped(*pair) for pair in zip(found, out_dims, strict=True))
+    in_dims = [dims(*pair) for pair in zip(arguments, plain, strict=True)]
+    results, out_dims = backward(Info(sizes[0]), in_dims, *plain)
+    return tuple(wrapped(*pair) for pair in zip(results, out_dims, strict=True))
 
 
 _LEVELS = 64
@@ -98,9 +96,9 @@ def _plain(x: Tensor) -> tuple[int, Tensor]:
     """The level at which a tensor is batched, and the tensor with its examples first. In autograd's own threads nothing
     else knows the level; of one that a tensor has not, it becomes larger and stays batched."""
     for level in range(1, _LEVELS):
-        made = torch._remove_batch_dim(x, level, 1, 0)
-        if not torch._C._functorch.is_legacy_batchedtensor(made):
-            return level, made
+        plain = torch._remove_batch_dim(x, level, 1, 0)
+        if not torch._C._functorch.is_legacy_batchedtensor(plain):
+            return level, plain
     return _nested()
 
 
@@ -113,19 +111,17 @@ def forward_out(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     if in_dims[0] is None:
         raise ValueError(
             f"vmap: out {tuple(arguments[0].shape)} is one tensor for a batch of {info.batch_size} calls: map over it "
-            "too, or leave it away"
+            "too, or omit it"
         )
     return _looped(torch.ops.saccade.forward_out, info, in_dims, arguments)
 
 
-def _lengths(in_dims: Any, header: str, places: tuple[int, int, int]) -> int | None:
-    """How many of the records are used lengths, where the call folds; else None. `places`: of sink, captures and
-    records."""
-    parsed = Header.parse(header)
-    order, *used = parsed.layout.split(",")
-    sink, captures, records = (in_dims[place] for place in places)
-    alone = [sink, *captures, *records[len(used) :]]
-    if order not in ORDERS or parsed.dropout or any(dim is not None for dim in alone) or not _alike(parsed):
+def _lengths(call: FlatCall, dims: FlatCall) -> int | None:
+    """How many of the records are used lengths, where the call folds; else None."""
+    header = call.parsed
+    order, *used = header.layout.split(",")
+    others: Any = [dims.sink, *dims.captures, *dims.records[len(used) :]]
+    if order not in ORDERS or header.dropout or any(dim is not None for dim in others) or not _alike(header):
         return None
     return len(used)
 
@@ -145,33 +141,40 @@ def _alike(header: Header) -> bool:
 Fold = Callable[..., Tensor]
 
 
-def _fold(info: Any, q: Tensor, dim: int | None, header: str) -> tuple[int, int, Fold]:
-    """Where the batch rows of an example's q are, how many, and what puts a tensor's examples there."""
-    at = ORDERS[Header.parse(header).layout.split(",")[0]][0]
+def _fold(info: Any, call: FlatCall, dims: Any) -> tuple[int, int, Fold]:
+    """The dimension of the batch rows of an example's q, their number, and what folds a tensor's examples into them."""
+    at = ORDERS[call.parsed.layout.split(",")[0]][0]
 
     def fold(x: Tensor, dim: int | None, at: int = 0) -> Tensor:
         x = x[None].expand(info.batch_size, *x.shape) if dim is None else x
         return x.movedim(dim or 0, at).flatten(at, at + 1)
 
-    shape = [n for i, n in enumerate(q.shape) if i != dim]
+    shape = [n for i, n in enumerate(call.q.shape) if i != dims.q]
     return at, shape[at], fold
 
 
-def _unfolded(found: Sequence[Tensor], places: Sequence[int], size: int, b: int) -> tuple[Any, Any]:
+def _folded(call: FlatCall, dims: Any, fold: Fold, at: int, lengths: int) -> FlatCall:
+    """The call of all examples, of whose records the first `lengths` are used lengths."""
+    q, k, v = (fold(x, dim, at) for x, dim in zip(call[:3], dims[:3], strict=True))
+    used = [fold(x, dim) for x, dim in zip(call.records[:lengths], dims.records, strict=False)]
+    return call._replace(q=q, k=k, v=v, records=[*used, *call.records[lengths:]])
+
+
+def _unfolded(results: Sequence[Tensor], places: Sequence[int], size: int, b: int) -> tuple[Any, Any]:
     """Results by example, with the dimension of these; what nobody asked for has none."""
-    asked = [x.dim() > 1 for x in found]
-    made = (x.unflatten(at, (size, b)) if yes else x for x, at, yes in zip(found, places, asked, strict=True))
-    return tuple(made), tuple(at if yes else None for at, yes in zip(places, asked, strict=True))
+    asked = [x.dim() > 1 for x in results]
+    unfolded = (x.unflatten(at, (size, b)) if yes else x for x, at, yes in zip(results, places, asked, strict=True))
+    return tuple(unfolded), tuple(at if yes else None for at, yes in zip(places, asked, strict=True))
 
 
 def _looped(operator: Any, info: Any, in_dims: Any, arguments: Sequence[Any]) -> tuple[Any, Any]:
     """One call for each example."""
     if not info.batch_size:
         raise ValueError("vmap of this call takes one example or more, got a batch of 0")
-    found = [operator(*_example(arguments, in_dims, i)) for i in range(info.batch_size)]
+    results = [operator(*_example(arguments, in_dims, i)) for i in range(info.batch_size)]
     stacked = [
         [torch.stack(each) for each in zip(*parts, strict=True)] if isinstance(parts[0], list) else torch.stack(parts)
-        for parts in zip(*found, strict=True)
+        for parts in zip(*results, strict=True)
     ]
     return tuple(stacked), tuple([0] * len(x) if isinstance(x, list) else 0 for x in stacked)
 

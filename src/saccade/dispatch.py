@@ -63,12 +63,12 @@ def planned(problem: Problem, backend: str, gradient: bool = False) -> tuple[Pla
     the backend takes it, in whose mask is what the score hides as a mask does."""
     problem = hide(problem, backend)
     key = problem.key, backend, gradient
-    found = _plans.get(key)
-    if found is None:
+    known = _plans.get(key)
+    if known is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
-        found = _plans[key] = replace(_plan_of(problem, backend, gradient), launches={})
-    return found, problem.planned(found.launches)
+        known = _plans[key] = replace(_plan_of(problem, backend, gradient), launches={})
+    return known, problem.planned(known.launches)
 
 
 def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
@@ -78,9 +78,9 @@ def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
 
 def _plan_of(problem: Problem, backend: str, gradient: bool) -> Plan:
     spec = problem.spec()
-    found = plan(spec, backend, gradient)
-    if not reasons_against(found.backend, problem, gradient):
-        return found
+    chosen = plan(spec, backend, gradient)
+    if not reasons_against(chosen.backend, problem, gradient):
+        return chosen
     return Plan(spec, _first(problem, spec, backend, gradient))
 
 
@@ -101,8 +101,8 @@ def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) 
     if support is None:
         return ["has no backward"]
     spec = call if isinstance(call, Spec) else call.spec()
-    if found := support.reasons(spec):
-        return found
+    if reasons := support.reasons(spec):
+        return reasons
     if (obstacle := module.obstacle()) is not None:
         return [obstacle]
     return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []

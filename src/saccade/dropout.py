@@ -54,6 +54,11 @@ class Dropout:
         restores it, and every replay of a CUDA graph makes a new one."""
         return Dropout(torch.randint((1 << 63) - 1, (2,), dtype=torch.int64, device=device), p) if p else None
 
+    @staticmethod
+    def planned(p: float) -> Dropout | None:
+        """One that is never applied, without a draw."""
+        return Dropout(torch.empty(2, dtype=torch.int64), p) if p else None
+
     @property
     def rescale(self) -> float:
         """1 / (1 - p)"""

@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 class lazily(Generic[T]):
-    """`functools.cached_property` without the lock that it has before Python 3.12: one for all objects, which a child
-    that is forked meanwhile waits for, for ever. Two threads may compute an attribute; both find the same.
+    """`functools.cached_property` without the lock that it has before Python 3.12: all objects share that lock, and a
+    child that is forked while it is held waits for ever. Two threads may compute an attribute; both get the same value.
 
     >>> class Circle:
     ...     r = 2.0

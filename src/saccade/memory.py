@@ -1,4 +1,4 @@
-"""Which memory a tensor has, and whether two share any: what a result is written to must be no input's."""
+"""Which memory a tensor has, and whether two tensors share any: a result must not be written to an input's memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 def apart(x: Tensor, y: Tensor) -> bool:
     """Whether it is plain that no byte belongs to both.
 
-    It is where their ranges of addresses do not meet; or where, for some number m that is a stride of one of them, they
-    do not meet modulo m, strides that are multiples of m being left out: so do two slices of one tensor.
+    So it is where their address ranges do not overlap; or where, for a stride m of one of them, the ranges do not
+    overlap modulo m, omitting strides that are multiples of m, as for two slices of one tensor.
     """
     if not x.numel() or not y.numel():
         return True
@@ -64,7 +64,7 @@ def _steps(x: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _span(x: Tensor, modulus: int = 0) -> int:
-    """Bytes from the first to behind the last element; of strides that are multiples of a modulus none."""
+    """Bytes from the first element to the end of the last, omitting strides that are multiples of the modulus."""
     return x.element_size() + sum((n - 1) * m for n, m in _steps(x) if not modulus or m % modulus)
 
 

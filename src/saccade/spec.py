@@ -73,24 +73,24 @@ class Spec:
         Raises:
             ValueError: a word that is no dtype, size, layout, mask, score, flag or device; a missing dtype or d.
         """
-        found: dict[str, Any] = {}
+        parsed: dict[str, Any] = {}
         for word in text.split():
             if word in TORCH_DTYPES:
-                found["dtype"] = word
+                parsed["dtype"] = word
             elif match := re.fullmatch(r"group(\d+)", word):
-                found["group"] = int(match[1])
+                parsed["group"] = int(match[1])
             elif match := re.fullmatch(r"d(\d+)(?:/(\d+))?", word):
-                found["d"], found["d_v"] = int(match[1]), int(match[2] or match[1])
+                parsed["d"], parsed["d_v"] = int(match[1]), int(match[2] or match[1])
             elif word in LAYOUTS:
-                found["layout"] = word
+                parsed["layout"] = word
             elif word in FLAGS:
-                found[word] = True
+                parsed[word] = True
             elif scores.is_kind(word):
-                found["score"] = word
+                parsed["score"] = word
             elif re.fullmatch(r"cpu|cuda|mps|xpu|meta|sm\d+|gfx\w+", word):
-                found["device"] = word
+                parsed["device"] = word
             elif masks.is_kind(word):
-                found["mask"] = word
+                parsed["mask"] = word
             else:
                 raise ValueError(
                     f"unknown word {word!r} in the spec {text!r}; a spec reads like "
@@ -99,11 +99,11 @@ class Spec:
                     f"{', '.join(masks.KINDS)} with & and |, a score ({', '.join(scores.KINDS)}, score(name)), "
                     f"{', '.join(FLAGS)}, a device (cpu, sm90, …)"
                 )
-        if missing := [name for name in ("dtype", "d") if name not in found]:
+        if missing := [name for name in ("dtype", "d") if name not in parsed]:
             raise ValueError(
                 f"the spec {text!r} lacks {' and '.join(missing)}; the shortest spec reads like 'bf16 d128'"
             )
-        return Spec(**found)
+        return Spec(**parsed)
 
 
 LAYOUTS = ("dense", "padded", "packed", "paged")

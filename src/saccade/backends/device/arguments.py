@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends.device import block_d, block_lists, dropout, masks, scores, sequences
-from saccade.layouts import Packed
 from saccade.problem import Problem
 
 
@@ -52,8 +51,8 @@ def tile_arguments(
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
     packed tiles."""
     mask = block_lists.record(problem, block_q, block_k, by_keys)
-    packed = isinstance(problem.layout, Packed)
-    table = sequences.table(problem, by_keys, block_k if by_keys else block_q) if packed else None
+    ragged = problem.layout.ragged_keys
+    table = sequences.table(problem, by_keys, block_k if by_keys else block_q) if ragged else None
     return common_arguments(problem, mask, table, fast)
 
 
@@ -61,5 +60,5 @@ def tile_grid(problem: Problem, block_q: int, block_k: int, by_keys: bool = Fals
     """Blocks, then heads, then batch rows, all in one dimension: the others end at 65,535."""
     x, block = (problem.k, block_k) if by_keys else (problem.q, block_q)
     b, h, s = x.shape[:3]
-    blocks = sequences.slots(problem, by_keys, block) if isinstance(problem.layout, Packed) else b * -(-s // block)
+    blocks = sequences.slots(problem, by_keys, block) if problem.layout.ragged_keys else b * -(-s // block)
     return h * blocks, 1, 1

@@ -1,0 +1,142 @@
+"""The derivatives of the registered operators, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from saccade.backends import Unsupported
+from saccade.flat_call import FlatCall
+
+
+# At the operators' Autograd key torch.func has already peeled one level off, so these are single-level functions:
+# the plain ones would start the peeling again. Tensors come one by one: those in a list would get no gradient.
+class _Attention(torch.autograd.function._SingleLevelFunction):
+    @staticmethod
+    def forward(call: FlatCall, *tensors: Tensor):
+        return _below(torch.ops.saccade.forward, *call, True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        call, *tensors = inputs
+        ctx.captures, ctx.static, ctx.programs = len(call.captures), call.static(), call.parsed.programs()
+        out, lse, max_scores = output
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.mark_non_differentiable(max_scores)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        out, lse, *tensors = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(tensors))
+        call = FlatCall.of_tensors(tensors, ctx.captures, ctx.static)
+        dout = torch.zeros_like(out) if dout is None else dout
+        needs = ctx.needs_input_grad[1 : 5 + ctx.captures]
+        *gradients, dcaptures = torch.ops.saccade.backward(dout, dlse, out, lse, *call, needs[4:])
+        gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
+        return (None, *gradients, *[None] * len(call.records))
+
+
+class _Gradient(torch.autograd.function._SingleLevelFunction):
+    """The backward operator's own autograd: differentiating it is an error, not silence."""
+
+    @staticmethod
+    def forward(arguments: tuple[Any, ...], *tensors: Tensor):
+        *gradients, dcaptures = _below(torch.ops.saccade.backward, *arguments)
+        return (*gradients, *dcaptures)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise Unsupported(_FIRST)
+
+
+_FIRST = (
+    "the fused backends of saccade.attention have first derivatives in reverse mode alone; for second derivatives and "
+    'forward mode (torch.func.jvp, jacfwd, linearize, hessian) pass backend="reference", which holds the whole score '
+    "matrix"
+)
+
+
+def _below(operator: Any, *arguments: Any) -> Any:
+    """The operator below autograd. An autograd.Function turns derivatives off while it runs, and with them those that
+    transforms around this one of torch.func take."""
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            return operator(*arguments)
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return operator(*arguments)
+
+
+def forward_mode() -> bool:
+    """Whether tensors may have tangents."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """
+    Raises:
+        Unsupported: a tensor has a tangent; only the reference has derivatives in forward mode.
+    """
+    if forward_mode() and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise Unsupported(_FIRST)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def refuse_gradients(*tensors: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: one of them requires a gradient, and `out` was passed.
+    """
+    if needs_gradient(*tensors):
+        raise ValueError("out=… is for calls without gradients: omit it, or call inside torch.no_grad()")
+
+
+# The operators at the Autograd key.
+
+
+def forward(*arguments: Any) -> Any:
+    call = FlatCall(*arguments[:-1])
+    tensors = call.differentiable()
+    refuse_tangents(*tensors)
+    if needs_gradient(*tensors):
+        if error := call.view_layout.gradient_error:
+            raise Unsupported(error)
+        with enable_single_level_autograd_function():
+            return _Attention.apply(call, *tensors, *call.records)  # pyright: ignore[reportAttributeAccessIssue]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.saccade.forward(*arguments)
+
+
+def forward_out(out: Tensor, *arguments: Any) -> Any:
+    tensors = out, *FlatCall(*arguments[:-1]).differentiable()
+    refuse_tangents(*tensors)
+    refuse_gradients(*tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.saccade.forward_out(out, *arguments)
+
+
+def backward(*arguments: Any) -> Any:
+    tensors = *arguments[:4], *FlatCall(*arguments[4:-1]).differentiable()
+    refuse_tangents(*tensors)
+    if needs_gradient(*tensors):
+        with enable_single_level_autograd_function():
+            gradients = _Gradient.apply(arguments, *tensors)  # pyright: ignore[reportAttributeAccessIssue]
+        return (*gradients[:4], list(gradients[4:]))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.saccade.backward(*arguments)

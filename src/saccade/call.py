@@ -1,0 +1,199 @@
+"""The arguments of `attention`, checked: one path for `attention`, `explain` and `plan`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import arguments, layouts, masks, scores
+from saccade.dropout import Dropout
+from saccade.flat_call import FlatCall, Header
+from saccade.layouts import Layout, with_rows
+from saccade.layouts.validate import sink_error
+from saccade.masks import Mask, as_mask
+from saccade.problem import Problem
+from saccade.scores import Score
+from saccade.spec import DTYPES
+
+_LEARNED_SCALE = (
+    ": multiply q by it, attention(q * scale, …, scale=1.0), or pass "
+    "score_mod=lambda score, b, h, q_idx, kv_idx: score * scale and scale=1.0"
+)
+
+
+class BoundCall(NamedTuple):
+    """The arguments that a run needs, checked: operands in the user's order, and records in the place of values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    mask: Mask | None
+    score: Score | None
+    layout: Layout
+    scale: float
+    deterministic: bool
+    dropout: Dropout | None
+    max_scores: bool
+    out: Tensor | None
+
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that may need gradients."""
+        score = self.score
+        operands = self[:4]
+        return operands if score is None else (*operands, *score.tensors)
+
+    def problem(self) -> Problem:
+        q, k, v, sink, mask, score, layout, scale, deterministic, dropout, max_scores, out = self
+        view = layout.canonical
+        options = deterministic, dropout, 0, None if out is None else view(out), max_scores
+        return Problem(view(q), view(k), view(v), sink, mask, score, layout, scale, *options)
+
+    def flattened(self, backend: str) -> FlatCall:
+        """The call as a registered operator takes it; `out` is not part of it."""
+        mask, score, dropout, compiling = self.mask, self.score, self.dropout, torch.compiler.is_compiling()
+        if mask is not None and compiling:
+            masks.pin(mask.identity)
+        records = [*self.layout.records, *([] if mask is None else mask.records)]
+        ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
+        floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
+        numbers = bool(floats) and compiling
+        if numbers:
+            one = torch.ones((), dtype=torch.float64, device="cpu")
+            records, floats = [*records, torch.stack([one * x for x in floats])], []
+        floats = [self.scale, *floats]
+        if dropout is not None:
+            records, floats = [*records, dropout.state], [self.scale, dropout.p, *floats[1:]]
+        header = Header(
+            layout=self.layout.text,
+            mask="none" if mask is None else mask.identity,
+            score="none" if score is None else score.identity,
+            backend=backend,
+            deterministic=self.deterministic,
+            dropout=dropout is not None,
+            max_scores=self.max_scores,
+            numbers=numbers,
+        )
+        captures = score.tensors if score else ()
+        return FlatCall(*self[:4], captures, records, header.text, ints, floats)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    score_mod: Any,
+    layout: Layout,
+    scale: Any,
+    sink: Tensor | None,
+    dropout_p: Any,
+    return_lse: bool,
+    return_max_scores: bool,
+    deterministic: bool | None,
+    backend: str,
+    out: Tensor | None,
+    runs: bool = True,
+) -> BoundCall:
+    """The call of these arguments of `attention`, or an error that quotes them. In the hot path of small calls.
+
+    Args:
+        runs: False for a call that is planned alone: it draws no dropout.
+    """
+    arguments.flags(return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic)
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
+    if isinstance(q, Tensor) and q.is_nested:
+        q, k, v, layout = layouts.unwrap(q, k, v, layout)
+    q, k, v = _check_operands(q, k, v, layout)
+    mask = as_mask(mask)
+    if mask is not None and mask.listed and not (runs and backend == "reference"):  # which takes functions as they are
+        mask = mask.bound()
+    if mask is not None or sink is not None or layout.records:
+        _check_tensors(q, k, v, mask, layout, sink)
+    if not isinstance(dropout_p, float):
+        dropout_p = arguments.number("dropout_p", dropout_p)
+    if dropout_p and not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; with 1 every probability would be zero")
+    if out is not None:
+        _check_out(out, q, v, layout)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else arguments.number("scale", scale, _LEARNED_SCALE)
+    score = None if score_mod is None else _bind_score(score_mod, q, k, layout)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    dropout = None
+    if dropout_p:
+        dropout = Dropout.draw(dropout_p, q.device) if runs else Dropout.planned(dropout_p)
+    return BoundCall(q, k, v, sink, mask, score, layout, scale, deterministic, dropout, return_max_scores, out)
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as a backend takes them."""
+    arguments.operands(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
+    if error := layout.shape_error(q.shape, k.shape, v.shape):
+        raise ValueError(f"{error}: {_shapes(q, k, v, layout)}")
+    # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
+    return with_rows(q), with_rows(k), with_rows(v)
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inside torch.autocast, attention runs in the low precision, as torch's own does."""
+    device = q.device.type
+    if device not in ("cpu", "cuda", "xpu", "hpu", "mps") or not torch.is_autocast_enabled(device):
+        return q, k, v
+    low = torch.get_autocast_dtype(device)
+    cast = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return tuple(cast)  # pyright: ignore[reportReturnType]
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, sink: Tensor | None) -> None:
+    """The tensors of layout and mask, and the sink."""
+    records = [*layout.records, *mask.records] if mask is not None else layout.records
+    for tensor in records:
+        if tensor.device != q.device:
+            raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
+    error = layout.mask_error(mask, q, k) if records or (mask is not None and mask.listed) else None
+    if sink is not None and not error:
+        error = sink_error(sink, layout.canonical(q).shape[1], q.device)
+    if error:
+        raise ValueError(f"{error}: {_shapes(q, k, v, layout)}")
+
+
+def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
+    if error := layout.out_error(out):
+        raise TypeError(error)
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
+        got = f"{out.dtype} {tuple(out.shape)} on {out.device}"
+        raise ValueError(f"out must be {q.dtype} {shape} on {q.device}, got {got}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
+    if out.stride(-1) != 1 and out.shape[-1] != 1:
+        raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
+
+
+def _bind_score(score_mod: Any, q: Tensor, k: Tensor, layout: Layout) -> Score:
+    sizes = layout.sizes(q, k)
+    error = scores.complaint(score_mod, sizes._replace(exact=layout.rectangular))
+    score = None if error else scores.bind(score_mod, q)
+    if score is not None:
+        error = scores.short(score.identity, score.tensors, sizes)
+    if max(sizes.s_q, sizes.s_k) > scores.LONGEST:
+        error = f"score functions take lengths up to {scores.LONGEST}, got {sizes.s_q} and {sizes.s_k}"
+    if error or score is None:
+        raise ValueError(f"{error}: q {tuple(q.shape)}, k {tuple(k.shape)} in order {layout.order}")
+    return score

@@ -1,0 +1,120 @@
+"""The flat form in which a call passes through a registered operator: its schema, and the way back to a Problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from saccade import layouts, masks, scores
+from saccade.dropout import Dropout
+from saccade.layouts import Layout
+from saccade.problem import Problem
+
+
+class Header(NamedTuple):
+    """The static part of a flat call, with one text form: what its records, ints and floats are."""
+
+    layout: str = "bhsd"
+    mask: str = "none"
+    score: str = "none"
+    """The identities of mask and score, not their words in a Spec."""
+    backend: str = "auto"
+    deterministic: bool = False
+    dropout: bool = False
+    """Its state is the last of the records, and p the second of the floats."""
+    max_scores: bool = False
+    numbers: bool = False
+    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of an
+    operator's floats."""
+
+    def programs(self) -> list[Any]:
+        """What a backward has to keep alive besides tensors."""
+        return [scores.program_of(self.score), *masks.programs(self.mask)]
+
+    @property
+    def text(self) -> str:
+        return " ".join([*self[:4], *(name for name, flag in zip(self._fields[4:], self[4:], strict=True) if flag)])
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def parse(text: str) -> Header:
+        layout, mask, score, backend, *flags = text.split(" ")
+        return Header(layout, mask, score, backend, **dict.fromkeys(flags, True))
+
+
+class FlatCall(NamedTuple):
+    """The arguments that all operators share, in the schema's order."""
+
+    q: Tensor
+    """As the user has it, and so are k and v."""
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    captures: Sequence[Tensor]
+    """The tensors of the score function, which may need gradients."""
+    records: Sequence[Tensor]
+    """The tensors of layout, mask and dropout."""
+    header: str
+    ints: Sequence[int]
+    floats: Sequence[float]
+    """The scale, dropout's p, and the numbers of mask and score."""
+
+    @property
+    def parsed(self) -> Header:
+        return Header.parse(self.header)
+
+    @property
+    def view_layout(self) -> Layout:
+        """The layout, for its views alone."""
+        return layouts.view_layout(self.parsed.layout)
+
+    def layout(self) -> Layout:
+        return layouts.from_records(self.parsed.layout, list(self.records), self.q.shape[0], self.k.shape[0])
+
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that may need gradients."""
+        return self.q, self.k, self.v, self.sink, *self.captures
+
+    def static(self) -> tuple[str, Sequence[int], Sequence[float]]:
+        """What is not a tensor."""
+        return self[6:]
+
+    @staticmethod
+    def of_tensors(
+        tensors: Sequence[Any], captures: int, static: tuple[str, Sequence[int], Sequence[float]]
+    ) -> FlatCall:
+        """The inverse of `differentiable`, `records` and `static`; the number of captures divides the tensors."""
+        end = 4 + captures
+        q, k, v, sink = tensors[:4]
+        return FlatCall(q, k, v, sink, tensors[4:end], tensors[end:], *static)
+
+    def problem(self, **options: Any) -> Problem:
+        """The call as a backend sees it, with fields of a Problem in the place of the call's."""
+        header, (scale, *floats) = self.parsed, self.floats
+        records, ints = list(self.records), list(self.ints)
+        dropout = Dropout(records.pop(), floats.pop(0)) if header.dropout else None
+        if header.numbers:
+            floats = records.pop().tolist()
+        layout = layouts.from_records(header.layout, records, self.q.shape[0], self.k.shape[0])
+        mask = masks.from_records(header.mask, ints, records, floats)
+        score = scores.from_records(header.score, list(self.captures), ints, floats)
+        q, k, v = map(layout.canonical, self[:3])
+        options = {"deterministic": header.deterministic, "dropout": dropout, "max_scores": header.max_scores} | options
+        return Problem(q, k, v, self.sink, mask, score, layout, scale, **options)
+
+
+_SCHEMA_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
+    "str": "str",
+    "Sequence[int]": "SymInt[]",
+    "Sequence[float]": "float[]",
+}
+SCHEMA = ", ".join(
+    f"{_SCHEMA_TYPES[getattr(kind, '__forward_arg__', kind)]} {name}" for name, kind in FlatCall.__annotations__.items()
+)
+"""The text of these arguments in an operator's schema."""
