@@ -80,7 +80,7 @@ def test_wrong_calls():
         attention(x, x, x[:9], layout=packed())
     with pytest.raises(ValueError, match="omit documents"):
         attention(x, x, x, mask=documents(torch.zeros(1, 10).int()), layout=packed())
-    with pytest.raises(ValueError, match="block_mask finds the tiles of dense calls alone"):
+    with pytest.raises(ValueError, match="block_mask is for dense calls alone"):
         attention(x, x, x, mask=block_mask(mask_mod(upper), 3, 2, 10, 10), layout=packed())
     with pytest.raises(ValueError, match=r"at least .* = \(3, 2, 7, 7\), .* got \(1, 1, 1, 6\)"):
         attention(x, x, x, mask=torch.ones(6, dtype=torch.bool), layout=packed())
