@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saccade import Packed
 from saccade.backends.device import sequences
-from saccade.backends.gluon import tile_scheduler
+from saccade.backends.gluon.forward import tile_scheduler
 from saccade.problem import Problem
 
 BLOCK = 16

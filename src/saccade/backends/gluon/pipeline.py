@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.gluon.ptx import barrier_arrive, barrier_sync
-from saccade.backends.gluon.shim import aggregate
+from saccade.backends.gluon.shim import Value, aggregate
 
 TURN = gl.constexpr(6)
 """6 to 8: whose turn it is to issue products."""
@@ -51,14 +51,6 @@ class Ring:
     EMPTY: gl.constexpr
     STAGES: gl.constexpr
     THREADS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, EMPTY, STAGES, THREADS):
-        self.tiles = tiles
-        self.full = full
-        self.EMPTY = gl.constexpr(EMPTY)
-        self.STAGES = gl.constexpr(STAGES)
-        self.THREADS = gl.constexpr(THREADS)
 
     @gluon.jit
     def claim(self, n):
@@ -128,16 +120,6 @@ class Slots:
     NUMBERS: gl.constexpr
     CHUNKS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, records, full, empty, SLOTS, NUMBERS, CHUNKS):
-        self.tiles = tiles
-        self.records = records
-        self.full = full
-        self.empty = empty
-        self.SLOTS = gl.constexpr(SLOTS)
-        self.NUMBERS = gl.constexpr(NUMBERS)
-        self.CHUNKS = gl.constexpr(CHUNKS)
-
     @gluon.jit
     def claim(self, n):
         """For the producer: waits until work n has a slot. Returns the slot."""
@@ -183,11 +165,6 @@ class Turns:
     ON: gl.constexpr
     CONSUMERS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, ON, CONSUMERS):
-        self.ON = gl.constexpr(ON)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-
     @gluon.jit
     def open(self, c: gl.constexpr):
         """The last consumer lets the first begin."""
@@ -206,29 +183,6 @@ class Turns:
 
 
 @aggregate
-class Shape:
-    """How the forward is cut: constants of a compiled kernel."""
-
-    D_CHUNK: gl.constexpr
-    D_CHUNKS: gl.constexpr
-    D_LAST: gl.constexpr
-    BLOCK_K: gl.constexpr
-    BLOCK_DV: gl.constexpr
-    ROWS: gl.constexpr
-    CONSUMERS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, D_CHUNK, D_CHUNKS, D_LAST, BLOCK_K, BLOCK_DV, ROWS, CONSUMERS):
-        self.D_CHUNK = gl.constexpr(D_CHUNK)
-        self.D_CHUNKS = gl.constexpr(D_CHUNKS)
-        self.D_LAST = gl.constexpr(D_LAST)
-        self.BLOCK_K = gl.constexpr(BLOCK_K)
-        self.BLOCK_DV = gl.constexpr(BLOCK_DV)
-        self.ROWS = gl.constexpr(ROWS)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-
-
-@aggregate
 class Pipeline:
     """All that the forward's warps share."""
 
@@ -236,12 +190,4 @@ class Pipeline:
     keys: Ring
     values: Ring
     turns: Turns
-    shape: Shape
-
-    @gluon.constexpr_function
-    def __init__(self, slots, keys, values, turns, shape):
-        self.slots = slots
-        self.keys = keys
-        self.values = values
-        self.turns = turns
-        self.shape = shape
+    shape: Value

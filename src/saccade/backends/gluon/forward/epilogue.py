@@ -8,48 +8,97 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from saccade.backends.device.dropout import factor as dropout_factor
+from saccade.backends.device.records import LOG2E
+from saccade.backends.device.sequences import is_packed
+from saccade.backends.device.tiles import largest
+from saccade.backends.gluon.forward.scores import LOWEST_VAST
+from saccade.backends.gluon.forward.work_tile import FIRST_ROW, THERE
+from saccade.backends.gluon.ptx import fast_log2
 from saccade.backends.gluon.shim import tma_store, view
 from saccade.backends.gluon.tiles import store_rows
 
 
 @gluon.jit
-def leave_slot(out_desc, pipe, part, x):
-    """Puts x [64, BLOCK_DV] where q was: every warp overwrites rows that it alone has read. Returns the tile."""
-    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], out_desc.dtype)
-    # A slot as tiles of out.
-    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // BLOCK_DV
-    ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
-    tile = view(pipe.slots.tiles, [ALL, 64, BLOCK_DV], LAYOUT).index(part * OUTS)
-    tile.store(x.to(out_desc.dtype))
-    return tile
-
-
-@gluon.jit
-def store_bulk(out_desc, pipe, part, x, at):
-    """Writes x [64, BLOCK_DV] in bulk."""
-    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-    ROWS: gl.constexpr = pipe.shape.ROWS
-    LEAVING: gl.constexpr = out_desc.layout
-    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // BLOCK_DV
-    ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
-    leave_slot(out_desc, pipe, part, x)
-    fence_async_shared()
-    leaving = view(pipe.slots.tiles, [ALL, 1, 1, 64 // ROWS, ROWS, BLOCK_DV], LEAVING).index(part * OUTS)
-    tma_store(out_desc, at, leaving)
-
-
-@gluon.jit
-def store_out(out_desc, out, pipe, part, x, at, there, group):
-    """Writes x [64, BLOCK_DV], of whose rows so many are `there`: behind those of packed sequences is the next one,
-    where a bulk copy would go on."""
-    ROWS: gl.constexpr = pipe.shape.ROWS
-    if out is None:
-        store_bulk(out_desc, pipe, part, x, at)
+def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
+    """Writes out, and lse and max_scores if they are asked for."""
+    # Where they belong is read here, as registers are few before.
+    if is_packed(args.used_q):
+        b, first_row, row_count = b * 0, pipe.slots.get(at, FIRST_ROW), pipe.slots.get(at, THERE)
     else:
-        if there >= ROWS:
-            store_bulk(out_desc, pipe, part, x, at)
+        first_row, row_count = 0, args.s_q
+    there = (rows.q_idx < row_count) & (rows.h < item.h_k * args.group + args.group)
+    out, lse, top_score = normalize(acc, row_max, row_sum, rows, args, there & (rows.q_idx < rows.rows))
+    corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
+    store_out(args, pipe, item.part, out, corner, row_count - item.row)
+    if args.lse is not None:
+        place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
+        gl.store(args.lse + place, lse, mask=there)
+    if args.max_scores is not None:
+        place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
+        gl.store(args.max_scores + place, top_score, mask=there)
+
+
+@gluon.jit
+def normalize(acc, row_max, row_sum, rows, args, live):
+    """out [64, BLOCK_DV], lse and max_scores [64] from the sums. The sink is one more column, and no score."""
+    rule = rows.rule
+    row_max = row_max * rule.natural
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    if rule.score.linear:  # -inf for all of a row masks it, and what is NaN stays NaN
+        level = rows.terms[2]
+        total = gl.where(level == float("-inf"), 0.0, total + level * 0)
+        row_max = gl.maximum(row_max + level, LOWEST_VAST)
+    top_score = largest(row_max, total, live)
+    share = total * 0 + 1
+    if args.sink is not None:
+        column = gl.load(args.sink + rows.h, mask=live, other=0.0).to(gl.float32)
+        top = gl.maximum(row_max, column)
+        share = gl.exp2((row_max - top) * LOG2E)
+        total = total * share + gl.exp2((column - top) * LOG2E)
+        row_max = top
+    seen = live & (total != 0)  # a NaN counts as seen, and stays one
+    lse = gl.where(seen, row_max + fast_log2(gl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    weight = gl.convert_layout(gl.where(seen, share / gl.where(seen, total, 1.0), 0.0), layout)
+    if rule.dropout is not None:
+        weight *= dropout_factor(rule.dropout)
+    if args.used_q is not None:  # of rows that are not in use acc may be NaN
+        acc = gl.where(gl.convert_layout(live, layout)[:, None], acc, 0.0)
+    return acc * weight[:, None], lse, top_score
+
+
+@gluon.jit
+def out_tile(pipe, part, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """A consumer's part of a slot, where q was, as a tile of out."""
+    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // pipe.shape.BLOCK_DV
+    ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
+    return view(pipe.slots.tiles, [ALL] + SHAPE, LAYOUT).index(part * OUTS)  # noqa: RUF005 - no starred lists
+
+
+@gluon.jit
+def store_bulk(out_desc, pipe, part, corner):
+    """Writes the tile of out in bulk."""
+    ROWS: gl.constexpr = pipe.shape.ROWS
+    LAYOUT: gl.constexpr = out_desc.layout
+    fence_async_shared()
+    tma_store(out_desc, corner, out_tile(pipe, part, [1, 1, 64 // ROWS, ROWS, pipe.shape.BLOCK_DV], LAYOUT))
+
+
+@gluon.jit
+def store_out(args, pipe, part, x, corner, there):
+    """Writes x [64, BLOCK_DV], of whose rows so many are `there`: after those of a packed sequence comes the next one,
+    which a bulk copy would overwrite."""
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    DTYPE: gl.constexpr = args.out_desc.dtype
+    # Every warp overwrites rows of q that it alone has read.
+    tile = out_tile(pipe, part, [64, BLOCK_DV], gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], DTYPE))
+    tile.store(x.to(DTYPE))
+    if args.out is None:
+        store_bulk(args.out_desc, pipe, part, corner)
+    else:
+        if there >= pipe.shape.ROWS:
+            store_bulk(args.out_desc, pipe, part, corner)
         else:
-            tile = leave_slot(out_desc, pipe, part, x)
-            h = at[1] * group
-            store_rows(tile, out, h + at[2], at[3], there, h + group, pipe.shape.BLOCK_DV, ROWS)
+            h = corner[1] * args.group
+            store_rows(tile, args.out, h + corner[2], corner[3], there, h + args.group, BLOCK_DV, pipe.shape.ROWS)

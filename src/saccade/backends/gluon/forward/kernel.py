@@ -10,9 +10,10 @@ d is cut in chunks, the last one narrower; `p v` is one tile of BLOCK_DV columns
 tensors with zeros, and do not write there.
 """
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,80 +21,118 @@ from triton.experimental.gluon import language as gl
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.gluon.forward.load import load
 from saccade.backends.gluon.forward.mma import consume
+from saccade.backends.gluon.forward.tile_scheduler import TileScheduler
+from saccade.backends.gluon.forward.work_tile import numbers_of_item
 from saccade.backends.gluon.pipeline import (
     KEYS_EMPTY,
     VALUES_EMPTY,
     Pipeline,
-    Shape,
     Slots,
     Turns,
     new_barriers,
     new_ring,
 )
-from saccade.backends.gluon.tile_scheduler import Work, numbers_of_item
-
-NUMBERS_OF_A_CALL = ["items", "blocks", "heads", "section", "h_k", "packs", "group", "h_q", "s_q", "s_k"]
+from saccade.backends.gluon.shim import Value, aggregate
 
 
-@gluon.jit(do_not_specialize=NUMBERS_OF_A_CALL)
+class ForwardShape(NamedTuple):
+    """How the forward is cut: constants of a compiled kernel."""
+
+    D_CHUNK: Any
+    D_CHUNKS: Any
+    D_LAST: Any
+    """columns of the last chunk"""
+    BLOCK_K: Any
+    BLOCK_DV: Any
+    ROWS: Any
+    """of a consumer's 64 rows those of one head"""
+    CONSUMERS: Any
+    SLOTS: Any
+    STAGES: Any
+    TURNS: Any
+    REGISTERS: Any
+    LOADER_REGISTERS: Any
+
+
+@aggregate
+class ForwardArgs:
+    """What the kernel is called with."""
+
+    q_desc: Value
+    k_desc: Value
+    v_desc: Value
+    out_desc: Value
+    out: Value
+    lse: Value
+    max_scores: Value
+    sink: Value
+    counter: Value
+    used_q: Value
+    used_k: Value
+    pages: Value
+    mask: Value
+    score: Value
+    dropout: Value
+    scheduler: TileScheduler
+    h_k: gl.tensor
+    group: gl.tensor
+    s_q: gl.tensor
+    s_k: gl.tensor
+    scale: Value
+
+
+@gluon.jit(do_not_specialize=["blocks", "heads", "section", "h_k", "group", "s_q", "s_k"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask, score, dropout,
-    items, blocks, heads, section, h_k, packs, group, h_q, s_q, s_k, scale,
-    D_CHUNK: gl.constexpr, D_CHUNKS: gl.constexpr, D_LAST: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr,
-    ROWS: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     else None.
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. counter: two zeros, which are
-    zeros again in the end.
+    zeros again in the end. blocks, heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    work = Work(items, blocks, heads, section, h_k, packs)
+    D_CHUNK: gl.constexpr = shape.D_CHUNK
+    D_CHUNKS: gl.constexpr = shape.D_CHUNKS
+    BLOCK_DV: gl.constexpr = shape.BLOCK_DV
+    ROWS: gl.constexpr = shape.ROWS
+    CONSUMERS: gl.constexpr = shape.CONSUMERS
+    SLOTS: gl.constexpr = shape.SLOTS
+    STAGES: gl.constexpr = shape.STAGES
+    scheduler = TileScheduler(blocks, heads, section, h_k, (group + 64 // ROWS - 1) // (64 // ROWS))
+    args = ForwardArgs(
+        q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask, score,
+        dropout, scheduler, h_k, group, s_q, s_k, scale,
+    )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
     # A consumer's part of a slot holds its q and later its out: whole tiles of both.
     WIDER: gl.constexpr = max(D_CHUNK, BLOCK_DV)
     CHUNKS: gl.constexpr = (D_CHUNKS * D_CHUNK + WIDER - 1) // WIDER * WIDER // D_CHUNK
     q_shape: gl.constexpr = [SLOTS * CONSUMERS * CHUNKS, 1, 1, 64 // ROWS, ROWS, D_CHUNK]
     q_tiles = gl.allocate_shared_memory(DTYPE, q_shape, q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, BLOCK_K, D_CHUNK], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, shape.BLOCK_K, D_CHUNK], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, shape.BLOCK_K, BLOCK_DV], v_desc.layout)
     HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.listed)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pipe = Pipeline(
         Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, HELD, CHUNKS),
         new_ring(k_tiles, KEYS_EMPTY, STAGES, READERS),
         new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS),
-        Turns(TURNS, CONSUMERS),
-        Shape(D_CHUNK, D_CHUNKS, D_LAST, BLOCK_K, BLOCK_DV, ROWS, CONSUMERS),
+        Turns(shape.TURNS, CONSUMERS),
+        shape,
     )
+    REGISTERS: gl.constexpr = shape.REGISTERS
     if CONSUMERS == 2:
-        gl.warp_specialize([
-            (consume, (
-                0, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
-                s_k, scale,
-            )),
-            (consume, (
-                1, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
-                s_k, scale,
-            )),
-            (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, pages, mask, s_q, s_k)),
-        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (load, (args, pipe))],
+            [4, 1],
+            [REGISTERS, shape.LOADER_REGISTERS],
+        )
     else:
-        gl.warp_specialize([
-            (consume, (
-                0, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
-                s_k, scale,
-            )),
-            (consume, (
-                1, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
-                s_k, scale,
-            )),
-            (consume, (
-                2, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
-                s_k, scale,
-            )),
-            (load, (q_desc, k_desc, v_desc, counter, pipe, work, used_q, used_k, pages, mask, s_q, s_k)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (consume, (2, args, pipe)), (load, (args, pipe))],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, shape.LOADER_REGISTERS],
+        )

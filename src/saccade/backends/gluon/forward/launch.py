@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -17,10 +18,9 @@ from saccade.backends.device import block_lists, dropout, masks, scores, sequenc
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import nothing_seen, on_device, per_row
 from saccade.backends.device.records import Head
-from saccade.backends.gluon import tile_scheduler
-from saccade.backends.gluon.forward import paged_tma
+from saccade.backends.gluon.forward import paged_tma, tile_scheduler
 from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
-from saccade.backends.gluon.forward.kernel import forward_kernel
+from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, CachedLaunch, counter, multiprocessors, shape_of
 from saccade.layouts import Packed, Paged, empty_like_rows
 from saccade.problem import Problem, aligned
@@ -90,7 +90,7 @@ def arguments(
 ) -> tuple[list[dict[str, Any]], tuple[Any, ...], dict[str, Any], tuple[int, int, int]]:
     """The shapes of the four descriptors, the numbers, the constants and the grid."""
     q, k, v = problem.q, problem.k, problem.v
-    b, h_q, s_q, d = q.shape
+    b, _, s_q, d = q.shape
     h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(problem), v.shape[3]
     packed = packed_sequences(problem) is not None
     paged = problem.layout.has_pages
@@ -107,18 +107,19 @@ def arguments(
     ]
     blocks = -(-s_q // (rows * made.consumers))
     packs = -(-problem.group // heads)
-    section = tile_scheduler.section(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
+    section = tile_scheduler.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
     if problem.mask is None:
         section = packs
     if packed:
         blocks = sequences.slots(problem, 0, rows * made.consumers)
         section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
-    numbers = *tile_scheduler.work(blocks, b, h_k, packs, section), problem.group, h_q, s_q, s_k
+    numbers = blocks, b * h_k * packs, section, h_k, problem.group, s_q, s_k
     fixed = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d), "BLOCK_K": made.block_k,
         "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": made.consumers, "SLOTS": made.slots, "STAGES": made.stages,
         "TURNS": bool(made.turns), "REGISTERS": made.registers, "LOADER_REGISTERS": made.loader_registers,
     }  # fmt: skip
+    fixed = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in fixed.items()})}
     return shapes, numbers, fixed, (min(blocks * b * h_k * packs, processors), 1, 1)
 
 

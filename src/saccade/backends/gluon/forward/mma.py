@@ -1,8 +1,7 @@
 """The forward's consumers: groups of four warps, each with the online softmax of its own 64 query rows."""
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
-
-from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,42 +11,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from saccade.backends.device.dropout import factor as dropout_factor
-from saccade.backends.device.dropout import opened
-from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import is_packed, numbered
-from saccade.backends.device.tiles import largest, used_length
-from saccade.backends.gluon.forward.block_list import listed_tile, work_list
-from saccade.backends.gluon.forward.epilogue import store_out
-from saccade.backends.gluon.forward.scores import hidden, modified, risen, row_terms, thinned, weighed
-from saccade.backends.gluon.ptx import fast_log2, pack_pairs, unpack_pairs
-from saccade.backends.gluon.tile_scheduler import (
-    BATCH,
-    CONSUMER,
-    CORE,
-    CORE_END,
-    END,
-    FIRST,
-    FIRST_ROW,
-    HI,
-    IN_GROUP,
-    KEY_HEAD,
-    KEYS,
-    LO,
-    ROW,
-    THERE,
-    USED,
-)
-from saccade.backends.gluon.tiles import row_maxima, row_sums
+from saccade.backends.device.tiles import used_length
+from saccade.backends.gluon.forward.epilogue import store_results
+from saccade.backends.gluon.forward.scores import LOWEST, LOWEST_VAST, ScoreRows, linear_terms, score_rule
+from saccade.backends.gluon.forward.work_tile import BATCH, KEYS, USED, tile_at, work_tile
+from saccade.backends.gluon.ptx import pack_pairs, unpack_pairs
+from saccade.backends.gluon.shim import aggregate
+from saccade.backends.gluon.tiles import row_sums
 
-# A row's maximum starts here: finite, so that no difference of two is NaN.
-LOWEST = gl.constexpr(-1e30)
-# The lowest number, which functions of scores take to hide keys; no factor comes before the difference there.
-LOWEST_VAST = gl.constexpr(-3.4028234e38)
+
+@aggregate
+class SoftmaxState:
+    """What the online softmax carries from tile to tile."""
+
+    acc: gl.tensor
+    """[64, BLOCK_DV]: p v of all tiles but the last"""
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    """[64, 8]"""
+    p: gl.tensor
+    """[64, BLOCK_K / 2]: the last tile's weights, as 16-bit pairs"""
 
 
 @gluon.jit
-def issue_scores(pipe, q_at, stage):
+def issue_scores(pipe, part, stage):
     """Starts q k^T [64, BLOCK_K], chunk by chunk of d."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
@@ -56,7 +44,7 @@ def issue_scores(pipe, q_at, stage):
     s = gl.zeros([64, BLOCK_K], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
     for chunk in gl.static_range(CHUNKS):
         # [64, CHUNK]
-        q = pipe.slots.tiles.index(q_at + chunk).reshape([64, CHUNK])
+        q = pipe.slots.tiles.index(part * pipe.slots.CHUNKS + chunk).reshape([64, CHUNK])
         # [BLOCK_K, CHUNK]
         k = pipe.keys.tiles.index(stage * CHUNKS + chunk).reshape([BLOCK_K, CHUNK])
         if chunk == CHUNKS - 1 and LAST < CHUNK:
@@ -77,91 +65,85 @@ def issue_values(pipe, p, stage, acc):
 
 
 @gluon.jit
-def step(
-    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, MASKED: gl.constexpr, LOWER: gl.constexpr, mask,
-    score, dropout, terms, inside, factor, b, h, q_idx, rows, keys,
-):  # fmt: skip
-    """One more tile of keys: its scores, and the values of the tile before, whose probabilities are p."""
+def first_softmax(pipe, rows, item, s):
+    """The state after the scores of the last tile, the first to come."""
+    place = item.end - 1
+    tile = tile_at(rows.rule.mask, item.block_list, item.hi, place)
+    s = rows.apply_score(s, tile)
+    if place >= item.core_end:
+        s = rows.apply_mask(s, tile, False)
+    elif rows.rule.mask.lower:  # noqa: SIM102 - known when this is compiled, and the next is not
+        if place < item.core:
+            s = rows.apply_mask(s, tile, True)
+    LEAST: gl.constexpr = LOWEST_VAST if rows.rule.score.vast else LOWEST
+    least = gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s.type.layout))
+    weights, _, row_max = rows.softmax_weights(s, tile, least)
+    row_sum = row_sums(weights)
+    p = pack_pairs(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    acc = gl.zeros([64, BLOCK_DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]))
+    return SoftmaxState(acc, row_max, row_sum, p)
+
+
+@gluon.jit
+def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr, LOWER: gl.constexpr):
+    """The state after one more tile of keys: its scores, and the values of the tile before."""
     stage = pipe.keys.wait(n + 1)
     pipe.turns.take(c)
-    s = issue_scores(pipe, q_at, stage)
-    acc = issue_values(pipe, p, pipe.values.wait(n), acc)
+    s = issue_scores(pipe, item.part, stage)
+    acc = issue_values(pipe, state.p, pipe.values.wait(n), state.acc)
     pipe.turns.give(c)
     # [64, BLOCK_K]
     s = warpgroup_mma_wait(1, [s])
     pipe.keys.release(n + 1)
-    s = modified(s, tile, score, terms, inside, b, h, q_idx)
+    s = rows.apply_score(s, tile)
     if MASKED:
-        s = hidden(s, tile, LOWER, mask, b, h, q_idx, rows, keys)
-    # [64]
-    new_max = gl.maximum(row_max, risen(row_maxima(s), tile, score, terms, 1, s.shape[1]))
-    # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
-    alpha = gl.exp2((row_max - new_max) * factor)
-    # [64, BLOCK_K]
-    weights = weighed(s, new_max, tile, score, terms, factor)
+        s = rows.apply_mask(s, tile, LOWER)
+    weights, alpha, row_max = rows.softmax_weights(s, tile, state.row_max)
     # [64, 8]
-    decay = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))
-    row_sum = row_sum * decay[:, None] + row_sums(weights)
+    decay = gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout))
+    row_sum = state.row_sum * decay[:, None] + row_sums(weights)
     # [64, BLOCK_DV]
     acc = warpgroup_mma_wait(0, [acc])
     pipe.values.release(n)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    weights = thinned(weights, tile, dropout, b, h, q_idx)
-    return acc, new_max, row_sum, pack_pairs(weights, pipe.slots.tiles.dtype)
+    p = pack_pairs(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
+    return SoftmaxState(acc, row_max, row_sum, p)
 
 
 @gluon.jit
 def run_of_tiles(
-    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, end, hi, listing, MASKED: gl.constexpr,
-    LOWER: gl.constexpr, mask, score, dropout, terms, inside, factor, b, h, q_idx, rows, keys,
+    c: gl.constexpr, pipe, rows, item, state, n, place, end, MASKED: gl.constexpr, LOWER: gl.constexpr
 ):  # fmt: skip
-    """The tiles of keys before `tile` down to `end`, all of them with the mask or without."""
+    """The tiles before `place` down to `end`, all of them with the mask or without. Returns the state, n and place."""
     # All numbers from the loop's own: with one of them carried along, d = 64 lost 4 %.
-    for i in range(tile - end):
-        number = listed_tile(mask, listing, hi, tile - 1 - i)
-        acc, row_max, row_sum, p = step(
-            c, acc, row_max, row_sum, p, pipe, q_at, n + i, number, MASKED, LOWER, mask, score, dropout, terms, inside,
-            factor, b, h, q_idx, rows, keys,
-        )  # fmt: skip
-    return acc, row_max, row_sum, p, n + gl.maximum(tile - end, 0), gl.minimum(tile, end)
+    for i in range(place - end):
+        tile = tile_at(rows.rule.mask, item.block_list, item.hi, place - 1 - i)
+        state = step(c, pipe, rows, item, state, n + i, tile, MASKED, LOWER)
+    return state, n + gl.maximum(place - end, 0), gl.minimum(place, end)
 
 
 @gluon.jit
-def further_tiles(
-    c: gl.constexpr, acc, row_max, row_sum, p, pipe, q_at, n, tile, first, core, core_end, hi, listing, mask, score,
-    dropout, terms, inside, factor, b, h, q_idx, rows, keys,
-):  # fmt: skip
-    """All tiles of keys before `tile`, whose probabilities are p. Without a lower bound `core` is the first tile that
-    needs the mask, and the plain ones are before it."""
-    if mask.lower:
-        # Twice through two loops: the tiles behind the core, the core, the tiles before it, and none. A branch inside
+def further_tiles(c: gl.constexpr, pipe, rows, item, state, n):
+    """All tiles before the last one. Without a lower bound those that need the mask come first."""
+    place = item.end - 1
+    if rows.rule.mask.lower:
+        # Twice through two loops: the tiles after the core, the core, the tiles before it, and none. A branch inside
         # one loop costs 8 %, and a third loop moves p around. Where there are no tiles before the core, as under a
         # causal mask, two loops are all: a nest cost the backward 15 % at d = 64.
         for half in range(2):
-            edge = gl.where(half == 0, gl.minimum(core_end, tile), first)
-            acc, row_max, row_sum, p, n, tile = run_of_tiles(
-                c, acc, row_max, row_sum, p, pipe, q_at, n, tile, edge, hi, listing, True, True, mask, score, dropout,
-                terms, inside, factor, b, h, q_idx, rows, keys,
-            )  # fmt: skip
-            acc, row_max, row_sum, p, n, tile = run_of_tiles(
-                c, acc, row_max, row_sum, p, pipe, q_at, n, tile, core, hi, listing, False, True, mask, score, dropout,
-                terms, inside, factor, b, h, q_idx, rows, keys,
-            )  # fmt: skip
+            edge = gl.where(half == 0, gl.minimum(item.core_end, place), item.first)
+            state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, edge, True, True)
+            state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, False, True)
     else:
-        acc, row_max, row_sum, p, n, tile = run_of_tiles(
-            c, acc, row_max, row_sum, p, pipe, q_at, n, tile, core, hi, listing, True, False, mask, score, dropout,
-            terms, inside, factor, b, h, q_idx, rows, keys,
-        )  # fmt: skip
-        acc, row_max, row_sum, p, n, tile = run_of_tiles(
-            c, acc, row_max, row_sum, p, pipe, q_at, n, tile, first, hi, listing, False, False, mask, score, dropout,
-            terms, inside, factor, b, h, q_idx, rows, keys,
-        )  # fmt: skip
-    return acc, row_max, row_sum, p, n
+        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
+        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, False, False)
+    return state, n
 
 
 @gluon.jit
-def skip(c: gl.constexpr, pipe, n, tiles):
-    """Hands tiles that none of this consumer's rows see back unread. Returns n behind them."""
+def skip_tiles(c: gl.constexpr, pipe, n, tiles):
+    """Hands tiles back unread that this consumer's mask excludes. Returns the next n."""
     for _ in range(tiles):
         pipe.turns.take(c)
         pipe.turns.give(c)
@@ -172,83 +154,35 @@ def skip(c: gl.constexpr, pipe, n, tiles):
 
 
 @gluon.jit
-def leave(pipe, done):
-    """Gives back the slot of the work before, once its out has left from there."""
+def release_last_slot(pipe, done):
+    """Gives back the slot of the work item before, once its out has left from there."""
     if done > 0:
         tma.store_wait(0)
         pipe.slots.release(done - 1)
 
 
 @gluon.jit
-def finish(acc, row_max, row_sum, score, terms, live, h, sink, dropout, DEAD: gl.constexpr):
-    """out [64, BLOCK_DV], lse and max_scores [64] from the sums; row_max [64] is natural. The sink is one more column,
-    and no score.
-
-    DEAD: there are rows that are not in use, of which acc may be NaN.
-    """
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-    if score.linear:  # -inf for all of a row hides it, and what is NaN stays NaN
-        total = gl.where(terms[2] == float("-inf"), 0.0, total + terms[2] * 0)
-        row_max = gl.maximum(row_max + terms[2], LOWEST_VAST)
-    top_score = largest(row_max, total, live)
-    share = total * 0 + 1
-    if sink is not None:
-        column = gl.load(sink + h, mask=live, other=0.0).to(gl.float32)
-        top = gl.maximum(row_max, column)
-        share = gl.exp2((row_max - top) * LOG2E)
-        total = total * share + gl.exp2((column - top) * LOG2E)
-        row_max = top
-    seen = live & (total != 0)  # a NaN counts as seen, and stays one
-    lse = gl.where(seen, row_max + fast_log2(gl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
-    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    weight = gl.convert_layout(gl.where(seen, share / gl.where(seen, total, 1.0), 0.0), layout)
-    if dropout is not None:
-        weight *= dropout_factor(dropout)
-    if DEAD:
-        acc = gl.where(gl.convert_layout(live, layout)[:, None], acc, 0.0)
-    return acc * weight[:, None], lse, top_score
-
-
-@gluon.jit
-def lengths(pipe, at, b, used_q, used_k, s_q, s_k):
-    """Rows and keys in use, and what masks call the batch row."""
-    if is_packed(used_q):
-        return pipe.slots.get(at, USED), pipe.slots.get(at, KEYS), numbered(used_q, b)
-    else:
-        return used_length(used_q, b, s_q), used_length(used_k, b, s_k), b
-
-
-@gluon.jit
-def destination(pipe, at, b, used_q, s_q):
-    """Batch row, first row, and how many rows there are: read when they are needed, as registers are few until then."""
-    if is_packed(used_q):
-        return b * 0, pipe.slots.get(at, FIRST_ROW), pipe.slots.get(at, THERE)
-    else:
-        return b, 0, s_q
-
-
-@gluon.jit
-def consume(
-    c: gl.constexpr, out_desc, out, lse, max_scores, sink, pipe, used_q, used_k, mask, score, dropout, group, h_q, s_q,
-    s_k, scale,
-):  # fmt: skip
-    """Consumer c: the online softmax of its 64 query rows over every tile of keys that they see."""
-    DTYPE: gl.constexpr = pipe.slots.tiles.dtype
-    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
-    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+def score_rows(rule, args, pipe, item, at, b):
+    """The ScoreRows of a work item: its rows, and the lengths in use."""
     ROWS: gl.constexpr = pipe.shape.ROWS
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    if is_packed(args.used_q):
+        rows, keys, b = pipe.slots.get(at, USED), pipe.slots.get(at, KEYS), numbered(args.used_q, b)
+    else:
+        rows, keys = used_length(args.used_q, b, args.s_q), used_length(args.used_k, b, args.s_k)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    # [64]
+    i = gl.arange(0, 64, layout)
+    q_idx = item.row + i % ROWS
+    h = item.h_k * args.group + item.in_group + i // ROWS
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys)
+
+
+@gluon.jit
+def consume(c: gl.constexpr, args, pipe):
+    """Consumer c: the online softmax of its 64 query rows over every tile of keys that they see, the last one first."""
     EARLY: gl.constexpr = pipe.slots.SLOTS > 1
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    CONSUMERS: gl.constexpr = pipe.shape.CONSUMERS
-    rows_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
-    # Scores keep the units of the products, or of the modification's core, up to the exponential, where a factor costs
-    # nothing.
-    inside, outside = score.parts(score.data)
-    inside *= scale
-    natural = inside if score.identity or score.linear else outside
-    factor = natural * LOG2E
-    if dropout is not None:
-        dropout = opened(dropout)
+    rule = score_rule(args.mask, args.score, args.dropout, args.scale)
     n = gl.to_tensor(0)
     done = gl.to_tensor(0)
     pipe.turns.open(c)
@@ -256,78 +190,27 @@ def consume(
     at = pipe.slots.record_of(0)
     b = pipe.slots.get(at, BATCH)
     while b >= 0:
-        in_group = pipe.slots.get(at, IN_GROUP)
-        h_k = pipe.slots.get(at, KEY_HEAD)
-        lo = pipe.slots.get(at, LO)
-        hi = pipe.slots.get(at, HI)
-        first = pipe.slots.get(at, CONSUMER + 4 * c + FIRST)
-        core = pipe.slots.get(at, CONSUMER + 4 * c + CORE)
-        core_end = pipe.slots.get(at, CONSUMER + 4 * c + CORE_END)
-        end = pipe.slots.get(at, CONSUMER + 4 * c + END)
-        if end <= first:  # nothing to see: the last tile that is there, hidden
-            first, core, core_end, end = hi - 1, hi, hi, hi
-        rows, keys, b = lengths(pipe, at, b, used_q, used_k, s_q, s_k)
-        # [64]
-        place = gl.arange(0, 64, rows_layout)
-        row = pipe.slots.get(at, ROW) + c * ROWS
-        q_idx = row + place % ROWS
-        h = h_k * group + in_group + place // ROWS
-        q_at = (slot * CONSUMERS + c) * pipe.slots.CHUNKS
-        listing = work_list(mask, pipe, at, b, h_k * group + in_group, row, used_q)
+        item = work_tile(c, args, pipe, slot, at, b)
+        rows = score_rows(rule, args, pipe, item, at, b)
 
-        n = skip(c, pipe, n, hi - end)
-        tile = end - 1
-        s = issue_scores(pipe, q_at, pipe.keys.wait(n))
+        n = skip_tiles(c, pipe, n, item.hi - item.end)
+        s = issue_scores(pipe, item.part, pipe.keys.wait(n))
         if EARLY:
-            leave(pipe, done)
+            release_last_slot(pipe, done)
         # [64, BLOCK_K]
         s = warpgroup_mma_wait(0, [s])
         pipe.keys.release(n)
-        number = listed_tile(mask, listing, hi, tile)
-        terms = row_terms(score, scale, b, h, q_idx, keys - rows)
-        s = modified(s, number, score, terms, inside, b, h, q_idx)
-        if not mask.lower:
-            core = gl.where(core < core_end, core_end, first)
-            core_end = core
-        if tile >= core_end:
-            s = hidden(s, number, False, mask, b, h, q_idx, rows, keys)
-        elif mask.lower:  # noqa: SIM102 - known when this is compiled, and the next is not
-            if tile < core:
-                s = hidden(s, number, True, mask, b, h, q_idx, rows, keys)
-        # [64]
-        lowest: gl.constexpr = LOWEST_VAST if score.vast else LOWEST
-        row_max = gl.maximum(risen(row_maxima(s), number, score, terms, 1, BLOCK_K), lowest)
-        # [64, BLOCK_K]
-        weights = weighed(s, row_max, number, score, terms, factor)
-        # [64, 8]
-        row_sum = row_sums(weights)
-        # [64, BLOCK_K / 2]
-        p = pack_pairs(thinned(weights, number, dropout, b, h, q_idx), DTYPE)
-        # [64, BLOCK_DV]
-        acc = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
-        acc, row_max, row_sum, p, n = further_tiles(
-            c, acc, row_max, row_sum, p, pipe, q_at, n, tile, first, core, core_end, hi, listing, mask, score, dropout,
-            terms, inside, factor, b, h, q_idx, rows, keys,
-        )  # fmt: skip
-        acc = issue_values(pipe, p, pipe.values.wait(n), acc)
+        state = first_softmax(pipe, rows, item, s)
+        state, n = further_tiles(c, pipe, rows, item, state, n)
+        acc = issue_values(pipe, state.p, pipe.values.wait(n), state.acc)
         acc = warpgroup_mma_wait(0, [acc])
         pipe.values.release(n)
-        n = skip(c, pipe, n + 1, first - lo)
+        n = skip_tiles(c, pipe, n + 1, item.first - item.lo)
         done += 1
 
-        batch, first_row, all_rows = destination(pipe, at, b, used_q, s_q)
-        there = (q_idx < all_rows) & (h < h_k * group + group)
-        result, row_lse, top_score = finish(
-            acc, row_max * natural, row_sum, score, terms, there & (q_idx < rows), h, sink, dropout, used_q is not None
-        )
-        corner = [batch, h_k, in_group, row + first_row, 0]
-        store_out(out_desc, out, pipe, slot * CONSUMERS + c, result, corner, all_rows - row, group)
-        if lse is not None:
-            gl.store(lse + (batch.to(gl.int64) * h_q + h) * s_q + first_row + q_idx, row_lse, mask=there)
-        if max_scores is not None:
-            gl.store(max_scores + (batch.to(gl.int64) * h_q + h) * s_q + first_row + q_idx, top_score, mask=there)
+        store_results(args, pipe, rows, item, at, b, acc, state.row_max, state.row_sum)
         if not EARLY:
-            leave(pipe, done)
+            release_last_slot(pipe, done)
         slot = pipe.slots.wait(done)
         at = pipe.slots.record_of(done)
         b = pipe.slots.get(at, BATCH)

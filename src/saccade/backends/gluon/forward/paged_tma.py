@@ -76,7 +76,7 @@ def pages_of(pages, b, start, keys, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def load_boxes(desc, tiles, stage, page, h_k, start, SIZE: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
+def load_pages(desc, tiles, stage, page, h_k, start, SIZE: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
                barrier):  # fmt: skip
     """Fills a stage of tiles [BLOCK_K, COLUMNS] with keys, or values, from `start` on, of pages [32], and counts them
     in at a barrier that expects all of them. desc: (pages, h_k, SIZE, d) in boxes."""

@@ -1,21 +1,146 @@
-"""What becomes of a tile of products in the forward: score functions, masks, dropout."""
+"""What becomes of a tile of products in the forward: score functions, masks, the softmax's weights, dropout."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false
-
-from __future__ import annotations
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.backends.device.dropout import opened
 from saccade.backends.device.pointwise import index_float
+from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import visible
 from saccade.backends.gluon.dropout import apply_dropout
 from saccade.backends.gluon.ptx import opaque
-from saccade.backends.gluon.tiles import between
+from saccade.backends.gluon.shim import Value, aggregate
+from saccade.backends.gluon.tiles import between, row_maxima
+
+# A row's maximum starts here: finite, so that no difference of two is NaN.
+LOWEST = gl.constexpr(-1e30)
+# The lowest number, which score functions take to mask keys; no factor comes before the difference there.
+LOWEST_VAST = gl.constexpr(-3.4028234e38)
+
+
+@aggregate
+class ScoreRule:
+    """What every work item of a call does to its products.
+
+    Scores keep the units of the products, or of the modification's core, up to the exponential, where a factor costs
+    nothing.
+    """
+
+    mask: Value
+    score: Value
+    dropout: Value
+    scale: Value
+    inside: Value
+    """what the core takes products by"""
+    natural: Value
+    """the natural value of one unit"""
+    factor: Value
+    """the same for log2"""
 
 
 @gluon.jit
-def columns(s):
+def score_rule(mask, score, dropout, scale):
+    inside, outside = score.parts(score.data)
+    inside *= scale
+    natural = inside if score.identity or score.linear else outside
+    if dropout is not None:
+        dropout = opened(dropout)
+    return ScoreRule(mask, score, dropout, scale, inside, natural, natural * LOG2E)
+
+
+@gluon.jit
+def linear_terms(rule, b, h, q_idx, off):
+    """Of a score that is linear in the key's index: [64] the pitch, in units of the products, a key, and what is added
+    to every product, natural, if keys are counted from that one. Else nothing that is used."""
+    if rule.score.linear:
+        key = q_idx + off
+        zero = q_idx.to(gl.float32) * 0
+        pitch = zero + rule.score.pitch(rule.score.data, b, h, q_idx, key)
+        level = zero + rule.score.level(rule.score.data, b, h, q_idx, key)
+        return pitch / rule.scale, key, level
+    else:
+        return 0, 0, 0
+
+
+@aggregate
+class ScoreRows:
+    """64 query rows, and what becomes of the products [64, BLOCK_K] of them and a tile of keys."""
+
+    rule: ScoreRule
+    terms: Value
+    """see `linear_terms`"""
+    b: Value
+    h: Value
+    q_idx: Value
+    rows: Value
+    keys: Value
+
+    @gluon.jit
+    def apply_score(self, s, tile):
+        """The core of the score modification; what nothing modifies stays as it is. Of a linear score's core a number
+        for each row is missing: see `add_row_terms`."""
+        rule = self.rule
+        if rule.score.identity:
+            return s
+        elif rule.score.linear:
+            return gl.fma(gl.broadcast(self.terms[0][:, None], s)[0], gl.broadcast(column_numbers(s), s)[0], s)
+        else:
+            kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+            s = s * rule.inside
+            return rule.score.core(rule.score.data, s, self.b, self.h[:, None], self.q_idx[:, None], kv_idx)
+
+    @gluon.jit
+    def apply_mask(self, s, tile, LOWER: gl.constexpr):
+        """The scores after the mask, whose lower bound counts only if LOWER."""
+        rule = self.rule
+        start = tile * s.shape[1]
+        off = self.keys - self.rows
+        if rule.mask.exact:
+            lo, hi, _, _ = rule.mask.keys_of(rule.mask.data, self.b, self.q_idx, off)
+            return between(s, lo - start, gl.minimum(hi, self.keys) - start, LOWER, True)
+        else:
+            if rule.mask.unlisted:
+                start = opaque(start)
+            kv_idx = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+            seen = visible(rule.mask, self.b, self.h[:, None], self.q_idx[:, None], kv_idx, self.rows, self.keys, off)
+            return gl.where(seen, s, float("-inf"))
+
+    @gluon.jit
+    def add_row_terms(self, row, tile, SIGN: gl.constexpr, BLOCK_K: gl.constexpr):
+        """row [64] plus or minus what `apply_score` omits from each score of a tile, but for what all of the row
+        share."""
+        if self.rule.score.linear:
+            return row + SIGN * (self.terms[0] * index_float(tile * BLOCK_K - self.terms[1]))
+        else:
+            return row
+
+    @gluon.jit
+    def softmax_weights(self, s, tile, old_max):
+        """exp(s - new_max) of scores as `apply_score` leaves them, by what earlier sums shrink, and new_max [64]."""
+        factor = self.rule.factor
+        new_max = gl.maximum(old_max, self.add_row_terms(row_maxima(s), tile, 1, s.shape[1]))
+        # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
+        alpha = gl.exp2((old_max - new_max) * factor)
+        if self.rule.score.vast:  # the difference first: see `tiles.power`
+            weights = gl.exp2((s - new_max[:, None]) * factor)
+        else:
+            weights = gl.exp2(s * factor - (self.add_row_terms(new_max, tile, -1, s.shape[1]) * factor)[:, None])
+        return weights, alpha, new_max
+
+    @gluon.jit
+    def apply_dropout(self, weights, tile):
+        """The weights that dropout keeps, and zeros."""
+        if self.rule.dropout is None:
+            return weights
+        else:
+            return apply_dropout(weights, self.rule.dropout, self.b, self.h, self.q_idx, tile * weights.shape[1], False)
+
+
+@gluon.jit
+def column_numbers(s):
     """[1, BLOCK_K]: the number of each column as float32, an addition of a constant to what a thread has of its own."""
     N: gl.constexpr = s.shape[1]
     # [64, BLOCK_K / 8, 8]: the second index is a register's, the third and a half of it a thread's.
@@ -23,73 +148,5 @@ def columns(s):
     eights = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, parts))) * 8
     rest = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, parts)))
     # [1, BLOCK_K / 8, 8]
-    made = eights.to(gl.float32)[None, :, None] + rest.to(gl.float32)[None, None, :]
-    return gl.convert_layout(made.reshape([1, N]), s.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def row_terms(score, scale, b, h, q_idx, off):
-    """Of a score that is linear in the key's index: [64] the pitch, in units of the products, a key, and what is added
-    to every product, natural, if keys are counted from that one. Else nothing that is used."""
-    if score.linear:
-        key = q_idx + off
-        zero = q_idx.to(gl.float32) * 0
-        pitch = zero + score.pitch(score.data, b, h, q_idx, key)
-        level = zero + score.level(score.data, b, h, q_idx, key)
-        return pitch / scale, key, level
-    else:
-        return 0, 0, 0
-
-
-@gluon.jit
-def modified(s, tile, score, terms, inside, b, h, q_idx):
-    """The core of the score modification, of a tile of products [64, BLOCK_K]; what nothing modifies stays as it is. Of
-    a linear score's core a number for each row is missing: see `risen`."""
-    if score.identity:
-        return s
-    elif score.linear:
-        return gl.fma(gl.broadcast(terms[0][:, None], s)[0], gl.broadcast(columns(s), s)[0], s)
-    else:
-        kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
-        return score.core(score.data, s * inside, b, h[:, None], q_idx[:, None], kv_idx)
-
-
-@gluon.jit
-def risen(row, tile, score, terms, SIGN: gl.constexpr, BLOCK_K: gl.constexpr):
-    """row [64] plus or minus what `modified` leaves out of each score of a tile, but for what all of the row share."""
-    if score.linear:
-        return row + SIGN * (terms[0] * index_float(tile * BLOCK_K - terms[1]))
-    else:
-        return row
-
-
-@gluon.jit
-def weighed(s, row_max, tile, score, terms, factor):
-    """exp(s - row_max), [64, BLOCK_K], of scores as `modified` leaves them; factor: their units, in those of log2."""
-    if score.vast:  # the difference first: see `tiles.power`
-        return gl.exp2((s - row_max[:, None]) * factor)
-    else:
-        return gl.exp2(s * factor - (risen(row_max, tile, score, terms, -1, s.shape[1]) * factor)[:, None])
-
-
-@gluon.jit
-def hidden(s, tile, LOWER: gl.constexpr, mask, b, h, q_idx, rows, keys):
-    """The scores [64, BLOCK_K] of a tile of keys after the mask, whose lower bound counts only if LOWER."""
-    start = tile * s.shape[1]
-    if mask.exact:
-        lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, keys - rows)
-        return between(s, lo - start, gl.minimum(hi, keys) - start, LOWER, True)
-    else:
-        if mask.unlisted:
-            start = opaque(start)
-        kv_idx = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
-        return gl.where(visible(mask, b, h[:, None], q_idx[:, None], kv_idx, rows, keys, keys - rows), s, float("-inf"))
-
-
-@gluon.jit
-def thinned(weights, tile, dropout, b, h, q_idx):
-    """The weights [64, BLOCK_K] of a tile of keys that dropout keeps, and zeros."""
-    if dropout is None:
-        return weights
-    else:
-        return apply_dropout(weights, dropout, b, h, q_idx, tile * weights.shape[1], False)
+    numbers = eights.to(gl.float32)[None, :, None] + rest.to(gl.float32)[None, None, :]
+    return gl.convert_layout(numbers.reshape([1, N]), s.type.layout, assert_trivial=True)
