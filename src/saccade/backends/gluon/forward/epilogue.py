@@ -69,20 +69,15 @@ def normalize(acc, row_max, row_sum, rows, args, live):
 
 
 @gluon.jit
-def out_tile(pipe, part, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """A consumer's part of a slot, where q was, as a tile of out."""
-    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // pipe.shape.BLOCK_DV
-    ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
-    return view(pipe.slots.tiles, [ALL] + SHAPE, LAYOUT).index(part * OUTS)  # noqa: RUF005 - no starred lists
-
-
-@gluon.jit
-def store_bulk(out_desc, pipe, part, corner):
-    """Writes the tile of out in bulk."""
+def store_bulk(out_desc, pipe, part, corner, OUTS: gl.constexpr):
+    """Writes the tile of out that store_out has made, in bulk."""
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     ROWS: gl.constexpr = pipe.shape.ROWS
+    ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
     LAYOUT: gl.constexpr = out_desc.layout
     fence_async_shared()
-    tma_store(out_desc, corner, out_tile(pipe, part, [1, 1, 64 // ROWS, ROWS, pipe.shape.BLOCK_DV], LAYOUT))
+    tile = view(pipe.slots.tiles, [ALL, 1, 1, 64 // ROWS, ROWS, BLOCK_DV], LAYOUT).index(part * OUTS)
+    tma_store(out_desc, corner, tile)
 
 
 @gluon.jit
@@ -90,15 +85,17 @@ def store_out(args, pipe, part, x, corner, there):
     """Writes x [64, BLOCK_DV], of whose rows so many are `there`: after those of a packed sequence comes the next one,
     which a bulk copy would overwrite."""
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-    DTYPE: gl.constexpr = args.out_desc.dtype
-    # Every warp overwrites rows of q that it alone has read.
-    tile = out_tile(pipe, part, [64, BLOCK_DV], gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], DTYPE))
-    tile.store(x.to(DTYPE))
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], args.out_desc.dtype)
+    # A consumer's part of a slot, where q was, as tiles of out. Every warp overwrites rows that it alone has read.
+    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // BLOCK_DV
+    ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
+    tile = view(pipe.slots.tiles, [ALL, 64, BLOCK_DV], LAYOUT).index(part * OUTS)
+    tile.store(x.to(args.out_desc.dtype))
     if args.out is None:
-        store_bulk(args.out_desc, pipe, part, corner)
+        store_bulk(args.out_desc, pipe, part, corner, OUTS)
     else:
         if there >= pipe.shape.ROWS:
-            store_bulk(args.out_desc, pipe, part, corner)
+            store_bulk(args.out_desc, pipe, part, corner, OUTS)
         else:
             h = corner[1] * args.group
             store_rows(tile, args.out, h + corner[2], corner[3], there, h + args.group, BLOCK_DV, pipe.shape.ROWS)

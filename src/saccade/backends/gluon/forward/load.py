@@ -231,7 +231,7 @@ def load(args, pipe):
             tails = load_values(args, pipe, n, tile, start, tails)
             n += 1
             if not EARLY and j == begun:
-                load_queries(args, pipe, drawn, tile)
+                load_queries(args, pipe, drawn, upcoming)  # still this one
             if j == ahead:
                 drawn += 1
                 item = count_up(counter, "relaxed") + gl.num_programs(0)
