@@ -17,7 +17,7 @@ from saccade.backends.device import scores as device_scores
 from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind
 from saccade.scores.codegen import source
-from saccade.scores.codegen.emitter import Form
+from saccade.scores.codegen.emitter import EmitOptions
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 
@@ -173,7 +173,7 @@ def test_random_functions(unary, join):
 
 
 def test_equal_sources_are_one_function():
-    text = source.value_source(bind(build_score("alibi", 2, 8, 8), torch.zeros(1)).program, Form((False,)))
+    text = source.value_source(bind(build_score("alibi", 2, 8, 8), torch.zeros(1)).program, EmitOptions((False,)))
     assert device_scores.jit(text)["apply"] is device_scores.jit(text)["apply"]
     assert device_scores.jit(text)["apply"] is not device_scores.jit(text.replace("x0", "y0"))["apply"]
 
@@ -251,7 +251,7 @@ def test_integer_division(n):
 
 def test_division_by_zero_stays_inside():
     """It may give anything that is a place in the table."""
-    text = source.value_source(bind(divided(0), torch.zeros(1)).program, Form((False,)))
+    text = source.value_source(bind(divided(0), torch.zeros(1)).program, EmitOptions((False,)))
     assert "widened(q_idx)" not in text
     value, slope = torch.empty(2, 1, 16, 16)
     faces_kernel[(1,)](torch.randn(16, 16), value, slope, device_scores.record(bind(divided(0), value)), 16, 16)

@@ -30,7 +30,7 @@ from saccade import (
     window,
 )
 from saccade.scores import bind
-from saccade.scores.codegen.emitter import Form
+from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.source import value_source
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, build_score
@@ -153,7 +153,7 @@ def test_more_operations_than_python_has_frames():
 
     check(*operands(7, 9), score_mod=chain, backend="cpu").assert_ok()
     program = bind(chain, Q).program
-    assert value_source(program, Form(())).count(" * ") >= 350
+    assert value_source(program, EmitOptions(())).count(" * ") >= 350
 
 
 def test_new_values_never_trace():
