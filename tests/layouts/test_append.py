@@ -103,7 +103,7 @@ def test_the_operator():
     ("changes", "words"),
     [
         ({"k_new": torch.randn(2, 1, H, D)}, "k_new must have the batch size of block_table (3, 3)"),
-        ({"k_new": torch.randn(3, H, D)}, "k_new is (b, s, h, d)"),
+        ({"k_new": torch.randn(3, H, D)}, "k_new must be (b, s, h, d)"),
         ({"k_new": torch.randn(3, 1, 4, D), "v_new": torch.randn(3, 1, 4, D_V)}, "the cache's heads"),
         ({"v_new": torch.randn(3, 2, H, D_V)}, "the same rows and heads"),
         ({"k_new": torch.randn(3, 1, H, D).half()}, "share one dtype, got torch.float32, torch.float32, torch.float16"),
@@ -129,7 +129,7 @@ BROKEN = {
     "offsets from 1 on": ({"layout": [1, 2, 3, 4]}, "cu_seqlens_q must begin at 0, never decrease"),
     "negative offset": ({"layout": [-1, 2, 3, 4]}, "got [-1, 2, 3, 4]"),
     "offsets that decrease": ({"layout": [0, 3, 2, 4]}, "got [0, 3, 2, 4]"),
-    "offsets beyond the rows": ({"layout": [0, 2, 3, 5]}, "the 4 rows that there are"),
+    "offsets beyond the rows": ({"layout": [0, 2, 3, 5]}, "the tensor's 4 rows"),
     "expanded cache": (
         {"k_cache": torch.zeros(PAGES, SIZE, 1, D).expand(-1, -1, H, -1)},
         "k_cache is written to, and elements of it share memory",
