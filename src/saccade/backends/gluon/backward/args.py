@@ -11,8 +11,8 @@ from saccade.backends.gluon.backward.kv_block import KVBlocks
 from saccade.backends.gluon.shim import Value, aggregate
 
 
-class ScoreArgs(NamedTuple):
-    """What makes weights of products."""
+class BackwardScoreArgs(NamedTuple):
+    """What turns products into scores."""
 
     mask: Any
     """a DeviceMask"""

@@ -47,8 +47,8 @@ def backward_kernel(
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. neg_lse and
     neg_delta: what `preprocess_kernel` made. dq_desc: dq_accum, in tiles of `to_register_order`, two for each q block.
-    packed: a PackedGradients, or None. scores: ScoreArgs. scheduler: TileSchedulerArgs. dq_semaphore: None where dq may
-    be added to in any order. counter: two zeros, which are zeros again in the end.
+    packed: a PackedGradients, or None. scores: BackwardScoreArgs. scheduler: TileSchedulerArgs. dq_semaphore: None
+    where dq may be added to in any order. counter: two zeros, which are zeros again in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_shape[2]

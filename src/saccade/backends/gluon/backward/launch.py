@@ -16,7 +16,7 @@ from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.records import Head, Rows, runtime_int
 from saccade.backends.gluon import GRADIENT
-from saccade.backends.gluon.backward.args import PackedGradients, ScoreArgs
+from saccade.backends.gluon.backward.args import BackwardScoreArgs, PackedGradients
 from saccade.backends.gluon.backward.dq_accum import preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
@@ -138,7 +138,7 @@ def arguments(
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(Head.of(dk), Head.of(dv)) if problem.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
-    score_args = ScoreArgs(mask, scores.record(problem.score, fast=True), scale)
+    score_args = BackwardScoreArgs(mask, scores.record(problem.score, fast=True), scale)
     records = score_args, dropout.record(problem.dropout), plan.order, semaphore
     yield tensors[: len(plan.shapes)], (packed, own, span_q, span_k, *records, *main)
     yield (), (dq_accum, Rows(dq, *dq_rows), span_q, *postprocess, scale)

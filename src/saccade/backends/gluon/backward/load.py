@@ -34,7 +34,7 @@ def clear(tiles, first, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS:
 
 
 @aggregate
-class QBlock:
+class QBlockPlace:
     """BLOCK_Q rows of one head: where they are in q and dout, and, at `place`, in -lse and -delta."""
 
     b: gl.tensor
@@ -49,14 +49,14 @@ class QBlock:
 
 @gluon.jit
 def q_block_of(block, n, args):
-    """The QBlock of step n."""
+    """The QBlockPlace of step n."""
     BLOCK_Q: gl.constexpr = args.kv_blocks.BLOCK_Q
     h, q_block = block.place(n, args.group)
     row = q_block * BLOCK_Q
     place = block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * BLOCK_Q
     whole = args.kv_blocks.span_q is None or row + BLOCK_Q <= block.rows
     b, at = block.row_of_q(row)
-    return QBlock(b, h, at, place, block.rows - row, whole)
+    return QBlockPlace(b, h, at, place, block.rows - row, whole)
 
 
 @aggregate
@@ -73,7 +73,7 @@ class RowLoader:
 
     @gluon.jit
     def start(self, n, q_block):
-        """Starts the copies of a QBlock to stage n; `end` has to follow. The two are apart so that a tile of q and one
+        """Starts the copies of a q block to stage n; `end` has to follow. The two are apart so that a tile of q and one
         of dout land at the same time."""
         stage = self.ring.claim(n)
         barrier = self.ring.target(stage, q_block.whole)
