@@ -31,8 +31,8 @@ def numbers_of_item(packed, listed):
 @aggregate
 class WorkTile:
     """A consumer's part of a work item. Its rows see the tiles of keys [first, end) of those that are loaded, which end
-    at hi, and need the mask in [first, core) and [core_end, end). The epilogue reads what it alone needs: registers are
-    few before."""
+    at hi, and need the mask in [first, core) and [core_end, end). What only the end needs is read there again: registers
+    are few until then."""
 
     part: gl.tensor
     """which of all consumers' parts of slots has its q"""
