@@ -13,7 +13,7 @@ from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.device.tiles import largest
 from saccade.backends.gluon.forward.scores import LOWEST_VAST
-from saccade.backends.gluon.forward.work_tile import FIRST_ROW, IN_GROUP, KEY_HEAD, THERE
+from saccade.backends.gluon.forward.work_tile import FIRST_ROW, THERE
 from saccade.backends.gluon.ptx import fast_log2
 from saccade.backends.gluon.shim import tma_store, view
 from saccade.backends.gluon.tiles import store_rows
@@ -27,10 +27,9 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
         b, first_row, row_count = b * 0, pipe.slots.get(at, FIRST_ROW), pipe.slots.get(at, THERE)
     else:
         first_row, row_count = 0, args.s_q
-    h_k = pipe.slots.get(at, KEY_HEAD)
-    there = (rows.q_idx < row_count) & (rows.h < h_k * args.group + args.group)
+    there = (rows.q_idx < row_count) & (rows.h < item.h_k * args.group + args.group)
     out, lse, top_score = normalize(acc, row_max, row_sum, rows, args, there & (rows.q_idx < rows.rows))
-    corner = [b, h_k, pipe.slots.get(at, IN_GROUP), item.row + first_row, 0]
+    corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
     store_out(args, pipe, item.part, out, corner, row_count - item.row)
     if args.lse is not None:
         place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx

@@ -15,7 +15,7 @@ from saccade.backends.device.sequences import is_packed, numbered
 from saccade.backends.device.tiles import used_length
 from saccade.backends.gluon.forward.epilogue import store_results
 from saccade.backends.gluon.forward.scores import LOWEST, LOWEST_VAST, ScoreRows, linear_terms, score_rule
-from saccade.backends.gluon.forward.work_tile import BATCH, KEYS, LO, USED, first_head, tile_at, work_tile
+from saccade.backends.gluon.forward.work_tile import BATCH, KEYS, USED, tile_at, work_tile
 from saccade.backends.gluon.ptx import pack_pairs, unpack_pairs
 from saccade.backends.gluon.shim import aggregate
 from saccade.backends.gluon.tiles import row_sums
@@ -174,7 +174,7 @@ def score_rows(rule, args, pipe, item, at, b):
     # [64]
     i = gl.arange(0, 64, layout)
     q_idx = item.row + i % ROWS
-    h = first_head(args, pipe, at) + i // ROWS
+    h = item.h_k * args.group + item.in_group + i // ROWS
     return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys)
 
 
@@ -205,7 +205,7 @@ def consume(c: gl.constexpr, args, pipe):
         acc = issue_values(pipe, state.p, pipe.values.wait(n), state.acc)
         acc = warpgroup_mma_wait(0, [acc])
         pipe.values.release(n)
-        n = skip_tiles(c, pipe, n + 1, item.first - pipe.slots.get(at, LO))
+        n = skip_tiles(c, pipe, n + 1, item.first - item.lo)
         done += 1
 
         store_results(args, pipe, rows, item, at, b, acc, state.row_max, state.row_sum)

@@ -30,13 +30,15 @@ def numbers_of_item(packed, listed):
 
 @aggregate
 class WorkTile:
-    """A consumer's part of a work item. Its rows see the tiles of keys [first, end) of those that are loaded, which end
-    at hi, and need the mask in [first, core) and [core_end, end). What only the end needs is read there again: registers
-    are few until then."""
+    """A consumer's part of a work item. Its rows see the tiles of keys [first, end) of those that are loaded, [lo, hi),
+    and need the mask in [first, core) and [core_end, end)."""
 
     part: gl.tensor
     """which of all consumers' parts of slots has its q"""
+    h_k: gl.tensor
+    in_group: gl.tensor
     row: gl.tensor
+    lo: gl.tensor
     hi: gl.tensor
     first: gl.tensor
     core: gl.tensor
@@ -55,14 +57,11 @@ def put_tiles(slots, at, c, first, core, core_end, end):
 
 
 @gluon.jit
-def first_head(args, pipe, at):
-    """The first query head of the work item of record `at`."""
-    return pipe.slots.get(at, KEY_HEAD) * args.group + pipe.slots.get(at, IN_GROUP)
-
-
-@gluon.jit
 def work_tile(c: gl.constexpr, args, pipe, slot, at, b):
     """Consumer c's WorkTile, from record `at`."""
+    in_group = pipe.slots.get(at, IN_GROUP)
+    h_k = pipe.slots.get(at, KEY_HEAD)
+    lo = pipe.slots.get(at, LO)
     hi = pipe.slots.get(at, HI)
     first = pipe.slots.get(at, CONSUMER + 4 * c)
     core = pipe.slots.get(at, CONSUMER + 4 * c + 1)
@@ -74,9 +73,9 @@ def work_tile(c: gl.constexpr, args, pipe, slot, at, b):
         core = gl.where(core < core_end, core_end, first)
         core_end = core
     row = pipe.slots.get(at, ROW) + c * pipe.shape.ROWS
-    block_list, _, _ = block_list_of(args, pipe, at, b, first_head(args, pipe, at), row)
+    block_list, _, _ = block_list_of(args, pipe, at, b, h_k * args.group + in_group, row)
     part = slot * pipe.shape.CONSUMERS + c
-    return WorkTile(part, row, hi, first, core, core_end, end, block_list)
+    return WorkTile(part, h_k, in_group, row, lo, hi, first, core, core_end, end, block_list)
 
 
 @gluon.jit
