@@ -106,8 +106,8 @@ def test_opcheck(order: str) -> None:
         layout = None
         q, k, v = (torch.randn(10, 2, h, 8) for h in (4, 2, 2))
     header = f"{order if layout is None else layout.text} causal none auto max_scores"
-    records = [] if layout is None else layout.records
-    arguments = q, k, v, None, [], records, header, [], [0.3]
+    tensors = [] if layout is None else layout.tensors
+    arguments = q, k, v, None, [], tensors, header, [], [0.3]
     lse = order == "thd"
     opcheck(torch.ops.saccade.forward_out.default, (torch.empty_like(q), *arguments, lse))
     for x in (q, k, v):

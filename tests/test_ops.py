@@ -239,7 +239,7 @@ def test_export():
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_gradcheck(backend, keywords):
     layout = keywords.get("layout", Dense())
-    b = 2 if layout.records else 1
+    b = 2 if layout.tensors else 1
     shapes = [(b, 2, 6, 2), (b, 1, 6, 2), (b, 1, 6, 3)]
     leaves = [layout.ordered(torch.randn(shape, dtype=torch.float64)).requires_grad_() for shape in shapes]
     sink = torch.randn(2, dtype=torch.float64, requires_grad=True)

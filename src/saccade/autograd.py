@@ -39,7 +39,7 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
         needs = ctx.needs_input_grad[1 : 5 + ctx.captures]
         *gradients, dcaptures = torch.ops.saccade.backward(dout, dlse, out, lse, *call, needs[4:])
         gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
-        return (None, *gradients, *[None] * len(call.records))
+        return (None, *gradients, *[None] * len(call.tensors))
 
 
 class _Gradient(torch.autograd.function._SingleLevelFunction):
@@ -118,7 +118,7 @@ def forward(*arguments: Any) -> Any:
         if error := call.view_layout.gradient_error:
             raise Unsupported(error)
         with enable_single_level_autograd_function():
-            return _Attention.apply(call, *tensors, *call.records)  # pyright: ignore[reportAttributeAccessIssue]
+            return _Attention.apply(call, *tensors, *call.tensors)  # pyright: ignore[reportAttributeAccessIssue]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.forward(*arguments)
 

@@ -117,10 +117,10 @@ def forward_out(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
 
 
 def _lengths(call: FlatCall, dims: FlatCall) -> int | None:
-    """How many of the records are used lengths, where the call folds; else None."""
+    """How many of the tensors are used lengths, where the call folds; else None."""
     header = call.parsed
     order, *used = header.layout.split(",")
-    others: Any = [dims.sink, *dims.captures, *dims.records[len(used) :]]
+    others: Any = [dims.sink, *dims.captures, *dims.tensors[len(used) :]]
     if order not in ORDERS or header.dropout or any(dim is not None for dim in others) or not _alike(header):
         return None
     return len(used)
@@ -154,10 +154,10 @@ def _fold(info: Any, call: FlatCall, dims: Any) -> tuple[int, int, Fold]:
 
 
 def _folded(call: FlatCall, dims: Any, fold: Fold, at: int, lengths: int) -> FlatCall:
-    """The call of all examples, of whose records the first `lengths` are used lengths."""
+    """The call of all examples, of whose tensors the first `lengths` are used lengths."""
     q, k, v = (fold(x, dim, at) for x, dim in zip(call[:3], dims[:3], strict=True))
-    used = [fold(x, dim) for x, dim in zip(call.records[:lengths], dims.records, strict=False)]
-    return call._replace(q=q, k=k, v=v, records=[*used, *call.records[lengths:]])
+    used = [fold(x, dim) for x, dim in zip(call.tensors[:lengths], dims.tensors, strict=False)]
+    return call._replace(q=q, k=k, v=v, tensors=[*used, *call.tensors[lengths:]])
 
 
 def _unfolded(results: Sequence[Tensor], places: Sequence[int], size: int, b: int) -> tuple[Any, Any]:

@@ -53,7 +53,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         raise ValueError(error)
     if not mask.listed:
         return mask
-    place = mask.records[0].device if mask.records and device is None else torch.empty(0, device=device).device
+    place = mask.tensors[0].device if mask.tensors and device is None else torch.empty(0, device=device).device
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
     problem = Problem(q, k, k, None, bound, None, Dense(), 1.0)
     if place.type == "cuda" and hardware.triton_obstacle() is None:

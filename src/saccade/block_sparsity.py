@@ -37,7 +37,7 @@ def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
     lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (*mask.ints, *mask.floats, problem.layout.text, *states_shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
-    return derived(key, [*mask.records, *problem.layout.records], lambda: compute(problem))
+    return derived(key, [*mask.tensors, *problem.layout.tensors], lambda: compute(problem))
 
 
 def with_states(mask: Mask, states: Tensor, lengths: tuple[int, int]) -> Blocked:
@@ -48,7 +48,7 @@ def with_states(mask: Mask, states: Tensor, lengths: tuple[int, int]) -> Blocked
 
 def _contents(mask: Mask) -> Hashable:
     """All that the states of a mask depend on, besides the shape of the call."""
-    return mask.identity, tuple(mask.ints), tuple(mask.floats), tuple(map(version, mask.records))
+    return mask.identity, tuple(mask.ints), tuple(mask.floats), tuple(map(version, mask.tensors))
 
 
 def states_shape(problem: Problem) -> tuple[int, int, int, int]:
@@ -59,7 +59,7 @@ def states_shape(problem: Problem) -> tuple[int, int, int, int]:
     """
     mask, q, k, layout = problem.mask, problem.q, problem.k, problem.layout
     assert mask is not None
-    batches = q.shape[0] if "b" in mask.indices or layout.records else min(q.shape[0], 1)
+    batches = q.shape[0] if "b" in mask.indices or layout.tensors else min(q.shape[0], 1)
     heads = q.shape[1] if "h" in mask.indices else min(q.shape[1], 1)
     return batches, heads, layout.tiles(q.shape[2], TILE), -(-k.shape[2] // TILE)
 

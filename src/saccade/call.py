@@ -57,16 +57,16 @@ class BoundCall(NamedTuple):
         mask, score, dropout, compiling = self.mask, self.score, self.dropout, torch.compiler.is_compiling()
         if mask is not None and compiling:
             masks.pin(mask.identity)
-        records = [*self.layout.records, *([] if mask is None else mask.records)]
+        tensors = [*self.layout.tensors, *([] if mask is None else mask.tensors)]
         ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
         floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
         numbers = bool(floats) and compiling
         if numbers:
             one = torch.ones((), dtype=torch.float64, device="cpu")
-            records, floats = [*records, torch.stack([one * x for x in floats])], []
+            tensors, floats = [*tensors, torch.stack([one * x for x in floats])], []
         floats = [self.scale, *floats]
         if dropout is not None:
-            records, floats = [*records, dropout.state], [self.scale, dropout.p, *floats[1:]]
+            tensors, floats = [*tensors, dropout.state], [self.scale, dropout.p, *floats[1:]]
         header = Header(
             layout=self.layout.text,
             mask="none" if mask is None else mask.identity,
@@ -78,7 +78,7 @@ class BoundCall(NamedTuple):
             numbers=numbers,
         )
         captures = score.tensors if score else ()
-        return FlatCall(*self[:4], captures, records, header.text, ints, floats)
+        return FlatCall(*self[:4], captures, tensors, header.text, ints, floats)
 
 
 def check_call(
@@ -112,7 +112,7 @@ def check_call(
     mask = as_mask(mask)
     if mask is not None and mask.listed and not (runs and backend == "reference"):  # which takes functions as they are
         mask = mask.bound()
-    if mask is not None or sink is not None or layout.records:
+    if mask is not None or sink is not None or layout.tensors:
         _check_tensors(q, k, v, mask, layout, sink)
     if not isinstance(dropout_p, float):
         dropout_p = arguments.number("dropout_p", dropout_p)
@@ -162,11 +162,11 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, sink: Tensor | None) -> None:
     """The tensors of layout and mask, and the sink."""
-    records = [*layout.records, *mask.records] if mask is not None else layout.records
-    for tensor in records:
+    tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
+    for tensor in tensors:
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
-    error = layout.mask_error(mask, q, k) if records or (mask is not None and mask.listed) else None
+    error = layout.mask_error(mask, q, k) if tensors or (mask is not None and mask.listed) else None
     if sink is not None and not error:
         error = sink_error(sink, layout.canonical(q).shape[1], q.device)
     if error:

@@ -15,7 +15,7 @@ from saccade.problem import Problem
 
 
 class Header(NamedTuple):
-    """The static part of a flat call, with one text form: what its records, ints and floats are."""
+    """The static part of a flat call, with one text form: what its tensors, ints and floats are."""
 
     layout: str = "bhsd"
     mask: str = "none"
@@ -24,10 +24,10 @@ class Header(NamedTuple):
     backend: str = "auto"
     deterministic: bool = False
     dropout: bool = False
-    """Its state is the last of the records, and p the second of the floats."""
+    """Its state is the last of the tensors, and p the second of the floats."""
     max_scores: bool = False
     numbers: bool = False
-    """The floats of mask and score are a tensor, the last record but dropout's: torch.compile makes constants of an
+    """The floats of mask and score are a tensor, the last tensor but dropout's: torch.compile makes constants of an
     operator's floats."""
 
     def programs(self) -> list[Any]:
@@ -55,7 +55,7 @@ class FlatCall(NamedTuple):
     sink: Tensor | None
     captures: Sequence[Tensor]
     """The tensors of the score function, which may need gradients."""
-    records: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     """The tensors of layout, mask and dropout."""
     header: str
     ints: Sequence[int]
@@ -72,7 +72,7 @@ class FlatCall(NamedTuple):
         return layouts.view_layout(self.parsed.layout)
 
     def layout(self) -> Layout:
-        return layouts.from_records(self.parsed.layout, list(self.records), self.q.shape[0], self.k.shape[0])
+        return layouts.from_tensors(self.parsed.layout, list(self.tensors), self.q.shape[0], self.k.shape[0])
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The tensors that may need gradients."""
@@ -86,7 +86,7 @@ class FlatCall(NamedTuple):
     def of_tensors(
         tensors: Sequence[Any], captures: int, static: tuple[str, Sequence[int], Sequence[float]]
     ) -> FlatCall:
-        """The inverse of `differentiable`, `records` and `static`; the number of captures divides the tensors."""
+        """The inverse of `differentiable`, `tensors` and `static`; the number of captures divides the tensors."""
         end = 4 + captures
         q, k, v, sink = tensors[:4]
         return FlatCall(q, k, v, sink, tensors[4:end], tensors[end:], *static)
@@ -94,13 +94,13 @@ class FlatCall(NamedTuple):
     def problem(self, **options: Any) -> Problem:
         """The call as a backend sees it, with fields of a Problem in the place of the call's."""
         header, (scale, *floats) = self.parsed, self.floats
-        records, ints = list(self.records), list(self.ints)
-        dropout = Dropout(records.pop(), floats.pop(0)) if header.dropout else None
+        tensors, ints = list(self.tensors), list(self.ints)
+        dropout = Dropout(tensors.pop(), floats.pop(0)) if header.dropout else None
         if header.numbers:
-            floats = records.pop().tolist()
-        layout = layouts.from_records(header.layout, records, self.q.shape[0], self.k.shape[0])
-        mask = masks.from_records(header.mask, ints, records, floats)
-        score = scores.from_records(header.score, list(self.captures), ints, floats)
+            floats = tensors.pop().tolist()
+        layout = layouts.from_tensors(header.layout, tensors, self.q.shape[0], self.k.shape[0])
+        mask = masks.from_tensors(header.mask, ints, tensors, floats)
+        score = scores.from_tensors(header.score, list(self.captures), ints, floats)
         q, k, v = map(layout.canonical, self[:3])
         options = {"deterministic": header.deterministic, "dropout": dropout, "max_scores": header.max_scores} | options
         return Problem(q, k, v, self.sink, mask, score, layout, scale, **options)

@@ -13,7 +13,7 @@ from saccade.backends import Append, Rotary
 from saccade.layouts import Paged
 
 ops.library.define(
-    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor[] records, str layout, "
+    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor[] tensors, str layout, "
     "Tensor[] rotary, bool interleaved) -> ()"
 )
 
@@ -64,7 +64,7 @@ def append_kv(
     arguments.flags(interleaved=interleaved)
     k_new, v_new = layouts.with_rows(k_new), layouts.with_rows(v_new)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
-    flat = k_cache, v_cache, k_new, v_new, layout.records, layout.text, tables, bool(interleaved)
+    flat = k_cache, v_cache, k_new, v_new, layout.tensors, layout.text, tables, bool(interleaved)
     if ops.runs_directly(k_cache, v_cache, k_new, v_new):
         _append(*flat)
     else:
@@ -76,12 +76,12 @@ def _append(
     v_cache: Tensor,
     k_new: Tensor,
     v_new: Tensor,
-    records: Any,
+    tensors: Any,
     layout: str,
     rotary: Any,
     interleaved: bool,
 ) -> None:
-    paged = layouts.from_records(layout, list(records))
+    paged = layouts.from_tensors(layout, list(tensors))
     assert isinstance(paged, Paged)
     if k_cache.device.type == "cpu":
         paged.check_lengths(k_new.shape[0], k_cache.shape[1])
@@ -127,7 +127,7 @@ def _check(
     tensors = k_cache, v_cache, k_new, v_new
     if len({x.dtype for x in tensors}) > 1:
         raise ValueError(f"caches and new rows must share one dtype, got {', '.join(str(x.dtype) for x in tensors)}")
-    if len(devices := {x.device for x in (*tensors, *layout.records)}) > 1:
+    if len(devices := {x.device for x in (*tensors, *layout.tensors)}) > 1:
         raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
     if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (k_cache, v_cache)):
         raise ValueError(f"the last dimension of a cache must be contiguous, got strides {k_cache.stride()}")

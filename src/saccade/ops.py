@@ -1,7 +1,7 @@
 """The registered operators: schema, fakes and flop formulas around the backends.
 
 `saccade::forward` is opaque to torch.compile. A call passes through its schema as a `FlatCall`: the tensors of the
-layout, the mask and dropout as `records`, one text that says what they are, and the runtime numbers.
+layout, the mask and dropout as `tensors`, one text that says what they are, and the runtime numbers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _out_of_range(problem: Problem, error: IndexError) -> Exception:
     """The error for an index that a score or mask function computes; on a GPU such an index is clamped."""
     score, mask = problem.score, problem.mask
     functions = [] if score is None else [(score.kind, score.tensors)]
-    functions += [] if mask is None else [(mask.kind, mask.records)]
+    functions += [] if mask is None else [(mask.kind, mask.tensors)]
     if not any(tensors for _, tensors in functions):
         return error
     read = " and ".join(f"{kind} with {', '.join(str(tuple(x.shape)) for x in tensors)}" for kind, tensors in functions)
@@ -95,8 +95,8 @@ def _inputs(problem: Problem) -> Iterator[tuple[str, Tensor]]:
     yield "q", layout.ordered(problem.q)
     yield from (("k", layout.ordered_keys(problem.k)), ("v", layout.ordered_keys(problem.v)))
     yield from (() if problem.sink is None else [("sink", problem.sink)])
-    yield from (("a tensor of the layout", x) for x in layout.records)
-    yield from (() if mask is None else (("a tensor of the mask", x) for x in mask.records))
+    yield from (("a tensor of the layout", x) for x in layout.tensors)
+    yield from (() if mask is None else (("a tensor of the mask", x) for x in mask.tensors))
     yield from (() if score is None else (("a tensor of the score_mod", x) for x in score.tensors))
 
 

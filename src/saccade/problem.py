@@ -80,16 +80,16 @@ class Problem:
     def key(self) -> tuple[Hashable, ...]:
         """Everything but values: Problems of one key have one Spec and run the same kernels on the same grid."""
         q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
-        records = layout.records if mask is None else [*layout.records, *mask.records]
+        tensors = layout.tensors if mask is None else [*layout.tensors, *mask.tensors]
         if sink is not None:
-            records = [*records, sink]
+            tensors = [*tensors, sink]
         return (
             *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
             *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
             *(sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if self.out is None else (self.out.stride(), _address(self.out) % ALIGNMENT),
-            *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in records),
+            *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in tensors),
             *([] if mask is None or not mask.listed else [abs(n) > scores.LONGEST for n in mask.ints]),
             *(abs(n) > scores.LONGEST for n in (score.ints if score else ())),
             *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),

@@ -78,7 +78,7 @@ def test_the_operator():
     arguments = (
         *tensors[:2],
         *tensors[3:],
-        tensors[2].records,
+        tensors[2].tensors,
         tensors[2].text,
         [torch.ones(9, 2), torch.ones(9, 2)],
         True,
@@ -174,7 +174,7 @@ def test_broken_numbers_stay_inside_on_a_gpu(name):
     layout, packed = changes["layout"], isinstance(changes["layout"], list)
     if packed:
         layout = Paged(TABLE, USED, torch.tensor(layout))
-    layout = Paged(*(x.cuda() for x in layout.records))
+    layout = Paged(*(x.cuda() for x in layout.tensors))
     caches = [torch.zeros(PAGES, SIZE, H, d, device="cuda") for d in (D, D_V)]
     append_kv(*caches, layout, *(torch.ones(*((4,) if packed else (3, 1)), H, d, device="cuda") for d in (D, D_V)))
     for cache in caches:

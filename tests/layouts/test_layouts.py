@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from saccade import Dense, Partial, attention, causal, prefix
-from saccade.layouts import ORDERS, empty_like_rows, from_records
+from saccade.layouts import ORDERS, empty_like_rows, from_tensors
 from saccade.testing import check
 from saccade.testing.cases import Case
 
@@ -125,9 +125,9 @@ def test_text_and_records_are_the_whole_layout():
     for used in ({}, {"seqused_q": torch.tensor([1])}, {"seqused_k": torch.tensor([2])}):
         for order in ORDERS:
             layout = Dense(order, **used)
-            records = list(layout.records)
-            again = from_records(layout.text, records)
-            assert records == []
+            tensors = list(layout.tensors)
+            again = from_tensors(layout.text, tensors)
+            assert tensors == []
             assert (again.order, again.seqused_q, again.seqused_k) == (order, layout.seqused_q, layout.seqused_k)
 
 

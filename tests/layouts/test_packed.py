@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import Dense, Packed, attention, block_mask, causal, documents, explain, mask_mod, prefix, window
-from saccade.layouts import from_records, view_layout
+from saccade.layouts import from_tensors, view_layout
 from saccade.testing import check
 from saccade.testing.cases import NAMED, Case
 from saccade.testing.packed import draw
@@ -41,7 +41,7 @@ def normal(t, h, d, **keywords):
         (lambda: Packed(OFFSETS, OFFSETS, 7, OFFSETS), "a tensor of one"),
     ],
 )
-def test_broken_records(made, words):
+def test_broken_tensors(made, words):
     with pytest.raises(ValueError, match="^.*" + words.replace("(", r"\(").replace(")", r"\)").replace("+", r"\+")):
         made()
 
@@ -99,12 +99,12 @@ def test_wrong_calls():
 )
 def test_text_and_records_are_the_whole_layout(used):
     layout = packed(**used)
-    records = layout.records
-    again = from_records(layout.text, records, 10, 12)
-    assert records == []
+    tensors = layout.tensors
+    again = from_tensors(layout.text, tensors, 10, 12)
+    assert tensors == []
     assert isinstance(again, Packed)
     assert (again.text, again.max_seqlen_q, again.max_seqlen_k) == (layout.text, 10, 12)
-    assert all(x is y for x, y in zip(again.records, layout.records, strict=True))
+    assert all(x is y for x, y in zip(again.tensors, layout.tensors, strict=True))
     assert repr(layout) == "Packed(3 sequences)"
 
 

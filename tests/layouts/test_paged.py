@@ -24,7 +24,7 @@ from saccade import (
     window,
 )
 from saccade.backends import gluon
-from saccade.layouts import from_records
+from saccade.layouts import from_tensors
 from saccade.problem import Problem
 from saccade.testing import check, paged
 from saccade.testing.cases import NAMED, Case
@@ -129,15 +129,15 @@ def test_compiled(name):
     layout = keywords.pop("layout")
 
     @torch.compile(backend="aot_eager", fullgraph=True)
-    def call(q, k, v, buffer, *records):
-        paged = from_records(layout.text, list(records))
+    def call(q, k, v, buffer, *tensors):
+        paged = from_tensors(layout.text, list(tensors))
         first = attention(q, k, v, layout=paged, return_lse=True, **keywords)
         second = attention(q, k, v, layout=paged, return_lse=True, out=buffer, **keywords)
         return first, second.lse
 
     buffer = torch.full_like(wanted.out, torch.nan)
     with torch.no_grad():
-        first, lse = call(*tensors, buffer, *layout.records)
+        first, lse = call(*tensors, buffer, *layout.tensors)
     for x, y in ((first[0], wanted.out), (first[1], wanted.lse), (buffer, wanted.out), (lse, wanted.lse)):
         assert torch.equal(x, y)
 
@@ -145,7 +145,7 @@ def test_compiled(name):
 def test_operators_are_registered_well():
     (q, k, v), keywords = given_of("mixed")
     header = f"{keywords['layout'].text} causal none auto"
-    arguments = q, k, v, None, [], keywords["layout"].records, header, [], [0.1], True
+    arguments = q, k, v, None, [], keywords["layout"].tensors, header, [], [0.1], True
     tests = "test_schema", "test_faketensor"
     torch.library.opcheck(torch.ops.saccade.forward.default, arguments, test_utils=tests)
     torch.library.opcheck(torch.ops.saccade.forward_out.default, (torch.empty_like(q), *arguments), test_utils=tests)
@@ -188,11 +188,11 @@ def test_gradients_are_refused():
 def test_text_and_records_are_the_whole_layout():
     table, used, offsets = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(3).int()
     for layout in (Paged(table, used), Paged(table, used, offsets), Paged(table, used, offsets, 4)):
-        records = layout.records
-        again = from_records(layout.text, records)
-        assert records == []
+        tensors = layout.tensors
+        again = from_tensors(layout.text, tensors)
+        assert tensors == []
         assert (again.text, again.num_splits) == (layout.text, layout.num_splits)
-        assert all(x is y for x, y in zip(again.records, layout.records, strict=True))
+        assert all(x is y for x, y in zip(again.tensors, layout.tensors, strict=True))
     assert repr(layout) == "Paged(2 sequences of up to 3 pages)"
 
 

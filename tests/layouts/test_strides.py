@@ -120,7 +120,7 @@ def test_gradient_of_a_sum(place):
     check(q, k, v, dout=torch.ones_like(q[:1, :1, :1, :1]).expand_as(q), backend=place.backend).assert_ok()
 
 
-def test_strided_records(place):
+def test_strided_tensors(place):
     """Sinks, lengths and gradients of the LSE may be views too."""
     q, k, v = (_normal(place, B, H, S, D) for _ in range(3))
     sink = _normal(place, 2 * H)[::2]

@@ -99,9 +99,9 @@ def test_everything_at_once():
 @pytest.mark.parametrize("name", MASKS)
 def test_records_and_back(name):
     mask = as_mask(MASKS[name])
-    ints, records, floats = list(mask.ints), list(mask.records), list(mask.floats)
-    again = masks.from_records(mask.identity, ints, records, floats)
-    assert (ints, records, floats) == ([], [], [])
+    ints, tensors, floats = list(mask.ints), list(mask.tensors), list(mask.floats)
+    again = masks.from_tensors(mask.identity, ints, tensors, floats)
+    assert (ints, tensors, floats) == ([], [], [])
     assert again.identity == mask.identity
     assert masks.is_kind(mask.kind)
     for head in range(2):  # by the graph, and by the function

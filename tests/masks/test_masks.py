@@ -137,13 +137,13 @@ def test_a_mask_is_its_definition(rule, rows, keys):
 
 @given(rules)
 def test_text_and_records_are_the_whole_mask(rule):
-    ints, records = list(rule.mask.ints), list(rule.mask.records)
-    again = masks.from_records(rule.mask.kind, ints, records)
+    ints, tensors = list(rule.mask.ints), list(rule.mask.tensors)
+    again = masks.from_tensors(rule.mask.kind, ints, tensors)
     assert again == rule.mask
     assert hash(again) == hash(rule.mask)
     assert repr(again) == repr(rule.mask)
     assert ints == []
-    assert records == []
+    assert tensors == []
     assert masks.is_kind(rule.mask.kind)
 
 
@@ -295,10 +295,10 @@ def test_ids_of_any_size():
         (lambda: documents(torch.ones(2, 3)), ValueError, "torch.float32 (2, 3)"),
         (lambda: documents(torch.ones(3, dtype=torch.int64)), ValueError, "torch.int64 (3,)"),
         (lambda: documents([[0, 1]]), ValueError, "[[0, 1]]"),
-        (lambda: masks.from_records("causal&", [], []), ValueError, "causal&"),
-        (lambda: masks.from_records("diagonal", [], []), ValueError, "'diagonal'"),
-        (lambda: masks.from_records("(causal", [], []), ValueError, "(causal"),
-        (lambda: masks.from_records("causal causal", [], []), ValueError, "causal causal"),
+        (lambda: masks.from_tensors("causal&", [], []), ValueError, "causal&"),
+        (lambda: masks.from_tensors("diagonal", [], []), ValueError, "'diagonal'"),
+        (lambda: masks.from_tensors("(causal", [], []), ValueError, "(causal"),
+        (lambda: masks.from_tensors("causal causal", [], []), ValueError, "causal causal"),
     ],
 )
 def test_errors(made, error, words):

@@ -1,4 +1,4 @@
-"""Score modifications: the function, its derivative, and the records that it travels in."""
+"""Score modifications: the function, its derivative, and the tensors that it travels in."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_softcap_caps():
 @pytest.mark.parametrize("mod", MODS, ids=repr)
 def test_text_and_records_are_the_whole_mod(mod):
     floats = list(mod.floats)
-    assert scores.from_records(mod.identity, [], [], floats) == mod
+    assert scores.from_tensors(mod.identity, [], [], floats) == mod
     assert floats == []
     assert mod.kind in scores.KINDS
-    assert scores.from_records("none", [], [], []) is None
+    assert scores.from_tensors("none", [], [], []) is None
 
 
 @pytest.mark.parametrize("mod", MODS, ids=repr)

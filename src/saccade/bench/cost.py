@@ -52,7 +52,7 @@ def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
             extent = Extent.of(rows.stop - rows.start, keys.stop - keys.start, used_q, used_k, device)
             total += _pairs(None if mask is None else of_batch_row(mask, b), extent, 1, used == (None, None))
         return total
-    return _pairs(mask, Extent.of(case.s_q, case.s_k, *used, device), case.b, not layout.records)
+    return _pairs(mask, Extent.of(case.s_q, case.s_k, *used, device), case.b, not layout.tensors)
 
 
 def _pairs(mask: Mask | None, extent: Extent, b: int, whole: bool) -> Fraction:

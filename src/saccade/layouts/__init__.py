@@ -5,10 +5,10 @@ from saccade.layouts.dense import ORDERS, Dense
 from saccade.layouts.nested import unwrap
 from saccade.layouts.packed import Packed
 from saccade.layouts.paged import Paged
-from saccade.layouts.rebuild import from_records, view_layout
+from saccade.layouts.rebuild import from_tensors, view_layout
 from saccade.layouts.strides import empty_like_rows, with_rows
 
 __all__ = [
-    "ORDERS", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "SideLengths", "empty_like_rows", "from_records",
+    "ORDERS", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "SideLengths", "empty_like_rows", "from_tensors",
     "unwrap", "view_layout", "with_rows",
 ]  # fmt: skip

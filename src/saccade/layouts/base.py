@@ -51,11 +51,11 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """The static part, such as `bshd,seqused_k`: which tensors `records` holds."""
+        """The static part, such as `bshd,seqused_k`: what `tensors` holds."""
         raise NotImplementedError
 
     @property
-    def records(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The tensors, in the order in which `text` names them."""
         raise NotImplementedError
 

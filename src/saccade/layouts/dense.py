@@ -52,7 +52,7 @@ class Dense(Layout):
 
     @property
     def kind(self) -> str:
-        return "padded" if self.records else "dense"
+        return "padded" if self.tensors else "dense"
 
     @property
     def text(self) -> str:
@@ -61,14 +61,14 @@ class Dense(Layout):
         return ",".join([self.order, *self._used()])
 
     @property
-    def records(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         if self.seqused_q is None and self.seqused_k is None:
             return []
         return [used for used in (self.seqused_q, self.seqused_k) if used is not None]
 
     @staticmethod
-    def from_records(order: str, names: list[str], records: list[Tensor], t_q: int, t_k: int) -> Dense:
-        return Dense(order, **{name: records.pop(0) for name in names})
+    def from_tensors(order: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Dense:
+        return Dense(order, **{name: tensors.pop(0) for name in names})
 
     def _used(self) -> list[str]:
         return [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
@@ -93,7 +93,7 @@ class Dense(Layout):
             if (used := getattr(self, name)).shape != (b,):
                 return f"{name} must have shape ({b},), got {tuple(used.shape)}"
         leaves = list(mask.leaves()) if mask is not None else []
-        if self.records and (isinstance(mask, Blocked) or any(leaf.of_shape for leaf in leaves)):
+        if self.tensors and (isinstance(mask, Blocked) or any(leaf.of_shape for leaf in leaves)):
             return (
                 "block masks are for calls whose rows are all in use: with used lengths pass the mask itself, or for "
                 f"torch's BlockMask mask_mod(fn), got {mask!r}"
@@ -101,8 +101,8 @@ class Dense(Layout):
         for leaf in leaves:
             if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
                 return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
-            if leaf.kind == "prefixes" and leaf.records[0].shape != (b,):
-                return f"prefix lengths must have shape ({b},), got {tuple(leaf.records[0].shape)}"
+            if leaf.kind == "prefixes" and leaf.tensors[0].shape != (b,):
+                return f"prefix lengths must have shape ({b},), got {tuple(leaf.tensors[0].shape)}"
         return None
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
@@ -113,7 +113,7 @@ class Dense(Layout):
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         b, h, s, _ = ORDERS[self.order]
-        return Sizes(q.shape[b], q.shape[h], q.shape[s], k.shape[s], exact=not self.records)
+        return Sizes(q.shape[b], q.shape[h], q.shape[s], k.shape[s], exact=not self.tensors)
 
     def common_offset(self, s_q: int, s_k: int) -> int | None:
         if not same_vector(self.seqused_q, self.seqused_k):

@@ -40,7 +40,7 @@ def unwrap(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tens
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_nested or x.layout != torch.jagged:
             raise ValueError(f"q, k and v must all be nested tensors of layout torch.jagged, or none; {name} is not")
-        if x.dim() != 4 or x._ragged_idx != ragged_dim or x.lengths() is not None or layout.records:
+        if x.dim() != 4 or x._ragged_idx != ragged_dim or x.lengths() is not None or layout.tensors:
             raise ValueError(
                 "nested tensors must be (b, h, s, d) with layout=Dense('bhsd'), or (b, s, h, d) with Dense('bshd'), "
                 f"jagged in s, without holes or used lengths; {name} has {x.dim()} dimensions, jagged in dimension "

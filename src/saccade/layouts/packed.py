@@ -94,14 +94,14 @@ class Packed(Layout):
         return ",".join([self.kind, *self._used(), *(["validate"] if self.validate else [])])
 
     @property
-    def records(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The tensors that `text` names. The bounds are not among them: no result needs them."""
         return [self.cu_seqlens_q, self.cu_seqlens_k, *(getattr(self, name) for name in self._used())]
 
     @staticmethod
-    def from_records(word: str, names: list[str], records: list[Tensor], t_q: int, t_k: int) -> Packed:
-        offsets = records.pop(0), records.pop(0)
-        used = {name: records.pop(0) for name in names if name != "validate"}
+    def from_tensors(word: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Packed:
+        offsets = tensors.pop(0), tensors.pop(0)
+        used = {name: tensors.pop(0) for name in names if name != "validate"}
         return Packed(*offsets, t_q, t_k, **used, validate="validate" in names)
 
     def _used(self) -> list[str]:

@@ -96,14 +96,14 @@ class Paged(Layout):
         return ",".join([self.kind, *names, *([] if self.num_splits is None else [f"splits={self.num_splits}"])])
 
     @property
-    def records(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [x for x in (self.block_table, self.seqused_k, self.cu_seqlens_q) if x is not None]
 
     @staticmethod
-    def from_records(word: str, names: list[str], records: list[Tensor], t_q: int, t_k: int) -> Paged:
-        tensors = [records.pop(0) for _ in range(3 if "cu_seqlens_q" in names else 2)]
+    def from_tensors(word: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Paged:
+        own = [tensors.pop(0) for _ in range(3 if "cu_seqlens_q" in names else 2)]
         splits = [int(name.removeprefix("splits=")) for name in names if name.startswith("splits=")]
-        return Paged(*tensors, num_splits=splits[0] if splits else None)
+        return Paged(*own, num_splits=splits[0] if splits else None)
 
     @property
     def sides(self) -> tuple[SideLengths, SideLengths]:

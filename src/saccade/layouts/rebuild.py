@@ -14,13 +14,13 @@ CLASSES: dict[str, type[Dense | Packed | Paged]] = {**dict.fromkeys(ORDERS, Dens
 """By the first word of a layout's text."""
 
 
-def from_records(text: str, records: list[Tensor], t_q: int = 0, t_k: int = 0) -> Layout:
-    """The inverse of `text` and `records`; takes what it needs from the front of `records`. A packed layout is bounded
+def from_tensors(text: str, tensors: list[Tensor], t_q: int = 0, t_k: int = 0) -> Layout:
+    """The inverse of `text` and `tensors`; takes what it needs from the front of `tensors`. A packed layout is bounded
     by the rows of its operands."""
     if text in PLAIN:
         return PLAIN[text]
     word, *names = text.split(",")
-    return CLASSES[word].from_records(word, names, records, t_q, t_k)
+    return CLASSES[word].from_tensors(word, names, tensors, t_q, t_k)
 
 
 def view_layout(text: str) -> Layout:

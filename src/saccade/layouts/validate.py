@@ -43,8 +43,8 @@ def sequence_mask_error(mask: Mask | None, sizes: Sizes, no_documents: str) -> s
     for leaf in mask.leaves() if mask is not None else ():
         if isinstance(leaf, Documents):
             return no_documents
-        if leaf.kind == "prefixes" and leaf.records[0].shape != (sizes.b,):
-            got = tuple(leaf.records[0].shape)
+        if leaf.kind == "prefixes" and leaf.tensors[0].shape != (sizes.b,):
+            got = tuple(leaf.tensors[0].shape)
             return f"prefix lengths must have shape ({sizes.b},), one for each sequence, got {got}"
         if leaf.listed and (error := leaf.packed_complaint(*sizes[:4])):
             return error

@@ -80,9 +80,9 @@ class Mask:
         return [value for leaf in self.leaves() for value in leaf._floats()]
 
     @property
-    def records(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The tensors, leaf after leaf, in the order of `kind`."""
-        return [value for leaf in self.leaves() for value in leaf._records()]
+        return [value for leaf in self.leaves() for value in leaf._tensors()]
 
     def _ints(self) -> list[int]:
         return []
@@ -90,7 +90,7 @@ class Mask:
     def _floats(self) -> list[float]:
         return []
 
-    def _records(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return []
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
@@ -114,7 +114,7 @@ class Mask:
     def refresh(self) -> None:
         """Says that tensors of the mask were written where torch does not count it: through `.data`, numpy or dlpack.
         What is kept of their old values is found anew."""
-        for x in self.bound().records:
+        for x in self.bound().tensors:
             torch.autograd.graph.increment_version(x)
 
     def __and__(self, other: Mask) -> Mask:
@@ -135,18 +135,18 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
             return NotImplemented
-        same = len(self.records) == len(other.records) and all(
-            _same(a, b) for a, b in zip(self.records, other.records, strict=True)
+        same = len(self.tensors) == len(other.tensors) and all(
+            _same(a, b) for a, b in zip(self.tensors, other.tensors, strict=True)
         )
         return self.identity == other.identity and (self.ints, self.floats) == (other.ints, other.floats) and same
 
     def __hash__(self) -> int:
-        return hash((self.identity, *self.ints, *self.floats, *(tuple(x.shape) for x in self.records)))
+        return hash((self.identity, *self.ints, *self.floats, *(tuple(x.shape) for x in self.tensors)))
 
     def visible(self, s_q: int, s_k: int, b: int = 1, head: int = 0) -> Tensor:
         """The whole mask of one query head, bool (b, s_q, s_k), True where a query may attend: for pictures and small
         checks."""
-        device = self.records[0].device if self.records else torch.device("cpu")
+        device = self.tensors[0].device if self.tensors else torch.device("cpu")
         extent = Extent.of(s_q, s_k, None, None, device)
         batch, h = torch.arange(b, device=device)[:, None, None], torch.full((1, 1, 1), head, device=device)
         return self.sees(extent, batch, h, extent.q_idx()[..., None], torch.arange(s_k, device=device)).expand(

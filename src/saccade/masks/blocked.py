@@ -44,8 +44,8 @@ class Blocked(Mask):
         return self.mask.indices
 
     @property
-    def records(self) -> list[Tensor]:
-        return [*self.mask.records, self.states]
+    def tensors(self) -> list[Tensor]:
+        return [*self.mask.tensors, self.states]
 
     def leaves(self) -> Any:
         return self.mask.leaves()

@@ -21,7 +21,7 @@ class Window(Mask):
     right: int | None
 
     @property
-    def records(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return []
 
     @property
@@ -75,7 +75,7 @@ class Prefix(Mask):
     def _ints(self) -> list[int]:
         return [] if isinstance(self.n, Tensor) else [self.n]
 
-    def _records(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return [self.n] if isinstance(self.n, Tensor) else []
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Documents(Mask):
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.ids.shape[1]
 
-    def _records(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return [self.ids, self.first, self.stop, self.solid]
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class TensorMask(Mask):
     def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.predicate.indices
 
-    def _records(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return [self.t]
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:

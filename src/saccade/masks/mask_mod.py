@@ -42,14 +42,14 @@ class MaskMod(Mask):
     def _floats(self) -> list[float]:
         return self.predicate.floats
 
-    def _records(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return list(self.predicate.tensors)
 
     @staticmethod
-    def of_records(word: str, ints: list[int], floats: list[float], records: list[Tensor]) -> MaskMod:
-        """The inverse of `identity`, `ints`, `floats` and `records`; takes from the front of the lists."""
+    def of_tensors(word: str, ints: list[int], floats: list[float], tensors: list[Tensor]) -> MaskMod:
+        """The inverse of `identity`, `ints`, `floats` and `tensors`; takes from the front of the lists."""
         identity = word.removeprefix("mask_mod[").removesuffix("]")
-        return MaskMod(scores.Traced.of_records(identity, records, ints, floats))
+        return MaskMod(scores.Traced.of_tensors(identity, tensors, ints, floats))
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
         if max(s_q, s_k) > scores.LONGEST:
@@ -170,8 +170,8 @@ class OfRow(Mask):
     def _floats(self) -> list[float]:
         return self.mask.floats
 
-    def _records(self) -> list[Tensor]:
-        return self.mask.records
+    def _tensors(self) -> list[Tensor]:
+        return self.mask.tensors
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.mask.sees(extent, b + self.b, h, q_idx, kv_idx)

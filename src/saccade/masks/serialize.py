@@ -62,10 +62,10 @@ def is_kind(text: str) -> bool:
     return True
 
 
-def from_records(
-    identity: str, ints: list[int], records: list[Tensor], floats: list[float] | None = None
+def from_tensors(
+    identity: str, ints: list[int], tensors: list[Tensor], floats: list[float] | None = None
 ) -> Mask | None:
-    """The inverse of `identity`, `ints`, `records` and `floats`; takes what it needs from the front of the lists."""
+    """The inverse of `identity`, `ints`, `tensors` and `floats`; takes what it needs from the front of the lists."""
 
     def build(tree: Any) -> Mask:
         match tree:
@@ -82,16 +82,16 @@ def from_records(
             case "prefix":
                 return Prefix(ints.pop(0))
             case "prefixes":
-                return Prefix(records.pop(0))
+                return Prefix(tensors.pop(0))
             case "documents":
-                return Documents(records.pop(0), records.pop(0), records.pop(0), records.pop(0))
+                return Documents(tensors.pop(0), tensors.pop(0), tensors.pop(0), tensors.pop(0))
             case _:
-                return MaskMod.of_records(tree, ints, [] if floats is None else floats, records)
+                return MaskMod.of_tensors(tree, ints, [] if floats is None else floats, tensors)
 
     if identity == "none":
         return None
     mask = build(_parsed(identity.removeprefix(Blocked.MARK)))
-    return Blocked(mask, records.pop(0)) if identity.startswith(Blocked.MARK) else mask
+    return Blocked(mask, tensors.pop(0)) if identity.startswith(Blocked.MARK) else mask
 
 
 def of_batch_row(mask: Mask, b: int) -> Mask:
@@ -109,7 +109,7 @@ def of_batch_row(mask: Mask, b: int) -> Mask:
 
 
 def programs(identity: str) -> list[Any]:
-    """What has to be kept alive besides tensors, so that `from_records` finds it."""
+    """What has to be kept alive besides tensors, so that `from_tensors` finds it."""
     return [scores.program_of(word) for word in re.findall(r"\[([^\]]*)\]", identity)]
 
 

@@ -196,9 +196,9 @@ _RELATIVE = 1e-3
 """Far above rounding, far below the error of a wrong formula."""
 
 
-def from_records(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Score | None:
+def from_tensors(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Score | None:
     """The inverse of a Score's `identity`, `tensors`, `ints` and `floats`. It takes its numbers from the front of the
     lists."""
     if identity == "none":
         return None
-    return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_records(identity, list(tensors), ints, floats)
+    return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_tensors(identity, list(tensors), ints, floats)

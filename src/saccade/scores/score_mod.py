@@ -159,7 +159,7 @@ class Traced(Score):
         self.floats = [float(x) for x, integral in zip(numbers, program.integral, strict=True) if not integral]
 
     @staticmethod
-    def of_records(identity: str, tensors: list[Tensor], ints: list[int], floats: list[float]) -> Traced:
+    def of_tensors(identity: str, tensors: list[Tensor], ints: list[int], floats: list[float]) -> Traced:
         """The inverse of `identity`, `tensors`, `ints` and `floats`; takes from the front of the lists."""
         program = program_of(identity)
         if program is None:

@@ -199,13 +199,13 @@ class Case:
         bounds = [bound for call in re.findall(r"\(([\w,]+)\)", self.mask) for bound in call.split(",")]
         numbers = [bound for bound in bounds if bound == "None" or bound.isdigit()]
         kind = re.sub(r"\((?:\d|None)[\w,]*\)", "", self.mask)
-        records: list[Tensor] = []
+        tensors: list[Tensor] = []
         for leaf in re.findall(r"[a-z]+", kind):
             if leaf == "documents":
-                records += masks.documents(self._ids(generator).to(device)).records
+                tensors += masks.documents(self._ids(generator).to(device)).tensors
             elif leaf == "prefixes":
-                records.append(torch.randint(0, self.s_k + 1, (self.b,), generator=generator).to(device))
-        return masks.from_records(kind, [UNBOUNDED if n == "None" else int(n) for n in numbers], records)
+                tensors.append(torch.randint(0, self.s_k + 1, (self.b,), generator=generator).to(device))
+        return masks.from_tensors(kind, [UNBOUNDED if n == "None" else int(n) for n in numbers], tensors)
 
     def _ids(self, generator: torch.Generator) -> Tensor:
         shape = self.b, self.s_q

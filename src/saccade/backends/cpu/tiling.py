@@ -188,8 +188,8 @@ class Tiling:
 def tiling_of(problem: Problem) -> Tiling:
     """The Tiling of a call, cached as long as mask, numbers, shape and the tensors of mask and layout are the same."""
     mask, layout, shape = problem.mask, problem.layout, TilingShape.of(problem)
-    records = [*layout.records, *mask.records] if mask is not None else layout.records
-    if not records and (mask is None or not mask.listed):
+    tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
+    if not tensors and (mask is None or not mask.listed):
         return _of_numbers(shape, mask)
 
     def make() -> Tiling:
@@ -199,7 +199,7 @@ def tiling_of(problem: Problem) -> Tiling:
         return Tiling(shape, mask, problem.extent, (tiles[0] > 1, tiles[1] > 1))
 
     numbers = () if mask is None else (mask.identity, *mask.ints, *mask.floats)
-    return derived(("tiling", shape, layout.text, numbers), records, make)
+    return derived(("tiling", shape, layout.text, numbers), tensors, make)
 
 
 @lru_cache(maxsize=256)

@@ -178,7 +178,7 @@ def _graph(problem: Problem, key: GraphKey, handle: object) -> BuiltGraph:
 def _used_rows(problem: Problem) -> UsedRows | None:
     """None where everything is in use, and every row sees its diagonal at least."""
     s_q, s_k, b = problem.q.shape[2], problem.k.shape[2], problem.q.shape[0]
-    if not problem.layout.records and (problem.mask is None or s_q <= s_k):
+    if not problem.layout.tensors and (problem.mask is None or s_q <= s_k):
         return None
     extent = problem.extent
     unused_rows = extent.q_idx() >= extent.rows
@@ -193,7 +193,7 @@ def _used_rows(problem: Problem) -> UsedRows | None:
 def _operands(problem: Problem, used: UsedRows | None) -> dict[str, Tensor]:
     """q, k and v, with zeros in rows that are not in use, and no element twice."""
     q, k, v = problem.q, problem.k, problem.v
-    if problem.layout.records and used is not None:
+    if problem.layout.tensors and used is not None:
         q, k, v = _clear(q, used.unused_rows), _clear(k, used.unused_keys), _clear(v, used.unused_keys)
     return {"q": _once(q), "k": _once(k), "v": _once(v)}
 

@@ -44,7 +44,7 @@ MAXSIZE = 1024
 
 def _tensors(given: Append) -> list[Any]:
     rotary = [] if given.rotary is None else [given.rotary.cos, given.rotary.sin]
-    return [*given[:4], *given.layout.records, *rotary]
+    return [*given[:4], *given.layout.tensors, *rotary]
 
 
 def _arguments(given: Append) -> tuple[Any, ...]:

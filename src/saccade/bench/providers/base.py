@@ -126,7 +126,7 @@ class PeerInputs(Operands):
         layout: Layout = inputs.keywords.get("layout", Dense())
         target = layout if layout.ragged_keys else Dense(order)
         tensors = [layout.canonical(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-        if layout.records:
+        if layout.tensors:
             tensors = [x.nan_to_num(0) for x in tensors]
         group = tensors[0].shape[1] // max(1, tensors[1].shape[1])
         q, k, v, dout = (target.ordered(x).contiguous() for x in tensors)

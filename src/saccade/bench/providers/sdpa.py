@@ -85,7 +85,7 @@ def visible_mask(call: PeerInputs, b: int) -> Tensor:
     """(b or 1, 1, s_q, s_k) bool, True where a query may attend."""
     used = call.layout.seqused_q, call.layout.seqused_k
     extent = Extent.of(call.q.shape[2], call.k.shape[2], *used, call.q.device)
-    same = not call.layout.records and (call.mask is None or not call.mask.records)
+    same = not call.layout.tensors and (call.mask is None or not call.mask.tensors)
     rows, keys = extent.q_idx()[..., None], torch.arange(extent.s_k, device=call.q.device)
     visible = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
     if call.mask is not None:
