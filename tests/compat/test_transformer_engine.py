@@ -387,12 +387,12 @@ WRONG = {
     "holes of two masks": (
         called(attn_mask_type="padding_causal_bottom_right", attention_mask=(HOLES_Q, HOLES_K)),
         Unsupported,
-        "attention_mask hides other tokens than the last ones",
+        "attention_mask masks other tokens than the last ones",
     ),
     "a mask of other tokens": (
         called(attn_mask_type="padding", attention_mask=(HOLES_K, HOLES_Q)),
         ValueError,
-        "bools (2, 1, 1, 12), True where nothing is, or two of them, of queries and keys; got torch.bool (2, 1, 1, 17)",
+        "(2, 1, 1, 12), True where masked, or two of them, for queries and keys; got torch.bool (2, 1, 1, 17)",
     ),
     "a list for a mask": (called(attn_mask_type="padding", attention_mask="all"), ValueError, "got str"),
     "bias": (called(core_attention_bias=BIAS), ValueError, "core_attention_bias_type='no_bias' with it"),

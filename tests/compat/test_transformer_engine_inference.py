@@ -85,7 +85,7 @@ class Server:
         return torch.cat([row[:n] for row, n in zip(out, lengths, strict=False)])
 
     def run(self, core: DotProductAttention, params: InferenceParams, order: str, **keywords) -> Tensor:
-        other = DotProductAttention(H, (D, D_V), G, layer_number=2, **core.defaults)
+        other = DotProductAttention(H, (D, D_V), G, layer_number=2, **core.defaults._asdict())
         other.softmax_offset = core.softmax_offset
         found = []
         params.reset()
@@ -158,7 +158,7 @@ def test_what_a_graph_would_capture(order, monkeypatch):
     """Lengths that only the device knows."""
     server, (core, params) = Server(torch.float32), made(order, True)
     wanted = server.run(core, params, order)
-    monkeypatch.setattr("saccade.compat.transformer_engine.step._captured", lambda device: True)
+    monkeypatch.setattr("saccade.compat.transformer_engine.cache_step._captured", lambda device: True)
     assert torch.equal(server.run(core, params, order), wanted)
 
 
@@ -271,7 +271,7 @@ WRONG = {
     "layer": (stepped(layer_number=None), AssertionError, "give layer_number"),
     "other lengths": (stepped(first={"a": 13}), ValueError, "a step of 1 sequences with up to 13 tokens"),
     "other sequences": (stepped(first={"a": 1, "b": 1, "c": 1}), ValueError, "a step of 3 sequences"),
-    "gaps": (stepped("thd", cu_seqlens_q_padded=BIAS), Unsupported, "behind the last one, or give bshd"),
+    "gaps": (stepped("thd", cu_seqlens_q_padded=BIAS), Unsupported, "after the last one, or give bshd"),
     "top left": (
         stepped(attn_mask_type="padding", window_size=(3, 3), bottom_right_diagonal=False),
         Unsupported,
@@ -282,7 +282,7 @@ WRONG = {
         ValueError,
         "must broadcast to (b, h_q, s_q, s_k) = (2, 4, 12, 24), got (1, 4, 1, 9)",
     ),
-    "too long": (asked({"a": 5}), ValueError, "max_sequence_length=24 altogether; 'a' has 5 and 25"),
+    "too long": (asked({"a": 5}), ValueError, "max_sequence_length=24 in all; 'a' has 5 and 25"),
     "nothing": (asked({"a": 0}), ValueError, "at least one token"),
     "too many": (asked(dict.fromkeys(range(5), 1)), ValueError, "up to max_batch_size=4 sequences, got 5"),
     "full": (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,21 +32,22 @@ class Call:
         query_layer: (s_q, b, h_q, d), (b, s_q, h_q, d) or packed (t_q, h_q, d), as qkv_format says.
         key_layer: (s_k, b, h_k, d), …
         value_layer: (s_k, b, h_k, d_v), …
-        attention_mask: True where nothing is seen: for padding (b, 1, 1, s_q), or two of them, of queries and keys;
-            for "arbitrary" what broadcasts to (b, h_q, s_q, s_k). Other mask types do not read it. Padding may be
-            anywhere; at the end it runs as lengths, which is faster, and which a GPU is asked for once for each mask.
-        qkv_format: "sbhd", "bshd" or "thd"; None: the constructor's, as for the following that may be None.
-        cu_seqlens_q: (b + 1,) int32, sums of the lengths that are in use. With "thd", and for padding.
-        cu_seqlens_kv: the same of the keys.
+        attention_mask: True where an element is masked: for padding (b, 1, 1, s_q), or two of them, for queries and
+            keys; for "arbitrary" any shape that broadcasts to (b, h_q, s_q, s_k). Other mask types do not read it.
+            Padding may be anywhere. Padding at the end runs as lengths, which is faster; to find that out, the host
+            waits for the GPU once for each mask.
+        qkv_format: "sbhd", "bshd" or "thd". None stands for the constructor's, also in the arguments below.
+        cu_seqlens_q: (b + 1,) int32, sums of the used lengths. For "thd", and for padding.
+        cu_seqlens_kv: the same for the keys.
         cu_seqlens_q_padded: where the sequences of "thd" begin, if there is padding between them.
-        cu_seqlens_kv_padded: the same of the keys.
+        cu_seqlens_kv_padded: the same for the keys.
         max_seqlen_q: an upper bound of the lengths, for "thd".
-        max_seqlen_kv: the same of the keys.
+        max_seqlen_kv: the same for the keys.
         attn_mask_type: "no_mask", "padding", "causal" and "padding_causal" (aligned at the top left),
             "causal_bottom_right", "padding_causal_bottom_right", "arbitrary".
-        window_size: (left, right), -1 for unbounded. Causal masks have nothing on the right: (left, right) is (left, 0)
-            there, with a warning, and (-1, right) is refused.
-        bottom_right_diagonal: where windows and ALiBi are aligned, for masks that do not say it: True unless given.
+        window_size: (left, right), -1 for unbounded. Causal masks have no keys on the right: they read (left, right) as
+            (left, 0), with a warning, and refuse (-1, right).
+        bottom_right_diagonal: where windows and ALiBi are aligned, for masks that do not say it; True by default.
         softcap: `softcap tanh(score / softcap)` after score_mod and before the bias; 0 for none.
         checkpoint_core_attention: compute the attention again in the backward, instead of saving what it needs.
         core_attention_bias_type: "no_bias", "pre_scale_bias": `scale (q k + bias)`, "post_scale_bias":
@@ -54,18 +55,18 @@ class Call:
         core_attention_bias: what broadcasts to (b, h_q, s_q, s_k); it gets a gradient if it requires one.
         alibi_slopes: (h_q) or (b, h_q); those of the paper when None.
         fast_zero_fill: not read.
-        inference_params: an `InferenceParams`: key_layer and value_layer are those of query_layer's tokens, which
-            attend to all that the cache has. "padding_causal" is aligned at the bottom right then, lengths are those of
-            `pre_step`, and of cu_seqlens_q only their number is read.
+        inference_params: an `InferenceParams`. key_layer and value_layer then belong to query_layer's tokens, which
+            attend to all keys in the cache. "padding_causal" is then aligned at the bottom right, the lengths are those
+            of `pre_step`, and cu_seqlens_q only gives the number of sequences.
         pad_between_seqs: not read; cu_seqlens_*_padded say it.
         fp8_output: refused, and so is bf16_backward.
-        num_splits: with inference_params, into how many parts a GPU cuts keys: 1, and results never depend on the
-            batch; None or 0, and the backend chooses, which is faster for few sequences. Else not read: keys are not
-            split.
-        score_mod: `score_mod(graph, score, tensors) -> score`, as `saccade.compat.cudnn.score_callback` takes it, and
-            so the other three.
-        qkv_layer: q, k and v as one tensor, with a dimension of 3 at qkv_interleave_dim, in the place of the three.
-        kv_layer: k and v as one.
+        num_splits: with inference_params, how many parts a GPU splits the keys into. With 1, results do not depend on
+            the batch. With None or 0 the backend chooses, which is faster for few sequences. Not read without
+            inference_params: keys are not split.
+        score_mod: `score_mod(graph, score, tensors) -> score`, as `saccade.compat.cudnn.score_callback` takes it; the
+            same holds for the other three.
+        qkv_layer: q, k and v as one tensor, with a dimension of 3 at qkv_interleave_dim, instead of the three.
+        kv_layer: k and v as one tensor.
         qkv_interleave_dim: -3 or -2.
         thd_attention_policies: refused.
     """
@@ -105,75 +106,82 @@ class Call:
     thd_attention_policies: Any = None
     thd_attention_policy_dispatch: str = "auto"
 
-    def settled(self, defaults: dict[str, Any]) -> Call:
-        """With q, k and v apart, the constructor's values where None is, and every name checked.
+    def settled(self, defaults: Settings) -> Call:
+        """With q, k and v apart, and the constructor's settings where the call has none; everything is checked.
 
         Raises:
             WrongCall: names and tensors that do not fit one another.
             Unsupported: what saccade does not have yet.
         """
         self._refuse()
+        own = Settings(*(getattr(self, name) for name in Settings._fields))
+        own.check()
         self._check_types()
-        given = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        settled = replace(self, **given, **self._apart())
-        settled = replace(settled, attn_mask_type=mask_type(settled.attn_mask_type or "causal"))
+        chosen = (mine if mine is not None else default for mine, default in zip(own, defaults, strict=True))
+        settings = Settings(*chosen)
         for name, value, known in (
-            ("qkv_format", settled.qkv_format, FORMATS),
-            ("core_attention_bias_type", settled.core_attention_bias_type, BIAS_TYPES),
+            ("qkv_format", settings.qkv_format, FORMATS),
+            ("core_attention_bias_type", self.core_attention_bias_type, BIAS_TYPES),
         ):
             if value not in known:
                 raise WrongCall(f"{name} is one of {', '.join(known)}, got {value!r}")
+        settings = settings._replace(attn_mask_type=mask_type(settings.attn_mask_type))
+        settled = replace(self, **settings._asdict(), **self._separated())
         settled._check_bias()
         settled._check_score_mod()
+        check_tensors(*settled.operands, settled.order)
         return settled
 
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a settled call."""
+        return cast("tuple[Tensor, Tensor, Tensor]", (self.query_layer, self.key_layer, self.value_layer))
+
+    @property
+    def order(self) -> str:
+        """qkv_format of a settled call."""
+        return cast("str", self.qkv_format)
+
     def _check_types(self) -> None:
-        tensors = (
-            "query_layer", "key_layer", "value_layer", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
-            "cu_seqlens_kv_padded", "core_attention_bias", "alibi_slopes", "qkv_layer", "kv_layer",
-        )  # fmt: skip
-        for name in tensors:
+        for name in _TENSORS:
             x = getattr(self, name)
             if x is not None and not isinstance(x, Tensor):
                 raise WrongCall(f"{name} must be a tensor, got {type(x).__name__}")
-        check_settings(self.attn_mask_type, self.window_size, self.bottom_right_diagonal, self.softcap, self.qkv_format)
         arguments.flags(checkpoint_core_attention=self.checkpoint_core_attention)
         for name in ("max_seqlen_q", "max_seqlen_kv"):
             if getattr(self, name) is not None:
                 arguments.integer(name, getattr(self, name))
 
     def _refuse(self) -> None:
-        refused = {
-            "thd_attention_policies: one mask type and window serves all sequences": self.thd_attention_policies,
-            "fp8_output: no backend has FP8 yet": self.fp8_output,
-            "bf16_backward is for FP8, which no backend has yet": self.bf16_backward,
-        }
-        for told, value in refused.items():
+        for value, reason in (
+            (self.thd_attention_policies, "thd_attention_policies: all sequences have one mask type and window"),
+            (self.fp8_output, "fp8_output: no backend has FP8 yet"),
+            (self.bf16_backward, "bf16_backward is for FP8, which no backend has yet"),
+        ):
             if value is not None and value is not False:
-                raise Unsupported(f"DotProductAttention: {told}")
+                raise Unsupported(f"DotProductAttention: {reason}")
 
-    def _apart(self) -> dict[str, Tensor]:
-        """q, k and v of packed projections."""
-        at = self.qkv_interleave_dim
-        three = {"query_layer": self.query_layer, "key_layer": self.key_layer, "value_layer": self.value_layer}
-        found = {name: x for name, x in three.items() if x is not None}
-        packed = self.qkv_layer if self.qkv_layer is not None else self.kv_layer
-        names = list(three) if self.qkv_layer is not None else list(three)[1:]
-        if packed is None:
-            names = []
-        elif at not in (-3, -2) or packed.dim() < 4 or packed.shape[at] != len(names):
-            shape = tuple(packed.shape)
-            raise WrongCall(f"qkv_interleave_dim={at} must be -3 or -2, and have {len(names)} elements in {shape}")
-        if (self.qkv_layer is not None and self.kv_layer is not None) or found.keys() != three.keys() - set(names):
-            given = ", ".join(
-                [*found, *(name for name in ("qkv_layer", "kv_layer") if getattr(self, name) is not None)]
-            )
+    def _separated(self) -> dict[str, Tensor]:
+        """q, k and v of projections that come as one tensor."""
+        names = ["query_layer", "key_layer", "value_layer"]
+        given = [name for name in (*names, "qkv_layer", "kv_layer") if getattr(self, name) is not None]
+        if given == names:
+            return {}
+        if given == ["qkv_layer"]:
+            packed = self.qkv_layer
+        elif given == ["query_layer", "kv_layer"]:
+            packed, names = self.kv_layer, names[1:]
+        else:
             raise WrongCall(
                 "give query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer alone, got "
-                f"{given or 'none'}"
+                f"{', '.join(given) or 'none'}"
             )
-        apart = packed.unbind(at) if packed is not None else ()
-        return {**found, **dict(zip(names, apart, strict=True))}
+        at = self.qkv_interleave_dim
+        assert packed is not None
+        if at not in (-3, -2) or packed.dim() < 4 or packed.shape[at] != len(names):
+            shape = tuple(packed.shape)
+            raise WrongCall(f"qkv_interleave_dim={at} must be -3 or -2, and have {len(names)} elements in {shape}")
+        return dict(zip(names, packed.unbind(at), strict=True))
 
     def _check_bias(self) -> None:
         kind = self.core_attention_bias_type
@@ -186,66 +194,67 @@ class Call:
             raise WrongCall(f"core_attention_bias_type must be 'alibi' in order to use alibi_slopes, got {kind!r}")
 
     def _check_score_mod(self) -> None:
-        needs = {
-            "score_mod_bprop": "score_mod",
-            "score_mod_tensors": "score_mod",
-            "score_mod_bprop_tensors": "score_mod" if self.score_mod is None else "score_mod_bprop",
-        }
-        for name, other in needs.items():
+        for name, other in (
+            ("score_mod_bprop", "score_mod"),
+            ("score_mod_tensors", "score_mod"),
+            ("score_mod_bprop_tensors", "score_mod"),
+            ("score_mod_bprop_tensors", "score_mod_bprop"),
+        ):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise WrongCall(f"{name} requires {other}!")
-        for name in ("score_mod", "score_mod_bprop"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise WrongCall(f"{name} must be callable, got {given!r}")
+        for name, function in (("score_mod", self.score_mod), ("score_mod_bprop", self.score_mod_bprop)):
+            if function is not None and not callable(function):
+                raise WrongCall(f"{name} must be callable, got {function!r}")
         for name in ("score_mod_tensors", "score_mod_bprop_tensors"):
-            given = getattr(self, name)
-            if given is None:
-                continue
-            pairs = given.items() if isinstance(given, dict) else [(None, given)]
-            if not all(isinstance(key, str) and isinstance(x, Tensor) for key, x in pairs):
-                raise WrongCall(f"{name} must be a dict that maps names to tensors, got {type(given).__name__}")
-
-    @property
-    def order(self) -> str:
-        assert self.qkv_format is not None
-        return self.qkv_format
+            tensors = getattr(self, name)
+            if tensors is not None and not (
+                isinstance(tensors, dict)
+                and all(isinstance(key, str) and isinstance(x, Tensor) for key, x in tensors.items())
+            ):
+                raise WrongCall(f"{name} must be a dict that maps names to tensors, got {type(tensors).__name__}")
 
 
-def check_settings(
-    attn_mask_type: Any, window_size: Any, bottom_right_diagonal: Any, softcap: Any, qkv_format: Any
-) -> None:
-    """What constructor and call both take; None stands for the other's.
-
-    Raises:
-        WrongCall, TypeError, ValueError: something of another type.
-    """
-    for name, x in (("attn_mask_type", attn_mask_type), ("qkv_format", qkv_format)):
-        if x is not None and not isinstance(x, str):
-            raise WrongCall(f"{name} must be a string, got {arguments.told(x)}")
-    if window_size is not None:
-        if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-            raise WrongCall(f"window_size is (left, right), got {arguments.told(window_size)}")
-        for bound in window_size:
-            arguments.integer("window_size", bound, -(1 << 62))
-    arguments.flags(bottom_right_diagonal=bottom_right_diagonal)
-    if softcap is not None and not 0 <= arguments.number("softcap", softcap) < math.inf:
-        raise WrongCall(f"softcap must be from 0 on and finite, got {softcap}")
+_TENSORS = tuple(field.name for field in fields(Call) if field.type == "Tensor | None")
 
 
-def mask_type(given: str) -> str:
-    """Its one spelling.
+class Settings(NamedTuple):
+    """What the constructor and a call both take; None in a call stands for the constructor's."""
+
+    qkv_format: Any
+    attn_mask_type: Any
+    window_size: Any
+    bottom_right_diagonal: Any
+    softcap: Any
+
+    def check(self) -> None:
+        """
+        Raises:
+            WrongCall, TypeError, ValueError: something of another type.
+        """
+        for name, x in (("attn_mask_type", self.attn_mask_type), ("qkv_format", self.qkv_format)):
+            if x is not None and not isinstance(x, str):
+                raise WrongCall(f"{name} must be a string, got {arguments.told(x)}")
+        if self.window_size is not None:
+            if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
+                raise WrongCall(f"window_size is (left, right), got {arguments.told(self.window_size)}")
+            for bound in self.window_size:
+                arguments.integer("window_size", bound, -(1 << 62))
+        arguments.flags(bottom_right_diagonal=self.bottom_right_diagonal)
+        if self.softcap is not None and not 0 <= arguments.number("softcap", self.softcap) < math.inf:
+            raise WrongCall(f"softcap must be finite and not negative, got {self.softcap}")
+
+
+def mask_type(name: Any) -> str:
+    """The one spelling of a mask type.
 
     Raises:
         WrongCall: a mask type that does not exist.
     """
-    if not isinstance(given, str):
-        raise WrongCall(f"attn_mask_type is one of {', '.join(MASK_TYPES)}, got {arguments.told(given)}")
-    found = given.replace(",", "_")
-    found = "padding_causal" if found == "causal_padding" else found
-    if found not in MASK_TYPES:
-        raise WrongCall(f"attn_mask_type is one of {', '.join(MASK_TYPES)}, got {given!r}")
-    return found
+    spelled = name.replace(",", "_") if isinstance(name, str) else name
+    spelled = "padding_causal" if spelled == "causal_padding" else spelled
+    if spelled not in MASK_TYPES:
+        raise WrongCall(f"attn_mask_type is one of {', '.join(MASK_TYPES)}, got {arguments.told(name)}")
+    return spelled
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, order: str) -> None:

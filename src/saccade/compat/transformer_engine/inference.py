@@ -11,20 +11,26 @@ import torch
 from torch import Tensor
 
 from saccade import arguments
-from saccade.compat.transformer_engine.call import WrongCall
-from saccade.compat.transformer_engine.step import Step
+from saccade.compat.transformer_engine.cache_step import CacheStep
+from saccade.compat.transformer_engine.call import Call, WrongCall
+from saccade.compat.transformer_engine.masks import Visibility, window_bounds
 from saccade.dispatch import Unsupported
+from saccade.masks import window
 
 Sequences = OrderedDict[Hashable, int]
 """Lengths by the names that the caller gives sequences, in the order of the batch."""
 
 
-class Cache:
-    """Pages, whose they are, and one pair of caches for each layer; an InferenceParams has one, as `cache_manager`.
+MASK_TYPES = "padding", "padding_causal", "padding_causal_bottom_right"
+"""Those of a call with a cache."""
+
+
+class CacheManager:
+    """The pages, which sequence has which, and one pair of caches for each layer: `InferenceParams.cache_manager`.
 
     Attributes:
         cache: by layer number, k (pages, page_size, h_k, d) and v (pages, page_size, h_k, d_v).
-        page_table: (max_batch_size, pages of a sequence) int32, row i those of the batch's sequence i, then -1.
+        page_table: (max_batch_size, pages of a sequence) int32; row i has the pages of the batch's sequence i, then -1.
         sequences: the lengths.
     """
 
@@ -37,35 +43,35 @@ class Cache:
     def reset(self) -> None:
         self.free = list(reversed(range(self.pages)))
         self.sequences = Sequences()
-        self.held: dict[Hashable, list[int]] = {}
+        self.taken: dict[Hashable, list[int]] = {}
         self.page_table.fill_(-1)
 
     def take(self, lengths: Sequences) -> None:
-        """Pages for these sequences; those of all others become free.
+        """Takes pages for these sequences; those of all others become free.
 
         Raises:
             RuntimeError: there are not enough, and nothing has changed.
         """
-        left = [page for name in self.held.keys() - lengths.keys() for page in self.held[name]]
-        missing = {name: -(-n // self.page_size) - len(self.held.get(name, ())) for name, n in lengths.items()}
+        left = [page for name in self.taken.keys() - lengths.keys() for page in self.taken[name]]
+        missing = {name: -(-n // self.page_size) - len(self.taken.get(name, ())) for name, n in lengths.items()}
         if sum(missing.values()) > len(self.free) + len(left):
             raise RuntimeError(
                 f"the cache is full: {sum(missing.values())} more pages of {self.page_size} rows are needed, "
                 f"{len(self.free) + len(left)} are free. Step with fewer sequences, or give more total_num_pages"
             )
         self.free += left
-        self.held = {
-            name: [*self.held.get(name, ()), *(self.free.pop() for _ in range(n))] for name, n in missing.items()
+        self.taken = {
+            name: [*self.taken.get(name, ()), *(self.free.pop() for _ in range(n))] for name, n in missing.items()
         }
         self.sequences = lengths
         table = torch.full(self.page_table.shape, -1, dtype=torch.int32)
-        for row, pages in zip(table, self.held.values(), strict=False):
+        for row, pages in zip(table, self.taken.values(), strict=False):
             row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self.page_table.copy_(table)
 
     def print_cache(self) -> None:
-        """To the log, at the level of debugging."""
-        logging.getLogger(__name__).debug("%d of %d pages are free; %s", len(self.free), self.pages, self.held)
+        """Logs it, at the debug level."""
+        logging.getLogger(__name__).debug("%d of %d pages are free; %s", len(self.free), self.pages, self.taken)
 
 
 class InferenceParams:
@@ -78,33 +84,32 @@ class InferenceParams:
                 core(q, k, v, inference_params=params)  # q, k and v of these tokens
 
     `pre_step` names the sequences of a step, in the order of the batch. New names enter, names that are missing leave
-    and free their pages, and any sequence may have any number of tokens: prompts, chunks of them, single ones. Each
-    layer's call then writes its new keys and values behind those that the sequences have, and attends to all of
-    them. Tensors of the state keep their addresses, so that a CUDA graph of the calls can be replayed after another
-    `pre_step`.
+    and free their pages. A sequence may have any number of tokens: a prompt, a chunk of one, a single token. Each
+    layer's call then appends its new keys and values to those of the sequences, and attends to all of them. Tensors of
+    the state keep their addresses, so that a CUDA graph of the calls can be replayed after another `pre_step`.
 
     Args:
-        max_batch_size: sequences of a step, at most.
-        max_sequence_length: tokens of a sequence, at most.
+        max_batch_size: the most sequences of a step.
+        max_sequence_length: the most tokens of a sequence.
         num_heads_kv: h_k.
         head_dim_k: d.
-        dtype: that of queries, keys and values.
+        dtype: of queries, keys and values.
         head_dim_v: d_v; d when None.
-        is_paged: pages of page_size rows, taken as sequences grow; else one room of max_sequence_length each.
-        total_num_pages: for all sequences; `max_batch_size * max_sequence_length / page_size` when None. Here there may
-            be fewer.
+        is_paged: sequences take pages of page_size rows as they grow; else each has room for max_sequence_length.
+        total_num_pages: for all sequences; `max_batch_size * max_sequence_length / page_size` when None. Fewer will do.
         page_size: rows of a page; divides max_sequence_length.
         max_ctx_len: not read.
-        qkv_format: how a step's tensors lie, until a call says it.
+        qkv_format: of a step's tensors, until a call says it.
         custom_cache_manager: refused.
         device: of the caches; the current CUDA device, or the CPU where there is none.
 
     Attributes:
-        batch_size, sequences: those of the step, with the lengths after it.
-        sequences_pre_step: the lengths before it.
+        batch_size: how many sequences the step has.
+        sequences: their lengths after it.
+        sequences_pre_step: their lengths before it.
         cu_seqlens_q: (max_batch_size + 1,) int32, sums of the step's tokens.
-        cu_seqlens_kv: the same of the lengths after it.
-        cache_manager: a `Cache`.
+        cu_seqlens_kv: sums of the lengths after it.
+        cache_manager: a `CacheManager`.
 
     Raises:
         WrongCall: numbers that do not fit.
@@ -140,18 +145,19 @@ class InferenceParams:
         device: torch.device | str | None = None,
     ) -> None:
         if custom_cache_manager is not None:
-            raise Unsupported("InferenceParams: custom_cache_manager: leave it away; the caches are saccade's own")
+            raise Unsupported("InferenceParams: omit custom_cache_manager: the caches are saccade's own")
         if num_heads_kv is None or head_dim_k is None or not isinstance(dtype, torch.dtype):
             raise WrongCall("InferenceParams needs num_heads_kv, head_dim_k and dtype")
         arguments.flags(is_paged=is_paged)
-        sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
-        sizes |= {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
-        sizes |= {"total_num_pages": total_num_pages, "page_size": page_size}
-        for name, n in sizes.items():
+        for name, n in (
+            *(("max_batch_size", max_batch_size), ("max_sequence_length", max_sequence_length)),
+            *(("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("head_dim_v", head_dim_v)),
+            *(("total_num_pages", total_num_pages), ("page_size", page_size)),
+        ):
             if n is not None or name.startswith("max"):
                 arguments.integer(name, n, 1)
         device = arguments.place(device)
-        if is_paged and (page_size is None or page_size < 1 or max_sequence_length % page_size):
+        if is_paged and (page_size is None or max_sequence_length % page_size):
             raise WrongCall(
                 f"a paged cache needs a page_size that divides max_sequence_length={max_sequence_length}, "
                 f"got {page_size}"
@@ -159,7 +165,7 @@ class InferenceParams:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
-        # A cache without pages is one whose pages hold a whole sequence.
+        # Without pages, a page holds a whole sequence.
         self.is_paged, self.page_size = is_paged, page_size if is_paged and page_size else max_sequence_length
         width = max_sequence_length // self.page_size
         given = total_num_pages if is_paged else None
@@ -168,18 +174,20 @@ class InferenceParams:
         self.sequences, self.sequences_pre_step = Sequences(), Sequences()
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.empty(0, device=device).device  # with its number
+        self.device = torch.empty(0, device=device).device  # with its index
 
         def zeros(n: int) -> Tensor:
             return torch.zeros(n, dtype=torch.int32, device=self.device)
 
         self.cu_seqlens_q, self.cu_seqlens_kv = zeros(max_batch_size + 1), zeros(max_batch_size + 1)
         self.pre_step_seqlens, self.post_step_seqlens = zeros(max_batch_size), zeros(max_batch_size)
-        self.cache_manager = Cache(self.total_num_pages, self.page_size, zeros(max_batch_size * width).view(-1, width))
+        self.cache_manager = CacheManager(
+            self.total_num_pages, self.page_size, zeros(max_batch_size * width).view(-1, width)
+        )
 
     @property
     def output_qkv_format(self) -> str:
-        """TransformerEngine's word for a step's queries beside a cache."""
+        """TransformerEngine's word for the queries of a step with a cache."""
         return "bshd" if self.input_qkv_format == "bshd" else f"{self.input_qkv_format}_2bshd"
 
     def reset(self) -> None:
@@ -188,7 +196,7 @@ class InferenceParams:
         self._follow(Sequences())
 
     def allocate_memory(self, layer_number: int) -> None:
-        """A layer's caches; the first call with a layer does it too. Nothing is read before it is written."""
+        """Makes a layer's caches, as the layer's first call does too. Nothing is read before it is written."""
         sizes = self.total_num_pages, self.page_size, self.num_heads_kv
         self.cache_manager.cache[layer_number] = (
             torch.empty(*sizes, self.head_dim_k, dtype=self.dtype, device=self.device),
@@ -202,7 +210,7 @@ class InferenceParams:
         return self.cache_manager.cache[layer_number]
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
-        """Which sequences the step has, and how many tokens of each, from 1 on.
+        """Sets which sequences the step has, and how many tokens of each, at least 1.
 
         Raises:
             WrongCall: too many sequences, or too long ones.
@@ -218,14 +226,14 @@ class InferenceParams:
         for name, n in step_dict.items():
             if n < 1 or lengths[name] > self.max_sequence_length:
                 raise WrongCall(
-                    f"a sequence has at least one token in a step and max_sequence_length={self.max_sequence_length} "
-                    f"altogether; {name!r} has {n} and {lengths[name]}"
+                    "a sequence has at least one token in a step, and at most "
+                    f"max_sequence_length={self.max_sequence_length} in all; {name!r} has {n} and {lengths[name]}"
                 )
         self.cache_manager.take(lengths)
         self._follow(lengths)
 
     def _follow(self, lengths: Sequences) -> None:
-        """The state of a step after which sequences have these lengths."""
+        """Sets the state of a step after which sequences have these lengths."""
         before = Sequences((name, self.sequences.get(name, 0)) for name in lengths)
         self.sequences, self.sequences_pre_step, self.batch_size = lengths, before, len(lengths)
         none = [0] * (self.max_batch_size - len(lengths))
@@ -241,8 +249,8 @@ class InferenceParams:
         return [n - self.sequences_pre_step[name] for name, n in self.sequences.items()]
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """The lengths before the step, (max_batch_size,) int32, 0 where there is no sequence: rotary positions of its
-        first tokens."""
+        """The lengths before the step, (max_batch_size,) int32, 0 where there is no sequence. They are the rotary
+        positions of its first tokens."""
         return self.pre_step_seqlens
 
     def step(
@@ -251,21 +259,21 @@ class InferenceParams:
         """Writes a layer's new keys and values, as `DotProductAttention` does by itself.
 
         Args:
-            layer_number: whose.
+            layer_number: the layer.
             new_k: (b, s, h_k, d), (s, b, h_k, d) or (t, h_k, d), as qkv_format says.
             new_v: with d_v.
             qkv_format: "bshd", "sbhd" or "thd".
 
         Returns:
             k and v, the caches, or copies (b, max_sequence_length, h_k, d) in the order of the batch if there are no
-            pages; cu_seqlens_q, cu_seqlens_kv, max_sequence_length and the format of queries beside a cache.
+            pages; cu_seqlens_q, cu_seqlens_kv, max_sequence_length and the format of queries with a cache.
         """
-        Step(self, layer_number, qkv_format, new_k.shape).append(new_k, new_v)
+        CacheStep(self, layer_number, qkv_format, new_k.shape).append(new_k, new_v)
         caches = self.caches(layer_number) if self.is_paged else self.convert_paged_to_nonpaged(layer_number)
         return *caches, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, self.output_qkv_format
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Copies of k and v, (batch_size, max_sequence_length, h_k, d); any numbers behind a sequence's last row."""
+        """Copies of k and v, (batch_size, max_sequence_length, h_k, d); rows after a sequence's last hold anything."""
         table = self.cache_manager.page_table[: self.batch_size].long().clamp(min=0)
         k, v = (x[table].flatten(1, 2) for x in self.caches(layer_number))
         return k, v
@@ -277,3 +285,44 @@ class InferenceParams:
             f"{self.max_sequence_length} tokens, {pages}, {self.num_heads_kv} heads of {self.head_dim_k} and "
             f"{self.head_dim_v}, {self.dtype})"
         )
+
+
+def cached_visibility(call: Call, layer: int | None) -> tuple[CacheStep, Visibility]:
+    """What a call with inference_params writes and sees.
+
+    Raises:
+        WrongCall: masks, lengths and shapes that do not fit one another.
+        Unsupported: windows that are aligned at the top left.
+    """
+    params, kind, (q, k, _) = call.inference_params, call.attn_mask_type, call.operands
+    if not isinstance(params, InferenceParams):
+        raise WrongCall(
+            "inference_params must be a saccade.compat.transformer_engine.InferenceParams, got "
+            f"{type(params).__module__}.{type(params).__qualname__}"
+        )
+    if kind not in MASK_TYPES:
+        raise WrongCall(f"inference_params needs an attn_mask_type of {', '.join(MASK_TYPES)}, got {kind!r}")
+    aligned = call.window_size or call.core_attention_bias_type == "alibi"
+    if kind == "padding" and call.bottom_right_diagonal is False and aligned:
+        raise Unsupported(
+            "DotProductAttention: omit bottom_right_diagonal=False with inference_params: with a cache, windows and "
+            "ALiBi are aligned at the bottom right"
+        )
+    for name in ("q", "kv"):
+        padded = getattr(call, f"cu_seqlens_{name}_padded")
+        if padded is not None and padded is not getattr(call, f"cu_seqlens_{name}"):
+            raise Unsupported(
+                f"DotProductAttention: cu_seqlens_{name}_padded with inference_params: the sequences of a step lie end "
+                "to end in thd; put unused tokens after the last one, or give bshd"
+            )
+    if q.shape[:-2] != k.shape[:-2]:
+        raise WrongCall(
+            f"queries and new keys of a step must be the same tokens, got {tuple(q.shape)}, {tuple(k.shape)}"
+        )
+    sequences = None if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    step = CacheStep(params, layer, call.order, q.shape, sequences, call.num_splits or None)
+    left, right = window_bounds(kind, call.window_size)
+    mask = None if left is None and right is None else window(left, right)
+    longest = step.s or call.max_seqlen_q or max(step.lengths)
+    shape = step.b, longest, params.max_sequence_length
+    return step, Visibility(step.layout, mask, None, None, step.before.seqused_k, right == 0, True, shape)

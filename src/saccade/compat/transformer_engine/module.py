@@ -14,29 +14,26 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade import arguments
 from saccade.api import Explanation, attention, explain
-from saccade.compat.transformer_engine.cached import cached
-from saccade.compat.transformer_engine.call import Call, WrongCall, check_settings, check_tensors, mask_type
-from saccade.compat.transformer_engine.modifications import modification
-from saccade.compat.transformer_engine.step import Step
-from saccade.compat.transformer_engine.visibility import visible
+from saccade.compat.transformer_engine.cache_step import CacheStep
+from saccade.compat.transformer_engine.call import Call, Settings, WrongCall, mask_type
+from saccade.compat.transformer_engine.inference import cached_visibility
+from saccade.compat.transformer_engine.masks import visibility
+from saccade.compat.transformer_engine.score_mods import combined_score_mod
 from saccade.dispatch import Unsupported
 from saccade.partial import Scored
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call in saccade's words."""
 
     operands: tuple[Tensor, Tensor, Tensor]
     """q, k and v, or q and the caches"""
-    given: dict[str, Any]
-    """`attention`'s keywords"""
-    saves: bool
-    """Whether to compute it again in the backward."""
-    step: Step | None
+    keywords: dict[str, Any]
+    """`attention`'s"""
+    step: CacheStep | None
     """Where new keys and values go; None without inference parameters."""
-    new: tuple[Tensor, Tensor]
 
 
 class DotProductAttention(torch.nn.Module):
@@ -116,39 +113,35 @@ class DotProductAttention(torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        dims = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
-        if len(dims) != 2:
+        self.head_dims = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+        if len(self.head_dims) != 2:
             raise WrongCall(f"kv_channels is d, or (d, d_v), got {kv_channels!r}")
-        for n in dims:
-            arguments.integer("kv_channels", n, 1)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        for name, n in (("num_attention_heads", num_attention_heads), ("tp_size", tp_size), ("num_gqa_groups", groups)):
+        for name, n in (
+            *(("kv_channels", n) for n in self.head_dims),
+            *(("num_attention_heads", num_attention_heads), ("tp_size", tp_size), ("num_gqa_groups", groups)),
+        ):
             arguments.integer(name, n, 1)
-        self.head_dims = dims
-        check_settings(attn_mask_type, window_size, bottom_right_diagonal, softcap, qkv_format)
-        attention_dropout = arguments.number("attention_dropout", attention_dropout)
+        settings = Settings(qkv_format, attn_mask_type, window_size, bottom_right_diagonal, softcap)
+        settings.check()
+        self.attention_dropout = arguments.number("attention_dropout", attention_dropout)
         if softmax_scale is not None:
             arguments.number("softmax_scale", softmax_scale, ": multiply query_layer by it, with softmax_scale=1.0")
         arguments.flags(return_max_logit=return_max_logit)
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
-        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if num_attention_heads % self.num_gqa_groups or self.num_gqa_groups % self.tp_size:
+        if num_attention_heads % groups or groups % self.tp_size:
             raise WrongCall(
                 "num_attention_heads must be a multiple of num_gqa_groups, and that of tp_size, got "
-                f"{num_attention_heads}, {self.num_gqa_groups} and {self.tp_size}"
+                f"{num_attention_heads}, {groups} and {self.tp_size}"
             )
-        if attention_type not in ("self", "cross"):
-            raise WrongCall(f"attention_type is self or cross, got {attention_type!r}")
-        if softmax_type not in SOFTMAX_TYPES:
-            raise WrongCall(f"softmax_type is one of {', '.join(SOFTMAX_TYPES)}, got {softmax_type!r}")
-        self.defaults: dict[str, Any] = {
-            "qkv_format": qkv_format,
-            "attn_mask_type": mask_type(attn_mask_type),
-            "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal,
-            "softcap": softcap,
-        }
-        self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
+        for name, value, known in (
+            ("attention_type", attention_type, ("self", "cross")),
+            ("softmax_type", softmax_type, SOFTMAX_TYPES),
+        ):
+            if value not in known:
+                raise WrongCall(f"{name} is one of {', '.join(known)}, got {value!r}")
+        self.defaults = settings._replace(attn_mask_type=mask_type(attn_mask_type))
+        self.num_gqa_groups, self.get_rng_state_tracker = groups, get_rng_state_tracker
         self.softmax_scale = 1 / math.sqrt(self.head_dims[0]) if softmax_scale is None else softmax_scale
         self.layer_number = layer_number
         self.softmax_type, self.return_max_logit, self.backend = softmax_type, return_max_logit, backend
@@ -156,7 +149,7 @@ class DotProductAttention(torch.nn.Module):
         zeros = torch.zeros(num_attention_heads // self.tp_size)
         if softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(zeros)
-        else:  # no part of the state
+        else:  # not a part of the state
             offset = zeros if softmax_type == "off-by-one" else None
             self.register_buffer("softmax_offset", offset, persistent=False)
 
@@ -167,50 +160,51 @@ class DotProductAttention(torch.nn.Module):
         self.cp_group = cp_group
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, Tensor]:
-        made = self._attention(*arguments, **keywords)
-        (q, k, v), given = made.operands, made.given
-        if made.step is not None:
-            made.step.append(*made.new)
-        found = self._checkpointed(q, k, v, given) if made.saves else self._attend(q, k, v, given)
+        call = self._settled(*arguments, **keywords)
+        operands, given, step = self._attention_call(call)
+        if step is not None:
+            step.append(*call.operands[1:])
+        if call.checkpoint_core_attention:
+            found = checkpoint(self._attend, *operands, given, use_reentrant=False)
+        else:
+            found = self._attend(*operands, given)
         out = found if isinstance(found, Tensor) else found.out
-        out = (out if made.step is None else made.step.given(out)).flatten(-2)
+        out = (out if step is None else step.from_rows(out)).flatten(-2)
         if isinstance(found, Tensor):
             return out
         largest = found.max_scores.movedim(-2, 0).flatten(1)  # (h_q, all rows)
-        return out, largest.amax(1) if largest.numel() else largest.new_zeros(q.shape[-2])
+        return out, largest.amax(1) if largest.numel() else largest.new_zeros(len(largest))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor | Scored:
-        tracker = self.get_rng_state_tracker if given["dropout_p"] else None
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor | Scored:
+        tracker = self.get_rng_state_tracker if keywords["dropout_p"] else None
         with tracker().fork() if tracker is not None else nullcontext():
-            return attention(q, k, v, **given)
+            return attention(q, k, v, **keywords)
 
-    def _checkpointed(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor | Scored:
-        return checkpoint(self._attend, q, k, v, given, use_reentrant=False)
-
-    def _attention(self, *arguments: Any, **keywords: Any) -> Attention:
-        """What a call means; nothing is computed or written."""
+    def _settled(self, *arguments: Any, **keywords: Any) -> Call:
+        """The arguments of a call, checked against the constructor's."""
         if self.cp_group is not None and (ranks := _ranks(self.cp_group)) > 1:
             raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: no context parallelism yet")
         call = Call(*arguments, **keywords).settled(self.defaults)
-        q, k, v = call.query_layer, call.key_layer, call.value_layer
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        check_tensors(q, k, v, call.order)
-        dims, groups = (k.shape[-1], v.shape[-1]), self.num_gqa_groups // self.tp_size
-        if dims != self.head_dims or k.shape[-2] != groups:
+        _, k, v = call.operands
+        groups = self.num_gqa_groups // self.tp_size
+        if (k.shape[-1], v.shape[-1]) != self.head_dims or k.shape[-2] != groups:
             raise WrongCall(
                 f"keys and values must have {groups} heads of dims {self.head_dims}, got {tuple(k.shape)} and "
                 f"{tuple(v.shape)}"
             )
+        return call
+
+    def _attention_call(self, call: Call) -> AttentionCall:
+        """What a call means; nothing is computed or written."""
+        q, k, v = call.operands
         if call.inference_params is None:
-            step, seen = None, visible(call, q, k)
+            step, visible = None, visibility(call)
         else:
-            step, seen = cached(call, self.layer_number, q, k)
-        given = {
-            "mask": seen.mask,
-            "score_mod": modification(call, seen, self.softmax_scale, q),
-            "layout": seen.layout,
+            step, visible = cached_visibility(call, self.layer_number)
+        keywords = {
+            "mask": visible.mask,
+            "score_mod": combined_score_mod(call, visible, self.softmax_scale),
+            "layout": visible.layout,
             "scale": self.softmax_scale,
             "sink": None if self.softmax_offset is None else self.softmax_offset.to(q.device),
             "dropout_p": self.attention_dropout if self.training else 0.0,
@@ -218,13 +212,10 @@ class DotProductAttention(torch.nn.Module):
             "backend": self.backend,
         }
         if step is not None:
-            operands = step.rows(q), *step.params.caches(step.layer)
-        elif seen.keys is not None:
-            s = call.order.index("s")
-            operands = q, k.narrow(s, 0, seen.keys), v.narrow(s, 0, seen.keys)
-        else:
-            operands = q, k, v
-        return Attention(operands, given, call.checkpoint_core_attention, step, (k, v))
+            q, k, v = step.to_rows(q), *step.params.caches(step.layer)
+        elif visible.keys is not None:
+            k, v = (x.narrow(call.order.index("s"), 0, visible.keys) for x in (k, v))
+        return AttentionCall((q, k, v), keywords, step)
 
 
 DotProductAttention.forward.__signature__ = inspect.Signature(
@@ -246,8 +237,8 @@ def get_attention_backend(core: DotProductAttention, *arguments: Any, **keywords
     Raises:
         WrongCall, Unsupported: as the call itself.
     """
-    made = core._attention(*arguments, **keywords)
-    return explain(*made.operands, **made.given)
+    call = core._attention_call(core._settled(*arguments, **keywords))
+    return explain(*call.operands, **call.keywords)
 
 
 def _ranks(group: Any) -> int:
