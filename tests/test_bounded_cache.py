@@ -12,7 +12,7 @@ import torch
 from saccade.bounded_cache import BoundedCache, derived
 
 
-def test_the_least_recently_used_goes_first():
+def test_what_was_not_asked_for_goes_first():
     cache = BoundedCache[str, int](2)
     cache.put("a", 1)
     cache.put("b", 2)

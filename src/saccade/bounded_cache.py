@@ -27,14 +27,14 @@ class CacheInfo(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("owners", "size", "used", "value")
+    __slots__ = ("asked", "owners", "size", "value")
 
-    def __init__(self, value: Any, owners: list[Any], size: int, used: int) -> None:
-        self.value, self.owners, self.size, self.used = value, owners, size, used
+    def __init__(self, value: Any, owners: list[Any], size: int) -> None:
+        self.value, self.owners, self.size, self.asked = value, owners, size, False
 
 
 class BoundedCache(Generic[Key, Value]):
-    """A mapping whose sizes add up to at most `maxsize`; the least recently used entry goes first.
+    """A mapping whose sizes add up to at most `maxsize`; the oldest entry that nobody asked for goes first.
 
     An entry has size 1 unless `put` says otherwise. It goes with its `owners`: when the memory of a tensor is freed, or
     any other object dies. A look-up hashes the key once and takes no lock. Values are made outside of the lock, so that
@@ -60,7 +60,7 @@ class BoundedCache(Generic[Key, Value]):
             self._misses += 1
             return default
         self._hits += 1
-        entry.used = self._hits + self._misses
+        entry.asked = True
         return entry.value
 
     def put(self, key: Key, value: Value, owners: Sequence[Any] = (), size: int = 1) -> Value:
@@ -71,10 +71,10 @@ class BoundedCache(Generic[Key, Value]):
             if any(isinstance(x, StorageWeakRef) for x in references):
                 self._drop_freed()
             self._drop(key)
-            self._entries[key] = _Entry(value, references, size, self._hits + self._misses)
+            self._entries[key] = _Entry(value, references, size)
             self._size += size
             while self._size > self.maxsize and len(self._entries) > 1:
-                self._drop(min(self._entries, key=lambda old: self._entries[old].used))
+                self._drop_oldest()
         return value
 
     def get_or_make(self, key: Key, make: Callable[[], Value], owners: Sequence[Any] = ()) -> Value:
@@ -108,6 +108,15 @@ class BoundedCache(Generic[Key, Value]):
     def _drop(self, key: Key) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
             self._size -= entry.size
+
+    def _drop_oldest(self) -> None:
+        """One that was asked for becomes the newest instead, once."""
+        key, entry = next(iter(self._entries.items()))
+        if entry.asked:
+            entry.asked = False
+            self._entries[key] = self._entries.pop(key)
+        else:
+            self._drop(key)
 
     def _drop_orphans(self) -> None:
         while self._orphans:

@@ -5,15 +5,19 @@ the one interval of keys per query row outside of which nothing is visible, so t
 and `core`, the interval inside of which everything is visible, so that inner tiles need no mask arithmetic.
 """
 
+# Properties of masks are plain attributes of some, and computed by others.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from saccade.masks.interval import Extent, Interval
+from saccade.masks.interval import Extent, Interval, everything, nothing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,6 +187,61 @@ class Mask:
 
     def __str__(self) -> str:
         return self.draw() if (self._size() or 8) <= 64 else repr(self)
+
+
+class PredicateMask(Mask):
+    """A mask that no interval says anything about: block sparsity says where nothing is visible."""
+
+    kind: ClassVar[str] = "mask_mod"
+    exact: ClassVar[bool] = False
+    listed: ClassVar[bool] = True
+
+    def hull(self, extent: Extent) -> Interval:
+        return everything(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return nothing(extent)
+
+
+@dataclass(frozen=True, eq=False)
+class WrappedMask(Mask):
+    """Another mask, with more to it."""
+
+    mask: Mask
+    listed: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        return self.mask.kind
+
+    @property
+    def identity(self) -> str:
+        return self.mask.identity
+
+    @property
+    def indices(self) -> frozenset[str]:
+        return self.mask.indices
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.mask.tensors
+
+    def bound(self) -> Mask:
+        bound = self.mask.bound()
+        return self if bound is self.mask else replace(self, mask=bound)
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.mask.sees(extent, b, h, q_idx, kv_idx)
+
+    def hull(self, extent: Extent) -> Interval:
+        return self.mask.hull(extent)
+
+    def core(self, extent: Extent) -> Interval:
+        return self.mask.core(extent)
+
+    def __repr__(self) -> str:
+        return repr(self.mask)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,5 +1,8 @@
 """The masks that intervals express: causal, window, prefix and documents."""
 
+# Properties of masks are plain attributes of some, and computed by others.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -25,11 +28,11 @@ class Window(Mask):
         return []
 
     @property
-    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def kind(self) -> str:
         return "causal" if self.left is None and self.right == 0 else "window"
 
     @property
-    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def lower(self) -> bool:
         return self.left is not None
 
     @property
@@ -62,14 +65,14 @@ class Prefix(Mask):
     """`j < n` or `j <= i + off`."""
 
     n: int | Tensor
-    lower: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    lower: ClassVar[bool] = False
 
     @property
-    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def kind(self) -> str:
         return "prefixes" if isinstance(self.n, Tensor) else "prefix"
 
     @property
-    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def indices(self) -> frozenset[str]:
         return frozenset("b" if isinstance(self.n, Tensor) else "")
 
     def _ints(self) -> list[int]:
@@ -100,18 +103,18 @@ class Documents(Mask):
     """
 
     kind: ClassVar[str] = "documents"
-    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    exact: ClassVar[bool] = False
     ids: Tensor
     first: Tensor
     stop: Tensor
     solid: Tensor
 
     @property
-    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def indices(self) -> frozenset[str]:
         return frozenset("b" if self.ids.shape[0] > 1 else "")
 
     @property
-    def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def length(self) -> int:
         return self.ids.shape[1]
 
     def _tensors(self) -> list[Tensor]:

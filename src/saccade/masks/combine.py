@@ -1,16 +1,21 @@
 """Masks of masks: &, | and ~."""
 
+# Properties of masks are plain attributes of some, and computed by others.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
 from typing import ClassVar
 
 from torch import Tensor
 
-from saccade.masks.base import COMBINATIONS, Mask
+from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.builtin import Documents, Prefix, Window, bound
-from saccade.masks.interval import Extent, Interval, everything, nothing
+from saccade.masks.interval import Extent, Interval
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,16 +24,31 @@ class Combined(Mask):
 
     parts: tuple[Mask, ...]
 
+    def _text(self, words: list[str]) -> str:
+        """The words of the parts as one text."""
+        raise NotImplementedError
+
     @property
-    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def kind(self) -> str:
+        return self._text([part.kind for part in self.parts])
+
+    @property
+    def identity(self) -> str:
+        return self._text([part.identity for part in self.parts])
+
+    def __repr__(self) -> str:
+        return self._text([repr(part) for part in self.parts])
+
+    @property
+    def lower(self) -> bool:
         return any(part.lower for part in self.parts)
 
     @property
-    def listed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def listed(self) -> bool:
         return any(part.listed for part in self.parts)
 
     @property
-    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def indices(self) -> frozenset[str]:
         return frozenset().union(*(part.indices for part in self.parts))
 
     def leaves(self) -> Iterator[Mask]:
@@ -41,123 +61,61 @@ class Combined(Mask):
         return self if same else type(self)(parts)
 
 
-@dataclass(frozen=True, eq=False)
 class And(Combined):
     """Both."""
 
-    @property
-    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "&".join(part.kind if not isinstance(part, Or) else f"({part.kind})" for part in self.parts)
+    def _text(self, words: list[str]) -> str:
+        pairs = zip(words, self.parts, strict=True)
+        return "&".join(f"({word})" if isinstance(part, Or) else word for word, part in pairs)
 
     @property
-    def identity(self) -> str:
-        return "&".join(part.identity if not isinstance(part, Or) else f"({part.identity})" for part in self.parts)
-
-    @property
-    def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def exact(self) -> bool:
         return all(part.exact for part in self.parts)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = self.parts[0].sees(extent, b, h, q_idx, kv_idx)
-        for part in self.parts[1:]:
-            seen = seen & part.sees(extent, b, h, q_idx, kv_idx)
-        return seen
+        return reduce(and_, [part.sees(extent, b, h, q_idx, kv_idx) for part in self.parts])
 
     def hull(self, extent: Extent) -> Interval:
-        made = self.parts[0].hull(extent)
-        for part in self.parts[1:]:
-            made = made.intersection(part.hull(extent))
-        return made
+        return reduce(Interval.intersection, [part.hull(extent) for part in self.parts])
 
     def core(self, extent: Extent) -> Interval:
-        made = self.parts[0].core(extent)
-        for part in self.parts[1:]:
-            made = made.intersection(part.core(extent))
-        return made
-
-    def __repr__(self) -> str:
-        return "&".join(repr(part) if not isinstance(part, Or) else f"({part!r})" for part in self.parts)
+        return reduce(Interval.intersection, [part.core(extent) for part in self.parts])
 
 
-@dataclass(frozen=True, eq=False)
 class Or(Combined):
     """Either. The hull of two intervals that need not touch, so `sees` decides inside it."""
 
-    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    exact: ClassVar[bool] = False
 
-    @property
-    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "|".join(part.kind for part in self.parts)
-
-    @property
-    def identity(self) -> str:
-        return "|".join(part.identity for part in self.parts)
+    def _text(self, words: list[str]) -> str:
+        return "|".join(words)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = self.parts[0].sees(extent, b, h, q_idx, kv_idx)
-        for part in self.parts[1:]:
-            seen = seen | part.sees(extent, b, h, q_idx, kv_idx)
-        return seen
+        return reduce(or_, [part.sees(extent, b, h, q_idx, kv_idx) for part in self.parts])
 
     def hull(self, extent: Extent) -> Interval:
-        made = self.parts[0].hull(extent).clipped(extent)
-        for part in self.parts[1:]:
-            made = made.hull(part.hull(extent).clipped(extent))
-        return made
+        return reduce(Interval.hull, [part.hull(extent).clipped(extent) for part in self.parts])
 
     def core(self, extent: Extent) -> Interval:
-        made = self.parts[0].core(extent).clipped(extent)
-        for part in self.parts[1:]:
-            made = made.union(part.core(extent).clipped(extent))
-        return made
-
-    def __repr__(self) -> str:
-        return "|".join(map(repr, self.parts))
+        return reduce(Interval.union, [part.core(extent).clipped(extent) for part in self.parts])
 
 
-@dataclass(frozen=True, eq=False)
-class Not(Combined):
-    """What the one part hides. A list of tiles says where that is nothing."""
-
-    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+class Not(Combined, PredicateMask):
+    """What its one part masks. Block sparsity says where that is nothing."""
 
     @property
     def listed(self) -> bool:
         return True
 
-    def __init__(self, part: Mask) -> None:
-        object.__setattr__(self, "parts", (part,))
-
     @property
     def part(self) -> Mask:
         return self.parts[0]
 
-    @property
-    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._around(self.part.kind)
-
-    @property
-    def identity(self) -> str:
-        return self._around(self.part.identity)
-
-    def bound(self) -> Mask:
-        held = self.part.bound()
-        return self if held is self.part else Not(held)
-
-    def _around(self, text: str) -> str:
-        return f"~({text})" if isinstance(self.part, (And, Or)) else f"~{text}"
+    def _text(self, words: list[str]) -> str:
+        return f"~({words[0]})" if isinstance(self.part, (And, Or)) else f"~{words[0]}"
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~self.part.sees(extent, b, h, q_idx, kv_idx)
-
-    def hull(self, extent: Extent) -> Interval:
-        return everything(extent)
-
-    def core(self, extent: Extent) -> Interval:
-        return nothing(extent)
-
-    def __repr__(self) -> str:
-        return self._around(repr(self.part))
 
 
 # One spelling: documents, then prefixes, then all others, then unions, then the window.
@@ -190,9 +148,8 @@ def _union(a: Mask, b: Mask) -> Mask:
     return parts[0] if len(parts) == 1 else Or(tuple(parts))
 
 
-def _inverse(mask: Mask) -> Mask:
-    """What the mask hides."""
-    return mask.part if isinstance(mask, Not) else Not(mask)
+def _complement(mask: Mask) -> Mask:
+    return mask.part if isinstance(mask, Not) else Not((mask,))
 
 
-COMBINATIONS.update({"&": _intersection, "|": _union, "~": _inverse})
+COMBINATIONS.update({"&": _intersection, "|": _union, "~": _complement})

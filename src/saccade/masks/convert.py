@@ -1,20 +1,23 @@
-"""Masks that are given as something else: bool tensors, and the block masks of FlexAttention."""
+"""Bool tensors and the BlockMasks of FlexAttention as masks."""
+
+# Properties of masks are plain attributes of some, and computed by others.
+# pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade import scores
 from saccade.bounded_cache import BoundedCache
-from saccade.masks.base import Mask
+from saccade.masks.base import Mask, PredicateMask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL
-from saccade.masks.interval import Extent, Interval, everything, nothing
-from saccade.masks.mask_mod import MaskMod, Written
+from saccade.masks.interval import Extent
+from saccade.masks.mask_mod import Written, packed_shape_error
 from saccade.scores.recording.compile_constant import compile_constant
 
 
@@ -38,12 +41,9 @@ def as_mask(mask: Any) -> Mask | None:
 
 
 @dataclass(frozen=True, eq=False)
-class TensorMask(Mask):
+class TensorMask(PredicateMask):
     """Row i sees key j where `t[b, h, i, j]` is true; any shape that broadcasts to (b, h_q, s_q, s_k)."""
 
-    kind: ClassVar[str] = "mask_mod"
-    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
-    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
     t: Tensor
 
     @property
@@ -60,30 +60,24 @@ class TensorMask(Mask):
         return scores.Traced(scores.program_of(_identity(self.own)), [self.t], [])
 
     @property
-    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def indices(self) -> frozenset[str]:
         return self.predicate.indices
 
     def _tensors(self) -> list[Tensor]:
         return [self.t]
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        call, given = (b, h, s_q, s_k), tuple(self.t.shape)
-        if any(n not in (1, m) for n, m in zip(given, call[4 - len(given) :], strict=True)):
-            return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {given}"
+        call, shape = (b, h, s_q, s_k), tuple(self.t.shape)
+        if any(n not in (1, m) for n, m in zip(shape, call[4 - len(shape) :], strict=True)):
+            return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {shape}"
         return None
 
     def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        given = (1,) * (4 - self.t.dim()) + tuple(self.t.shape)
-        return _too_small("a mask tensor", given, (b, h, s_q, s_k), broadcast=True)
+        shape = (1,) * (4 - self.t.dim()) + tuple(self.t.shape)
+        return packed_shape_error("a mask tensor", shape, (b, h, s_q, s_k), broadcast=True)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return read(b, h, q_idx, kv_idx, self.t, self.own)
-
-    def hull(self, extent: Extent) -> Interval:
-        return everything(extent)
-
-    def core(self, extent: Extent) -> Interval:
-        return nothing(extent)
 
     def __repr__(self) -> str:
         return f"mask{list(self.t.shape)}"
@@ -142,53 +136,6 @@ class Blocks:
         return (state == 2) | ((state == 1) & self.mod(b, h, q_idx, kv_idx))
 
 
-class _OneShape(MaskMod):
-    """For calls of one shape, all of whose rows are in use."""
-
-    of_shape: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
-    form: tuple[int, ...]
-
-    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        form = self.form
-        if form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != (s_q, s_k):
-            return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {(b, h, s_q, s_k)}"
-        return super().complaint(b, h, s_q, s_k)
-
-    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        found = _too_small("the BlockMask", self.form, (b, h, s_q, s_k), broadcast=False)
-        return found or super().packed_complaint(b, h, s_q, s_k)
-
-
-class OfShape(_OneShape, Written):
-    """A BlockMask as it is written."""
-
-    def __init__(self, fn: Any, name: str, form: tuple[int, ...]) -> None:
-        super().__init__(fn, name)
-        object.__setattr__(self, "form", form)
-
-    def bound(self) -> Mask:
-        return BoundOfShape(self.predicate, self.form)
-
-
-class BoundOfShape(_OneShape):
-    """The same in one call."""
-
-    def __init__(self, predicate: Any, form: tuple[int, ...]) -> None:
-        super().__init__(predicate)
-        object.__setattr__(self, "form", form)
-
-
-def _too_small(what: str, given: tuple[int, ...], call: tuple[int, int, int, int], broadcast: bool) -> str | None:
-    """What is wrong with a mask that has numbers for so many packed sequences, heads, queries and keys."""
-    wide = all(n in (1, m) for n, m in zip(given[:2], call[:2], strict=True))
-    if wide and all(n >= m or (n == 1 and broadcast) for n, m in zip(given[2:], call[2:], strict=True)):
-        return None
-    return (
-        f"{what} over sequences has a row and a column for each query and key that the longest one has room for, so at "
-        f"least (sequences, h_q, queries, keys) = {call}, where sequences and heads may be 1; got {given}"
-    )
-
-
 class _Known(NamedTuple):
     """A BlockMask as a Mask, as long as it holds the same function and the same lists."""
 
@@ -237,7 +184,7 @@ def _of_lists(block_mask: Any) -> Mask:
     if block_mask.full_kv_num_blocks is not None:
         states = mark(states, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
     fn = Blocks(states, block_mask.mask_mod, rows, keys)
-    return OfShape(fn, scores.name_of(block_mask.mask_mod), (*shape[:2], s_q, s_k))
+    return Written(fn, scores.name_of(block_mask.mask_mod), (*shape[:2], s_q, s_k))
 
 
 def mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> Tensor:

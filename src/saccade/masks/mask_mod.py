@@ -1,17 +1,20 @@
-"""Masks that a function of the indices says."""
+"""Masks that are functions of the indices."""
+
+# Properties of masks are plain attributes of some, and computed by others.
+# pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.base import Mask
-from saccade.masks.interval import Extent, Interval, everything, nothing
+from saccade.masks.base import Mask, PredicateMask, WrappedMask
+from saccade.masks.interval import Extent
 from saccade.scores.recording.compile_constant import knows_inversion
 
 Function = Callable[..., Tensor]
@@ -19,21 +22,24 @@ Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class MaskMod(Mask):
-    """Any predicate. It is no interval: the list of tiles that is made of it says where nothing is visible."""
+class MaskMod(PredicateMask):
+    """A predicate as it is in one call."""
 
-    kind: ClassVar[str] = "mask_mod"
-    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
-    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
     predicate: scores.Traced
     """The function as a graph, with what it captured."""
+    form: tuple[int, int, int, int] | None = None
+    """(b or 1, h_q or 1, s_q, s_k) of a BlockMask, which is for calls of one shape, all of whose rows are in use."""
+
+    @property
+    def of_shape(self) -> bool:
+        return self.form is not None
 
     @property
     def identity(self) -> str:
         return f"mask_mod[{self.predicate.identity}]"
 
     @property
-    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def indices(self) -> frozenset[str]:
         return self.predicate.indices
 
     def _ints(self) -> list[int]:
@@ -52,45 +58,59 @@ class MaskMod(Mask):
         return MaskMod(scores.Traced.of_tensors(identity, tensors, ints, floats))
 
     def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        if max(s_q, s_k) > scores.LONGEST:
-            return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
-        return scores.short(self.predicate.identity, self.predicate.tensors, scores.Sizes(b, h, s_q, s_k))
+        call, form = (b, h, s_q, s_k), self.form
+        if form is not None and (form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != call[2:]):
+            return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {call}"
+        return self._capture_error(scores.Sizes(*call))
 
     def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        if max(s_q, s_k) > scores.LONGEST:
-            return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
-        return scores.short(self.predicate.identity, self.predicate.tensors, scores.Sizes(b, h, s_q, s_k, exact=False))
+        call = b, h, s_q, s_k
+        if self.form is not None and (error := packed_shape_error("the BlockMask", self.form, call)):
+            return error
+        return self._capture_error(scores.Sizes(*call, exact=False))
+
+    def _capture_error(self, sizes: scores.Sizes) -> str | None:
+        if max(sizes.s_q, sizes.s_k) > scores.LONGEST:
+            return f"mask functions take lengths up to {scores.LONGEST}, got {sizes.s_q} and {sizes.s_k}"
+        return scores.short(self.predicate.identity, self.predicate.tensors, sizes)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.predicate.holds(b, h, q_idx, kv_idx)
-
-    def hull(self, extent: Extent) -> Interval:
-        return everything(extent)
-
-    def core(self, extent: Extent) -> Interval:
-        return nothing(extent)
 
     def __repr__(self) -> str:
         return f"mask_mod({self.predicate.kind})"
 
 
-class Written(MaskMod):
-    """A predicate as it was written: what it is, it is in each call anew."""
+def packed_shape_error(
+    name: str, shape: tuple[int, ...], call: tuple[int, int, int, int], broadcast: bool = False
+) -> str | None:
+    """What is wrong with the shape of a mask for so many packed sequences, heads, queries and keys; None if nothing."""
+    wide = all(n in (1, m) for n, m in zip(shape[:2], call[:2], strict=True))
+    if wide and all(n >= m or (n == 1 and broadcast) for n, m in zip(shape[2:], call[2:], strict=True)):
+        return None
+    return (
+        f"{name} over sequences has a row and a column for each query and key that the longest one has room for, so at "
+        f"least (sequences, h_q, queries, keys) = {call}, where sequences and heads may be 1; got {shape}"
+    )
 
-    def __init__(self, fn: Function, name: str | None = None) -> None:
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "name", name)
+
+class Written(MaskMod):
+    """A predicate as it was written: each call traces it anew."""
+
+    def __init__(self, fn: Function, name: str | None = None, form: tuple[int, int, int, int] | None = None) -> None:
+        for field, value in (("fn", fn), ("name", name), ("form", form)):
+            object.__setattr__(self, field, value)
 
     fn: Function
     name: str | None
 
     @property
-    def predicate(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def predicate(self) -> Any:
         """Of this moment."""
         return scores.predicate(self.fn, self.name)
 
     def bound(self) -> Mask:
-        return MaskMod(self.predicate)
+        return MaskMod(self.predicate, self.form)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """By the user's own function."""
@@ -106,7 +126,7 @@ class Written(MaskMod):
         return f"mask_mod({self.name or scores.name_of(self.fn)})"
 
     def __reduce__(self) -> Any:
-        return mask_mod, (self.fn,)
+        return Written, (self.fn, self.name, self.form)
 
 
 def mask_mod(fn: Function) -> Mask:
@@ -143,25 +163,14 @@ def mask_mod(fn: Function) -> Mask:
     return mask
 
 
-@dataclass(frozen=True, eq=False)
-class OfRow(Mask):
-    """A predicate as one batch row sees it, which calls itself number 0."""
+@dataclass(frozen=True, eq=False, repr=False)
+class OfRow(WrappedMask):
+    """A predicate as one batch row sees it, which counts itself as number 0."""
 
-    kind: ClassVar[str] = "mask_mod"
-    exact: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
-    listed: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
-    mask: Mask
     b: int
 
-    def bound(self) -> Mask:
-        return OfRow(self.mask.bound(), self.b)
-
     @property
-    def identity(self) -> str:
-        return self.mask.identity
-
-    @property
-    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def indices(self) -> frozenset[str]:
         return self.mask.indices - {"b"}
 
     def _ints(self) -> list[int]:
@@ -170,14 +179,5 @@ class OfRow(Mask):
     def _floats(self) -> list[float]:
         return self.mask.floats
 
-    def _tensors(self) -> list[Tensor]:
-        return self.mask.tensors
-
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.mask.sees(extent, b + self.b, h, q_idx, kv_idx)
-
-    def hull(self, extent: Extent) -> Interval:
-        return everything(extent)
-
-    def core(self, extent: Extent) -> Interval:
-        return nothing(extent)

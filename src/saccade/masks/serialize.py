@@ -12,7 +12,7 @@ from saccade import scores
 from saccade.masks.base import Mask
 from saccade.masks.blocked import Blocked
 from saccade.masks.builtin import Documents, Prefix, Window, bound
-from saccade.masks.combine import And, Not, Or
+from saccade.masks.combine import And, Combined, Not, Or
 from saccade.masks.mask_mod import MaskMod, OfRow
 from saccade.scores.recording.compile_constant import compile_constant
 
@@ -74,7 +74,7 @@ def from_tensors(
             case ("|", *parts):
                 return Or(tuple(build(part) for part in parts))
             case ("~", part):
-                return Not(build(part))
+                return Not((build(part),))
             case "causal":
                 return Window(None, 0)
             case "window":
@@ -97,9 +97,7 @@ def from_tensors(
 def of_batch_row(mask: Mask, b: int) -> Mask:
     """The mask of one batch row."""
     match mask:
-        case Not():
-            return Not(of_batch_row(mask.part, b))
-        case And() | Or():
+        case Combined():
             return type(mask)(tuple(of_batch_row(part, b) for part in mask.parts))
         case Prefix(n=Tensor() as n):
             return Prefix(n[b : b + 1])
