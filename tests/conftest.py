@@ -24,6 +24,18 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=40, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A test module that does not import is an error: --doctest-ignore-import-errors makes a skip of it."""
+    report = yield
+    if report.skipped and "unable to import module" in str(report.longrepr):
+        try:
+            collector.obj  # noqa: B018
+        except pytest.Collector.CollectError as error:
+            report.outcome, report.longrepr = "failed", str(error)
+    return report
+
+
 PROCESSORS = ("amx", "avx512_bf16", "none")
 """What `hardware.cpu_bf16()` may answer: each is another path of the cpu backend, and all of them run on any CPU."""
 
@@ -74,6 +86,14 @@ def processor(request, monkeypatch):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
+    return request.param
+
+
+@pytest.fixture(params=["gluon", "triton"])
+def backend(request):
+    """The GPU backends with kernels of their own."""
+    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (sm_90)")
     return request.param
 
 

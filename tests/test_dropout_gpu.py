@@ -24,13 +24,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["triton", "gluon"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Hopper's kernels")
-    return request.param
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_oracle(case: Case, deterministic: bool, backend: str) -> None:

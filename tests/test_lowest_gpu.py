@@ -22,13 +22,6 @@ CALLS = {
 }
 
 
-@pytest.fixture(params=["gluon", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-    return request.param
-
-
 def operands(d: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     shapes = ((2, h, s, d) for h, s in ((4, 300), (2, 333), (2, 333)))
     return [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]

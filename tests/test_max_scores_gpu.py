@@ -12,13 +12,6 @@ from saccade.testing.cases import Case
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["gluon", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-    return request.param
-
-
 DENSE = Case("", h_q=4, h_k=2, s_q=300, s_k=333, d=128)
 CASES = {
     "plain": DENSE,

@@ -13,13 +13,6 @@ from saccade.testing.non_finite import BREAKS, CALLS, HEAD, ROW, assert_same_kin
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["gluon", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-    return request.param
-
-
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("fill", BREAKS)

@@ -20,13 +20,6 @@ CALLS = {
 }
 
 
-@pytest.fixture(params=["gluon", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-    return request.param
-
-
 def operands(*batch: int) -> list[torch.Tensor]:
     return [torch.randn(*batch, 2, h, 130, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)]
 

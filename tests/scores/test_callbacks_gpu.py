@@ -16,13 +16,6 @@ from saccade.testing.callbacks import NAMES, SoftcapCallback, case, one
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["triton", "gluon"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Hopper's kernels")
-    return request.param
-
-
 def operands(order, dtype, h_q, h_k, s_q, s_k, d):
     shapes = (2, h_q, s_q, d), (2, h_k, s_k, d), (2, h_k, s_k, d)
     return [Dense(order).ordered(torch.randn(shape, device="cuda", dtype=dtype)).contiguous() for shape in shapes]

@@ -14,13 +14,6 @@ from saccade.testing.shifted import captured
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["triton", "gluon"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Hopper's kernels")
-    return request.param
-
-
 def operands(h_q: int, h_k: int, s_q: int, s_k: int, d: int) -> list[torch.Tensor]:
     shapes = (2, h_q, s_q, d), (2, h_k, s_k, d), (2, h_k, s_k, d)
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]

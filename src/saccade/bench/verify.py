@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Results
-from saccade.layouts import SequencePlace, view_layout
+from saccade.layouts import ORDERS, Dense, SequencePlace
 from saccade.testing.call_slice import At, CheckedCall, Precision
 from saccade.testing.cases import Inputs
 from saccade.testing.error_tally import ErrorTally
@@ -29,9 +28,6 @@ _SCORES = {"cuda": 1 << 31, "cpu": 1 << 25}
 _PAIRS = 1 << 28
 """Elements of the score matrix that the oracle holds at once, about ten times in float64."""
 
-_Answer = tuple[Tensor, Tensor, Tensor]
-"""exact, eager and terms"""
-
 NAMES = {
     "forward": ("out",),
     "backward": ("dq", "dk", "dv"),
@@ -41,21 +37,22 @@ NAMES = {
 """The results of the calls that a Cell times."""
 
 
-@dataclass(frozen=True)
-class _GroupAnswer:
-    """The oracle's answer for one group of heads of one sequence; each tensor is (1, heads, s, d)."""
+class _Answer(NamedTuple):
+    """The oracle's answer for one part of a result."""
 
-    rows_at: At
-    keys_at: At
-    answers: dict[str, _Answer]
+    name: str
+    at: At
+    ways: tuple[Tensor, Tensor, Tensor]
+    """exact, eager and terms, (1, heads, s, d)"""
 
 
 class Verifier:
     """The exact answer to a Cell."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
-        self.cell, self.names, self.groups = cell, NAMES[cell.call], []
-        self.eps = torch.finfo(inputs.q.dtype).eps
+        self.cell, self.names = cell, NAMES[cell.call]
+        self.answers: list[_Answer] = []
+        self.eps, self.layout = torch.finfo(inputs.q.dtype).eps, inputs.keywords.get("layout", Dense())
         if not self.names:
             return
         dout = None if cell.call == "forward" else inputs.dout.detach()
@@ -63,9 +60,10 @@ class Verifier:
         # Peers are held to what a fused backend of the machine is.
         self.precision = Precision.of(inputs.q.dtype, inputs.q.device, "auto")
         places = list(self.call.places())
-        if self.call.layout.ragged_keys:  # the oracle may have room for one sequence: the longest
+        if self.layout.ragged_keys:  # the oracle may have room for one sequence: the longest
             places.sort(key=lambda place: place.rows.start - place.rows.stop)
-        self.groups = [self._group(places[b], head) for b, head in sampled(cell, inputs.q.device.type)]
+        for b, key_head in sampled(cell, inputs.q.device.type):
+            self.answers += self._answers(places[b], key_head)
         del self.call
 
     def error_ratio(self, results: Results, order: str) -> float:
@@ -75,16 +73,16 @@ class Verifier:
             ValueError: results of other shapes than the Cell's.
         """
         worst = 0.0
-        layout = view_layout(order)
+        layout = Dense(order) if order in ORDERS else self.layout
         for name, result in zip(self.names, results, strict=False):
             x = layout.canonical(result.detach())
             tally = ErrorTally(self.eps)
-            for group in self.groups:
-                answer = group.answers[name]
-                part = x[group.keys_at if name in ("dk", "dv") else group.rows_at]
-                if part.shape != answer[0].shape:
-                    raise ValueError(f"{name} has shape {tuple(x.shape)} in order bhsd")
-                tally.add(part, *answer)
+            for answer in self.answers:
+                if answer.name == name:
+                    part = x[answer.at]
+                    if part.shape != answer.ways[0].shape:
+                        raise ValueError(f"{name} has shape {tuple(x.shape)} in order bhsd")
+                    tally.add(part, *answer.ways)
             worst = max(worst, tally.ratio(), 0.0 if bool(x.isfinite().all()) else math.inf)
         return worst
 
@@ -103,28 +101,30 @@ class Verifier:
             raise ValueError(f"returned {len(results)} results, not {', '.join(self.names)}")
         return self.error_ratio(results, prepared.order)
 
-    def _group(self, place: SequencePlace, key_head: int) -> _GroupAnswer:
+    def _answers(self, place: SequencePlace, key_head: int) -> Iterator[_Answer]:
+        """The answers for one key head of one sequence and its query heads, one query head at a time."""
         group = self.cell.case.h_q // self.cell.case.h_k
-        heads = slice(key_head * group, (key_head + 1) * group)
-        answers = [self._head(place, head, key_head) for head in range(heads.start, heads.stop)]
-        keys_at = place.batch_k, slice(key_head, key_head + 1), place.keys
-        return _GroupAnswer((place.batch_q, heads, place.rows), keys_at, _together(answers, dim=1))
-
-    def _head(self, place: SequencePlace, head: int, key_head: int) -> dict[str, _Answer]:
-        """The oracle on one query head of one sequence."""
-        answers = []
-        at = slice(head, head + 1), slice(key_head, key_head + 1)
-        for rows in self._row_slices(place):
-            part = self.call.slice(rows, *at, self.precision)
-            exact = part.exact()
-            eager, terms = part.eager(), part.terms(exact)
-            answer = {name: (exact[name].detach(), eager[name].detach(), terms[name].detach()) for name in self.names}
-            omitted = (0, 0, 0, place.keys.stop - rows.keys.stop)
-            for name in {"dk", "dv"} & answer.keys():
-                one, other, third = answer[name]
-                answer[name] = pad(one, omitted), pad(other, omitted), pad(third, omitted)
-            answers.append(answer)
-        return answers[0] if len(answers) == 1 else _together(answers, dim=2)
+        key_heads = slice(key_head, key_head + 1)
+        keys_at = place.batch_k, key_heads, place.keys
+        sums: dict[str, Tensor] = {}
+        if "dk" in self.names:
+            keys = {"dk": self.call.k[keys_at], "dv": self.call.v[keys_at]}
+            sums = {name: torch.stack([torch.zeros_like(x, dtype=torch.float64)] * 3) for name, x in keys.items()}
+        for head in range(key_head * group, (key_head + 1) * group):
+            for rows in self._row_slices(place):
+                part = self.call.slice(rows, slice(head, head + 1), key_heads, self.precision)
+                exact = part.exact()
+                results = exact, part.eager(), part.terms(exact)
+                for name in self.names:
+                    value, eager, terms = (result[name].detach() for result in results)
+                    if name in sums:
+                        # The terms hold the exact result itself once: not each part's share of it, but the sum.
+                        visible = sums[name][..., : value.shape[2], :]
+                        visible += torch.stack([value, eager.to(value), terms**2 - value**2])
+                    else:
+                        yield _Answer(name, part.rows_at, (value, eager, terms))
+        for name, (value, eager, squares) in sums.items():
+            yield _Answer(name, keys_at, (value, eager, (squares + value**2).sqrt()))
 
     def _row_slices(self, place: SequencePlace) -> Iterator[SequencePlace]:
         """Some rows at a time where their score matrices are too large for a GPU's memory, and the keys that they may
@@ -154,20 +154,3 @@ def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
     places = dict.fromkeys(round(i * (every - 1) / max(1, count - 1)) for i in range(count))
     for place in reversed(places):  # the last head first: where offsets overflow
         yield divmod(place, case.h_k)
-
-
-def _together(parts: list[dict[str, _Answer]], dim: int) -> dict[str, _Answer]:
-    """Parts of a call side by side in a dimension; gradients of keys are summed."""
-    return {name: _joined(name, [answers[name] for answers in parts], dim) for name in parts[0]}
-
-
-def _joined(name: str, parts: list[_Answer], dim: int) -> _Answer:
-    exact, eager, terms = zip(*parts, strict=True)
-    if name not in ("dk", "dv"):
-        return torch.cat(exact, dim), torch.cat(eager, dim), torch.cat(terms, dim)
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.stack(exact).sum(0)
-    # The terms hold the exact result itself once: not each part's share of it, but the sum.
-    squares = sum(term**2 - own**2 for term, own in zip(terms, exact, strict=True)) + total**2
-    return total, torch.stack(eager).sum(0), squares.sqrt()

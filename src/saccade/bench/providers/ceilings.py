@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -11,44 +13,44 @@ from saccade.bench.providers.base import Prepared, Provider
 from saccade.testing.cases import Inputs
 
 
-class Matmul(Provider):
+class Ceiling(Provider):
+    """Runs beside every cell."""
+
+    role = "ceiling"
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        return None
+
+
+class Matmul(Ceiling):
     """A big square product in the cell's dtype, by PyTorch's library."""
 
-    name, role = "matmul", "ceiling"
-
-    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        return None
-
-    def __init__(self) -> None:
-        self._operands: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+    name = "matmul"
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        device, dtype = inputs.q.device, inputs.q.dtype
-        n = 8192 if device.type == "cuda" else 1024
-        if (device, dtype) not in self._operands:
-            # Random: the chip clocks higher on zeros.
-            a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-            self._operands[device, dtype] = a, b
-        a, b = self._operands[device, dtype]
-        return Prepared(lambda: (a @ b,), cost=Cost(2 * n**3, 3 * a.numel() * a.element_size()))
+        a, b = _matrices(inputs.q.device, inputs.q.dtype)
+        return Prepared(lambda: (a @ b,), cost=Cost(2 * len(a) ** 3, 3 * a.numel() * a.element_size()))
 
 
-class Copy(Provider):
+class Copy(Ceiling):
     """A copy within the device's memory, much larger than its caches; bytes read plus bytes written."""
 
-    name, role = "copy", "ceiling"
-
-    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
-        return None
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    name = "copy"
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        device = inputs.q.device
-        if device not in self._buffers:
-            size = 1 << (30 if device.type == "cuda" else 27)
-            source = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8, device=device).repeat(size >> 20)
-            self._buffers[device] = source, torch.empty_like(source)
-        source, target = self._buffers[device]
+        source, target = _buffers(inputs.q.device)
         return Prepared(lambda: (target.copy_(source),), cost=Cost(0, 2 * source.numel()))
+
+
+@lru_cache
+def _matrices(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Random: the chip clocks higher on zeros."""
+    n = 8192 if device.type == "cuda" else 1024
+    return torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
+
+
+@lru_cache
+def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
+    size = 1 << (30 if device.type == "cuda" else 27)
+    source = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8, device=device).repeat(size >> 20)
+    return source, torch.empty_like(source)

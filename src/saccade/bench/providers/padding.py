@@ -35,9 +35,7 @@ class Padding:
 
     def unseen(self) -> Tensor:
         """bool (b, 1, s_q, s_k): rows that are not in use, and keys that are."""
-        rows = torch.arange(self.q.longest, device=self.q.used.device) >= self.q.used[:, None]
-        keys = torch.arange(self.k.longest, device=self.k.used.device) < self.k.used[:, None]
-        return (rows[:, :, None] & keys[:, None])[:, None]
+        return (~self.q.in_use[:, :, None] & self.k.in_use[:, None])[:, None]
 
     def undone(self, prepared: Prepared) -> Prepared:
         """The call, with results that are packed again, untimed."""
@@ -55,32 +53,29 @@ class PaddedSide:
 
     used: Tensor
     """(b): rows in use"""
-    longest: int
-    row: Tensor
-    """(n): the batch row of each row that is in use"""
-    place: Tensor
-    """(n): its place in that batch row"""
+    in_use: Tensor
+    """bool (b, longest): which rows of the padded batch are"""
     source: Tensor
-    """(n): its packed row"""
+    """(n): the packed row of each row in use"""
     total: int
     """t of the packed tensor"""
 
     @staticmethod
     def of(offsets: Tensor, used: Tensor | None, total: int) -> PaddedSide:
         lengths = offsets.diff()
-        in_use = lengths if used is None else used
-        longest = int(lengths.max())
-        row, place = (torch.arange(longest, device=in_use.device) < in_use[:, None]).nonzero(as_tuple=True)
-        return PaddedSide(in_use.long(), longest, row, place, offsets.long()[row] + place, total)
+        used = (lengths if used is None else used).long()
+        in_use = torch.arange(int(lengths.max()), device=used.device) < used[:, None]
+        row, place = in_use.nonzero(as_tuple=True)
+        return PaddedSide(used, in_use, offsets.long()[row] + place, total)
 
     def padded(self, x: Tensor) -> Tensor:
         """(b, h, s, d) of (t, h, d), with zeros in the padding."""
-        padded = x.new_zeros(len(self.used), x.shape[1], self.longest, x.shape[2])
-        padded[self.row, :, self.place] = x.detach()[self.source]
-        return padded
+        padded = x.new_zeros(*self.in_use.shape, *x.shape[1:])
+        padded[self.in_use] = x.detach()[self.source]
+        return padded.transpose(1, 2)
 
     def packed(self, x: Tensor) -> Tensor:
         """(t, h, d) of (b, h, s, d)."""
         packed = x.new_zeros(self.total, x.shape[1], x.shape[3])
-        packed[self.source] = x[self.row, :, self.place]
+        packed[self.source] = x.transpose(1, 2)[self.in_use]
         return packed
