@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from saccade.backends import Backend, Unsupported
-from saccade.hidden import hide
+from saccade.masks_from_scores.rewrite import move_to_mask
 from saccade.problem import Problem
 from saccade.spec import Spec
 
@@ -60,8 +60,8 @@ def _first(call: Spec | Problem, spec: Spec, backend: str, gradient: bool) -> st
 
 def planned(problem: Problem, backend: str, gradient: bool = False) -> tuple[Plan, Problem]:
     """`plan(problem.spec(), …)`, by way of the Problem's key, which costs less to make than a Spec; and the Problem as
-    the backend takes it, in whose mask is what the score hides as a mask does."""
-    problem = hide(problem, backend)
+    the backend takes it, with what its score masks in its mask."""
+    problem = move_to_mask(problem, backend)
     key = problem.key, backend, gradient
     known = _plans.get(key)
     if known is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saccade import dispatch
 from saccade.dispatch import Unsupported
-from saccade.hidden import WHOLE, found_in, hide
+from saccade.masks_from_scores.rewrite import WHOLE_SCORES, move_to_mask, window_and_rest
 from saccade.problem import Problem
 from saccade.spec import Spec
 
@@ -23,11 +23,11 @@ class Explanation:
     def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
         whole, self.hidden = call, None
         if isinstance(call, Problem):
-            found = found_in(call, backend)
-            self.hidden = found and found[0]
-            call = hide(call, backend)
+            split = window_and_rest(call, backend)
+            self.hidden = split and split[0]
+            call = move_to_mask(call, backend)
         self.spec = call if isinstance(call, Spec) else call.spec()
-        calls = {name: whole if name in WHOLE else call for name in dispatch.NAMES}
+        calls = {name: whole if name in WHOLE_SCORES else call for name in dispatch.NAMES}
         self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}
         plan = _plan_if_any(call, backend)
         self.backend = plan.backend if plan else None

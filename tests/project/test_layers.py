@@ -18,7 +18,7 @@ LAYERS = [
     {"masks"},
     {"layouts", "spec"},
     {"partial", "problem"},
-    {"block_sparsity", "hidden"},
+    {"block_sparsity", "masks_from_scores"},
     {"reference"},
     {"backends"},
     {"dispatch"},

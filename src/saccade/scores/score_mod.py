@@ -11,7 +11,6 @@ from torch import Tensor
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import program_of
-from saccade.scores.hiding import Hidden
 
 Function = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
@@ -119,10 +118,6 @@ class Score:
     own: bool = False
     """Whether its derivative is the user's own."""
 
-    def split(self) -> tuple[Hidden, Score | None] | None:
-        """The keys that it masks and the rest of it, None for the score itself. None: it masks no keys."""
-        return None
-
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The modified score, of its shape and dtype; all arguments broadcast to (b, h, q, k)."""
         raise NotImplementedError
@@ -168,12 +163,6 @@ class Traced(Score):
             )
         numbers = [(ints if integral else floats).pop(0) for integral in program.integral]
         return Traced(program, [tensors.pop(0) for _ in program.ranks], numbers)
-
-    def split(self) -> tuple[Hidden, Score | None] | None:
-        found, numbers = self.program.hiding, self.numbers
-        if found is None or (hidden := found.hidden(tuple(numbers))) is None:
-            return None
-        return hidden, found.rest and Traced(found.rest, self.tensors, [numbers[i] for i in found.picks])
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """By the user's own function where there is one."""

@@ -28,13 +28,11 @@ class Program:
 
     recorded: Any = None
     """`ProgramCallbacks`, if it was made of callbacks."""
-    hiding: Any = None
-    """`hiding.Hiding`, where it hides keys as a mask does."""
 
     def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
+        self.name, self.raw, self.dtype = name, raw, dtype
         self.emitted: dict[Any, Any] = {}
-        """What backends derive from it, once."""
+        """What others derive from it, once."""
         self._core(raw)
         self.dtypes = [node.meta["val"].dtype for node in self.tensor_nodes]
         self.ranks = [node.meta["val"].dim() for node in self.tensor_nodes]

@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from saccade.bounded_cache import BoundedCache, CacheInfo
 from saccade.scores.codegen.program import Program
-from saccade.scores.hiding import hiding
 from saccade.scores.recording.recorder import Recording, error_text
 from saccade.scores.recording.tape import Refused
 from saccade.scores.recording.trace import trace
+
+T = TypeVar("T")
 
 
 class _ProgramCache:
@@ -41,18 +43,23 @@ class _ProgramCache:
     def _lower(self, recording: Recording, name: str) -> Program:
         self.lowered += 1
         # Equal programs are one, so that they share what is compiled.
-        program = self._unique(_lower_in_thread(recording, name))
-        if program.hiding is not None and program.hiding.rest is not None:
-            program.hiding = program.hiding._replace(rest=self._unique(program.hiding.rest))
-        return program
+        return self.unique(_in_thread(lambda: Program(name, trace(recording), recording.tape.dtype)))
 
-    def _unique(self, program: Program) -> Program:
+    def derive(self, program: Program, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, once for each program. It runs as a lowering does."""
+        if key not in program.emitted:
+            with self.lock:
+                if key not in program.emitted:
+                    program.emitted[key] = _in_thread(make)
+        return program.emitted[key]
+
+    def unique(self, program: Program) -> Program:
         return self.by_identity.setdefault(program.identity, program)
 
 
-def _lower_in_thread(recording: Recording, name: str) -> Program:
-    """In a thread of its own, which has no mode, transform or context of the caller."""
-    results: list[Program] = []
+def _in_thread(make: Callable[[], T]) -> T:
+    """Calls `make` in a thread of its own, which has no mode, transform or context of the caller."""
+    results: list[T] = []
     errors: list[Refused] = []
 
     def run() -> None:
@@ -60,10 +67,7 @@ def _lower_in_thread(recording: Recording, name: str) -> Program:
         quiet = torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else nullcontext()
         try:
             with quiet:
-                raw = trace(recording)
-                program = Program(name, raw, recording.tape.dtype)
-                program.hiding = hiding(program, raw, recording.tape.numbers)
-            results.append(program)
+                results.append(make())
         except Refused as refused:
             errors.append(refused)
         except Exception as failed:  # such as an operation without a derivative

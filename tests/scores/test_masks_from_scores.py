@@ -25,6 +25,7 @@ from saccade import (
     scores,
     window,
 )
+from saccade.masks_from_scores.analysis import split_score
 from saccade.testing import check
 from saccade.testing.callbacks import case
 
@@ -250,7 +251,7 @@ def test_own_derivatives():
         score_mod = ScoreMod(cut, bprop=bprop)
         assert explain(q, k, v, score_mod=score_mod).spec.mask == "window"
         check(q, k, v, score_mod=score_mod).assert_ok()
-    rest = scores.bind(ScoreMod(cut, bprop=slope), q).split()[1]
+    rest = split_score(scores.bind(ScoreMod(cut, bprop=slope), q))[1]
     assert "where" not in str(rest.program.slope.graph)
 
 
