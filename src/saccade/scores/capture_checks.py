@@ -31,13 +31,10 @@ class Sizes(NamedTuple):
 
 def broadcasts(shape: Sequence[int], sizes: Sizes) -> bool:
     """Whether a shape has one element, or one for each index, in each of the last dimensions."""
-    if len(shape) > 4:
-        return False
-    given = (*(1,) * (4 - len(shape)), *shape)
-    return all(n in (1, m) for n, m in zip(given, sizes[:4], strict=True)) or (
-        not sizes.exact
-        and all(n in (1, m) for n, m in zip(given[:2], sizes[:2], strict=True))
-        and all(n == 1 or n >= m for n, m in zip(given[2:], sizes[2:4], strict=True))
+    sizes_of_shape = (*(1,) * (4 - len(shape)), *shape)
+    longer = False, False, not sizes.exact, not sizes.exact
+    return len(shape) <= 4 and all(
+        n in (1, m) or (more and n > m) for n, m, more in zip(sizes_of_shape, sizes[:4], longer, strict=True)
     )
 
 

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, Raw, aten, name_of, outputs_of
+from saccade.scores.recording.trace import K, Q, Raw, aten, behind, name_of, outputs_of
 
 
 class Program:
@@ -189,46 +189,35 @@ def constant_of(raw: Raw, node: fx.Node) -> Any:
     """The Python number that a node of numbers always is, or None."""
     if node.op == "get_attr":
         return getattr(raw.module, str(node.target)).item()
-    if node.op != "call_function" or any(x.op == "placeholder" for x in _ancestors(node)):
+    if node.op != "call_function":
+        return None
+    graph, inputs = _subgraph(raw, [node])
+    if any(x.users for x in graph.find_nodes(op="placeholder")):
         return None
     if name_of(node) == "scalar_tensor" or name_of(node) == "full":
         return node.args[0] if name_of(node) == "scalar_tensor" else node.args[1]
-    module, inputs = _submodule(raw, [node])
-    return module(*[None] * len(inputs))[0].item()  # none of them is read
+    return fx.GraphModule(raw.module, graph)(*[None] * len(inputs))[0].item()  # none of them is read
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, todo = set(), [node]
-    while todo:
-        for x in todo.pop().all_input_nodes:
-            if x not in found:
-                found.add(x)
-                todo.append(x)
-    return found
-
-
-def _submodule(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """A module that computes some nodes from the placeholders, all of which it takes."""
+def _subgraph(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """A graph that computes some nodes from the tensors and numbers, all of which it takes."""
     graph = fx.Graph()
-    needed = set(nodes).union(*map(_ancestors, nodes))
-    made: dict[fx.Node, fx.Node] = {}
-    order = [x for x in raw.module.graph.nodes if x.op == "placeholder" and x.meta["kind"] != "tile"]
-    for node in order:
-        made[node] = graph.placeholder(node.name)
-    for node in raw.module.graph.nodes:
-        if node in needed and node not in made:
-            made[node] = graph.node_copy(node, lambda x: made[x])
-    graph.output(tuple(made[node] for node in nodes))
-    return fx.GraphModule(raw.module, graph), order
+    inputs = [x for x in raw.module.graph.find_nodes(op="placeholder") if x.meta["kind"] != "tile"]
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        for x in behind(node, lambda x: x.all_input_nodes, copies):
+            copies[x] = graph.node_copy(x, lambda x: copies[x])
+    graph.output(tuple(copies[node] for node in nodes))
+    return graph, inputs
 
 
 def _part(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[list[int], fx.GraphModule | None]:
     """How the boundary is made of tensors and numbers that are captured: by picking some of them, or by a module that
     takes them all."""
-    module, inputs = _submodule(raw, nodes)
+    graph, inputs = _subgraph(raw, nodes)
     if all(node in inputs for node in nodes):
         return [inputs.index(node) for node in nodes], None
-    return [], module
+    return [], fx.GraphModule(raw.module, graph)
 
 
 @lru_cache(maxsize=1)

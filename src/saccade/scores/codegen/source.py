@@ -15,7 +15,7 @@ from torch import fx
 
 from saccade.scores.codegen.emitter import EmitOptions, Emitter
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.trace import K, Q, name_of, outputs_of, shallow
+from saccade.scores.recording.trace import K, Q, behind, name_of, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
@@ -65,13 +65,12 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
     made = Emitter(program, options)
     order = [i for i, want in enumerate(wanted) if want]
     places = []
-    calls = []
     for n, (read, (local, at)) in enumerate(zip(reads, outputs_of(module.graph), strict=True)):
         target = f"sums[{order.index(read.tensor)}]"
         value = made.float(made.value(local))
         made.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         shape = torch.broadcast_shapes((1, 1), *(made.value(x).shape for x in at))
-        if shape == (Q, K) and all(_distance(x) is not None for x in at):
+        if shape == (Q, K) and all(map(_by_distance, at)):
             only = Emitter(program, options)
             text = only.place(read.tensor, at, contiguous=True)
             places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
@@ -88,39 +87,35 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
         }[tuple(shape)]
         made.lines.append(f"ADD({target}, {text}, {total})")
     parameters = PARAMETERS.replace("data, ", "data, ds, ")
-    calls.append(made.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass"))
-    return "\n\n".join([*places, *calls])
+    scatter = made.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass")
+    return "\n\n".join([*places, scatter])
 
 
-def _distance(x: Any) -> int | None:
-    """How an index depends on q_idx and kv_idx: 0 not at all or on their difference alone, c as c kv_idx or c q_idx
-    would (negative), None in any other way."""
-    slopes = _slopes(x, {}) if not isinstance(x, fx.Node) or shallow(x.graph) else None
-    return 0 if slopes is not None and slopes[0] + slopes[1] == 0 else None
+def _by_distance(index: Any) -> bool:
+    """Whether an index depends on q_idx and kv_idx by their difference alone, or not at all."""
+    slopes: dict[fx.Node, tuple[int, int] | None] = {}
+    if not isinstance(index, fx.Node):
+        return True
+    for node in behind(index, lambda x: x.all_input_nodes, slopes):
+        slopes[node] = _slopes(node, slopes)
+    last = slopes[index]
+    return last is not None and sum(last) == 0
 
 
-def _slopes(x: Any, met: dict[Any, Any]) -> tuple[int, int] | None:
-    """The factors of q_idx and kv_idx in a linear index; (0, 0) also for any function of their difference."""
-    if not isinstance(x, fx.Node) or (x.op == "placeholder" and x.target not in ("q_idx", "kv_idx", "score")):
-        return 0, 0
-    if x in met:
-        return met[x]
-    if x.op == "placeholder":
-        found = {"q_idx": (1, 0), "kv_idx": (0, 1), "score": None}[str(x.target)]
-    else:
-        below = [_slopes(y, met) for y in x.all_input_nodes if not str(y.target).startswith("t")]
-        name = name_of(x)
-        if any(y is None for y in below):
-            found = None
-        elif name in ("add", "sub") and len(x.args) == 2 and x.kwargs.get("alpha", 1) == 1:
-            (a, b), sign = (
-                ((0, 0) if not isinstance(y, fx.Node) else _slopes(y, met) for y in x.args),
-                1 - 2 * (name == "sub"),
-            )
-            found = a[0] + sign * b[0], a[1] + sign * b[1]
-        elif name == "neg":
-            found = -below[0][0], -below[0][1]
-        else:
-            found = (0, 0) if all(y[0] + y[1] == 0 for y in below) else None
-    met[x] = found
-    return found
+_INDEX_SLOPES = {"q_idx": (1, 0), "kv_idx": (0, 1), "score": None}
+_SIGNS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}
+
+
+def _slopes(node: fx.Node, known: dict[fx.Node, tuple[int, int] | None]) -> tuple[int, int] | None:
+    """The factors of q_idx and kv_idx in a linear value; (0, 0) also for any function of their difference."""
+    if node.op == "placeholder":
+        return _INDEX_SLOPES.get(str(node.target), (0, 0))
+    inputs = [known[x] for x in node.all_input_nodes]
+    if None in inputs:
+        return None
+    signs = _SIGNS.get(name_of(node))
+    if signs is None or node.kwargs.get("alpha", 1) != 1:
+        return (0, 0) if all(sum(slopes) == 0 for slopes in inputs) else None
+    terms = [known.get(x, (0, 0)) for x in node.args]
+    q, kv = (sum(sign * term[i] for sign, term in zip(signs, terms, strict=True)) for i in range(2))
+    return q, kv

@@ -58,35 +58,36 @@ class Context:
         pass
 
 
-_LINEAR = frozenset((
-    "neg", "__neg__", "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "to",
-    "float", "double", "clone", "detach", "view_as", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub",
-    "where", "masked_fill", "contiguous", "subtract", "alias",
-))  # fmt: skip
+_SUMS = frozenset(("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract"))
+_PRODUCTS = frozenset(("mul", "__mul__", "__rmul__", "multiply"))
+_QUOTIENTS = frozenset(("div", "__truediv__", "divide", "true_divide"))
+_SELECTS = frozenset(("where", "masked_fill"))
+_PASSES = frozenset(("neg", "__neg__", "to", "float", "double", "clone", "detach", "view_as", "contiguous", "alias"))
 
 
 def linear(tape: Any, gradient: int, first: int, outputs: Sequence[int]) -> bool:
     """Whether the values of steps from `first` on are linear in a gradient."""
     of_it = {gradient}
     for place in range(first + 5, len(tape.steps) + 5):
-        function, given, named = tape.steps[place - 5]
-        name = function.__name__
-        by = [x[0] == "value" and x[1] in of_it for x in (*given, *(x for _, x in named))]
-        if not any(by):
-            continue
-        if name not in _LINEAR:
-            return False
-        once = name in ("mul", "__mul__", "__rmul__", "multiply")
-        sums = name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract")
-        picks = name in ("where", "masked_fill")
-        if (once and sum(by) > 1) or (sums and not all(by[:2])) or (not once and not sums and not picks and not by[0]):
-            return False
-        if "div" in name and any(by[1:]):
-            return False
-        if picks and not all(b or _is_zero(x) for b, x in _choices(name, given, by)):
-            return False
-        of_it.add(place)
+        function, positional, named = tape.steps[place - 5]
+        arguments = (*positional, *(x for _, x in named))
+        by = [x[0] == "value" and x[1] in of_it for x in arguments]
+        if any(by):
+            if not _is_linear(function.__name__, arguments, by):
+                return False
+            of_it.add(place)
     return all(x in of_it for x in outputs)
+
+
+def _is_linear(name: str, arguments: Sequence[Any], by: Sequence[bool]) -> bool:
+    """Whether a step is linear in those of its arguments that depend on the gradient."""
+    if name in _SUMS:
+        return all(by[:2])
+    if name in _PRODUCTS:
+        return sum(by) == 1
+    if name in _SELECTS:
+        return all(depends or _is_zero(x) for depends, x in _choices(name, arguments, by))
+    return (name in _PASSES and by[0]) or (name in _QUOTIENTS and by[0] and not any(by[1:]))
 
 
 def _choices(name: str, given: Any, by: Sequence[bool]) -> list[tuple[bool, Any]]:

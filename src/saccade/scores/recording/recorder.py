@@ -178,7 +178,7 @@ class _Recorder(TorchFunctionMode):
         if self.called is not None:
             self.called.add(func)
         if name in _QUERIES and type(x) is StandIn:
-            return _QUERIES[name](x, *args[1:])
+            return _query(name, func, x, args[1:])
         if name in ("__repr__", "__format__", "__str__"):
             return f"a value of the score function, {name_of_place(x.place)}"
         if name == "to" or name == "type_as":
@@ -240,44 +240,31 @@ def _form(x: StandIn) -> tuple[torch.dtype, tuple[int, ...]]:
     return form_of(x.tape, x.place)
 
 
-def _shape(x: StandIn) -> torch.Size:
-    found = _form(x)[1] if x.place > 4 else ()
-    if not found:
+def _query(name: str, query: Callable[..., Any], x: StandIn, args: Any) -> Any:
+    """What one of `_QUERIES` returns of a stand-in."""
+    if name == "device":
+        return x.tape.device
+    if name in _DEVICES:
+        return x.tape.device.type == _DEVICES[name]
+    if name == "__hash__":
+        return id(x)
+    shape = _form(x)[1] if x.place > 4 and name not in _OF_TYPES else ()
+    if not shape and name not in _OF_TYPES:
         raise Refused(_SHAPE)
-    return torch.Size(found)
+    if name in ("unbind", "__iter__"):
+        dim = args[0] % len(shape) if args else 0
+        places = [(*[slice(None)] * dim, i) for i in range(shape[dim])]
+        row = [_stand_in(x.tape, x.tape.call(Tensor.__getitem__, (x, place), {})) for place in places]
+        return iter(row) if name == "__iter__" else row
+    return query(torch.empty(shape, dtype=_dtype(x), device="meta"), *args)
 
 
-def _size(x: StandIn, dim: int | None = None) -> Any:
-    return _shape(x) if dim is None else _shape(x)[dim]
-
-
-def _unbound(x: StandIn, dim: int = 0) -> list[Any]:
-    n = _shape(x)[dim]
-    at = dim if dim >= 0 else len(_shape(x)) + dim
-    places = [(*[slice(None)] * at, i) for i in range(n)]
-    return [_stand_in(x.tape, x.tape.call(Tensor.__getitem__, (x, place), {})) for place in places]
-
-
-_QUERIES: dict[str, Callable[..., Any]] = {
-    "dtype": _dtype,
-    "device": lambda x: x.tape.device,
-    "shape": _shape,
-    "size": _size,
-    "dim": lambda x: len(_shape(x)),
-    "ndim": lambda x: len(_shape(x)),
-    "ndimension": lambda x: len(_shape(x)),
-    "numel": lambda x: _shape(x).numel(),
-    "nelement": lambda x: _shape(x).numel(),
-    "__len__": lambda x: _shape(x)[0],
-    "unbind": _unbound,
-    "__iter__": lambda x: iter(_unbound(x)),
-    "is_floating_point": lambda x: _dtype(x).is_floating_point,
-    "is_complex": lambda x: False,
-    "is_signed": lambda x: _dtype(x).is_signed,
-    "layout": lambda x: torch.strided,
-    "__hash__": id,
-    **{name: lambda x, kind=kind: x.tape.device.type == kind for name, kind in _DEVICES.items()},
-}
+_OF_TYPES = frozenset(("dtype", "is_floating_point", "is_complex", "is_signed", "layout"))
+_QUERIES = frozenset((
+    "device", "__hash__", "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "unbind",
+    "__iter__", *_OF_TYPES, *_DEVICES,
+))  # fmt: skip
+"""What a stand-in answers without a step."""
 
 
 # Where the user's code is

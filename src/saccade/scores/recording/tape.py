@@ -118,14 +118,11 @@ class Tape:
             return "constant", str(kind), x
         if kind is tuple or kind is list:
             return kind.__name__, *[self.given(y, lifts) for y in x]
-        if isinstance(x, int):
-            x = int(x)
-            formed = not lifts or (keeps_zero and x == 0)
-            return ("constant", "int", x) if formed else self._number(x)
-        if isinstance(x, float):
-            x = float(x)
-            formed = not lifts or (keeps_zero and x == 0)
-            return ("constant", "float", _text(x)) if formed else self._number(x)
+        if isinstance(x, (int, float)):
+            x = int(x) if isinstance(x, int) else float(x)
+            if lifts and not (keeps_zero and x == 0):
+                return self._number(x)
+            return "constant", "int" if isinstance(x, int) else "float", _text(x)
         if hasattr(x, "item"):  # numpy's
             return self.given(x.item(), lifts, keeps_zero)
         return "constant", str(kind), x
