@@ -153,7 +153,8 @@ def replayed(graph, derivative=True):
     """A ScoreGraph on a graph that records: what cuDNN is told, as functions of tiles."""
     recorder, known = Graph(), {x.value: x for x in data_type}
     inputs = [
-        recorder._input("tensor", i, made=known[dtype or torch.float32]) for i, (*_, dtype) in enumerate(graph.inputs)
+        recorder._input("tensor", i, result_type=known[dtype or torch.float32])
+        for i, (*_, dtype) in enumerate(graph.inputs)
     ]
     replay = GraphReplay(graph, inputs, data_type)
     forward = CallbackRecording.of("forward", replay.forward(recorder, recorder._input("score")), False)

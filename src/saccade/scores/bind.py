@@ -89,11 +89,11 @@ def _bind(score_mod: Function, q: Tensor) -> Traced:
 
 
 def _values(
-    program: Program, given: Sequence[Tensor], numbers: Sequence[Any], device: torch.device | None
+    program: Program, captures: Sequence[Tensor], numbers: Sequence[Any], device: torch.device | None
 ) -> tuple[list[Tensor], list[Any]]:
     """A program's tensors and numbers, from those that its function captures."""
     check_integers(numbers)
-    tensors = [x if device is None else _on(x, device) for x in given]
+    tensors = [x if device is None else _on(x, device) for x in captures]
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
@@ -129,13 +129,13 @@ def predicate(fn: Function, name: str | None = None) -> Any:
     settings = "predicate", name
     proven = find_recording(fn, settings)
     if proven is not None and proven.sure:
-        program, (given, numbers) = proven.program, proven.inputs(fn)
+        program, (captures, numbers) = proven.program, proven.inputs(fn)
     else:
         recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
         program, tape = cache.program(recording, name or name_of(fn)), recording.tape
-        given, numbers = tape.tensors, tape.numbers
+        captures, numbers = tape.tensors, tape.numbers
         put_recording(fn, settings, recording, program, proven)
-    tensors, numbers = _values(program, given, numbers, None)
+    tensors, numbers = _values(program, captures, numbers, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 
 
@@ -155,11 +155,11 @@ def _on(x: Tensor, device: torch.device) -> Tensor:
     return x
 
 
-def _picked(part: tuple[list[int], Any], given: Sequence[Any]) -> list[Tensor]:
+def _picked(part: tuple[list[int], Any], captures: Sequence[Any]) -> list[Tensor]:
     places, module = part
     if module is None:
-        return [given[i] for i in places]
-    return list(module(*(x if isinstance(x, Tensor) else torch.tensor(x) for x in given)))
+        return [captures[i] for i in places]
+    return list(module(*(x if isinstance(x, Tensor) else torch.tensor(x) for x in captures)))
 
 
 def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Sequence[Any]) -> list[Any]:
@@ -176,8 +176,8 @@ def check_derivative(score: Traced, device: torch.device, rows: int, keys: int) 
     Raises:
         ValueError: they differ.
     """
-    made = torch.Generator().manual_seed(0)
-    x = (4 * torch.randn(rows, keys, generator=made, dtype=score.program.dtype)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    x = (4 * torch.randn(rows, keys, generator=generator, dtype=score.program.dtype)).to(device)
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
     at = zero, zero, torch.arange(rows, device=device)[:, None], torch.arange(keys, device=device)[None]
     own = score.derivative(x, *at)

@@ -98,14 +98,14 @@ def _plan_of_recordings(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> 
     tensors = (torch.zeros((), dtype=kind).expand([1 if one else 11 for one in ones]) for kind, ones in forms)
     mod = ScoreMod(callable_of(fn), *tensors, bprop=callable_of(bprop))
     own = mod.bprop is not None
-    made = record(WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own, reads_numbers=False)
-    identity, wanted, numbers, integral = _pinned(f"score({name_of(mod.fn)})", made)
-    order = [next(i for i, x in enumerate(mod.tensors) if x is held) for held in made.tape.tensors]
+    recording = record(WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own, reads_numbers=False)
+    identity, wanted, numbers, integral = _pinned(f"score({name_of(mod.fn)})", recording)
+    order = [next(i for i, x in enumerate(mod.tensors) if x is tensor) for tensor in recording.tape.tensors]
     wanted = None if wanted is None else tuple(order[i] for i in wanted)
     # Numbers are counted after the tensors, of which there may be more.
     more = len(mod.tensors) - len(order)
     numbers = None if numbers is None else tuple(i + more for i in numbers)
-    return (identity, wanted, numbers, integral), tuple(made.tape.numbers)
+    return (identity, wanted, numbers, integral), tuple(recording.tape.numbers)
 
 
 def _pinned(name: str, recording: Recording) -> Any:

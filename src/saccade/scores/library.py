@@ -154,7 +154,7 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
 
     Args:
         table: (buckets, h_q), as T5's `relative_attention_bias.weight`; it gets a gradient if it requires one.
-        bidirectional: half of the buckets for keys behind the query, as in encoders; else those all share bucket 0.
+        bidirectional: half of the buckets for keys after the query, as in encoders; else those all share bucket 0.
         max_distance: from here on all distances share a bucket.
 
     Raises:

@@ -87,12 +87,12 @@ def one_by_one(fn: Function) -> Function:
     dimensions of the tile."""
 
     def mapped(score: Tensor, *at: Tensor) -> Tensor:
-        made = fn
+        single = fn
         for i in reversed(range(4)):
             dims: list[int | None] = [0, None, None, None, None]
             dims[1 + i] = 0
-            made = torch.vmap(made, tuple(dims))
-        return made(score, *(x.flatten() for x in at))
+            single = torch.vmap(single, tuple(dims))
+        return single(score, *(x.flatten() for x in at))
 
     return mapped
 
@@ -208,8 +208,8 @@ class Traced(Score):
 
     def holds(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The value of a predicate, which has no score."""
-        held = self._run(self.program.value, torch.zeros((), device=q_idx.device), b, h, q_idx, kv_idx)[0]
-        return torch.as_tensor(held, device=q_idx.device) != 0
+        visible = self._run(self.program.value, torch.zeros((), device=q_idx.device), b, h, q_idx, kv_idx)[0]
+        return torch.as_tensor(visible, device=q_idx.device) != 0
 
     def _run(self, module: Any, score: Tensor, *at: Tensor) -> tuple[Any, ...]:
         wide = torch.float64

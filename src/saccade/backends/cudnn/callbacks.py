@@ -116,9 +116,9 @@ def _typed(step: GraphStep) -> GraphStep:
     if step.name in ("score", "gradient"):
         return step
     index, truth = step.name == "gen_index", step.name.startswith(("cmp_", "logical_"))
-    made = step.made if step.made != NOT_SET else INT32 if index else BOOLEAN if truth else FLOAT
+    made = step.result_type if step.result_type != NOT_SET else INT32 if index else BOOLEAN if truth else FLOAT
     computed = INT32 if index else FLOAT if step.computed in (NOT_SET, BOOLEAN) else step.computed
-    return step._replace(computed=computed, made=made)
+    return step._replace(computed=computed, result_type=made)
 
 
 def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
@@ -213,7 +213,7 @@ class GraphReplay:
             attributes = zip((name for name, _ in operation.attributes), step.attributes, strict=True)
             keywords |= {name: x for name, x in attributes if math.isfinite(x)}
         node = getattr(graph, step.name)(**keywords, compute_data_type=getattr(self.data_types, step.computed.name))
-        node.set_data_type(getattr(self.data_types, step.made.name))
+        node.set_data_type(getattr(self.data_types, step.result_type.name))
         return node
 
 

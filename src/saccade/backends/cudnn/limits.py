@@ -56,7 +56,7 @@ def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[st
             yield "came out wrong on an H200 with comparisons with an integer that may be below 0: give a float"
         if step.name in _WRONG:
             yield f"came out wrong on an H200 with {step.name}: use {_WRONG[step.name]}"
-        if step.made in (data_type.HALF, data_type.BFLOAT16):
+        if step.result_type in (data_type.HALF, data_type.BFLOAT16):
             yield "came out wrong on an H200 with rounding to fp16 or bf16"
 
 

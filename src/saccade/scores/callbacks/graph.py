@@ -36,7 +36,7 @@ class GraphStep(NamedTuple):
     """Places of earlier steps."""
     attributes: tuple[Any, ...] = ()
     computed: data_type = data_type.NOT_SET
-    made: data_type = data_type.NOT_SET
+    result_type: data_type = data_type.NOT_SET
 
 
 class Node:
@@ -54,11 +54,11 @@ class Node:
         steps = self._graph._steps
         if steps[self._place].name in _INPUTS:
             raise ValueError("the score and the tensors of a callback keep the types that they have")
-        steps[self._place] = steps[self._place]._replace(made=_typed(value))
+        steps[self._place] = steps[self._place]._replace(result_type=_typed(value))
         return self
 
     def get_data_type(self) -> data_type:
-        return self._graph._steps[self._place].made
+        return self._graph._steps[self._place].result_type
 
     def set_name(self, value: str) -> Node:
         return self
@@ -118,20 +118,20 @@ class Graph:
         compute = _typed(keywords.pop("compute_data_type", None))
         keywords.pop("name", None)
         takes = (*operation.arguments, *(attribute for attribute, _ in operation.attributes))
-        given = dict(zip(takes, tensors, strict=False))
-        doubled = given.keys() & keywords.keys()
-        given |= keywords
-        if len(tensors) > len(takes) or doubled or given.keys() - set(takes):
+        arguments = dict(zip(takes, tensors, strict=False))
+        doubled = arguments.keys() & keywords.keys()
+        arguments |= keywords
+        if len(tensors) > len(takes) or doubled or arguments.keys() - set(takes):
             raise TypeError(f"{name} takes {', '.join(takes)}, got {len(tensors)} by position and {sorted(keywords)}")
         attributes = []
         for attribute, default in operation.attributes:
-            value = default if given.get(attribute) is None else given[attribute]
+            value = default if arguments.get(attribute) is None else arguments[attribute]
             if value is None:
                 raise TypeError(f"{name} needs {attribute}")
             attributes.append(float(value))
-        if missing := [argument for argument in operation.arguments if argument not in given]:
+        if missing := [argument for argument in operation.arguments if argument not in arguments]:
             raise TypeError(f"{name} needs {', '.join(missing)}")
-        nodes = [self._taken(name, given[argument]) for argument in operation.arguments]
+        nodes = [self._taken(name, arguments[argument]) for argument in operation.arguments]
         step = GraphStep(name, tuple(x._place for x in nodes), tuple(attributes), compute)
         return self._added(step, any(x._rows for x in nodes))
 
@@ -156,8 +156,8 @@ class Graph:
         self._steps.append(step)
         return Node(self, len(self._steps) - 1, rows)
 
-    def _input(self, name: str, *attributes: Any, made: data_type = data_type.NOT_SET) -> Node:
-        return self._added(GraphStep(name, (), attributes, made=made), name != "tensor")
+    def _input(self, name: str, *attributes: Any, result_type: data_type = data_type.NOT_SET) -> Node:
+        return self._added(GraphStep(name, (), attributes, result_type=result_type), name != "tensor")
 
 
 _INPUTS = ("score", "gradient", "tensor")
@@ -198,8 +198,8 @@ class CallbackRecording:
             if place in needed:
                 needed.update(steps[place].inputs)
         order = sorted(needed)
-        kept = (steps[place]._replace(inputs=tuple(map(order.index, steps[place].inputs))) for place in order)
-        return CallbackRecording(name, tuple(kept), derivative)
+        needed_steps = (steps[place]._replace(inputs=tuple(map(order.index, steps[place].inputs))) for place in order)
+        return CallbackRecording(name, tuple(needed_steps), derivative)
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         gradient, arguments = arguments[0], arguments[self.derivative :]
@@ -224,7 +224,7 @@ class CallbackRecording:
                     integral = step.computed in (data_type.INT32, data_type.INT64)
                     inputs = [values[place] for place in step.inputs]
                     value = computed(step.name, inputs, step.attributes, integral, wide)
-            values.append(value if step.name in _INPUTS else _converted(value, step.made, wide))
+            values.append(value if step.name in _INPUTS else _converted(value, step.result_type, wide))
         return values[-1].to(wide)
 
 
@@ -236,12 +236,12 @@ def _read(t: Tensor, at: tuple[Tensor, ...]) -> Tensor:
     return t[tuple(zero if n == 1 else i for i, n in zip(at[4 - t.dim() :], t.shape, strict=True))]
 
 
-def _converted(x: Tensor, made: data_type, wide: torch.dtype) -> Tensor:
-    if made == data_type.NOT_SET:
+def _converted(x: Tensor, target: data_type, wide: torch.dtype) -> Tensor:
+    if target == data_type.NOT_SET:
         return x
-    dtype: Any = wide if made in (data_type.FLOAT, data_type.DOUBLE) else made.value
+    dtype: Any = wide if target in (data_type.FLOAT, data_type.DOUBLE) else target.value
     integral = not x.is_floating_point() and x.dtype != torch.bool
-    if x.dtype == dtype or (integral and made in (data_type.INT32, data_type.INT64)):
+    if x.dtype == dtype or (integral and target in (data_type.INT32, data_type.INT64)):
         return x
     return x != 0 if dtype == torch.bool else x.to(dtype)
 

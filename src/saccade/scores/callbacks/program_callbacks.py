@@ -49,15 +49,15 @@ def callbacks_of(mod: CallbackMod, program: Program, tape: Tape) -> ProgramCallb
 def _place(x: Tensor, program: Program, tape: Tape) -> GraphStep | None:
     """The step that reads one of the callback's tensors of a Program's inputs, which are picked from the tensors and
     then the numbers of a tape."""
-    for name, held, first, (picked, _) in (
+    for name, captures, first, (picked, _) in (
         ("tensor", tape.tensors, 0, program.before),
         ("runtime", tape.sources, len(tape.tensors), program.numbers),
     ):
-        i = _index(held, x)
+        i = _index(captures, x)
         if i is not None and first + i in picked:
             return GraphStep(name, (), (picked.index(first + i),))
     return None
 
 
-def _index(held: Sequence[Tensor | None], x: Tensor) -> int | None:
-    return next((i for i, other in enumerate(held) if other is x), None)
+def _index(captures: Sequence[Tensor | None], x: Tensor) -> int | None:
+    return next((i for i, other in enumerate(captures) if other is x), None)

@@ -31,14 +31,14 @@ class CallbackMod(ScoreMod):
 
     def values(self, q: Tensor) -> tuple[Any, ...]:
         """All that a Score for this q is made of but the tensors themselves, which stay: numbers by their bits."""
-        found: list[Any] = [q.device, q.dtype == torch.float64]
+        key: list[Any] = [q.device, q.dtype == torch.float64]
         for x in self.tensors:
             if is_number(x):
                 value = x.item()
-                found.append((x.dtype, value.hex() if isinstance(value, float) else value))
+                key.append((x.dtype, value.hex() if isinstance(value, float) else value))
             else:
-                found.append((x.dtype, x.shape, x.device, x.requires_grad))
-        return tuple(found)
+                key.append((x.dtype, x.shape, x.device, x.requires_grad))
+        return tuple(key)
 
     def sample(self) -> tuple[int, int]:
         """No further than its tensors reach."""
@@ -90,26 +90,26 @@ def score_callback(
         raise TypeError(f"score_callback needs functions, got {score_mod!r} and {score_mod_bprop!r}")
     if score_mod_bprop is None and score_mod_bprop_tensors is not None:
         raise ValueError("score_mod_bprop_tensors requires score_mod_bprop")
-    given = [_checked(tensors) for tensors in (score_mod_tensors, score_mod_bprop_tensors)]
-    held = [x for named in given for x in named.values()]
+    named_tensors = [_checked(tensors) for tensors in (score_mod_tensors, score_mod_bprop_tensors)]
+    captures = [x for named in named_tensors for x in named.values()]
     if torch.compiler.is_compiling():
-        forms = (tuple((name, x.dtype) for name, x in named.items()) for named in given)
+        forms = (tuple((name, x.dtype) for name, x in named.items()) for named in named_tensors)
         forward, backward = getattr(_pinned, _pin(standing_for(score_mod), standing_for(score_mod_bprop), *forms))
-        return CallbackMod(forward, *_numbers_apart(held), bprop=backward)
-    found = _cache.recorded(score_mod, score_mod_bprop, *given)
-    if all(x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad for x in held):
-        return _cache.of_numbers(found, held)
-    return _modification(found, held)
+        return CallbackMod(forward, *_numbers_apart(captures), bprop=backward)
+    recordings = _cache.recorded(score_mod, score_mod_bprop, *named_tensors)
+    if all(x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad for x in captures):
+        return _cache.of_numbers(recordings, captures)
+    return _modification(recordings, captures)
 
 
-def _numbers_apart(held: Sequence[Tensor]) -> list[Tensor]:
+def _numbers_apart(captures: Sequence[Tensor]) -> list[Tensor]:
     """With tensors of one element as such without dimensions, which may be numbers."""
-    return [x.reshape(()) if x.numel() == 1 else x for x in held]
+    return [x.reshape(()) if x.numel() == 1 else x for x in captures]
 
 
-def _modification(found: RecordingPair, held: Sequence[Tensor]) -> CallbackMod:
-    forward, backward = found
-    tensors = _numbers_apart(held)
+def _modification(recordings: RecordingPair, captures: Sequence[Tensor]) -> CallbackMod:
+    forward, backward = recordings
+    tensors = _numbers_apart(captures)
     if backward is not None:
         _cache.check_linear(backward, tensors)
     return CallbackMod(forward, *tensors, bprop=backward)
@@ -122,10 +122,10 @@ _pinned = SimpleNamespace()
 @compile_constant
 def _pin(score_mod: Any, bprop: Any, forms: Any, forms_bprop: Any) -> str:
     """The name of a recording; torch.compile calls this once."""
-    stand_ins = ({name: torch.zeros((), dtype=dtype) for name, dtype in given} for given in (forms, forms_bprop))
+    stand_ins = ({name: torch.zeros((), dtype=dtype) for name, dtype in form} for form in (forms, forms_bprop))
     recorded = _cache.recorded(callable_of(score_mod), callable_of(bprop), *stand_ins)
-    held = vars(_pinned)
-    name = next((name for name, other in list(held.items()) if other == recorded), f"recorded{len(held)}")
+    recordings = vars(_pinned)
+    name = next((name for name, other in list(recordings.items()) if other == recorded), f"recorded{len(recordings)}")
     setattr(_pinned, name, recorded)
     return name
 
@@ -155,23 +155,23 @@ class _Cache:
         self.mods: BoundedCache[Any, tuple[list[Tensor], CallbackMod]] = BoundedCache(256)
 
     def recorded(
-        self, score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors
+        self, score_mod: Callback, bprop: Callback | None, forward_tensors: Tensors, bprop_tensors: Tensors
     ) -> RecordingPair:
         keys = callback_key(score_mod), callback_key(bprop)
-        forms = (tuple((name, x.dtype) for name, x in tensors.items()) for tensors in (given, given_bprop))
+        forms = (tuple((name, x.dtype) for name, x in tensors.items()) for tensors in (forward_tensors, bprop_tensors))
         key = None if None in keys else (*keys, *forms)
         recording = self.recordings.get(key)
         if recording is None:
-            recording = _record(score_mod, bprop, given, given_bprop)
+            recording = _record(score_mod, bprop, forward_tensors, bprop_tensors)
             if key is not None and keys == (callback_key(score_mod), callback_key(bprop)):
                 self.recordings.put(key, recording)
         return recording
 
-    def of_numbers(self, found: RecordingPair, held: list[Tensor]) -> CallbackMod:
+    def of_numbers(self, recordings: RecordingPair, captures: list[Tensor]) -> CallbackMod:
         """The modification of the same callbacks and tensors, which are numbers: it is cheap to keep, and reads their
         values in each call."""
-        key = *found, *((id(x), x.data_ptr()) for x in held)
-        return self.mods.get_or_make(key, lambda: (held, _modification(found, held)))[1]
+        key = *recordings, *((id(x), x.data_ptr()) for x in captures)
+        return self.mods.get_or_make(key, lambda: (captures, _modification(recordings, captures)))[1]
 
     def check_linear(self, recording: CallbackRecording, tensors: list[Tensor]) -> None:
         """
@@ -185,14 +185,14 @@ class _Cache:
         score = torch.linspace(-4, 4, 16, dtype=torch.float64, device=device).expand(4, 16)
         zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
         with torch.no_grad():
-            found = recording(dP.expand(4, 16), score, zero, zero, zero, zero, *tensors).expand(4, 16)
-            wanted = dP * found[1]
-            wrong = (found - wanted).abs() > _RELATIVE * wanted.abs()
+            gradient = recording(dP.expand(4, 16), score, zero, zero, zero, zero, *tensors).expand(4, 16)
+            wanted = dP * gradient[1]
+            wrong = (gradient - wanted).abs() > _RELATIVE * wanted.abs()
         if bool(wrong.any()):
             row, column = wrong.nonzero()[0].tolist()
             raise ValueError(
                 f"score_mod_bprop {recording.name} must be linear in dP: of dP = {dP[row, 0]:g} it makes "
-                f"{found[row, column]:g}, and of dP = 1 {found[1, column]:g}"
+                f"{gradient[row, column]:g}, and of dP = 1 {gradient[1, column]:g}"
             )
         self.linear.put(recording, True)
 
@@ -202,28 +202,30 @@ _RELATIVE = 1e-6
 _cache = _Cache()
 
 
-def _record(score_mod: Callback, bprop: Callback | None, given: Tensors, given_bprop: Tensors) -> RecordingPair:
+def _record(
+    score_mod: Callback, bprop: Callback | None, forward_tensors: Tensors, bprop_tensors: Tensors
+) -> RecordingPair:
     graph = Graph()
-    forward = CallbackRecording.of(name_of(score_mod), _called(graph, score_mod, given), False)
+    forward = CallbackRecording.of(name_of(score_mod), _called(graph, score_mod, forward_tensors), False)
     if bprop is None:
         return forward, None
     graph = Graph()
-    _called(graph, score_mod, given)  # for what it keeps
+    _called(graph, score_mod, forward_tensors)  # for what it keeps
     gradient = graph._input("gradient")
-    output = bprop(graph, gradient, _inputs(graph, given_bprop, len(given)))
+    output = bprop(graph, gradient, _inputs(graph, bprop_tensors, len(forward_tensors)))
     return forward, CallbackRecording.of(name_of(bprop), output, True)
 
 
-def _called(graph: Graph, score_mod: Callback, given: Tensors) -> Any:
-    return score_mod(graph, graph._input("score"), _inputs(graph, given, 0))
+def _called(graph: Graph, score_mod: Callback, tensors: Tensors) -> Any:
+    return score_mod(graph, graph._input("score"), _inputs(graph, tensors, 0))
 
 
-def _inputs(graph: Graph, given: Tensors, first: int) -> dict[str, Any]:
+def _inputs(graph: Graph, tensors: Tensors, first: int) -> dict[str, Any]:
     """The tensors as values of the graph, numbered from `first` on."""
     types = {x.value: x for x in data_type}
     return {
-        name: graph._input("tensor", first + i, made=types.get(x.dtype, data_type.NOT_SET))
-        for i, (name, x) in enumerate(given.items())
+        name: graph._input("tensor", first + i, result_type=types.get(x.dtype, data_type.NOT_SET))
+        for i, (name, x) in enumerate(tensors.items())
     }
 
 

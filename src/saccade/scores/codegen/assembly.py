@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, aten, behind, name_of, outputs_of
+from saccade.scores.recording.trace import K, Q, aten, in_order, name_of, outputs_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
@@ -49,40 +49,40 @@ class Assembly:
         for name, val in zip(TILE, ((Q, K), (1, 1), (1, 1), (Q, 1), (1, K)), strict=True):
             dtype = program.dtype if name == "score" else torch.int64
             self.tile[name].meta["val"] = torch.empty(val, dtype=dtype, device="meta")
-        for node, held in zip(self.tensors, program.tensor_nodes, strict=True):
-            node.meta["val"] = held.meta["val"]
-        for kept in (self.numbers, self.scalars):
-            for node, held in zip(kept, program.number_nodes, strict=True):
-                node.meta["val"] = held.meta["val"]
-        self.made: dict[fx.Node, Any] = {}
+        for node, original in zip(self.tensors, program.tensor_nodes, strict=True):
+            node.meta["val"] = original.meta["val"]
+        for copies in (self.numbers, self.scalars):
+            for node, original in zip(copies, program.number_nodes, strict=True):
+                node.meta["val"] = original.meta["val"]
+        self.copies: dict[fx.Node, Any] = {}
         self.first, self.places = outputs_of(source)
 
     def outputs(self) -> tuple[Any, ...]:
         return tuple(self.first) if isinstance(self.first, (tuple, list)) else (self.first,)
 
     def module(self, wanted: Sequence[int]) -> fx.GraphModule:
-        found = self.outputs()
-        self.graph.output(tuple(self.copied(found[i]) for i in wanted))
+        outputs = self.outputs()
+        self.graph.output(tuple(self.copied(outputs[i]) for i in wanted))
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
     def locals(self, wanted: Sequence[bool]) -> tuple[fx.GraphModule, list[Read]]:
-        program, reads, found = self.program, [], []
+        program, reads, derivatives = self.program, [], []
         for i, local in zip(program.differentiable, self.outputs()[1:], strict=True):
             tensor = program.read_tensors[i]
             if wanted[tensor]:
                 at = tuple(self.copied(x) for x in self.places[i])
                 reads.append(Read(tensor, at))
-                found.append((self.copied(local), at))
-        self.graph.output(tuple(found))
+                derivatives.append((self.copied(local), at))
+        self.graph.output(tuple(derivatives))
         return fx.GraphModule(torch.nn.Module(), self.graph), reads
 
     def copied(self, node: Any) -> Any:
         """A node of the new graph, or a Python number."""
         if not isinstance(node, fx.Node):
             return node
-        for each in behind(node, self._needed, self.made):
-            self.made[each] = self._copied(each)
-        return self.made[node]
+        for each in in_order(node, self._needed, self.copies):
+            self.copies[each] = self._copied(each)
+        return self.copies[node]
 
     def _needed(self, node: fx.Node) -> Sequence[Any]:
         """The nodes and numbers that a node's copy is made of."""
@@ -132,9 +132,9 @@ class Assembly:
         return self._node(target, args, kwargs, node)
 
     def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
-        made = self.graph.call_function(target, args, kwargs)
-        made.meta["val"] = like.meta["val"]
-        return made
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = like.meta["val"]
+        return node
 
     def _tensor(self, x: Any, argument: Any) -> Any:
         """A number as a tensor of no dimensions, where the operation takes nothing else."""
@@ -144,9 +144,9 @@ class Assembly:
             return self.scalars[self.numbers.index(x)] if x in self.numbers else x
         if isinstance(x, (int, float)):
             dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else self.program.dtype
-            made = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": dtype})
-            made.meta["val"] = torch.empty((), dtype=dtype, device="meta")
-            return made
+            scalar = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": dtype})
+            scalar.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+            return scalar
         return x
 
     def _held(self, name: str) -> Any:
@@ -174,9 +174,9 @@ class Assembly:
     def _index(self, x: Any) -> Any:
         if isinstance(x, fx.Node):
             return self.scalars[self.numbers.index(x)] if x in self.numbers else x
-        made = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": torch.int64})
-        made.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
-        return made
+        scalar = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": torch.int64})
+        scalar.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
+        return scalar
 
 
 def _folded(name: str, args: tuple[Any, ...]) -> Any:

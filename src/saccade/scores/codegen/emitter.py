@@ -22,7 +22,7 @@ from torch import fx
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, Refused, behind, name_of
+from saccade.scores.recording.trace import K, Q, Refused, in_order, name_of
 
 
 class EmitOptions(NamedTuple):
@@ -95,7 +95,7 @@ class Emitter:
     def __init__(self, program: Program, options: EmitOptions) -> None:
         self.program, self.options = program, options
         self.lines: list[str] = []
-        self.made: dict[fx.Node, Value] = {}
+        self.values: dict[fx.Node, Value] = {}
         self.used: dict[str, str] = {}
         """Unpacking of data: name -> expression."""
         self.count = 0
@@ -109,9 +109,9 @@ class Emitter:
             return Value(str(x), "int" if abs(x) <= NARROW else "wide", (), (x, x))
         if isinstance(x, float):
             return Value(_literal(x), "float")
-        for node in behind(x, _needed, self.made):
-            self.made[node] = self._placeholder(node) if node.op == "placeholder" else self._call(node)
-        return self.made[x]
+        for node in in_order(x, _needed, self.values):
+            self.values[node] = self._placeholder(node) if node.op == "placeholder" else self._call(node)
+        return self.values[x]
 
     def _placeholder(self, node: fx.Node) -> Value:
         name = str(node.target)
@@ -156,28 +156,28 @@ class Emitter:
         return self._keep(self._float(name, node, args), "float", self._shape(args))
 
     def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:
-        given = [None if x is None else self.float(x) for x in args]
+        texts = [None if x is None else self.float(x) for x in args]
         alpha = node.kwargs.get("alpha", 1)
         if name in ("add", "sub") and alpha != 1:
-            given[1] = f"({given[1]} * {self.float(self.value(alpha))})"
+            texts[1] = f"({texts[1]} * {self.float(self.value(alpha))})"
         if name in _BINARY:
-            return _BINARY[name].format(*given)
+            return _BINARY[name].format(*texts)
         if name == "tanh" and self.options.fast:
-            return f"fast_tanh({given[0]})"
+            return f"fast_tanh({texts[0]})"
         if name in _FLOAT:
-            return _FLOAT[name].format(given[0])
+            return _FLOAT[name].format(texts[0])
         match name:
             case "div":
                 mode = node.kwargs.get("rounding_mode")
                 few = self.options.fast and args[1].shape != self._shape(args)
-                exact = f"({given[0]} * (1.0 / {given[1]}))" if few and not mode else f"({given[0]} / {given[1]})"
+                exact = f"({texts[0]} * (1.0 / {texts[1]}))" if few and not mode else f"({texts[0]} / {texts[1]})"
                 return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
             case "pow":
-                return _power(given[0], given[1], node.args[1])
+                return _power(texts[0], texts[1], node.args[1])
             case "where":
-                return f"tl.where({self.bool(args[0])}, {given[1]}, {given[2]})"
+                return f"tl.where({self.bool(args[0])}, {texts[1]}, {texts[2]})"
             case "clamp":
-                return _clamped(_BINARY, given)
+                return _clamped(_BINARY, texts)
         raise Refused(f"{name} has no device form; write it with other operations", None)
 
     def _integer(self, name: str, node: fx.Node, args: list[Any]) -> Value:
@@ -192,29 +192,29 @@ class Emitter:
             raise Refused(f"{name} with alpha has no device form", None)
         span = range_of(name, spans, node)
         wide = not all(fits(x) for x in (*spans, span) if x is not None)
-        given = [None if x is None else self.int(x, wide) for x in args]
+        texts = [None if x is None else self.int(x, wide) for x in args]
         parts = None
         if name in _INT_BINARY:
-            text = _INT_BINARY[name].format(*given)
+            text = _INT_BINARY[name].format(*texts)
             parts = (name, args[0], args[1]) if name in ("add", "sub") else None
         elif name in _INT:
-            text = _INT[name].format(given[0])
+            text = _INT[name].format(texts[0])
         elif name == "clamp":
-            text = _clamped(_INT_BINARY, given)
+            text = _clamped(_INT_BINARY, texts)
         elif name in ("floor_divide", "div", "remainder", "fmod"):
             floors = name != "fmod" and node.kwargs.get("rounding_mode") != "trunc"
-            text = self._divided(name in ("remainder", "fmod"), floors, args, given)
+            text = self._divided(name in ("remainder", "fmod"), floors, args, texts)
         elif name == "pow" and isinstance(node.args[1], int) and 0 < node.args[1] <= 4:
-            text = "(" + " * ".join([str(given[0])] * node.args[1]) + ")"
+            text = "(" + " * ".join([str(texts[0])] * node.args[1]) + ")"
         else:
             raise Refused(f"{name} of integers has no device form; write it with other operations", None)
         if wide and fits(span):
             text, wide = f"{text}.to(tl.int32)", False
         return self._keep(text, "wide" if wide else "int", shape, span, parts)
 
-    def _divided(self, rest: bool, floors: bool, args: Sequence[Any], given: Sequence[str]) -> str:
+    def _divided(self, rest: bool, floors: bool, args: Sequence[Any], texts: Sequence[str]) -> str:
         """A quotient or what it leaves, rounded down or towards zero."""
-        (a, b), (i, j) = args, given
+        (a, b), (i, j) = args, texts
         alike = all(_span(x)[0] >= 0 for x in args)
         if _span(b)[0] <= 0 <= _span(b)[1]:
             j = f"divisor({j})"
@@ -353,10 +353,10 @@ def _needed(node: fx.Node) -> Sequence[Any]:
     return node.meta.get("at", ()) if name_of(node) in ("index", "reshape") else node.args
 
 
-def _clamped(table: dict[str, str], given: Sequence[Any]) -> str:
+def _clamped(table: dict[str, str], texts: Sequence[Any]) -> str:
     """A number between bounds, which may be None or left out."""
-    text = given[0]
-    for name, bound in zip(("maximum", "minimum"), given[1:], strict=False):
+    text = texts[0]
+    for name, bound in zip(("maximum", "minimum"), texts[1:], strict=False):
         text = text if bound is None else table[name].format(text, bound)
     return text
 

@@ -33,24 +33,24 @@ def linear_source(program: Program, options: EmitOptions) -> str | None:
     if not shallow(graph):
         return None
     (out,) = outputs_of(graph)
-    made = Emitter(program, options)
+    emitter = Emitter(program, options)
     try:
-        scores, pitch = _terms(out, made)
+        scores, pitch = _terms(out, emitter)
     except _Other:
         return None
     if scores != 1:
         return None
     level = Emitter(program, options)
-    level.made = {x: Value("0.0", "float") for x in graph.nodes if x.name == _SCORE}
+    level.values = {x: Value("0.0", "float") for x in graph.nodes if x.name == _SCORE}
     added = level.float(level.value(out))
     sources = (
-        made.function("pitch", PARAMETERS, f"return {pitch or '0.0'}"),
+        emitter.function("pitch", PARAMETERS, f"return {pitch or '0.0'}"),
         level.function("level", PARAMETERS, f"return {added}"),
     )
     return "\n\n".join(sources)
 
 
-def _terms(x: Any, made: Emitter) -> tuple[int, str | None]:
+def _terms(x: Any, emitter: Emitter) -> tuple[int, str | None]:
     """How often the score is in a sum, and the factor of kv_idx, None for 0.
 
     Raises:
@@ -62,30 +62,30 @@ def _terms(x: Any, made: Emitter) -> tuple[int, str | None]:
         return _LEAVES[x.name]
     name = name_of(x) if x.op == "call_function" else ""
     if name in ("add", "sub") and len(x.args) == 2 and x.kwargs.get("alpha", 1) == 1:
-        (a, p), (b, q) = (_terms(y, made) for y in x.args)
+        (a, p), (b, q) = (_terms(y, emitter) for y in x.args)
         if name == "sub" and b:
             raise _Other
         sign = "-" if name == "sub" else "+"
         return a + b, p if q is None else f"({p or '0.0'} {sign} {q})"
     if name == "neg":
-        return _scaled(x.args[0], "(-1.0)", made)
+        return _scaled(x.args[0], "(-1.0)", emitter)
     if name == "mul":
         for factor, other in (x.args, x.args[::-1]):
             if not isinstance(factor, fx.Node) or _of_a_row(factor):
-                return _scaled(other, made.float(made.value(factor)), made)
+                return _scaled(other, emitter.float(emitter.value(factor)), emitter)
     if name == "_to_copy" and _keeps(x.args[0].meta["val"].dtype, x.meta["val"].dtype):
-        return _terms(x.args[0], made)
+        return _terms(x.args[0], emitter)
     raise _Other
 
 
-def _keeps(source: torch.dtype, made: torch.dtype) -> bool:
+def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether indices stay what they are."""
-    wide = made in (torch.float32, torch.int32, torch.int64)
-    return made == source or (wide and not source.is_floating_point)
+    wide = target in (torch.float32, torch.int32, torch.int64)
+    return target == source or (wide and not source.is_floating_point)
 
 
-def _scaled(x: Any, factor: str, made: Emitter) -> tuple[int, str | None]:
-    scores, pitch = _terms(x, made)
+def _scaled(x: Any, factor: str, emitter: Emitter) -> tuple[int, str | None]:
+    scores, pitch = _terms(x, emitter)
     if scores:
         raise _Other
     return 0, pitch and f"({factor} * {pitch})"

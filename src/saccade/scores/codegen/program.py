@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, Raw, aten, behind, name_of, outputs_of
+from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of
 
 
 class Program:
@@ -54,21 +54,21 @@ class Program:
     def _core(self, raw: Raw) -> None:  # noqa: C901 (one pass over a graph)
         """The pointwise part: reads of captured tensors are its inputs, their indices outputs."""
         graph = fx.Graph()
-        made: dict[fx.Node, Any] = {}
+        copies: dict[fx.Node, Any] = {}
         nodes = list(raw.module.graph.nodes)
         for node, name in zip(nodes, TILE, strict=False):
-            made[node] = graph.placeholder(name)
-            made[node].meta = dict(node.meta)
+            copies[node] = graph.placeholder(name)
+            copies[node].meta = dict(node.meta)
         self.tensor_nodes: list[fx.Node] = []
         self.number_nodes: list[fx.Node] = []
         self.reads: list[fx.Node] = []
         self.read_tensors: list[int] = []
         at: list[tuple[Any, ...]] = []
 
-        def placed(kept: list[fx.Node], node: fx.Node) -> int:
-            if node not in kept:
-                kept.append(node)
-            return kept.index(node)
+        def placed(order: list[fx.Node], node: fx.Node) -> int:
+            if node not in order:
+                order.append(node)
+            return order.index(node)
 
         def read(tensor: fx.Node, indices: tuple[Any, ...], val: Tensor) -> fx.Node:
             node = graph.placeholder(f"read{len(self.reads)}")
@@ -83,30 +83,30 @@ class Program:
                 return x
             while x.meta["kind"] == "number" and name_of(x) == "expand":
                 x = x.args[0]
-            if x in made:
-                return made[x]
+            if x in copies:
+                return copies[x]
             if x.meta["kind"] == "tensor":
                 val = x.meta["val"]
-                made[x] = read(x, (0,) * val.dim(), torch.zeros((1, 1), dtype=val.dtype))
+                copies[x] = read(x, (0,) * val.dim(), torch.zeros((1, 1), dtype=val.dtype))
             elif (known := constant_of(raw, x)) is not None:
-                made[x] = graph.call_function(aten.scalar_tensor.default, (known,), {"dtype": x.meta["val"].dtype})
-                made[x].meta = {"val": torch.zeros((), dtype=x.meta["val"].dtype), "kind": "number"}
+                copies[x] = graph.call_function(aten.scalar_tensor.default, (known,), {"dtype": x.meta["val"].dtype})
+                copies[x].meta = {"val": torch.zeros((), dtype=x.meta["val"].dtype), "kind": "number"}
             else:
                 n = placed(self.number_nodes, x)
-                made[x] = graph.placeholder(f"n{n}")
-                made[x].meta = {"val": x.meta["val"], "kind": "number"}
-            return made[x]
+                copies[x] = graph.placeholder(f"n{n}")
+                copies[x].meta = {"val": x.meta["val"], "kind": "number"}
+            return copies[x]
 
         for node in nodes:
             if node.op == "output":
                 graph.output((tuple(map(argument, node.args[0])), tuple(at)))
             elif node.op == "call_function" and node.meta["kind"] == "tile":
                 if name_of(node) == "index":
-                    made[node] = read(node.args[0], tuple(map(argument, node.args[1])), node.meta["val"])
+                    copies[node] = read(node.args[0], tuple(map(argument, node.args[1])), node.meta["val"])
                     continue
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
-                made[node] = graph.call_function(node.target, args, kwargs)
-                made[node].meta = dict(node.meta)
+                copies[node] = graph.call_function(node.target, args, kwargs)
+                copies[node].meta = dict(node.meta)
         self.core = graph
         self._places = at
         self.core_module = fx.GraphModule(torch.nn.Module(), graph)
@@ -130,19 +130,19 @@ class Program:
         """slope, the derivative by every differentiable read, and the indices."""
         names = [node.name for node in self._placeholders()]
         with torch.enable_grad():
-            given = list(inputs)
+            arguments = list(inputs)
             wanted = []
             for name in ("score", *(self.reads[i].name for i in self.differentiable)):
                 place = names.index(name)
                 # Every read as large as the tile, so that nothing is summed here.
-                given[place] = given[place].expand(Q, K).clone().requires_grad_()
-                wanted.append(given[place])
-            (modified, *_), at = fx.Interpreter(self.core_module).run(*given)
+                arguments[place] = arguments[place].expand(Q, K).clone().requires_grad_()
+                wanted.append(arguments[place])
+            (modified, *_), at = fx.Interpreter(self.core_module).run(*arguments)
             if not isinstance(modified, Tensor) or not modified.requires_grad:
                 return tuple(0.0 for _ in wanted), at
             ones = torch.ones_like(modified)
-            found = torch.autograd.grad(modified, wanted, ones, allow_unused=True)
-            return tuple(0.0 if x is None else x for x in found), at
+            gradients = torch.autograd.grad(modified, wanted, ones, allow_unused=True)
+            return tuple(0.0 if x is None else x for x in gradients), at
 
     def _traced(self, function: Callable[..., Any]) -> fx.Graph:
         from torch._decomp import core_aten_decompositions
@@ -205,7 +205,7 @@ def _subgraph(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Nod
     inputs = [x for x in raw.module.graph.find_nodes(op="placeholder") if x.meta["kind"] != "tile"]
     copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
-        for x in behind(node, lambda x: x.all_input_nodes, copies):
+        for x in in_order(node, lambda x: x.all_input_nodes, copies):
             copies[x] = graph.node_copy(x, lambda x: copies[x])
     graph.output(tuple(copies[node] for node in nodes))
     return graph, inputs

@@ -15,7 +15,7 @@ from torch import fx
 
 from saccade.scores.codegen.emitter import EmitOptions, Emitter
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.trace import K, Q, behind, name_of, outputs_of
+from saccade.scores.recording.trace import K, Q, in_order, name_of, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
@@ -28,14 +28,14 @@ def value_source(program: Program, options: EmitOptions) -> str:
 
 def sees_source(program: Program, options: EmitOptions) -> str:
     """`sees`, of a predicate: a bool that broadcasts to the tile."""
-    made = Emitter(program, options)
+    emitter = Emitter(program, options)
     (out,) = outputs_of(program.value_decomposed.graph)
     if not isinstance(out, fx.Node):
         text = "q_idx >= 0" if out else "q_idx < 0"
     else:
-        value = made.value(out)
-        text = made.bool(value) if value.shape else f"(q_idx >= 0) & {made.bool(value)}"
-    return made.function("sees", "data, b, h, q_idx, kv_idx, off", f"return {text}")
+        value = emitter.value(out)
+        text = emitter.bool(value) if value.shape else f"(q_idx >= 0) & {emitter.bool(value)}"
+    return emitter.function("sees", "data, b, h, q_idx, kv_idx, off", f"return {text}")
 
 
 def reads_tiles(program: Program) -> bool:
@@ -48,13 +48,13 @@ def steady(program: Program) -> bool:
     return outputs_of(program.slope.graph)[0] in (1, 1.0)
 
 
-def _returning(made: Emitter, name: str, module: fx.GraphModule, scalar: bool) -> str:
+def _returning(emitter: Emitter, name: str, module: fx.GraphModule, scalar: bool) -> str:
     (out,) = outputs_of(module.graph)
-    value = made.value(out)
-    text = made.float(value)
+    value = emitter.value(out)
+    text = emitter.float(value)
     if value.shape != (Q, K) and not (scalar and value.shape == ()):  # the same for some scores, but one for each
         text = f"tl.where(score == score, {text}, {text})"
-    return made.function(name, PARAMETERS, f"return {text}")
+    return emitter.function(name, PARAMETERS, f"return {text}")
 
 
 def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
@@ -62,32 +62,32 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
     contiguous, by `ADD(sum, place, value)`. Rows of a tile are queries, columns keys; ds is 0 where nothing is
     visible."""
     module, reads = program.locals(wanted)
-    made = Emitter(program, options)
+    emitter = Emitter(program, options)
     order = [i for i, want in enumerate(wanted) if want]
     places = []
     for n, (read, (local, at)) in enumerate(zip(reads, outputs_of(module.graph), strict=True)):
         target = f"sums[{order.index(read.tensor)}]"
-        value = made.float(made.value(local))
-        made.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
-        shape = torch.broadcast_shapes((1, 1), *(made.value(x).shape for x in at))
+        value = emitter.float(emitter.value(local))
+        emitter.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
+        shape = torch.broadcast_shapes((1, 1), *(emitter.value(x).shape for x in at))
         if shape == (Q, K) and all(map(_by_distance, at)):
             only = Emitter(program, options)
             text = only.place(read.tensor, at, contiguous=True)
             places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
-            made.lines.append("near, far = distances(q_idx, kv_idx)")
+            emitter.lines.append("near, far = distances(q_idx, kv_idx)")
             ways = (f"place{n}(data, score, b, h, {part} * 0, {part})" for part in ("near", "far"))
-            made.lines.append(f"add_diagonals(ADD, {target}, {', '.join(ways)}, g{n})")
+            emitter.lines.append(f"add_diagonals(ADD, {target}, {', '.join(ways)}, g{n})")
             continue
-        text = made.place(read.tensor, at, contiguous=True) or "0"
+        text = emitter.place(read.tensor, at, contiguous=True) or "0"
         total = {
             (Q, K): f"g{n}",
             (Q, 1): f"tl.sum(g{n}, 1, keep_dims=True)",
             (1, K): f"tl.sum(g{n}, 0, keep_dims=True)",
             (1, 1): f"tl.sum(g{n})",
         }[tuple(shape)]
-        made.lines.append(f"ADD({target}, {text}, {total})")
+        emitter.lines.append(f"ADD({target}, {text}, {total})")
     parameters = PARAMETERS.replace("data, ", "data, ds, ")
-    scatter = made.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass")
+    scatter = emitter.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass")
     return "\n\n".join([*places, scatter])
 
 
@@ -96,7 +96,7 @@ def _by_distance(index: Any) -> bool:
     slopes: dict[fx.Node, tuple[int, int] | None] = {}
     if not isinstance(index, fx.Node):
         return True
-    for node in behind(index, lambda x: x.all_input_nodes, slopes):
+    for node in in_order(index, lambda x: x.all_input_nodes, slopes):
         slopes[node] = _slopes(node, slopes)
     last = slopes[index]
     return last is not None and sum(last) == 0

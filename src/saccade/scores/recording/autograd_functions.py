@@ -45,9 +45,9 @@ class Context:
     def called(self, function: Any, args: Sequence[Any]) -> Any:
         if function.setup_context is Function.setup_context:
             return function.forward(self, *args)
-        made = function.forward(*args)
-        function.setup_context(self, args, made)
-        return made
+        value = function.forward(*args)
+        function.setup_context(self, args, value)
+        return value
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors

@@ -52,11 +52,13 @@ def word_of(function: Any) -> str:
 def knows_inversion() -> bool:
     """Whether Dynamo, which runs this while it compiles, follows `~` of objects as it does `&` and `|`: it is told how
     where it does not."""
-    found = sys.modules.get("torch._dynamo.variables")
-    if found is not None and not hasattr(found.BuiltinVariable, "call_invert"):
+    variables = sys.modules.get("torch._dynamo.variables")
+    if variables is not None and not hasattr(variables.BuiltinVariable, "call_invert"):
 
         def call_invert(self: Any, tx: Any, x: Any) -> Any:
-            return x.call_method(tx, "__invert__", [], {}) if isinstance(x, found.UserDefinedObjectVariable) else None
+            return (
+                x.call_method(tx, "__invert__", [], {}) if isinstance(x, variables.UserDefinedObjectVariable) else None
+            )
 
-        found.BuiltinVariable.call_invert = call_invert
-    return found is not None
+        variables.BuiltinVariable.call_invert = call_invert
+    return variables is not None

@@ -31,9 +31,9 @@ class Symbol(Tensor):
 
 def symbol(tape: Tape, place: int) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        made = torch.empty(()).as_subclass(Symbol)
-    made.tape, made.place = tape, place
-    return made
+        stand_in = torch.empty(()).as_subclass(Symbol)
+    stand_in.tape, stand_in.place = tape, place
+    return stand_in
 
 
 class Follower(TorchFunctionMode):
@@ -50,9 +50,9 @@ def _symbol(args: Any) -> Any:
         if isinstance(x, Symbol):
             return x
         if type(x) is tuple or type(x) is list:
-            found = _symbol(x)
-            if found is not None:
-                return found
+            inner = _symbol(x)
+            if inner is not None:
+                return inner
     return None
 
 
@@ -101,9 +101,9 @@ def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, out
     tape = Tape(Symbol, dtype, device, reads_numbers=False)
     values = [symbol(tape, i) for i in range(5)]
     with Follower():
-        found = fn(*values)
-    found = found if outputs > 1 else (found,)
-    return tape, tuple([tape.given(x, True) for x in found])
+        results = fn(*values)
+    results = results if outputs > 1 else (results,)
+    return tape, tuple([tape.argument(x, True) for x in results])
 
 
 def stand_in_tape(steps: Any, forms: Any, dtype: torch.dtype) -> Tape:
@@ -116,19 +116,19 @@ def stand_in_tape(steps: Any, forms: Any, dtype: torch.dtype) -> Tape:
         for kind, ones in forms
     ]
     kinds: dict[int, str] = {}
-    for _, given, named in steps:
-        _kinds((*given, *(x for _, x in named)), kinds)
+    for _, positional, named in steps:
+        _kinds((*positional, *(x for _, x in named)), kinds)
     tape.numbers = [0 if kinds[i] == "int" else 0.0 for i in range(len(kinds))]
     tape.sources = [None] * len(kinds)
     return tape
 
 
-def _kinds(given: Any, found: dict[int, str]) -> None:
-    for x in given:
+def _kinds(arguments: Any, kinds: dict[int, str]) -> None:
+    for x in arguments:
         if x[0] == "number":
-            found[x[1]] = x[2]
+            kinds[x[1]] = x[2]
         elif x[0] in ("tuple", "list", "slice"):
-            _kinds(x[1:], found)
+            _kinds(x[1:], kinds)
 
 
 @compile_constant

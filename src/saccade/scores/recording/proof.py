@@ -69,8 +69,8 @@ class Proof:
         Raises:
             Unproven: it is not among what the function reads.
         """
-        for held, find in self.tensors:
-            if held() is x:
+        for reference, find in self.tensors:
+            if reference() is x:
                 return find
         raise Unproven
 
@@ -95,20 +95,20 @@ class Proof:
         for name in names:
             self._plain(lambda root, name=name: getattr(find(root), name), getattr(fn, name))
         for name in containers:
-            held = getattr(fn, name)
-            keys = list(held) if isinstance(held, dict) else list(range(len(held)))
+            parts = getattr(fn, name)
+            keys = list(parts) if isinstance(parts, dict) else list(range(len(parts)))
             self.checks.append(functools.partial(_of_length, find, name, len(keys)))
             for key in keys:
-                self._plain(lambda root, name=name, key=key: getattr(find(root), name)[key], held[key])
+                self._plain(lambda root, name=name, key=key: getattr(find(root), name)[key], parts[key])
 
     def _plain(self, find: Find, x: Any) -> None:
         """Checks that what `find` finds is still x."""
         kind = type(x)
         if kind is Tensor or kind is torch.nn.Parameter:
-            held, form = weakref.ref(x), (x.shape, x.dtype, x.device, x.requires_grad)
-            self.tensors.append((held, find))
+            reference, form = weakref.ref(x), (x.shape, x.dtype, x.device, x.requires_grad)
+            self.tensors.append((reference, find))
             self.checks.append(
-                lambda root: (y := find(root)) is held() and (y.shape, y.dtype, y.device, y.requires_grad) == form
+                lambda root: (y := find(root)) is reference() and (y.shape, y.dtype, y.device, y.requires_grad) == form
             )
         elif kind in _SAME:
             self.checks.append(lambda root: (y := find(root)) is x or (type(y) is kind and y == x))
@@ -140,8 +140,8 @@ class Proof:
                 self._global(find, fn, name, path)
             elif root == "free":
                 i = code.co_freevars.index(name)
-                held = fn.__closure__ or ()
-                self._follow(lambda root, i=i: _contents(find(root).__closure__[i]), _contents(held[i]), path)
+                cells = fn.__closure__ or ()
+                self._follow(lambda root, i=i: _contents(find(root).__closure__[i]), _contents(cells[i]), path)
             elif root == "self" and owner is not None:
                 if not path or name == "written":
                     raise Unproven
@@ -154,10 +154,10 @@ class Proof:
     def _of_tensors(self, name: str) -> None:
         if name in self.attributes:
             return
-        held = getattr(Tensor, name, _MISSING)
-        if type(held) not in _OF_C and not any(held is x for x in self.called):  # it may read anything
+        attribute = getattr(Tensor, name, _MISSING)
+        if type(attribute) not in _OF_C and not any(attribute is x for x in self.called):  # it may read anything
             raise Unproven
-        self.checks.append(lambda root: getattr(Tensor, name, _MISSING) is held)
+        self.checks.append(lambda root: getattr(Tensor, name, _MISSING) is attribute)
 
     def _global(self, find: Find, fn: types.FunctionType, name: str, path: tuple[str, ...]) -> None:
         if name in fn.__globals__:
@@ -213,11 +213,11 @@ class Proof:
         elif name in space:
             self._follow(lambda root: vars(find(root)).get(name, _MISSING), space[name], path[1:])
         else:
-            held = next((n for n in _HELD if isinstance(x, torch.nn.Module) and name in space.get(n, ())), None)
-            if held is None:
+            container = next((n for n in _HELD if isinstance(x, torch.nn.Module) and name in space.get(n, ())), None)
+            if container is None:
                 raise Unproven
             self.checks.append(lambda root: name not in vars(find(root)))
-            self._follow(lambda root: vars(find(root))[held].get(name, _MISSING), space[held][name], path[1:])
+            self._follow(lambda root: vars(find(root))[container].get(name, _MISSING), space[container][name], path[1:])
 
 
 def _of_length(find: Find, name: str, n: int, root: Any) -> bool:
@@ -278,21 +278,21 @@ def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:  
     path: list[str] = []
     first = code.co_varnames[0] if code.co_argcount else ""
     for step in dis.get_instructions(code):
-        name, given = step.opname, step.argval
+        name, operand = step.opname, step.argval
         if name in ("CACHE", "EXTENDED_ARG", "NOP"):
             continue
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             root = root or ("value", "")
-            path.append(str(given))
+            path.append(str(operand))
             continue
         if root is not None:
             yield root[0], root[1], tuple(path)
         root, path = None, []
-        locals_ = given if isinstance(given, tuple) else (given,)
+        locals_ = operand if isinstance(operand, tuple) else (operand,)
         if name == "LOAD_GLOBAL":
-            root = "global", str(given)
-        elif name == "LOAD_DEREF" and given in code.co_freevars:
-            root = "free", str(given)
+            root = "global", str(operand)
+        elif name == "LOAD_DEREF" and operand in code.co_freevars:
+            root = "free", str(operand)
         elif name not in _QUIET:
             raise Unproven
         elif "STORE_FAST" in name and first in locals_:

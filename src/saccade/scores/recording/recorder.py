@@ -58,9 +58,9 @@ _make: Any = Tensor._make_subclass
 
 
 def _stand_in(tape: Tape, place: int) -> Any:
-    made = _make(StandIn, _EMPTY)
-    made.tape, made.place = tape, place
-    return made
+    stand_in = _make(StandIn, _EMPTY)
+    stand_in.tape, stand_in.place = tape, place
+    return stand_in
 
 
 class Recording(NamedTuple):
@@ -91,16 +91,16 @@ def record(
     recorder = _Recorder(tape)
     try:
         with recorder:
-            found = fn(*[_stand_in(tape, i) for i in range(5)])
+            results = fn(*[_stand_in(tape, i) for i in range(5)])
         if recorder.refused is not None:  # and the function caught it
             raise recorder.refused
-        found = found if outputs > 1 and type(found) is tuple else (found,)
-        if len(found) != outputs or not all(isinstance(x, Tensor) for x in found):
-            got = type(found[0]).__name__ if isinstance(found[0], (tuple, list)) else repr(found[0])
+        results = results if outputs > 1 and type(results) is tuple else (results,)
+        if len(results) != outputs or not all(isinstance(x, Tensor) for x in results):
+            got = type(results[0]).__name__ if isinstance(results[0], (tuple, list)) else repr(results[0])
             raise Refused(
                 "a score function returns the modified score, a tensor, and a mask function one of bools; got " + got
             )
-        return Recording(tape, tuple([tape.given(x, True) for x in found]), recorder.called)
+        return Recording(tape, tuple([tape.argument(x, True) for x in results]), recorder.called)
     except Unseen:
         see_functions(StandIn, _applied)
         return record(fn, dtype, device, outputs, reads_numbers)
@@ -122,11 +122,11 @@ def _applied(function: Any, args: Any) -> Any:
     """
     with torch.no_grad():
         context = Context(args)
-        made = context.called(function, args)
-    if type(made) is not StandIn:
-        raise Refused(f"{function.__name__} must return one value of the score, got {type(made).__name__}")
-    tape = made.tape
-    gradient: Any = torch.ones_like(made)
+        value = context.called(function, args)
+    if type(value) is not StandIn:
+        raise Refused(f"{function.__name__} must return one value of the score, got {type(value).__name__}")
+    tape = value.tape
+    gradient: Any = torch.ones_like(value)
     before = len(tape.steps)
     with torch.no_grad():
         slopes = function.backward(context, gradient)
@@ -135,9 +135,9 @@ def _applied(function: Any, args: Any) -> Any:
         raise Refused(f"the backward of {function.__name__} is not linear in its gradient, as a derivative is")
     for x, slope in zip(args, slopes, strict=False):
         if type(x) is StandIn and slope is not None and _dtype(x).is_floating_point:
-            slope = slope if type(slope) is StandIn else torch.ones_like(made) * slope
-            made = _stand_in(tape, tape.call(attached, (made, x, slope), {}))
-    return made
+            slope = slope if type(slope) is StandIn else torch.ones_like(value) * slope
+            value = _stand_in(tape, tape.call(attached, (value, x, slope), {}))
+    return value
 
 
 class _Recorder(TorchFunctionMode):
@@ -195,10 +195,10 @@ class _Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             raise Refused(f"{name} writes to out=…; use what it returns")
         graded = torch.is_grad_enabled()
-        made = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place(not graded)))
+        result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place(not graded)))
         if self.graded and not graded:
-            made = _stand_in(self.tape, self.tape.call(Tensor.detach, (made,), {}))
-        return made
+            result = _stand_in(self.tape, self.tape.call(Tensor.detach, (result,), {}))
+        return result
 
 
 def refusal(name: str) -> str | None:
@@ -281,17 +281,17 @@ def _place(whole: bool) -> tuple[str, int] | None:
         Unseen: there is one, and it is not recorded.
     """
     frame = sys._getframe(4)
-    found = None
+    place = None
     while frame is not None:
         code = frame.f_code
-        if found is None and not _inside(code.co_filename):
-            found = code.co_filename, frame.f_lineno
-        if code is _RECORD or (found is not None and not whole):
-            return found
+        if place is None and not _inside(code.co_filename):
+            place = code.co_filename, frame.f_lineno
+        if code is _RECORD or (place is not None and not whole):
+            return place
         if code is UNSEEN:
             raise Unseen
         frame = frame.f_back
-    return found
+    return place
 
 
 def _inside(file: str) -> bool:
@@ -313,13 +313,13 @@ def error_text(failed: BaseException) -> str:
 
 def user_line(failed: BaseException) -> str | None:
     """The last line of the traceback that belongs to neither torch nor this package."""
-    found, at = None, failed.__traceback__
+    line, at = None, failed.__traceback__
     while at is not None:
         file, number = at.tb_frame.f_code.co_filename, at.tb_lineno
         if not _inside(file) and linecache.getline(file, number):
-            found = line_of((file, number))
+            line = line_of((file, number))
         at = at.tb_next
-    return found
+    return line
 
 
 def line_of(place: tuple[str, int] | None) -> str | None:

@@ -44,22 +44,22 @@ def replay(
     Raises:
         Refused: an operation that is not pointwise.
     """
-    made = _Replay(tape, list(tile), tensors, numbers)
-    for (function, given, named), line in zip(tape.steps, tape.lines, strict=True):
+    run = _Replay(tape, list(tile), tensors, numbers)
+    for (function, positional, named), line in zip(tape.steps, tape.lines, strict=True):
         watch(line)
-        made.values.append(made.step(function, given, named, line))
-    return [made.output(x, tape.lines[-1] if tape.lines else None) for x in outputs]
+        run.values.append(run.step(function, positional, named, line))
+    return [run.output(x, tape.lines[-1] if tape.lines else None) for x in outputs]
 
 
 class _Replay:
     def __init__(self, tape: Tape, values: list[Any], tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
         self.tape, self.values, self.tensors, self.numbers = tape, values, tensors, numbers
 
-    def step(self, function: Any, given: Any, named: Any, line: Any) -> Any:
+    def step(self, function: Any, positional: Any, named: Any, line: Any) -> Any:
         try:
             if function is read:
-                return self._read(given)
-            args = [self._argument(x) for x in given]
+                return self._read(positional)
+            args = [self._argument(x) for x in positional]
             kwargs = {key: self._argument(x) for key, x in named}
             if function is element:
                 return _element(args[0], args[1])
@@ -71,23 +71,23 @@ class _Replay:
         except Exception as failed:
             raise Refused(error_text(failed), line_of(line)) from failed
 
-    def output(self, given: Any, line: Any) -> Tensor:
-        found = self._argument(given)
-        if isinstance(found, Row):
+    def output(self, argument: Any, line: Any) -> Tensor:
+        value = self._argument(argument)
+        if isinstance(value, Row):
             raise Refused(
-                f"the function returns a row of shape {found.shape} for each score: captured tensors meet the score by "
+                f"the function returns a row of shape {value.shape} for each score: captured tensors meet the score by "
                 "indices, one for each dimension: table[b, h, q_idx, kv_idx]",
                 line_of(line),
             )
-        return found if isinstance(found, Tensor) else torch.scalar_tensor(found)
+        return value if isinstance(value, Tensor) else torch.scalar_tensor(value)
 
     def _argument(self, x: Any) -> Any:
         match x[0]:
             case "value":
                 return self.values[x[1]]
             case "tensor":
-                held = self.tensors[x[1]]
-                return held if not held.dim() else _read(held, [_index(0)] * held.dim())
+                table = self.tensors[x[1]]
+                return table if not table.dim() else _read(table, [_index(0)] * table.dim())
             case "row":
                 return self._row(x[1], [("row", n) for n in x[2]])
             case "number":
@@ -100,8 +100,8 @@ class _Replay:
                 return tuple(self._argument(y) for y in x[1:])
         return [self._argument(y) for y in x[1:]]
 
-    def _read(self, given: Any) -> Any:
-        return self._row(given[0][1], given[1:])
+    def _read(self, arguments: Any) -> Any:
+        return self._row(arguments[0][1], arguments[1:])
 
     def _row(self, tensor: int, at: Sequence[Any]) -> Any:
         shape = tuple(x[1] for x in at if x[0] == "row")
@@ -112,12 +112,12 @@ class _Replay:
                 "indices, table[b, h, q_idx, kv_idx]"
             )
         places = [None if x[0] == "row" else _index(self._argument(x)) for x in at]
-        held = self.tensors[tensor]
-        found = []
+        table = self.tensors[tensor]
+        values = []
         for place in product(*map(range, shape)):
             rest = iter(place)
-            found.append(_read(held, [_index(next(rest)) if x is None else x for x in places]))
-        return _row(shape, found)
+            values.append(_read(table, [_index(next(rest)) if x is None else x for x in places]))
+        return _row(shape, values)
 
 
 def _row(shape: tuple[int, ...], values: list[Any]) -> Any:
@@ -169,8 +169,8 @@ def _element(row: Any, at: Any) -> Any:
 
 def _picked(values: list[Any], places: Tensor) -> Any:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        found = [values[i] for i in places.flatten().tolist()]
-    return _row(tuple(places.shape), found)
+        picked = [values[i] for i in places.flatten().tolist()]
+    return _row(tuple(places.shape), picked)
 
 
 # Rows
@@ -205,20 +205,20 @@ def _of_rows(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     def at(x: Any, place: tuple[int, ...]) -> Any:
         return x.at(place) if isinstance(x, Row) else x
 
-    found = [
+    values = [
         _plain(function, [at(x, place) for x in args], {key: at(x, place) for key, x in kwargs.items()})
         for place in product(*map(range, shape))
     ]
-    return Row(tuple(shape), found)
+    return Row(tuple(shape), values)
 
 
 def _groups(row: Row, dim: Any, keepdim: bool) -> tuple[tuple[int, ...], list[list[Any]]]:
     """The shape that a reduction leaves, and the values that each element is reduced from."""
     dims = range(len(row.shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     dims = {d % len(row.shape) for d in dims}
-    kept = [d for d in range(len(row.shape)) if d not in dims]
-    left = tuple(row.shape[d] for d in kept)
-    ordered = _places(row, lambda x: x.permute(*kept, *sorted(dims)).reshape(math.prod(left), -1).tolist())
+    remaining = [d for d in range(len(row.shape)) if d not in dims]
+    left = tuple(row.shape[d] for d in remaining)
+    ordered = _places(row, lambda x: x.permute(*remaining, *sorted(dims)).reshape(math.prod(left), -1).tolist())
     shape = tuple(1 if d in dims else n for d, n in enumerate(row.shape)) if keepdim else left
     return shape, [[row.values[i] for i in group] for group in ordered]
 
@@ -233,7 +233,7 @@ def _reduced(name: str, row: Row, *args: Any, **kwargs: Any) -> Any:
     dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     shape, groups = _groups(row, dim, keepdim)
-    found = []
+    reduced_values = []
     for group in groups:
         values = [x * x for x in group] if "norm" in name else group
         if name in ("any", "all") or (name == "sum" and values[0].dtype == torch.bool):
@@ -241,8 +241,8 @@ def _reduced(name: str, row: Row, *args: Any, **kwargs: Any) -> Any:
         total = reduce(_REDUCES[name], values)
         total = total / len(values) if name == "mean" else total.sqrt() if "norm" in name else total
         dtype = kwargs.get("dtype")
-        found.append(total if dtype is None else total.to(dtype))
-    return _row(shape, found)
+        reduced_values.append(total if dtype is None else total.to(dtype))
+    return _row(shape, reduced_values)
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -285,9 +285,9 @@ def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
     tile = [torch.zeros((1, 1), dtype=tape.dtype), *(torch.zeros((1, 1), dtype=int64) for _ in range(4))]
     tensors = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
     numbers = [torch.zeros((), dtype=int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
-    made = _Replay(tape, tile, tensors, numbers)
+    run = _Replay(tape, tile, tensors, numbers)
     with torch.no_grad():
-        for (function, given, named), line in zip(tape.steps[: place - 4], tape.lines, strict=False):
-            made.values.append(made.step(function, given, named, line))
-    found = made.values[place]
-    return (found.values[0].dtype, found.shape) if isinstance(found, Row) else (found.dtype, ())
+        for (function, positional, named), line in zip(tape.steps[: place - 4], tape.lines, strict=False):
+            run.values.append(run.step(function, positional, named, line))
+    value = run.values[place]
+    return (value.values[0].dtype, value.shape) if isinstance(value, Row) else (value.dtype, ())

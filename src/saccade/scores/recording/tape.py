@@ -96,16 +96,16 @@ class Tape:
         lifts = name in LIFTED
         numbers = 1 if name in _EXPONENTS else 100
         keeps_zero = name in _ZEROS
-        given = [self.given(x, lifts and i < numbers, keeps_zero) for i, x in enumerate(args)]
-        named = [(key, self.given(kwargs[key], lifts and key in _OPERANDS, keeps_zero)) for key in kwargs]
-        return self._append(function, tuple(given), tuple(named), line)
+        positional = [self.argument(x, lifts and i < numbers, keeps_zero) for i, x in enumerate(args)]
+        named = [(key, self.argument(kwargs[key], lifts and key in _OPERANDS, keeps_zero)) for key in kwargs]
+        return self._append(function, tuple(positional), tuple(named), line)
 
-    def _append(self, function: Any, given: Any, named: Any, line: Any) -> int:
-        self.steps.append((function, given, named))
+    def _append(self, function: Any, positional: Any, named: Any, line: Any) -> int:
+        self.steps.append((function, positional, named))
         self.lines.append(line)
         return len(self.steps) + 4
 
-    def given(self, x: Any, lifts: bool, keeps_zero: bool = False) -> Any:
+    def argument(self, x: Any, lifts: bool, keeps_zero: bool = False) -> Any:
         """An argument of a step. With `lifts`, numbers are inputs."""
         kind = type(x)
         if isinstance(x, self.kind):
@@ -117,14 +117,14 @@ class Tape:
         if kind is bool or x is None or kind is str or isinstance(x, (torch.dtype, torch.device)):
             return "constant", str(kind), x
         if kind is tuple or kind is list:
-            return kind.__name__, *[self.given(y, lifts) for y in x]
+            return kind.__name__, *[self.argument(y, lifts) for y in x]
         if isinstance(x, (int, float)):
             x = int(x) if isinstance(x, int) else float(x)
             if lifts and not (keeps_zero and x == 0):
                 return self._number(x)
             return "constant", "int" if isinstance(x, int) else "float", _text(x)
         if hasattr(x, "item"):  # numpy's
-            return self.given(x.item(), lifts, keeps_zero)
+            return self.argument(x.item(), lifts, keeps_zero)
         return "constant", str(kind), x
 
     def _number(self, x: Any, source: Any = None) -> Any:
@@ -178,17 +178,17 @@ class Tape:
                 raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
             if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
                 raise Refused("captured tensors are read at single places: index with the values of the call")
-            places[dim] = self.given(x, True, True)
+            places[dim] = self.argument(x, True, True)
         self.rows = self.rows or any(x is None for x in places)
-        held = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, places, strict=True)]
-        return self._append(read, (("tensor", self._placed(tensor)), *held), (), line)
+        indices = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, places, strict=True)]
+        return self._append(read, (("tensor", self._placed(tensor)), *indices), (), line)
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Elements of a computed row."""
         if base.place < 5 or any(isinstance(x, Tensor) for x in at):
             raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
-        given = self.given(base, False), self.given(tuple(at), False)
-        return self._append(element, given, (), line)
+        positional = self.argument(base, False), self.argument(tuple(at), False)
+        return self._append(element, positional, (), line)
 
 
 def _filled(at: list[Any], n: int) -> list[Any] | None:

@@ -146,9 +146,9 @@ def _constants_from_nothing(graph: fx.Graph) -> None:
             value = node.args[2] if name == "new_full" else name == "new_ones"
             with graph.inserting_before(node):
                 number = bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
-                made = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": dtype})
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
+                constant = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": dtype})
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
 
 
 def trace(recording: Recording) -> Raw:
@@ -182,13 +182,13 @@ def shallow(graph: fx.Graph) -> bool:
     return len(graph.nodes) <= 200
 
 
-def behind(node: fx.Node, needed: Callable[[fx.Node], Iterable[Any]], made: Container[fx.Node]) -> Iterator[fx.Node]:
+def in_order(node: fx.Node, needed: Callable[[fx.Node], Iterable[Any]], done: Container[fx.Node]) -> Iterator[fx.Node]:
     """A node and all that it needs, but for what is made already, in topological order. No recursion: a score function
     may be a chain of more operations than Python has frames."""
-    waiting = [] if node in made else [node]
+    waiting = [] if node in done else [node]
     while waiting:
-        missing = [x for x in needed(waiting[-1]) if isinstance(x, fx.Node) and x not in made]
+        missing = [x for x in needed(waiting[-1]) if isinstance(x, fx.Node) and x not in done]
         if missing:
             waiting += reversed(missing)
-        elif (last := waiting.pop()) not in made:
+        elif (last := waiting.pop()) not in done:
             yield last
