@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from saccade.scores.codegen.ranges import check_integers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.recorder import record
 from saccade.scores.recording.recording_cache import find_recording, put_recording
+from saccade.scores.recording.tape import Tape
 from saccade.scores.score_mod import (
     Function,
     Predicate,
@@ -72,20 +73,41 @@ def _bind(score_mod: Function, q: Tensor) -> Traced:
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     settings = dtype, q.device, name
-    proven = find_recording(score_mod, settings)
-    if proven is not None and proven.sure:
-        tensors, numbers = _values(proven.program, *proven.inputs(score_mod), q.device)
-        return Traced(proven.program, tensors, numbers, score_mod, proven.rows)
-    recording = record(fn, dtype, q.device, 1 + own)
-    program, tape = cache.program(recording, name), recording.tape
-    if isinstance(score_mod, CallbackMod) and program.recorded is None:
+    captures = _captures(score_mod, fn, settings, name, 1 + own)
+    program, tape = captures.program, captures.tape
+    if isinstance(score_mod, CallbackMod) and program.recorded is None and tape is not None:
         program.recorded = callbacks_of(score_mod, program, tape)
-    score = Traced(program, *_values(program, tape.tensors, tape.numbers, q.device), score_mod, tape.rows)
+    tensors, numbers = _values(program, captures.tensors, captures.numbers, q.device)
+    score = Traced(program, tensors, numbers, score_mod, captures.rows)
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(score, q.device, *score_mod.sample())
         program.checked = True
-    put_recording(score_mod, settings, recording, program, proven)
     return score
+
+
+class _Captures(NamedTuple):
+    """A Program, and what its function captures."""
+
+    program: Program
+    tensors: Sequence[Tensor]
+    numbers: Sequence[Any]
+    rows: bool
+    tape: Tape | None
+    """None where a proof took the place of a recording."""
+
+
+def _captures(fn: Any, recorded: Function, settings: tuple[Any, ...], name: str, outputs: int = 1) -> _Captures:
+    """Records a function, unless a proof says that the recording would be the same. `recorded` is what runs for it;
+    `settings` start with the dtype and the device of the score."""
+    proven = find_recording(fn, settings)
+    if proven is not None and proven.sure:
+        tensors, numbers = proven.inputs(fn)
+        return _Captures(proven.program, tensors, numbers, proven.rows, None)
+    dtype, device, *_ = settings
+    recording = record(recorded, dtype, device, outputs)
+    program, tape = cache.program(recording, name), recording.tape
+    put_recording(fn, settings, recording, program, proven)
+    return _Captures(program, tape.tensors, tape.numbers, tape.rows, tape)
 
 
 def _values(
@@ -126,17 +148,10 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         from saccade.scores import bind_compiled
 
         return bind_compiled.bind_predicate(fn, name)
-    settings = "predicate", name
-    proven = find_recording(fn, settings)
-    if proven is not None and proven.sure:
-        program, (captures, numbers) = proven.program, proven.inputs(fn)
-    else:
-        recording = record(Predicate(fn), torch.float32, torch.device("cpu"))
-        program, tape = cache.program(recording, name or name_of(fn)), recording.tape
-        captures, numbers = tape.tensors, tape.numbers
-        put_recording(fn, settings, recording, program, proven)
-    tensors, numbers = _values(program, captures, numbers, None)
-    return Traced(program, [x.detach() for x in tensors], numbers)
+    settings = torch.float32, torch.device("cpu"), "predicate", name
+    captures = _captures(fn, Predicate(fn), settings, name or name_of(fn))
+    tensors, numbers = _values(captures.program, captures.tensors, captures.numbers, None)
+    return Traced(captures.program, [x.detach() for x in tensors], numbers)
 
 
 def evaluated(fn: Function, *at: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def bind(score_mod: Any, q: Tensor) -> Score:
         tensors = list(score_mod.tensors)
     else:
         tape, outputs = dynamo.record(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
-        name = kind or _named(word_of(score_mod))
+        name = kind or f"score({name_of(score_mod)})"
         plan = _plan(name, tuple(tape.steps), outputs, tuple(tape.forms), dtype)
         tensors, numbers = tape.tensors, tape.numbers
     return CompiledScore(*_inputs(plan, [x.to(q.device) if x.dim() == 0 else x for x in tensors], numbers), score_mod)
@@ -46,30 +46,8 @@ def bind(score_mod: Any, q: Tensor) -> Score:
 
 def bind_predicate(fn: Function, name: str | None) -> CompiledScore:
     tape, outputs = dynamo.record(Predicate(fn), torch.float32, torch.device("cpu"), 1)
-    plan = _plan(name or _plain_name(word_of(fn)), tuple(tape.steps), outputs, tuple(tape.forms), torch.float32)
+    plan = _plan(name or name_of(fn), tuple(tape.steps), outputs, tuple(tape.forms), torch.float32)
     return CompiledScore(*_inputs(plan, [x.detach() for x in tape.tensors], tape.numbers), fn)
-
-
-def word_of(fn: Any) -> str:
-    """As `name_of` without its last step."""
-    while isinstance(fn, ScoreMod) or hasattr(fn, "func"):
-        fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
-    return fn.__name__ if hasattr(fn, "__name__") else type(fn).__name__
-
-
-class _Word:
-    def __init__(self, word: str) -> None:
-        self.__name__ = word
-
-
-@compile_constant
-def _plain_name(word: str) -> str:
-    return name_of(_Word(word))
-
-
-@compile_constant
-def _named(word: str) -> str:
-    return f"score({name_of(_Word(word))})"
 
 
 def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, list[Tensor], list[Any], list[Any]]:

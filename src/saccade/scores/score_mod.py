@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import program_of
+from saccade.scores.recording.compile_constant import compile_constant
 
 Function = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
@@ -97,12 +98,21 @@ def one_by_one(fn: Function) -> Function:
     return mapped
 
 
+def word_of(fn: Any) -> str:
+    """The name of a function, or of an object's class. torch.compile follows this code."""
+    while isinstance(fn, ScoreMod) or hasattr(fn, "func"):
+        fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
+    return fn.__name__ if hasattr(fn, "__name__") else type(fn).__name__
+
+
+@compile_constant
+def plain_word(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_") or "score"
+
+
 def name_of(fn: Any) -> str:
     """A word for a function: what a Spec calls its score."""
-    while hasattr(fn, "func") or isinstance(fn, ScoreMod):
-        fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
-    word = getattr(fn, "__name__", None) or type(fn).__name__
-    return re.sub(r"\W+", "_", word).strip("_") or "score"
+    return plain_word(word_of(fn))
 
 
 class Score:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, aten, in_order, name_of, outputs_of
+from saccade.scores.recording.trace import TILE_SHAPES, aten, in_order, name_of, outputs_of
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
@@ -46,9 +46,9 @@ class Assembly:
         self.tensors = [self.graph.placeholder(f"t{i}") for i in range(len(program.tensor_nodes))]
         self.numbers = [self.graph.placeholder(f"n{i}") for i in program_numbers]
         self.scalars = [self.graph.placeholder(f"m{i}") for i in program_numbers]
-        for name, val in zip(TILE, ((Q, K), (1, 1), (1, 1), (Q, 1), (1, K)), strict=True):
+        for name, shape in TILE_SHAPES.items():
             dtype = program.dtype if name == "score" else torch.int64
-            self.tile[name].meta["val"] = torch.empty(val, dtype=dtype, device="meta")
+            self.tile[name].meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
         for node, original in zip(self.tensors, program.tensor_nodes, strict=True):
             node.meta["val"] = original.meta["val"]
         for copies in (self.numbers, self.scalars):
@@ -126,9 +126,9 @@ class Assembly:
         number = node.meta["val"].dim() == 0 if isinstance(node.meta["val"], Tensor) else False
         if number or name not in _TAKES_NUMBERS:
             schema = target._schema.arguments
-            args = tuple(self._tensor(x, a) for x, a in zip(args, schema, strict=False))
+            args = tuple(self._operand(x, a) for x, a in zip(args, schema, strict=False))
         elif not isinstance(args[0], fx.Node):  # the first one is never a number
-            args = (self._tensor(args[0], target._schema.arguments[0]), *args[1:])
+            args = (self._operand(args[0], target._schema.arguments[0]), *args[1:])
         return self._node(target, args, kwargs, node)
 
     def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
@@ -136,18 +136,18 @@ class Assembly:
         node.meta["val"] = like.meta["val"]
         return node
 
-    def _tensor(self, x: Any, argument: Any) -> Any:
-        """A number as a tensor of no dimensions, where the operation takes nothing else."""
-        if "Tensor" not in str(argument.type):
-            return x
+    def _operand(self, x: Any, argument: Any) -> Any:
+        """A number as a tensor, where the operation takes nothing else."""
+        return self._tensor(x) if "Tensor" in str(argument.type) and isinstance(x, (fx.Node, int, float)) else x
+
+    def _tensor(self, x: Any) -> fx.Node:
+        """A number as a tensor of no dimensions."""
         if isinstance(x, fx.Node):
             return self.scalars[self.numbers.index(x)] if x in self.numbers else x
-        if isinstance(x, (int, float)):
-            dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else self.program.dtype
-            scalar = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": dtype})
-            scalar.meta["val"] = torch.empty((), dtype=dtype, device="meta")
-            return scalar
-        return x
+        dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else self.program.dtype
+        scalar = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": dtype})
+        scalar.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+        return scalar
 
     def _held(self, name: str) -> Any:
         if name in self.tile:
@@ -161,7 +161,7 @@ class Assembly:
         if all(not isinstance(x, fx.Node) for x in at):  # it has one element
             read = self.graph.call_function(aten.reshape.default, (tensor, [1, 1]))
         else:
-            at = [self._index(x) for x in at]
+            at = [self._tensor(x) for x in at]
             read = self.graph.call_function(aten.index.Tensor, (tensor, at))
         read.meta["val"] = program.reads[i].meta["val"]
         read.meta["at"] = tuple(at)
@@ -170,13 +170,6 @@ class Assembly:
     def _read(self, name: str) -> int | None:
         """Which read a placeholder stands for, if it is neither of the tile nor a number."""
         return next((i for i, node in enumerate(self.program.reads) if node.name == name), None)
-
-    def _index(self, x: Any) -> Any:
-        if isinstance(x, fx.Node):
-            return self.scalars[self.numbers.index(x)] if x in self.numbers else x
-        scalar = self.graph.call_function(aten.scalar_tensor.default, (x,), {"dtype": torch.int64})
-        scalar.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
-        return scalar
 
 
 def _folded(name: str, args: tuple[Any, ...]) -> Any:
@@ -193,8 +186,6 @@ def _folded(name: str, args: tuple[Any, ...]) -> Any:
                 return y if x else False
             if name in ("bitwise_or", "logical_or", "__or__"):
                 return True if x else y
-    if name == "mul" and not isinstance(b, fx.Node) and b == 1 and a.meta["val"].is_floating_point():
-        return a
-    if name == "mul" and not isinstance(a, fx.Node) and a == 1 and b.meta["val"].is_floating_point():
-        return b
+        if name == "mul" and not isinstance(x, fx.Node) and x == 1 and y.meta["val"].is_floating_point():
+            return y
     return None

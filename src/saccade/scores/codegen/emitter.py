@@ -22,7 +22,7 @@ from torch import fx
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
 from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import K, Q, Refused, in_order, name_of
+from saccade.scores.recording.trace import TILE_SHAPES, K, Q, Refused, in_order, name_of
 
 
 class EmitOptions(NamedTuple):
@@ -118,8 +118,7 @@ class Emitter:
         if name == "score":
             return Value(name, "float", (Q, K))
         if name in TILE:
-            shape = {"q_idx": (Q, 1), "kv_idx": (1, K)}.get(name, (1, 1))
-            return Value(name, "int", shape, (0, (LONGEST if name in ("q_idx", "kv_idx") else HEADS) - 1))
+            return Value(name, "int", TILE_SHAPES[name], (0, (LONGEST if name in ("q_idx", "kv_idx") else HEADS) - 1))
         i = int(name[1:])
         place = self._start(len(self.program.ranks)) + i
         if i in self.options.wide_integers:

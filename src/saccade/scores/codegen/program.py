@@ -114,11 +114,6 @@ class Program:
     def core_outputs(self) -> tuple[Any, ...]:
         return outputs_of(self.core)[0]
 
-    def _inputs(self) -> list[Any]:
-        """Fake-able inputs of the core, by its placeholders."""
-        values = [node.meta["val"] for node in self._placeholders()]
-        return [torch.zeros(val.shape, dtype=val.dtype) for val in values]
-
     def _placeholders(self) -> list[fx.Node]:
         return list(self.core.find_nodes(op="placeholder"))
 
@@ -148,9 +143,9 @@ class Program:
         from torch._decomp import core_aten_decompositions
 
         table = {**core_aten_decompositions(), **_more_decompositions()}
-        module = make_fx(function, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)(
-            *self._inputs()
-        )
+        tracer = make_fx(function, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)
+        values = [node.meta["val"] for node in self._placeholders()]
+        module = tracer(*[torch.zeros(val.shape, dtype=val.dtype) for val in values])
         graph = module.graph
         for node, core in zip(graph.find_nodes(op="placeholder"), self._placeholders(), strict=True):
             node.meta["core"] = core.name

@@ -8,7 +8,7 @@ and later stages do not know them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -45,9 +45,7 @@ def replay(
         Refused: an operation that is not pointwise.
     """
     run = _Replay(tape, list(tile), tensors, numbers)
-    for (function, positional, named), line in zip(tape.steps, tape.lines, strict=True):
-        watch(line)
-        run.values.append(run.step(function, positional, named, line))
+    run.steps(len(tape.steps), watch)
     return [run.output(x, tape.lines[-1] if tape.lines else None) for x in outputs]
 
 
@@ -55,7 +53,13 @@ class _Replay:
     def __init__(self, tape: Tape, values: list[Any], tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
         self.tape, self.values, self.tensors, self.numbers = tape, values, tensors, numbers
 
-    def step(self, function: Any, positional: Any, named: Any, line: Any) -> Any:
+    def steps(self, count: int, watch: Callable[[Any], None] = lambda line: None) -> None:
+        """Appends the values of the first steps."""
+        for (function, positional, named), line in zip(self.tape.steps[:count], self.tape.lines, strict=False):
+            watch(line)
+            self.values.append(self._step(function, positional, named, line))
+
+    def _step(self, function: Any, positional: Any, named: Any, line: Any) -> Any:
         try:
             if function is read:
                 return self._read(positional)
@@ -279,15 +283,19 @@ def _reshaped(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return _picked(row.values, places)
 
 
+def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Zeros for the five arguments, in these shapes, and for a tape's tensors and numbers."""
+    dtypes = [tape.dtype, *[torch.int64] * 4]
+    tile = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
+    numbers = [torch.zeros((), dtype=torch.int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
+    return tile, tensors, numbers
+
+
 def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
     """The dtype of a value, and its shape if it is a row."""
-    int64 = torch.int64
-    tile = [torch.zeros((1, 1), dtype=tape.dtype), *(torch.zeros((1, 1), dtype=int64) for _ in range(4))]
-    tensors = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
-    numbers = [torch.zeros((), dtype=int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
-    run = _Replay(tape, tile, tensors, numbers)
+    run = _Replay(tape, *zeros_like_inputs(tape, [(1, 1)] * 5))
     with torch.no_grad():
-        for (function, positional, named), line in zip(tape.steps[: place - 4], tape.lines, strict=False):
-            run.values.append(run.step(function, positional, named, line))
+        run.steps(place - 4)
     value = run.values[place]
     return (value.values[0].dtype, value.shape) if isinstance(value, Row) else (value.dtype, ())

@@ -21,12 +21,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade.scores.recording.recorder import Recording, error_text, line_of, user_line
-from saccade.scores.recording.replay import replay
-from saccade.scores.recording.tape import Refused
+from saccade.scores.recording.replay import replay, zeros_like_inputs
+from saccade.scores.recording.tape import TILE, Refused
 
 aten = torch.ops.aten
 Q, K = 61, 67
 """Of the tile that is traced: primes, so that no captured tensor fits it by accident."""
+TILE_SHAPES = dict(zip(TILE, ((Q, K), (1, 1), (1, 1), (Q, 1), (1, K)), strict=True))
 
 _ALSO_POINTWISE = frozenset((
     "__and__", "__or__", "_to_copy", "alias", "attached", "detach", "fill", "float_power", "floor_divide", "full_like",
@@ -62,16 +63,10 @@ class Raw:
             with fx.traceback.preserve_node_meta():
                 return tuple(replay(tape, recording.outputs, inputs[:5], tensors, numbers, _set_line))
 
-        int64 = torch.int64
-        tile = (
-            torch.zeros(Q, K, dtype=tape.dtype),
-            *(torch.zeros(s, dtype=int64) for s in ((1, 1), (1, 1), (Q, 1), (1, K))),
-        )
-        fakes = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
-        zeros = [torch.zeros((), dtype=int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
-        self.inputs = len(fakes), len(zeros)
+        tile, tensors, numbers = zeros_like_inputs(tape, TILE_SHAPES.values())
+        self.inputs = len(tensors), len(numbers)
         with torch.no_grad():
-            self.module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tile, *fakes, *zeros)
+            self.module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tile, *tensors, *numbers)
         _constants_from_nothing(self.module.graph)
         self.module.graph.eliminate_dead_code()
         self.sort()
