@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from saccade.scores.codegen.ranges import check_integers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.recorder import record
 from saccade.scores.recording.recording_cache import find_recording, put_recording
-from saccade.scores.recording.tape import Tape
 from saccade.scores.score_mod import (
     Function,
     Predicate,
@@ -72,42 +71,32 @@ def _bind(score_mod: Function, q: Tensor) -> Traced:
     fn = WithDerivative(score_mod) if isinstance(score_mod, ScoreMod) and own else score_mod
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    settings = dtype, q.device, name
-    captures = _captures(score_mod, fn, settings, name, 1 + own)
-    program, tape = captures.program, captures.tape
-    if isinstance(score_mod, CallbackMod) and program.recorded is None and tape is not None:
-        program.recorded = callbacks_of(score_mod, program, tape)
-    tensors, numbers = _values(program, captures.tensors, captures.numbers, q.device)
-    score = Traced(program, tensors, numbers, score_mod, captures.rows)
+    program, tensors, numbers, rows = _recorded(score_mod, fn, (dtype, q.device, name), q.device, 1 + own)
+    score = Traced(program, tensors, numbers, score_mod, rows)
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(score, q.device, *score_mod.sample())
         program.checked = True
     return score
 
 
-class _Captures(NamedTuple):
-    """A Program, and what its function captures."""
-
-    program: Program
-    tensors: Sequence[Tensor]
-    numbers: Sequence[Any]
-    rows: bool
-    tape: Tape | None
-    """None where a proof took the place of a recording."""
-
-
-def _captures(fn: Any, recorded: Function, settings: tuple[Any, ...], name: str, outputs: int = 1) -> _Captures:
-    """Records a function, unless a proof says that the recording would be the same. `recorded` is what runs for it;
-    `settings` start with the dtype and the device of the score."""
+def _recorded(
+    fn: Any, run: Function, settings: tuple[Any, ...], device: torch.device | None, outputs: int = 1
+) -> tuple[Program, list[Tensor], list[Any], bool]:
+    """A function's Program, its tensors and numbers, and whether it reads rows. `run` is recorded for the function,
+    unless a proof says that the recording would be the same. `settings` start with the dtype, device and name."""
     proven = find_recording(fn, settings)
     if proven is not None and proven.sure:
+        program, rows = proven.program, proven.rows
         tensors, numbers = proven.inputs(fn)
-        return _Captures(proven.program, tensors, numbers, proven.rows, None)
-    dtype, device, *_ = settings
-    recording = record(recorded, dtype, device, outputs)
-    program, tape = cache.program(recording, name), recording.tape
-    put_recording(fn, settings, recording, program, proven)
-    return _Captures(program, tape.tensors, tape.numbers, tape.rows, tape)
+    else:
+        dtype, place, name, *_ = settings
+        recording = record(run, dtype, place, outputs)
+        program, tape = cache.program(recording, name), recording.tape
+        if isinstance(fn, CallbackMod) and program.recorded is None:
+            program.recorded = callbacks_of(fn, program, tape)
+        put_recording(fn, settings, recording, program, proven)
+        tensors, numbers, rows = tape.tensors, tape.numbers, tape.rows
+    return program, *_values(program, tensors, numbers, device), rows
 
 
 def _values(
@@ -148,10 +137,9 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         from saccade.scores import bind_compiled
 
         return bind_compiled.bind_predicate(fn, name)
-    settings = torch.float32, torch.device("cpu"), "predicate", name
-    captures = _captures(fn, Predicate(fn), settings, name or name_of(fn))
-    tensors, numbers = _values(captures.program, captures.tensors, captures.numbers, None)
-    return Traced(captures.program, [x.detach() for x in tensors], numbers)
+    settings = torch.float32, torch.device("cpu"), name or name_of(fn), "predicate"
+    program, tensors, numbers, _ = _recorded(fn, Predicate(fn), settings, None)
+    return Traced(program, [x.detach() for x in tensors], numbers)
 
 
 def evaluated(fn: Function, *at: Tensor) -> Tensor:

@@ -52,17 +52,16 @@ def bind_predicate(fn: Function, name: str | None) -> CompiledScore:
 
 def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, list[Tensor], list[Any], list[Any]]:
     identity, wanted_tensors, wanted_numbers, integral = plan
+    picked = (
+        _numbers(identity, *numbers) if wanted_numbers is None else [(*tensors, *numbers)[i] for i in wanted_numbers]
+    )
     if wanted_tensors is None:
-        taken = list(_before(identity, *tensors, *[torch.tensor(x) for x in numbers]))
+        tensors = list(_before(identity, *tensors, *[torch.tensor(x) for x in numbers]))
     else:
-        taken = [tensors[i] for i in wanted_tensors]
-    if wanted_numbers is None:
-        picked = _numbers(identity, *numbers)
-    else:
-        picked = [numbers[i - len(tensors)] for i in wanted_numbers]
+        tensors = [tensors[i] for i in wanted_tensors]
     ints = [x for x, whole in zip(picked, integral, strict=True) if whole]
     floats = [x for x, whole in zip(picked, integral, strict=True) if not whole]
-    return identity, taken, ints, floats
+    return identity, tensors, ints, floats
 
 
 @compile_constant

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from saccade.scores.recording.autograd_functions import UNSEEN, Context, Unseen, attached, linear, see_functions
-from saccade.scores.recording.tape import Refused, Tape, target_dtype
+from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, target_dtype
 
 _BRANCHES = (
     "the function branches in Python on values that only the kernel knows; "
@@ -162,7 +162,7 @@ class _Recorder(TorchFunctionMode):
         if name == "__get__":
             name = func.__self__.__name__
         if name in _RANDOM and kwargs.get("training", True):
-            raise Refused(f"{name} draws random numbers: dropout_p of attention drops probabilities at random")
+            raise Refused(refusal(name) or "")
         if StandIn in types:
             return self._step(name, func, args, kwargs)
         if name in ("as_tensor", "asarray") and type(args[0]) is StandIn:
@@ -218,13 +218,11 @@ _SHAPE = (
     "the shape of the score and the indices is not known: a function is given one value of each, whatever tile a "
     "kernel works on; capture lengths as numbers"
 )
-_WRITES = frozenset(("__setitem__", *(f"__i{x}__" for x in (
-    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
-))))  # fmt: skip
+_WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in (*ARITHMETIC, "lshift", "rshift"))))
 
 
 def name_of_place(place: int) -> str:
-    return ("score", "b", "h", "q_idx", "kv_idx")[place] if place < 5 else f"step {place - 5}"
+    return TILE[place] if place < 5 else f"step {place - 5}"
 
 
 # Attributes of stand-ins

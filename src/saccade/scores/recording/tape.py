@@ -15,14 +15,13 @@ from saccade.scores.recording.compile_constant import word_of
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
 """The arguments: the first values of every tape."""
 
+ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 LIFTED = frozenset((
-    "add", "__add__", "__radd__", "sub", "subtract", "__sub__", "rsub", "__rsub__", "mul", "multiply", "__mul__",
-    "__rmul__", "div", "divide", "true_divide", "__truediv__", "__rdiv__", "__rtruediv__", "floor_divide",
-    "__floordiv__", "__rfloordiv__", "remainder", "__mod__", "__rmod__", "fmod", "eq", "ne", "lt", "le", "gt", "ge",
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "not_equal", "less", "less_equal", "greater",
-    "greater_equal", "where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "bitwise_and", "bitwise_or",
-    "bitwise_xor", "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__rpow__", "pow", "__pow__",
-    "lerp", "maximum", "minimum", "fmax", "fmin",
+    *(f"__{reverse}{name}__" for name in ARITHMETIC for reverse in ("", "r")), "__eq__", "__ne__", "__lt__", "__le__",
+    "__gt__", "__ge__", "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide",
+    "floor_divide", "remainder", "fmod", "pow", "eq", "ne", "not_equal", "lt", "less", "le", "less_equal", "gt",
+    "greater", "ge", "greater_equal", "where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "bitwise_and",
+    "bitwise_or", "bitwise_xor", "lerp", "maximum", "minimum", "fmax", "fmin",
 ))  # fmt: skip
 """Operations whose numbers are runtime values."""
 _EXPONENTS = frozenset(("pow", "__pow__"))
