@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -29,10 +30,11 @@ def pytest_make_collect_report(collector):
     """A test module that does not import is an error: --doctest-ignore-import-errors makes a skip of it."""
     report = yield
     if report.skipped and "unable to import module" in str(report.longrepr):
+        report.outcome = "failed"
         try:
-            collector.obj  # noqa: B018
-        except pytest.Collector.CollectError as error:
-            report.outcome, report.longrepr = "failed", str(error)
+            runpy.run_path(str(collector.path))
+        except ImportError as error:
+            report.longrepr = f"{collector.path}: {error}"
     return report
 
 
