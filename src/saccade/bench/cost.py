@@ -70,16 +70,19 @@ def _pairs(mask: Mask | None, extent: Extent, b: int, whole: bool) -> Fraction:
 
 def _counted(mask: Mask, extent: Extent, b: int) -> int:
     """Counts pair by pair, some rows at a time."""
-    device = extent.rows.device
-    batch, keys = torch.arange(b, device=device)[:, None, None], torch.arange(extent.s_k, device=device)
     step = max(1, _AT_ONCE // max(1, b * extent.s_k))
-    count = 0
-    for start in range(0, extent.s_q, step):
-        rows = torch.arange(start, min(start + step, extent.s_q), device=device)[:, None]
-        visible = mask.sees(extent, batch, batch * 0, rows, keys)
-        visible = visible & (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
-        count += int(visible.expand(b, rows.shape[0], extent.s_k).sum())
-    return count
+    rows = torch.arange(extent.s_q, device=extent.rows.device)[:, None]
+    return sum(int(visible_keys(mask, extent, b, part).expand(b, -1, -1).sum()) for part in rows.split(step))
+
+
+def visible_keys(mask: Mask | None, extent: Extent, b: int, rows: Tensor) -> Tensor:
+    """bool (b or 1, len(rows), s_k): which keys these rows see, (n, 1)."""
+    keys = torch.arange(extent.s_k, device=rows.device)
+    visible = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
+    if mask is None:
+        return visible
+    batch = torch.arange(b, device=rows.device)[:, None, None]
+    return visible & mask.sees(extent, batch, batch * 0, rows, keys)
 
 
 def _bytes(inputs: Inputs, call: str) -> int:

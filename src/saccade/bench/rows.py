@@ -16,16 +16,9 @@ from saccade.testing.cases import Case
 
 
 @dataclass(frozen=True)
-class BenchRow:
-    """The result of one provider for one Cell of one run."""
+class BenchRow(Run):
+    """The result of one provider for one Cell, with the fields of its run."""
 
-    run: str
-    date: str
-    """Shared, like `run`, by the rows of one interleaved run."""
-    commit: str
-    gpu: str
-    torch: str
-    triton: str
     provider: str
     role: str
     """`saccade`, `peer` or `ceiling`."""

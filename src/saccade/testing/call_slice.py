@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import reference
+from saccade import reference, scores
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, SequencePlace
 from saccade.masks import as_mask
 from saccade.problem import Problem
-from saccade.testing.shifted import ShiftedScore, captured, places, shift_dropout, shift_mask, shift_score
+from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured, places
 
 Results = dict[str, Tensor]
 """out, lse, and as far as they are asked for max_scores, dq, dk, dv, dsink."""
@@ -100,20 +100,21 @@ class CheckedCall(NamedTuple):
         dropout: Dropout | None = None,
     ) -> CallSlice:
         """One sequence and some heads of a canonical call."""
-        b, keywords = place.number, self.keywords
+        b, h, keywords = place.number, heads.start, self.keywords
         rows_at, keys_at = (place.batch_q, heads, place.rows), (place.batch_k, key_heads, place.keys)
         used = (None if x is None else x[b : b + 1] for x in (self.layout.seqused_q, self.layout.seqused_k))
-        sink = keywords.get("sink")
+        sink, mask = keywords.get("sink"), as_mask(keywords.get("mask"))
+        score = scores.bind(keywords.get("score_mod"), self.q)
         problem = Problem(
             q=self.q[rows_at],
             k=self.k[keys_at],
             v=self.v[keys_at],
             sink=None if sink is None else sink.detach()[heads],
             layout=Dense("bhsd", *used),
-            mask=shift_mask(as_mask(keywords.get("mask")), b, heads.start),
-            score=shift_score(keywords.get("score_mod"), self.q, b, heads.start),
+            mask=None if mask is None else ShiftedMask(mask, b, h),
+            score=None if score is None else ShiftedScore(score, b, h),
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
-            dropout=shift_dropout(dropout, b, heads.start),
+            dropout=None if dropout is None else ShiftedDropout(dropout.state, dropout.p, b, h),
         )
         dout, dlse = (None if x is None else x[rows_at] for x in (self.dout, self.dlse))
         return CallSlice(rows_at, keys_at, problem, dout, dlse, precision)

@@ -34,6 +34,10 @@ class Inputs:
     """mask, score_mod, sink, layout and dropout_p, where the Case has them."""
 
 
+Drawn = tuple[list[Tensor], Tensor, Tensor, Layout]
+"""q, k, v and dout in float32, the gradient of the LSE, a sink, and the layout."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem by name; `inputs` draws its tensors."""
@@ -106,65 +110,50 @@ class Case:
 
         Rows beyond the used lengths are NaN: nothing may read them.
         """
-        if self.order == "thd":
-            return self._packed(torch.Generator().manual_seed(seed), device, requires_grad)
-        if self.order == "paged":
-            return self._paged(torch.Generator().manual_seed(seed), device)
         generator = torch.Generator().manual_seed(seed)
-        dtype, layout = TORCH_DTYPES[self.dtype], Dense(self.order)
+        if self.order == "paged":
+            return self._paged(generator, device)
+        draw = self._packed if self.order == "thd" else self._dense
+        tensors, dlse, sink, layout = draw(generator, device)
+        keywords = self.keywords(generator, device, layout, sink, requires_grad)
+        dtype = TORCH_DTYPES[self.dtype]
+        q, k, v, dout = (x.to(device, dtype).contiguous() for x in tensors)
+        for x in (q, k, v):
+            x.requires_grad_(requires_grad)
+        dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+        return Inputs(q, k, v, dout, dlse, keywords)
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
+    def _operands(self) -> tuple[tuple[int, int, int], ...]:
+        """The side (0: queries, 1: keys), heads and head dim of q, k, v and dout."""
+        return (0, self.h_q, self.d), (1, self.h_k, self.d), (1, self.h_k, self.d_v), (0, self.h_q, self.d_v)
 
+    def _dense(self, generator: torch.Generator, device: torch.device | str) -> Drawn:
         def lengths(s: int) -> Tensor:  # the longest there is, and any others
             drawn = torch.randint(0, s + 1, (self.b,), generator=generator, dtype=torch.int32)
             drawn[:1] = s
             return drawn
 
-        q, k, v, dout = (
-            normal(self.b, h, s, d)
-            for h, s, d in (
-                (self.h_q, self.s_q, self.d),
-                (self.h_k, self.s_k, self.d),
-                (self.h_k, self.s_k, self.d_v),
-                (self.h_q, self.s_q, self.d_v),
-            )
-        )
-        dlse, sink = normal(self.b, self.h_q, self.s_q), normal(self.h_q)
-        used_q = lengths(self.s_q) if "q" in self.used else None
-        used_k = lengths(self.s_k) if "k" in self.used else None
-        for used, tensors in ((used_q, (q, dout)), (used_k, (k, v))):
-            if used is not None:
-                for x in tensors:
-                    x.masked_fill_((torch.arange(x.shape[2]) >= used[:, None])[:, None, :, None], math.nan)
-        used = (None if used is None else used.to(device) for used in (used_q, used_k))
-        keywords = self.keywords(generator, device, Dense(self.order, *used), sink, requires_grad)
-        q, k, v, dout = (layout.ordered(x).to(device, dtype).contiguous() for x in (q, k, v, dout))
-        for x in (q, k, v):
-            x.requires_grad_(requires_grad)
-        dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-        return Inputs(q, k, v, dout, dlse, keywords)
+        s = self.s_q, self.s_k
+        tensors = [torch.randn(self.b, h, s[side], d, generator=generator) for side, h, d in self._operands()]
+        dlse = torch.randn(self.b, self.h_q, self.s_q, generator=generator)
+        sink = torch.randn(self.h_q, generator=generator)
+        used = [lengths(s[side]) if word in self.used else None for side, word in enumerate("qk")]
+        for x, (side, _, _) in zip(tensors, self._operands(), strict=True):
+            if (in_use := used[side]) is not None:
+                x.masked_fill_((torch.arange(s[side]) >= in_use[:, None])[:, None, :, None], math.nan)
+        layout = Dense(self.order, *(None if x is None else x.to(device) for x in used))
+        return [layout.ordered(x) for x in tensors], dlse, sink, layout
 
-    def _packed(self, generator: torch.Generator, device: torch.device | str, requires_grad: bool) -> Inputs:
-        dtype, sides = TORCH_DTYPES[self.dtype], packed.sides(self, generator)
-        q, k, v, dout = (
-            torch.randn(side.unused.numel(), h, d, generator=generator).masked_fill_(
-                side.unused[:, None, None], math.nan
-            )
-            for side, h, d in zip(
-                (sides[0], sides[1], sides[1], sides[0]),
-                (self.h_q, self.h_k, self.h_k, self.h_q),
-                (self.d, self.d, self.d_v, self.d_v),
-                strict=True,
-            )
-        )
-        dlse, sink = torch.randn(self.h_q, q.shape[0], generator=generator), torch.randn(self.h_q, generator=generator)
-        keywords = self.keywords(generator, device, packed.layout(*sides, device), sink, requires_grad)
-        q, k, v, dout = (x.to(device, dtype) for x in (q, k, v, dout))
-        for x in (q, k, v):
-            x.requires_grad_(requires_grad)
-        dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-        return Inputs(q, k, v, dout, dlse, keywords)
+    def _packed(self, generator: torch.Generator, device: torch.device | str) -> Drawn:
+        sides = packed.sides(self, generator)
+        tensors = [
+            torch.randn(sides[side].unused.numel(), h, d, generator=generator) for side, h, d in self._operands()
+        ]
+        for x, (side, _, _) in zip(tensors, self._operands(), strict=True):
+            x.masked_fill_(sides[side].unused[:, None, None], math.nan)
+        dlse = torch.randn(self.h_q, len(tensors[0]), generator=generator)
+        sink = torch.randn(self.h_q, generator=generator)
+        return tensors, dlse, sink, packed.layout(*sides, device)
 
     def _paged(self, generator: torch.Generator, device: torch.device | str) -> Inputs:
         *tensors, layout = paged.operands(self, generator)

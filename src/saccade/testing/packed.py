@@ -27,17 +27,18 @@ class PackedSide(NamedTuple):
     longest: int
 
 
+def drawn_lengths(s: int, b: int, generator: torch.Generator) -> Tensor:
+    """(b): the full length s, drawn ones, and zeros."""
+    lengths = torch.randint(0, s + 1, (b,), generator=generator)
+    lengths[:1] = s
+    lengths[2::3] = 0
+    return lengths
+
+
 def sides(case: Case, generator: torch.Generator) -> tuple[PackedSide, PackedSide]:
-    """Queries and keys: one sequence of the full length, drawn ones, and empty ones."""
-
-    def drawn(s: int) -> Tensor:
-        lengths = torch.randint(0, s + 1, (case.b,), generator=generator)
-        lengths[:1] = s
-        lengths[2::3] = 0
-        return lengths
-
-    lengths_q = torch.tensor(case.lengths) if case.lengths else drawn(case.s_q)
-    lengths_k = lengths_q if case.s_q == case.s_k else drawn(case.s_k)
+    """Queries and keys."""
+    lengths_q = torch.tensor(case.lengths) if case.lengths else drawn_lengths(case.s_q, case.b, generator)
+    lengths_k = lengths_q if case.s_q == case.s_k else drawn_lengths(case.s_k, case.b, generator)
     return _side(lengths_q, "q" in case.used, case.tail, generator), _side(
         lengths_k, "k" in case.used, case.tail, generator
     )
@@ -46,10 +47,10 @@ def sides(case: Case, generator: torch.Generator) -> tuple[PackedSide, PackedSid
 def _side(lengths: Tensor, ragged: bool, tail: int, generator: torch.Generator) -> PackedSide:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     used = (torch.rand(len(lengths), generator=generator) * (lengths + 1)).long() if ragged else None
-    held = lengths if used is None else used
+    in_use = lengths if used is None else used
     place = torch.arange(int(offsets[-1]) + tail)
     b = torch.bucketize(place, offsets[1:], right=True)
-    inside = torch.cat([held, torch.zeros(1, dtype=torch.int64)])  # after the last sequence nothing is in use
+    inside = torch.cat([in_use, torch.zeros(1, dtype=torch.int64)])  # after the last sequence nothing is in use
     unused = place - offsets[b] >= inside[b]
     return PackedSide(
         offsets.int(), None if used is None else used.int(), unused, int(lengths.max()) if len(lengths) else 0

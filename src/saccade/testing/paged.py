@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.layouts import Paged
+from saccade.testing.packed import drawn_lengths
 
 if TYPE_CHECKING:
     from saccade.testing.cases import Case
@@ -45,7 +46,7 @@ def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
     """q, k, v and the layout: one sequence of the full length, drawn ones, and empty ones. Unused rows and pages of the
     cache are NaN, and the tables end in page numbers out of range."""
     size, width = case.page_size, -(-case.s_k // case.page_size) + 2
-    used = _drawn(case.s_k, case.b, generator)
+    used = drawn_lengths(case.s_k, case.b, generator)
     mapped = -(-used // size)
     pages = int(mapped.sum()) + 3
     free = torch.randperm(pages, generator=generator)
@@ -61,7 +62,7 @@ def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
     offsets = None
     shape: tuple[int, ...] = case.b, case.s_q
     if case.lengths or case.tail:
-        lengths = torch.tensor(case.lengths) if case.lengths else _drawn(case.s_q, case.b, generator)
+        lengths = torch.tensor(case.lengths) if case.lengths else drawn_lengths(case.s_q, case.b, generator)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
         shape = (int(offsets[-1]) + case.tail,)
     q = torch.randn(*shape, case.h_q, case.d, generator=generator)
@@ -73,13 +74,6 @@ def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
 def moved(layout: Paged, device: torch.device | str) -> Paged:
     offsets = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.to(device)
     return Paged(layout.block_table.to(device), layout.seqused_k.to(device), offsets, layout.num_splits)
-
-
-def _drawn(s: int, b: int, generator: torch.Generator) -> Tensor:
-    lengths = torch.randint(0, s + 1, (b,), generator=generator)
-    lengths[:1] = s
-    lengths[2::3] = 0
-    return lengths
 
 
 def draw(seed: int, dtype: str) -> Case:

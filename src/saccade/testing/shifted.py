@@ -22,19 +22,10 @@ def captured(score_mod: Any) -> dict[str, Tensor]:
     return {f"dscore{i}": x for i, x in enumerate(wanted.values())}
 
 
-def shift_score(score_mod: Any, q: Tensor, b: int, h: int) -> scores.Score | None:
-    """The Score of some batch rows and heads, from b and h on."""
-    score = scores.bind(score_mod, q)
-    return None if score is None else ShiftedScore(score, b, h)
-
-
-def shift_dropout(dropout: Dropout | None, b: int, h: int) -> Dropout | None:
-    """The Dropout of some batch rows and heads, from b and h on."""
-    return None if dropout is None else _ShiftedDropout(dropout.state, dropout.p, b, h)
-
-
 @dataclass(frozen=True, eq=False)
-class _ShiftedDropout(Dropout):
+class ShiftedDropout(Dropout):
+    """Dropout as some batch rows and heads draw it, from b and h on."""
+
     b: int
     h: int
 
@@ -43,7 +34,7 @@ class _ShiftedDropout(Dropout):
 
 
 class ShiftedScore(scores.Score):
-    """A score modification as some batch rows and heads see it, whose numbers start at zero."""
+    """A score modification as some batch rows and heads see it, from b and h on."""
 
     def __init__(self, score: scores.Score, b: int, h: int) -> None:
         self.score, self.b, self.h = score, b, h
@@ -83,13 +74,8 @@ class ShiftedScore(scores.Score):
         return {name: torch.zeros_like(x) if x_sum is None else x_sum.abs() for (name, x), x_sum in pairs}
 
 
-def shift_mask(mask: Mask | None, b: int, h: int) -> Mask | None:
-    """The Mask of some batch rows and heads, from b and h on."""
-    return None if mask is None else ShiftedMask(mask, b, h)
-
-
 class ShiftedMask(Mask):
-    """A mask as some batch rows and heads see it, whose numbers start at zero; an oracle asks for no more."""
+    """A mask as some batch rows and heads see it, from b and h on: as much as the oracle needs."""
 
     def __init__(self, mask: Mask, b: int, h: int) -> None:
         self.mask, self.b, self.h = mask, b, h

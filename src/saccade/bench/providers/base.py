@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,9 +53,16 @@ class Provider:
     """Kinds of score functions; None for any."""
     sinks = False
     deterministic = False
+    module = ""
+    """What `available` imports."""
 
     def available(self, device: torch.device) -> str | None:
         """Why it does not run on this machine at all."""
+        try:
+            if self.module:
+                import_module(self.module)
+        except ImportError as missing:
+            return str(missing)
         return None
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:

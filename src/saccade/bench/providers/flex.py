@@ -20,14 +20,8 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 class Flex(Provider):
     name = "flex"
+    module = "torch.nn.attention.flex_attention"
     scores = None
-
-    def available(self, device: torch.device) -> str | None:
-        try:
-            from torch.nn.attention.flex_attention import flex_attention  # noqa: F401
-        except ImportError as missing:
-            return str(missing)
-        return None
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         if cell.call != "forward" and inputs.q.device.type == "cpu":

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from saccade.bench.cost import visible_keys
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.bench.providers.padding import Padding
@@ -86,9 +87,4 @@ def visible_mask(call: PeerInputs, b: int) -> Tensor:
     used = call.layout.seqused_q, call.layout.seqused_k
     extent = Extent.of(call.q.shape[2], call.k.shape[2], *used, call.q.device)
     same = not call.layout.tensors and (call.mask is None or not call.mask.tensors)
-    rows, keys = extent.q_idx()[..., None], torch.arange(extent.s_k, device=call.q.device)
-    visible = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
-    if call.mask is not None:
-        batch = torch.arange(1 if same else b, device=call.q.device)[:, None, None]
-        visible = visible & call.mask.sees(extent, batch, batch * 0, rows, keys)
-    return visible[:, None]
+    return visible_keys(call.mask, extent, 1 if same else b, extent.q_idx().T)[:, None]

@@ -18,18 +18,13 @@ class TorchVarlen(Provider):
     """Its arguments are those of the installed PyTorch: causal is `is_causal` in the first versions, a window later."""
 
     name = "torch-varlen"
+    module = "torch.nn.attention.varlen"
     layouts = ("packed",)
     dtypes = "bf16", "fp16"
     masks = Window
 
     def available(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return "runs on CUDA GPUs"
-        try:
-            from torch.nn.attention.varlen import varlen_attn  # noqa: F401
-        except ImportError as missing:
-            return str(missing)
-        return None
+        return super().available(device) if device.type == "cuda" else "runs on CUDA GPUs"
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         from torch.nn.attention.varlen import varlen_attn
