@@ -2,11 +2,11 @@
 
     python examples/serve_decode.py --requests 20
 
-Requests of different lengths come and go. Their keys and values live in pages of one cache, which requests take when
-they need them and give back when they end. A step decodes one token for every request that runs, in a batch of a fixed
-size: the same launches each time, so that a GPU replays them as one graph, whatever the lengths are. New requests are
-let in between steps, all their prompts in one call, end to end. The model has random weights; what it says is checked
-against the same model without any cache.
+Requests of different lengths come and go. Their keys and values live in pages of one cache: a request takes pages as
+it grows, and returns them when it ends. A step decodes one token for every running request, in a batch of a fixed size.
+The launches are the same each time, so a GPU replays them as one graph, whatever the lengths are. New requests enter
+between steps, all their prompts in one call, end to end. The model has random weights; its output is checked against
+the same model without a cache.
 """
 
 from __future__ import annotations

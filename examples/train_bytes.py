@@ -9,7 +9,7 @@ its own document. Two copies of one model, of the same seed, get the same batche
 - SDPA:     F.scaled_dot_product_attention(q, k, v, attn_mask=...), the same mask as a tensor of booleans
 
 Then saccade is checked against its float64 oracle on the trained model's own q, k, v, losses and times are drawn, and
-what packing saves is counted: the padding, and the scores that nobody sees.
+what packing saves is counted: the padding, and the masked scores.
 """
 
 from __future__ import annotations

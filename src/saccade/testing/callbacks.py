@@ -1,4 +1,4 @@
-"""Callbacks in cuDNN's manner as users write them, shared by tests: its own documentation's, and every operation."""
+"""Score callbacks for cuDNN as users write them, shared by tests: those of its documentation, and every operation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def added(graph: Any, score: Any, tensors: Any) -> Any:
 
 
 def band(graph: Any, score: Any, tensors: Any) -> Any:
-    """Learned values for three distances, and for all others; heads differ, and so do queries."""
+    """Learned values: for three distances one per head and query, for all others one."""
     distance = graph.sub(a=graph.gen_index(score, 2), b=graph.gen_index(score, 3))
     near = graph.logical_and(graph.cmp_ge(distance, -1), graph.cmp_le(distance, 1))
     value = graph.mul(tensors["near"], tensors["rows"])
@@ -152,7 +152,7 @@ def derivatives(graph: Any, score: Any, tensors: Any) -> Any:
 
 
 def derivatives_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
-    """Every backward operation; the score is what a recording keeps for it."""
+    """Every backward operation, of the score that the forward kept."""
     score = tensors["kept"]()
     total = graph.leaky_relu_backward(loss=dP, input=score, negative_slope=0.3)
     for name in _BACKWARD:
@@ -162,7 +162,7 @@ def derivatives_bprop(graph: Any, dP: Any, tensors: Any) -> Any:
 
 
 class Derivatives:
-    """Without a key: recorded each time."""
+    """Has no cache key, so each call records it."""
 
     def __init__(self) -> None:
         self.score: Any = None
@@ -211,5 +211,5 @@ def case(name: str, h: int, s_q: int, s_k: int, device: torch.device | str = "cp
 
 
 USUAL = "causal", "scaled_causal", "softcap", "post_scale_bias", "alibi", "band"
-"""What people write; these are timed."""
+"""What users write; these are timed."""
 NAMES = (*USUAL, "added", "everything", "derivatives")

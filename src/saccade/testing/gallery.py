@@ -1,4 +1,4 @@
-"""A gallery of masks that are no intervals: each by name for any length, for tests, pictures and benchmarks."""
+"""A gallery of masks that are not intervals, by name, for any length: for tests, pictures and benchmarks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def dilated_window(reach: int, step: int) -> Mask:
 
 
 def tree(parents: list[int], context: int, device: torch.device | str = "cpu") -> Mask:
-    """Drafted tokens of a speculative decoder see the context, their ancestors and themselves. `parents` has the
-    parent of each drafted token, -1 for the root's; the context are the rows and keys before them, and causal."""
+    """Drafted tokens of a speculative decoder see the context, their ancestors and themselves.
+
+    `parents` has the parent of each drafted token, -1 for a root. The context precedes them, and is causal.
+    """
     n = len(parents)
     ancestors = torch.eye(n, dtype=torch.bool)
     for i, parent in enumerate(parents):
@@ -69,8 +71,8 @@ def tree(parents: list[int], context: int, device: torch.device | str = "cpu") -
 
 
 def modalities(segments: Tensor, images: Tensor) -> Mask:
-    """Text is causal, and an image between it sees itself as a whole: `segments` number the pieces, `images` says which
-    tokens are of an image, both (s,)."""
+    """Text is causal, and each image sees all of itself. `segments` numbers the pieces, and `images` says which tokens
+    belong to an image, both (s,)."""
 
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return images[q_idx] & (segments[q_idx] == segments[kv_idx])
@@ -81,14 +83,14 @@ def modalities(segments: Tensor, images: Tensor) -> Mask:
 def random_blocks(
     blocks: int, share: float, size: int = 128, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Mask:
-    """Blocks of `size` rows and keys, that `share` of which are visible, drawn by chance; those on the diagonal are."""
+    """Blocks of `size` rows and keys. The diagonal is visible, and of the other blocks a random `share`."""
     drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(seed)) < share
     table = (drawn | torch.eye(blocks, dtype=torch.bool)).to(device)
     return mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // size, kv_idx // size])
 
 
 def _packed(s: int, device: torch.device | str) -> Tensor:
-    """(1, s): documents that grow."""
+    """(1, s): the ids of documents, each longer than the one before."""
     starts = torch.tensor([s * i * i // 36 for i in range(1, 6)], dtype=torch.int64)
     return torch.bucketize(torch.arange(s), starts, right=True)[None].to(device)
 

@@ -3,8 +3,8 @@
     python -m saccade.testing.gate [gluon | triton] [configs | features | combinations]
 
 Triton compiles without a GPU, and ptxas, which comes with it, reports registers, spills and warnings. A kernel is
-fit to ship when ptxas warns of nothing, when it spills no more than its config row says, with the reason, and when its
-shared memory is within what Hopper gives one program, and when no mbarrier's place is also something else's.
+fit to ship if ptxas warns of nothing, if it spills no more than its config row says, with the reason, if its shared
+memory is within what Hopper gives one program, and if no mbarrier shares its place with anything else.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CAPABILITY = 90
 TIMED = "3.6"
 """The Triton by which the rows of the tables were timed, and whose spills they name."""
 UNTIMED_SPILL = 140
-"""Bytes that another Triton may spill besides. 3.9 has ptxas allocate registers in another way (--regAllocOptLevel=2,
-to go round an error of ptxas 13): up to 136 bytes more. What they cost has not been timed."""
+"""Bytes that another Triton may spill besides. Triton 3.9 passes --regAllocOptLevel=2 to ptxas, to avoid an error of
+ptxas 13: kernels spill up to 136 bytes more. Their cost has not been timed."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,11 @@ PARTS = "configs", "features", "combinations"
 
 
 def keys(words: Sequence[str] = ()) -> Iterator[str]:
-    """The rows that the words choose, of all backends and parts where none does: `configs`, the rows of every shipped
-    table and what the formulas give for the dtypes and sizes no table has, `features`, what a call may have besides,
-    and `combinations`, several of these in one, for which CI has no time: they take longest."""
+    """The rows that the words choose; without a word, those of all backends and parts.
+
+    `configs`: every row of the shipped tables, and the formulas' configs for other dtypes and sizes. `features`: what
+    else a call may have. `combinations`: several features in one kernel; they take longest, and CI omits them.
+    """
     if unknown := set(words) - {*BACKENDS, *PARTS}:
         raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {', '.join(BACKENDS + PARTS)}")
     for backend in [word for word in BACKENDS if word in words] or BACKENDS:
@@ -129,8 +131,11 @@ def _read(key: str, compiled: Any, log: str, allowed_spill: int) -> Fit:
 
 
 def reused_barriers(ptx: str) -> list[int]:
-    """Where an mbarrier is made in shared memory that plain loads read: Triton gives a barrier that nobody waits for
-    away, and what comes there may be overwritten while the barrier is being made (docs/findings/gluon.md)."""
+    """The places of mbarriers in shared memory that plain loads read too.
+
+    Triton reuses the memory of a barrier on which no warp waits. What is stored there may be overwritten while the
+    barrier is initialised (docs/findings/gluon.md).
+    """
     addresses = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
     made = {addresses.get(name) for name in re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", ptx)}
     read = set(re.findall(r"ld\.shared\S*\s+\S+ \[global_smem\+(\d+)\]", ptx))

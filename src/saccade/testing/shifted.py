@@ -65,7 +65,7 @@ class ShiftedScore(scores.Score):
             for x, more in zip(total, added(sign * of_rows, 1), strict=True):
                 if x is not None and more is not None:
                     x += more**2 / DRAWS
-        # What is computed of them beforehand is taken for a choice among them.
+        # What the score computes from them beforehand is treated as a choice among them.
         pairs = zip(held, total, strict=True)
         made = [(x, t.clamp(max=torch.finfo(x.dtype).max).to(x.dtype)) for x, t in pairs if t is not None]
         outputs, totals = zip(*made, strict=True)

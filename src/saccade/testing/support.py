@@ -54,7 +54,7 @@ def _column(name: str) -> dict[str, str]:
 
 
 def _backward(support: Support, gradient: Support | None) -> str:
-    """Which of its forwards the backend has a backward for."""
+    """For which of its forwards the backend has a backward."""
     if gradient is None:
         return "another backend's"
     whole, part = _declared(support), _declared(gradient)
