@@ -1,4 +1,4 @@
-"""The path from `attention(` to the dot product in DESIGN.md: each function names the next, so that an editor follows it."""
+"""The path from `attention(` to the dot product in DESIGN.md: each function names the next, as an editor follows it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def constants(module: str) -> dict[str, ast.AST]:
 
 
 def refers(caller: str, callee: str) -> bool:
-    """Whether the caller names the callee: a function of its module or an imported one, a table's value, or a method."""
+    """Whether the caller names the callee: a function of its module, an imported one, a table's value, or a method."""
     module, _ = module_of(caller)
     target, name = module_of(callee)
     known, tables = imports(module), constants(module)
