@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import mask_mod, prefix, window
-from saccade.backends.device import block_lists
+from saccade.backends.device import gate
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 from saccade.layouts import Dense
 from saccade.masks import Mask, as_mask
@@ -56,7 +56,7 @@ def all_alike(made: Iterator[tuple[Any, Any]]) -> int:
 def test_masks_of_one_key_have_one_form() -> None:
     """A window whose keys begin at the first once ran the kernel of one whose keys end at the last."""
     problems = [problem_of(mask) for mask in MASKS]
-    many = all_alike((problem.key, constants(block_lists.stand_in(problem))) for problem in problems)
+    many = all_alike((problem.key, constants(gate.device_mask(problem))) for problem in problems)
     assert len(WINDOWS) < many < len(MASKS)
 
 

@@ -9,9 +9,16 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 
-from saccade.backends.gluon.tma_launch import CachedLaunch, descriptor, shape_of  # noqa: E402
+from saccade.backends.gluon.tma_launch import TMALaunch, shape_of  # noqa: E402
 
-SIGNATURE = {0: "tensordesc<bf16[64,64]>", 1: "tensordesc<bf16[128,64]>", 2: "*fp32", 3: "i32", 4: "constexpr"}
+SIGNATURE = {
+    0: "tensordesc<bf16[64,64]>",
+    1: "tensordesc<bf16[128,64]>",
+    2: "*fp32",
+    3: "i32",
+    4: "i32",
+    5: "constexpr",
+}
 METADATA = [
     {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False},
     {"swizzle": 2, "elem_size": 2, "elem_type": 10, "block_size": [128, 64], "fp4_padded": False},
@@ -50,10 +57,12 @@ def test_second_launch_passes_what_the_wrapper_would():
     operands = torch.zeros(2, 96, 64, dtype=torch.bfloat16), torch.zeros(3, 256, 64, dtype=torch.bfloat16)
     shapes = [shape_of(x, (1, n, 64)) for x, n in zip(operands, (64, 128), strict=True)]
     rest = torch.zeros(3), 5
-    again = CachedLaunch.of(compiled, (2, 1, 1), shapes, (True,))
-    assert again.lean is not None
-    again(0, operands, rest)
-    compiled.run(2, 1, 1, 7, 1, (4, 1), None, None, None, *map(descriptor, operands, shapes), *rest, True)
+    launch = TMALaunch(None, (2, 1, 1), shapes, (6,), {"FOLD": True}, {})
+    launch.keep(compiled)
+    assert launch.encoded is not None
+    launch(0, operands, rest)
+    launch.encoded = None
+    launch(0, operands, rest)
     ours, theirs = seen
     assert len(ours) == len(theirs) > 9
     flat = [list(x[:9]) + list(x[9:] if triton.__version__.startswith("3.6") else x[9]) for x in seen]
@@ -64,8 +73,9 @@ def test_a_launcher_of_another_make_gets_descriptors():
     seen: list[tuple] = []
     compiled = SimpleNamespace(run=lambda *arguments: seen.append(arguments), function=1, packed_metadata=(4, 1))
     x = torch.zeros(2, 96, 64, dtype=torch.bfloat16)
-    again = CachedLaunch.of(compiled, (2, 1, 1), [shape_of(x, (1, 64, 64))], ())
-    assert again.lean is None
-    again(0, (x,), (5,))
+    launch = TMALaunch(None, (2, 1, 1), [shape_of(x, (1, 64, 64))], (), {}, {})
+    launch.keep(compiled)
+    assert launch.encoded is None
+    launch(0, (x,), (5,))
     assert seen[0][9].base is x
     assert seen[0][10] == 5

@@ -79,7 +79,7 @@ def test_an_unknown_mask_is_refused() -> None:
 def test_wide_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places inside one head in 64 bits, which only tensors need that do not fit here: the limit moves instead."""
     given = NAMED["causal"].replace(dtype="fp32", s_q=40, s_k=40, b=1, h_q=1, h_k=1, d=16).inputs()
-    assert records.Rows.of(given.q).wide is records.NARROW
+    assert records.TensorArgs.of(given.q).wide is records.NARROW
     monkeypatch.setattr(records, "NARROW_LIMIT", 0)
-    assert records.Rows.of(given.q).wide is records.WIDE
+    assert records.TensorArgs.of(given.q).wide is records.WIDE
     check(given.q, given.k, given.v, dout=given.dout, backend="triton", **given.keywords).assert_ok()

@@ -167,7 +167,7 @@ def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
 
 def test_what_the_hopper_backward_prepares() -> None:
     """delta and start in whole blocks of rows for each sequence, with what makes unused rows count for nothing."""
-    from saccade.backends.device.records import Rows
+    from saccade.backends.device.records import TensorArgs
     from saccade.backends.gluon.backward.dq_accum import preprocess_kernel
 
     offsets, used, t, h_q, d_v = [0, 21, 21, 60], [21, 0, 30], 71, 2, 16
@@ -182,7 +182,7 @@ def test_what_the_hopper_backward_prepares() -> None:
     dq_accum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)
     parts = 2
     preprocess_kernel[(h_q * blocks * parts,)](
-        Rows.of(dout), Rows.of(out), dlse, lse, delta, start, dq_accum, sequences.spans(problem)[0], h_q, t,
+        TensorArgs.of(dout), TensorArgs.of(out), dlse, lse, delta, start, dq_accum, sequences.spans(problem)[0], h_q, t,
         blocks * parts, 2.0, D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16, CHAINED=False,
     )  # fmt: skip
     assert not dq_accum.any()

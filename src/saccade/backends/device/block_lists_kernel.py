@@ -47,14 +47,14 @@ def block_number(span, heads, start, BLOCK: tl.constexpr):
 def block_list_range(mask, b, h, block, BLOCK: tl.constexpr):
     """The list of one block as `tile_range` tells of tiles: first, core, core_end, end, in places of the list times
     BLOCK, and where the list begins."""
-    place, some, tiles = load_block_list(mask.lists, block_list_number(mask.lists, b, h, block))
+    place, some, tiles = load_block_list(mask.block_lists, block_list_number(mask.block_lists, b, h, block))
     return some * 0, some * 0 + some * BLOCK, tiles * BLOCK, tiles * BLOCK, place
 
 
 @triton.jit
 def tile_start(mask, place, start, BLOCK: tl.constexpr):
     """Where the tile begins that is visited at `start`: there, or where the list says."""
-    if mask.listed:
+    if mask.block_sparse:
         return tl.load(place + start // BLOCK) * BLOCK
     else:
         return start

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import block_d, block_lists, scores
-from saccade.backends.device.arguments import TileShape, common_arguments, tile_arguments, tile_grid
+from saccade.backends.device import block_d, scores
+from saccade.backends.device.arguments import TileShape, tile_arguments, tile_grid
 from saccade.backends.device.captured_gradients_kernel import (
     as_integers,
     captured_gradients_kernel,
@@ -38,11 +38,13 @@ def gradients(problem: Problem, saved: Saved, fast: bool = False) -> Sequence[Te
     if not isinstance(score, Traced) or not any(saved.wanted):
         return [None] * len(saved.wanted)
     wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
-    held = [x for x, want in zip(score.tensors, wanted, strict=True) if want]
+    captured = [x for x, want in zip(score.tensors, wanted, strict=True) if want]
     with on_device(problem.q):
         accumulate = _accumulate(problem, saved, score, wanted, fast)
         many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
-        sums = iter(_repeatable(held, accumulate, many) if problem.deterministic else _in_any_order(held, accumulate))
+        sums = iter(
+            _repeatable(captured, accumulate, many) if problem.deterministic else _in_any_order(captured, accumulate)
+        )
     return [next(sums).to(x.dtype) if want else None for x, want in zip(score.tensors, wanted, strict=True)]
 
 
@@ -50,15 +52,15 @@ Accumulate = Callable[[Any, Sequence[Any]], None]
 """Runs the kernel, with the function that adds and the sums that it adds to."""
 
 
-def _in_any_order(held: Sequence[Tensor], accumulate: Accumulate) -> list[Tensor]:
-    sums = [torch.zeros(x.shape, device=x.device) for x in held]
+def _in_any_order(captured: Sequence[Tensor], accumulate: Accumulate) -> list[Tensor]:
+    sums = [torch.zeros(x.shape, device=x.device) for x in captured]
     accumulate(in_any_order, sums)
     return sums
 
 
-def _repeatable(held: Sequence[Tensor], accumulate: Accumulate, many: int) -> list[Tensor]:
+def _repeatable(captured: Sequence[Tensor], accumulate: Accumulate, many: int) -> list[Tensor]:
     """`many`: more values than can meet in one place."""
-    tops = torch.zeros(len(held), dtype=torch.int32, device=held[0].device)
+    tops = torch.zeros(len(captured), dtype=torch.int32, device=captured[0].device)
     accumulate(largest, tops.unbind())
     # All of them, of the largest size, stay below 2^62.
     room = 62 - math.ceil(math.log2(max(many, 1)))
@@ -66,7 +68,7 @@ def _repeatable(held: Sequence[Tensor], accumulate: Accumulate, many: int) -> li
     # 2^shift: exact in every product. A top of NaN or infinity, of which there is no integer, comes out as NaN.
     shift = (room - torch.frexp(top).exponent).clamp(-120, 120)
     unit = torch.ldexp(torch.ones_like(top), shift)
-    sums = [torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in held]
+    sums = [torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in captured]
     accumulate(as_integers, list(zip(sums, unit.unbind(), strict=True)))
     broken = torch.where(top.isfinite(), 0.0, torch.nan)
     return [(x.double() / unit[i] + broken[i]).float() for i, x in enumerate(sums)]
@@ -75,30 +77,20 @@ def _repeatable(held: Sequence[Tensor], accumulate: Accumulate, many: int) -> li
 def _accumulate(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool], fast: bool) -> Accumulate:
     if not problem.q.numel() or not problem.k.numel():
         return lambda add, sums: None
-    tensors, arguments = _tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
+    operands, arguments = tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
     scatter = scores.scatter(score, wanted, fast)
 
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
         launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(add), scatter)
-        launch(problem.q.device.index, (*tensors, tuple(sums), *arguments))
+        launch(problem.q.device.index, (*operands, tuple(sums), *arguments))
 
     return accumulate
 
 
-def _tensors(problem: Problem, saved: Saved) -> tuple[Any, ...]:
+def tensors(problem: Problem, saved: Saved) -> tuple[Any, ...]:
+    """What the kernel takes before the sums."""
     operands = map(aligned_rows, (problem.q, problem.k, problem.v, saved.dout, saved.out))
     return *operands, saved.lse.contiguous(), None if saved.dlse is None else saved.dlse.contiguous()
-
-
-def compiled(problem: Problem) -> Any:
-    """The kernel as the compile gate sees it, adding to all that the problem's score captures."""
-    score, lse = problem.score, torch.empty(problem.q.shape[:3])
-    assert isinstance(score, Traced)
-    tensors = _tensors(problem, Saved(problem.v, None, problem.v, lse))
-    sums = tuple(torch.empty(x.shape) for x in score.tensors)
-    scatter = scores.scatter(score, [True] * len(sums))
-    launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), scatter)
-    return launch.warmup((*tensors, sums, *common_arguments(problem, block_lists.stand_in(problem))))
 
 
 def recompute_launch(kernel: Any, problem: Problem, *constants: Any) -> Launch:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -28,16 +27,9 @@ class DeviceDropout(NamedTuple):
     """1 / (1 - p)"""
 
 
-def record(given: dropout.Dropout | None) -> DeviceDropout | None:
-    return None if given is None else DeviceDropout(given.state, given.threshold - (1 << 31), given.rescale)
-
-
-# What the compile gate compiles kernels with besides no dropout.
-DROPPED = [(64, "full dropout"), (256, "masked dropout")]
-
-
-def stand_in(device: torch.device) -> dropout.Dropout:
-    return dropout.Dropout(torch.zeros(2, dtype=torch.int64, device=device), 0.5)
+def record(x: dropout.Dropout | None) -> DeviceDropout | None:
+    """The device form of dropout; None is none."""
+    return None if x is None else DeviceDropout(x.state, x.threshold - (1 << 31), x.rescale)
 
 
 @triton.jit

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device.records import Rows
+from saccade.backends.device.records import TensorArgs
 from saccade.problem import ALIGNMENT, Problem, aligned
 
 
-def aligned_rows(x: Tensor) -> Rows:
+def aligned_rows(x: Tensor) -> TensorArgs:
     """Rows that kernels read in pieces of 16 bytes; others are copied, padded. (Element by element they would be slow,
     and Triton 3.6 miscompiles some such tiles: docs/findings/triton.md.)"""
-    return Rows.of(x if aligned(x) else padded(x))
+    return TensorArgs.of(x if aligned(x) else padded(x))
 
 
 def padded(x: Tensor) -> Tensor:

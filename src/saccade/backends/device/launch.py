@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,14 @@ class Launch:
         """The compiled kernel, not run: for the compile gate."""
         options = {"num_warps": self.warps, "num_stages": self.stages, "grid": (1,)}
         return self.kernel.warmup(*arguments, *self.constants, **options)
+
+
+def cached_launch(problem: Problem, key: Any, make: Callable[[], Launch]) -> Launch:
+    """The Launch that all Problems of one key share."""
+    launch = problem.launches.get(key)
+    if launch is None:
+        launch = problem.launches[key] = make()
+    return launch
 
 
 def run(compiled: Any, grid: tuple[int, int, int], device: Any, arguments: Any) -> None:

@@ -2,8 +2,8 @@
 
 Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
 keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
-functions of their parts, so a new leaf is three functions and a line in `record`. A predicate is no interval: its hull
-is everything, and lists of tiles take the place of both (`block_lists.py`).
+functions of their parts, so a new leaf is three functions and a line in `record`. A predicate is not an interval: its
+hull is everything, and block lists take the place of both (`block_lists.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class DeviceMask(NamedTuple):
     exact: Any
     """constexpr: the hull is the whole truth"""
     data: tuple
-    listed: Any = tl.constexpr(False)
-    """constexpr: `lists` say which tiles to visit"""
-    lists: Any = ()
+    block_sparse: Any = tl.constexpr(False)
+    """constexpr: `block_lists` say which tiles to visit"""
+    block_lists: Any = ()
     """see `saccade.backends.device.block_lists`"""
     lower: Any = tl.constexpr(True)
     """constexpr: rows may not see the first keys, so that tiles before the core need the mask"""
-    unlisted: Any = tl.constexpr(False)
+    all_tiles: Any = tl.constexpr(False)
     """constexpr: a predicate all of whose tiles are visited, without lists; for kernels that make such a difference"""
 
 

@@ -64,7 +64,7 @@ class KVHead:
 
     k: Any
     v: Any
-    """Rows"""
+    """TensorArgs"""
     first_k: Any
     first_v: Any
     """pointers to the first row"""
@@ -106,7 +106,7 @@ def kv_tiles(block, used_q, h_q, shape):
     """The tiles of keys that a q block visits."""
     args = block.args
     lo, hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, args.b, block.q_idx, args.off)
-    if args.mask.listed:
+    if args.mask.block_sparse:
         number = block_number(used_q, h_q, block.start, shape.BLOCK_Q)
         first, core, core_end, end, block_list = block_list_range(args.mask, args.b, args.h, number, shape.BLOCK_K)
         return TileRange(first, core, core_end, end, block_list)

@@ -13,7 +13,7 @@ from saccade.problem import ALIGNMENT, aligned
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-class Rows(NamedTuple):
+class TensorArgs(NamedTuple):
     """A (b, h, s, d) tensor whose last dimension is contiguous. Strides are `runtime_int`s, in `unit`s of elements."""
 
     ptr: Any
@@ -27,11 +27,11 @@ class Rows(NamedTuple):
     """constexpr: one head spans 2^31 elements or more, so that places inside it need 64 bits"""
 
     @staticmethod
-    def of(x: Tensor) -> Rows:
+    def of(x: Tensor) -> TensorArgs:
         stride_b, stride_h, stride_s, _ = x.stride()
         unit = ALIGNMENT // x.element_size() if aligned(x) else 1
         strides = runtime_int(stride_b // unit), runtime_int(stride_h // unit), runtime_int(stride_s // unit)
-        return Rows(x, *strides, UNITS[unit], WIDE if x.shape[2] * stride_s >= NARROW_LIMIT else NARROW)
+        return TensorArgs(x, *strides, UNITS[unit], WIDE if x.shape[2] * stride_s >= NARROW_LIMIT else NARROW)
 
 
 # A tile may reach 256 rows beyond the end, in addresses that are masked.
@@ -56,7 +56,7 @@ def far_parts(value: int) -> tuple[int, int]:
 _ABOVE = tl.constexpr(1 << 40)
 
 
-class Head(NamedTuple):
+class PackedRowsArgs(NamedTuple):
     """A tensor of packed rows (1, h, t, d) and how wide it is, for stores that end in the middle of a tile."""
 
     ptr: Any
@@ -66,8 +66,8 @@ class Head(NamedTuple):
     columns: Any
 
     @staticmethod
-    def of(x: Tensor) -> Head:
-        return Head(x, *map(runtime_int, (x.stride(1), x.stride(2), x.shape[3])))
+    def of(x: Tensor) -> PackedRowsArgs:
+        return PackedRowsArgs(x, *map(runtime_int, (x.stride(1), x.stride(2), x.shape[3])))
 
 
 @triton.jit

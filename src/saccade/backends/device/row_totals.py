@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import block_lists
-from saccade.backends.device.arguments import common_arguments, precision, tile_arguments
+from saccade.backends.device.arguments import precision, tile_arguments
 from saccade.backends.device.captured_gradients import recompute_blocks, recompute_launch
 from saccade.backends.device.gradients import aligned_rows
-from saccade.backends.device.launch import on_device
-from saccade.backends.device.records import Rows
+from saccade.backends.device.launch import cached_launch, on_device
+from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.layouts import empty_like_rows
 from saccade.problem import ALIGNMENT, Problem
@@ -41,28 +40,19 @@ def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Save
         dlse=None if dlse is None else torch.empty_like(dlse),
     )
     with on_device(problem.q):
-        tensors = _tensors(problem, replace(saved, dlse=dlse), divided)
-        _, _, dout, weighted, *rows = tensors[:6]
+        operands = tensors(problem, replace(saved, dlse=dlse), divided)
+        _, _, dout, weighted, *rows = operands[:6]
         # What Triton specialises for and the Problem's key does not hold: how dout and what belongs to rows lie.
         lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
         key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *lies, precision()
-        launch = problem.launches.get(key)
-        if launch is None:
-            launch = problem.launches[key] = recompute_launch(row_totals_kernel, problem)
+        launch = cached_launch(problem, key, lambda: recompute_launch(row_totals_kernel, problem))
         arguments = tile_arguments(problem, *recompute_blocks(problem), fast=fast)
-        launch(problem.q.device.index, (*tensors, *arguments))
+        launch(problem.q.device.index, (*operands, *arguments))
     return divided
 
 
-def _tensors(problem: Problem, saved: Saved, divided: Saved) -> tuple[Any, ...]:
+def tensors(problem: Problem, saved: Saved, divided: Saved) -> tuple[Any, ...]:
+    """What the kernel takes before the common arguments."""
     operands = map(aligned_rows, (problem.q, problem.k, saved.dout))
     sink = None if problem.sink is None else problem.sink.contiguous()
-    return *operands, Rows.of(divided.dout), saved.lse.contiguous(), saved.dlse, divided.dlse, sink
-
-
-def compiled(problem: Problem) -> Any:
-    """The kernel as the compile gate sees it."""
-    lse = torch.empty(problem.q.shape[:3])
-    saved = Saved(problem.v, lse, problem.v, lse)
-    arguments = common_arguments(problem, block_lists.stand_in(problem))
-    return recompute_launch(row_totals_kernel, problem).warmup((*_tensors(problem, saved, saved), *arguments))
+    return *operands, TensorArgs.of(divided.dout), saved.lse.contiguous(), saved.dlse, divided.dlse, sink

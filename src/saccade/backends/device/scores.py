@@ -9,10 +9,8 @@ import linecache
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from saccade import scores
 from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
@@ -212,18 +210,3 @@ def jit(text: str) -> dict[str, Any]:
 
 
 _sources: dict[str, dict[str, Any]] = {}
-
-
-# What the compile gate compiles kernels with besides no score.
-SCORED = [(128, "full", "alibi"), (64, "masked", "relative_bias")]
-
-
-def score_of(words: Sequence[str], q: Tensor) -> scores.Score | None:
-    """The Score of a gate's row, from stand-in tensors; q is (b, h, s, d)."""
-    heads = q.shape[1]
-    stand_ins = {
-        "alibi": lambda: scores.alibi(torch.ones(heads)),
-        "relative_bias": lambda: scores.relative_bias(torch.ones(heads, 257)),
-        "softcap": lambda: scores.softcap(30.0),
-    }
-    return scores.bind(stand_ins[words[0]](), q) if words else None

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.backends.device.launch import run
+from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.layouts import Packed, SideLengths
+from saccade.layouts import SideLengths
 from saccade.problem import Problem
 
 
-class Span(NamedTuple):
+class SequenceSpans(NamedTuple):
     """Which rows of an operand are whose. Kernels take None where every batch row has all of its own."""
 
     used: Any
@@ -222,36 +222,31 @@ N = 32
 RAGGED = {flag: tl.constexpr(flag) for flag in (False, True)}
 
 
-def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[Span | None, Span | None]:
+def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[SequenceSpans | None, SequenceSpans | None]:
     """Of the queries and of the keys. With a table of `tiles` the keys know of the rows behind the last sequence."""
     layout = problem.layout
     count = runtime_int(layout.sequences) if layout.ragged_queries else 0
-    queries, keys = (_span(side, tiles, count) for side in layout.sides)
+    queries, keys = (_spans_of(side, tiles, count) for side in layout.sides)
     if keys is not None and tiles is not None and not layout.ragged_keys:
         keys = keys._replace(count=count, bounded=RAGGED[True])
     return queries, keys
 
 
-def _span(side: SideLengths, tiles: Tensor | None, count: int) -> Span | None:
-    return _padded(side.used) if side.starts is None else _packed(side.starts.contiguous(), side.used, tiles, count)
+def _spans_of(side: SideLengths, tiles: Tensor | None, count: int) -> SequenceSpans | None:
+    if side.starts is None and side.used is None:
+        return None
+    # Records hold no None on Triton 3.6: another tensor stands in.
+    packed, ragged = RAGGED[side.starts is not None], RAGGED[side.used is not None]
+    starts = None if side.starts is None else side.starts.contiguous()
+    used = starts if side.used is None else side.used.contiguous()
+    if starts is None:
+        return SequenceSpans(used, used, used, runtime_int(0), RAGGED[False], ragged, packed)
+    return SequenceSpans(used, starts, starts if tiles is None else tiles, count, RAGGED[False], ragged, packed)
 
 
-def tiles_of(span: Span | None) -> Tensor | None:
+def tiles_of(span: SequenceSpans | None) -> Tensor | None:
     """The table of packed sequences, if they are."""
     return span.tiles if span is not None and span.packed.value else None
-
-
-def _padded(used: Tensor | None) -> Span | None:
-    if used is None:
-        return None
-    used = used.contiguous()
-    return Span(used, used, used, runtime_int(0), RAGGED[False], RAGGED[True], RAGGED[False])
-
-
-def _packed(starts: Tensor, used: Tensor | None, tiles: Tensor | None, count: int) -> Span:
-    ragged = RAGGED[used is not None]
-    used = starts if used is None else used.contiguous()
-    return Span(used, starts, starts if tiles is None else tiles, count, RAGGED[False], ragged, RAGGED[True])
 
 
 def slots(problem: Problem, side: int, block: int) -> int:
@@ -265,33 +260,18 @@ def lengths(problem: Problem) -> tuple[int, int]:
 
 
 def table(problem: Problem, side: int, block: int) -> Tensor:
-    """The tiles of queries (0) or keys (1), in the order in which they are worked on."""
-    many = slots(problem, side, block)
-    tiles = torch.empty(1 + many, 2, dtype=torch.int32, device=problem.q.device)
-    own, other = spans(problem, tiles) if side == 0 else reversed(spans(problem, tiles))
-    s, other_s = lengths(problem) if side == 0 else reversed(lengths(problem))
-    arguments = tiles, own, other, s, other_s, many
-    key = "tiles", side, block
-    found = problem.launches.get(key)
-    if found is not None:
-        compiled, grid = found
-        run(compiled, grid, problem.q.device.index, (*arguments, block, N))
-        return tiles
-    assert own is not None
-    grid = -(-len(own.starts) // N), 1, 1
-    compiled = order_kernel[grid](*arguments, block, N, num_warps=4)
-    if compiled is not None:  # the interpreter compiles nothing
-        problem.launches[key] = compiled, grid
+    """The tiles of queries (0) or keys (1), in the order in which programs take them."""
+    tiles = torch.empty(1 + slots(problem, side, block), 2, dtype=torch.int32, device=problem.q.device)
+    launch, arguments = order_launch(problem, tiles, side, block)
+    launch(problem.q.device.index, arguments)
     return tiles
 
 
-def stand_in() -> Packed:
-    """What the compile gate compiles packed kernels with."""
-    return Packed(*torch.zeros(2, 3, dtype=torch.int32), 512, 512)
-
-
-def compiled(problem: Problem) -> Any:
-    """The kernel of this module as the compile gate sees it."""
-    own, other = spans(problem)
-    tiles = torch.empty(8, 2, dtype=torch.int32)
-    return order_kernel.warmup(tiles, own, other, 512, 512, 8, 64, N, num_warps=4, grid=(1,))
+def order_launch(problem: Problem, tiles: Tensor, side: int, block: int) -> tuple[Launch, tuple[Any, ...]]:
+    """The kernel that fills the table, and its arguments."""
+    direction = -1 if side else 1
+    own, other = spans(problem, tiles)[::direction]
+    assert own is not None
+    grid = -(-len(own.starts) // N), 1, 1
+    launch = cached_launch(problem, ("tiles", side, block), lambda: Launch(order_kernel, grid, (block, N)))
+    return launch, (tiles, own, other, *lengths(problem)[::direction], len(tiles) - 1)

@@ -6,23 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade.backends.device import block_lists, dropout, sequences
-from saccade.backends.device.dropout import DROPPED, stand_in
-from saccade.backends.device.records import Head
-from saccade.backends.device.scores import SCORED, score_of, weight
+from saccade.backends.device.gate import DROPPED, GPU, SCORED, GateRow, device_mask
+from saccade.backends.device.scores import weight
 from saccade.backends.gluon.backward import gate as backward_gate
-from saccade.backends.gluon.forward import launch, paged_tma
+from saccade.backends.gluon.forward import launch
 from saccade.backends.gluon.forward.config import forward_config, key
-from saccade.backends.gluon.forward.kernel import forward_kernel
-from saccade.backends.gluon.tma_launch import OPTIONS
 from saccade.configs import table
-from saccade.layouts import Dense, Paged
-from saccade.problem import Problem
 from saccade.spec import Spec
 
-GPU = "h200"
 PACKED_SPILL = 180
 """Bytes that packed sequences may spill besides: 8 on Triton 3.6, and up to 316 on 3.9, of the loader's numbers."""
 LISTED_SPILL = 52
@@ -56,49 +48,21 @@ def combinations() -> Iterator[str]:
     yield from backward_gate.combinations()
 
 
-def _pages(packed: bool) -> Paged:
-    """Two sequences, whose queries are end to end, or one of a batch."""
-    offsets, b = (torch.zeros(3, dtype=torch.int32), 2) if packed else (None, 1)
-    return Paged(torch.zeros(b, 32, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets)
-
-
-def compiled(row: str) -> tuple[Any, int]:
+def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
-    _, kernel, _, dims, edges, *words = row.split()
-    packed, paged = "packed" in (edges, *words), "paged" in words
-    score = [word for word in words if word not in ("dropout", "max_scores", "packed", "paged")]
-    if kernel != "forward":
-        return backward_gate.compiled(row)
-    d, d_v = map(int, dims.removeprefix("d").split("/"))
-    q, k, v = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v))
-    if paged:  # caches of pages of 16 rows
-        k, v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
-    layout = _pages(packed) if paged else sequences.stand_in() if packed else Dense()
-    drops = stand_in(q.device) if "dropout" in words else None
-    problem = Problem(q, k, v, None, block_lists.mask_of(edges), score_of(score, q), layout, 1.0, dropout=drops)
-    out = torch.empty(1, 2, 512, d_v, dtype=v.dtype)
+    row = GateRow.of(name)
+    if row.kernel != "forward":
+        return backward_gate.compiled(name)
+    problem = row.problem()
+    packed, paged = "packed" in row.words, "paged" in row.words
+    out = torch.empty(*problem.q.shape[:3], row.d_v, dtype=row.dtype)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
-    made = forward_config(problem.spec(), GPU, weight(problem.score))
-    shapes, numbers, fixed, _ = launch.arguments(problem, out, made, processors=1)
-    operands = zip((q, problem.k, problem.v, out), shapes, strict=True)
-    descriptors = (TensorDescriptor(x, **shape) for x, shape in operands)
-    mask = launch.mask_record(problem, made) if paged else block_lists.stand_in(problem)
-    records = mask, launch.score_record(problem), dropout.record(problem.dropout)
-    return forward_kernel.warmup(
-        *descriptors,
-        *(
-            Head.of(out) if packed else None,
-            lse,
-            lse if "max_scores" in words else None,
-            None,
-            counter,
-            *sequences.spans(problem, counter if packed else None),
-            paged_tma.record(problem),
-            *records,
-            *numbers,
-            problem.scale,
-        ),
-        **fixed,
-        **OPTIONS,
-        grid=(1,),
-    ), (LISTED_SPILL if edges == "listed" else made.spill) + PACKED_SPILL * packed + PAGED_SPILL * paged
+    top, table = lse if "max_scores" in row.words else None, counter if packed else None
+    config = forward_config(problem.spec(), GPU, weight(problem.score))
+    mask = launch.mask_record(problem, config) if paged else device_mask(problem)
+    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, launch.score_record(problem))
+    forward = launch.prepare(problem, out, config, processors=1)
+    spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
+    operands = problem.q, problem.k, problem.v, out
+    compiled = forward.warmup(operands, arguments, problem.scale)
+    return compiled, spill + PACKED_SPILL * packed + PAGED_SPILL * paged

@@ -1,7 +1,7 @@
-"""Launches of a kernel that ran before, on tensors of the same shapes.
+"""Launches of kernels that take descriptors of bulk copies.
 
 Triton encodes a kernel's descriptors of bulk copies in Python, going over all arguments for it: a third of what a small
-call costs the host. Here they are encoded from what is known since the first launch, and Triton's launcher gets them as
+call costs the host. Here later launches encode them from what the first one knew, and Triton's launcher gets them as
 it would from its own wrapper (docs/findings/gluon.md).
 """
 
@@ -28,37 +28,53 @@ LEAST_SCALE = 1e-6
 """Below, numbers that are divided by the scale may leave float32."""
 
 
-@dataclass(frozen=True)
-class CachedLaunch:
-    """A compiled kernel whose first arguments are descriptors, and what no launch changes."""
+@dataclass
+class TMALaunch:
+    """A kernel whose first arguments are descriptors, with all that is the same in each call of a Problem's key. The
+    first call compiles it."""
 
-    compiled: Any
+    kernel: Any
     grid: tuple[int, int, int]
     shapes: Sequence[dict[str, Any]]
-    """Of the descriptors: all but their pointers."""
-    fixed: tuple[Any, ...]
-    """The last arguments."""
-    lean: _Lean | None
+    """Descriptors but for their pointers."""
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    """The kernel's last parameters, in their order."""
+    options: dict[str, Any]
+    compiled: Any = None
+    encoded: _EncodedLaunch | None = None
     """None where Triton's launcher is not built as it was when this was written."""
 
-    @staticmethod
-    def of(
-        compiled: Any, grid: tuple[int, int, int], shapes: Sequence[dict[str, Any]], fixed: Sequence[Any]
-    ) -> CachedLaunch:
-        return CachedLaunch(compiled, grid, shapes, tuple(fixed), _Lean.of(compiled, shapes) if shapes else None)
-
-    def __call__(self, device: int, operands: Sequence[Tensor], rest: Sequence[Any]) -> None:
-        """Starts it on the current stream: the descriptors' tensors, and the arguments behind them."""
-        lean = self.lean
-        if lean is None or hooked():
-            descriptors = map(descriptor, operands, self.shapes)
-            run(self.compiled, self.grid, device, (*descriptors, *rest, *self.fixed))
+    def __call__(self, device: Any, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> None:
+        """Starts the kernel on the current stream: the descriptors' tensors, what comes before the numbers, and what
+        comes after them."""
+        if self.compiled is None:
+            options = {**self.constants, **self.options}
+            self.keep(self.kernel[self.grid](*self._arguments(operands, arguments, *scale), **options))
+            return
+        constants = self.constants.values()
+        if self.encoded is None or hooked():
+            run(self.compiled, self.grid, device, (*self._arguments(operands, arguments, *scale), *constants))
         else:
-            run(lean, self.grid, device, (*lean.encoded(operands), *rest, *self.fixed))
+            descriptors = self.encoded.descriptors(operands)
+            run(self.encoded, self.grid, device, (*descriptors, *arguments, *self.numbers, *scale, *constants))
+
+    def keep(self, compiled: Any) -> None:
+        """Makes later calls run the compiled kernel."""
+        self.compiled = compiled
+        self.encoded = _EncodedLaunch.of(compiled, self.shapes) if self.shapes else None
+
+    def warmup(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> Any:
+        """The compiled kernel, not run: for the compile gate."""
+        options = {**self.constants, **self.options, "grid": (1,)}
+        return self.kernel.warmup(*self._arguments(operands, arguments, *scale), **options)
+
+    def _arguments(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> tuple[Any, ...]:
+        return *map(_descriptor, operands, self.shapes), *arguments, *self.numbers, *scale
 
 
 @dataclass(frozen=True)
-class _Lean:
+class _EncodedLaunch:
     """What `run` needs of a compiled kernel, whose launcher takes encoded descriptors."""
 
     run: Any
@@ -66,14 +82,14 @@ class _Lean:
     packed_metadata: Any
     encode: Callable[..., Any]
     fills: tuple[tuple[tuple[Any, ...], tuple[int, ...]], ...]
-    """For each descriptor what `encode` takes behind the pointer, and the numbers that follow it."""
+    """For each descriptor what `encode` takes after the pointer, and the numbers that follow it."""
 
     @staticmethod
-    def of(compiled: Any, shapes: Sequence[dict[str, Any]]) -> _Lean | None:
-        found = shim.unwrapped(compiled.run)
-        if found is None:
+    def of(compiled: Any, shapes: Sequence[dict[str, Any]]) -> _EncodedLaunch | None:
+        unwrapped = shim.unwrapped(compiled.run)
+        if unwrapped is None:
             return None
-        launch, metadata, encode, element = found
+        launch, metadata, encode, element = unwrapped
         fills = tuple(
             (
                 (x["swizzle"], x["elem_size"], element[x["elem_type"]], x["block_size"], *shape_and_strides, 0),
@@ -84,21 +100,21 @@ class _Lean:
         )
         bare = copy.copy(compiled.run)
         bare.launch = launch
-        return _Lean(bare, compiled.function, compiled.packed_metadata, encode, fills)
+        return _EncodedLaunch(bare, compiled.function, compiled.packed_metadata, encode, fills)
 
-    def encoded(self, operands: Sequence[Tensor]) -> list[Any]:
-        found: list[Any] = []
+    def descriptors(self, operands: Sequence[Tensor]) -> list[Any]:
+        arguments: list[Any] = []
         for x, (fill, numbers) in zip(operands, self.fills, strict=True):
-            found.append(self.encode(x.data_ptr(), *fill))
-            found += numbers
-        return found
+            arguments.append(self.encode(x.data_ptr(), *fill))
+            arguments += numbers
+        return arguments
 
 
-def descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
-    """A TensorDescriptor of a shape that was checked when it was first used."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(shape, base=x, padding="zero", round_f32_to_tf32=False)
-    return made
+def _descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
+    """A TensorDescriptor without its checks, which every launch would repeat."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(shape, base=x, padding="zero", round_f32_to_tf32=False)
+    return descriptor
 
 
 def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class HeadGradients:
 
     q: Any
     dout: Any
-    """Rows"""
+    """TensorArgs"""
     first_q: Any
     first_dout: Any
     shift: Any
@@ -150,7 +150,7 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
         dout_head = head(dout, batch, h, first_q)
         gradients = HeadGradients(q, dout, q_head, dout_head, shift + row, delta + row)
         args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
-        if mask.listed:  # the block lists of heads may differ
+        if mask.block_sparse:  # the block lists of heads may differ
             number = block_number(used_k, h_q // shape.GROUP, start_k, shape.BLOCK_K)
             first, core, core_end, end, block_list = block_list_range(mask, b, h, number, shape.BLOCK_Q)
         else:

@@ -7,28 +7,19 @@ from typing import Any
 
 import torch
 
-from saccade.backends.device import block_lists, captured_gradients, row_totals, sequences
+from saccade.backends.device import gate as device_gate
 from saccade.backends.device.arguments import common_arguments
-from saccade.backends.device.dropout import stand_in
-from saccade.backends.device.records import Rows
-from saccade.backends.device.scores import score_of
+from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
+from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton import append, launch, paged
-from saccade.backends.triton.config import KERNELS, config, key
+from saccade.backends.triton.config import KERNELS, key
+from saccade.backends.triton.config import config as tile_config
 from saccade.configs import table
-from saccade.layouts import Dense
-from saccade.problem import Problem
 from saccade.spec import Spec
 
-GPU = "h200"
-_OTHERS = {
-    "order": sequences.compiled,
-    "captured_gradients": captured_gradients.compiled,
-    "row_totals": row_totals.compiled,
-}
 DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
-_DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
 
 
 def configs() -> Iterator[str]:
@@ -45,7 +36,10 @@ def features() -> Iterator[str]:
     yield "triton order 16bit d128/128 packed"
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
-    yield from (f"triton {name} 16bit d128/128 listed" for name in block_lists.KERNELS)
+    yield from (
+        f"triton {name} 16bit d128/128 listed"
+        for name in [name for name in SHARED if name.endswith(("states", "list"))]
+    )
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
@@ -56,32 +50,23 @@ def combinations() -> Iterator[str]:
     return iter(())
 
 
-def compiled(row: str) -> tuple[Any, int]:
+def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
-    _, kernel, size, dims, edges, *words = row.split()
-    d, d_v = map(int, dims.removeprefix("d").split("/"))
-    dtype = _DTYPES[size]
-    if kernel == "paged":
-        if edges == "append":
-            return append.compiled(d, d_v, dtype), 0
-        return paged.compiled(edges, d, d_v, dtype, "max_scores" in words), 0
-    q, k, v = (torch.empty(1, 2, 512, n, dtype=dtype) for n in (d, d, d_v))
-    layout = sequences.stand_in() if edges == "packed" else Dense()
-    score = score_of([word for word in words if word not in ("dropout", "max_scores")], q)
-    dropout = stand_in(q.device) if "dropout" in words else None
-    problem = Problem(q, k, v, None, block_lists.mask_of(edges), score, layout, 1.0, dropout=dropout)
-    if kernel in _OTHERS:
-        return _OTHERS[kernel](problem), 0
-    if kernel in block_lists.KERNELS:
-        return block_lists.compiled(kernel, problem), 0
-    rows = torch.empty(1, 2, 512)
-    operands = Rows.of(q), Rows.of(k), Rows.of(v), Rows.of(torch.empty_like(v))
-    outputs = {
-        "forward": (rows, rows if "max_scores" in words else None, None),
-        "dkdv": (Rows.of(torch.empty_like(k)), Rows.of(torch.empty_like(v)), rows, rows),
-        "dq": (Rows.of(torch.empty_like(q)), rows, rows),
-    }
-    tile = config(kernel, problem.spec(), GPU)
-    tensors = *operands, *outputs[kernel], *common_arguments(problem, block_lists.stand_in(problem))
-    made = launch.prepare(kernel, problem, tile).warmup(tensors)
-    return made, tile.spill + (DROPOUT_SPILL if "dropout" in words else 0)
+    row = GateRow.of(name)
+    if row.kernel == "paged":
+        word, *features = row.words
+        if word == "append":
+            return append.compiled(row.d, row.d_v, row.dtype), 0
+        return paged.compiled(word, row.d, row.d_v, row.dtype, "max_scores" in features), 0
+    problem = row.problem()
+    if row.kernel in SHARED:
+        return device_gate.compiled(row.kernel, problem), 0
+    q, k, v, rows = problem.q, problem.k, problem.v, torch.empty(1, 2, 512)
+    top = rows if "max_scores" in row.words else None
+    outputs = {"forward": (v, rows, top, None), "dkdv": (v, k, v, rows, rows), "dq": (v, q, rows, rows)}[row.kernel]
+    tensors = (TensorArgs.of(x) if x is not None and x.dim() == 4 else x for x in (q, k, v, *outputs))
+    config = tile_config(row.kernel, problem.spec(), GPU)
+    launch_ = launch.prepare(row.kernel, problem, config)
+    arguments = common_arguments(problem, device_mask(problem))
+    dropout_spill = 0 if problem.dropout is None else DROPOUT_SPILL
+    return launch_.warmup((*tensors, *arguments)), config.spill + dropout_spill

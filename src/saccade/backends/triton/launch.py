@@ -16,7 +16,7 @@ from saccade.backends.device import block_d, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient
 from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
-from saccade.backends.device.records import Rows
+from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
@@ -38,7 +38,7 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
         with on_device(q):
             operands = (operand(problem, name) for name in ("q", "k", "v"))
             sink = None if problem.sink is None else problem.sink.contiguous()
-            tensors = (*operands, known(problem, "out", out), row_lse, top, sink)
+            tensors = (*operands, operand(problem, "out", out), row_lse, top, sink)
             _launch("forward", problem, tensors, tiles)
     return out, row_lse, top
 
@@ -59,32 +59,28 @@ def backward(
         # Packed rows stand alone here.
         used = None if problem.layout.ragged_keys else sequences.spans(problem)[0]
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(problem.score)
-        shape: Any = {"D_V": v.shape[3], "BLOCK_Q": DELTA_ROWS, "BLOCK_DV": block_d(v.shape[3])}
-        grid = (q.shape[:2].numel() * -(-q.shape[2] // DELTA_ROWS),)
-        delta_kernel[grid](dout, aligned_rows(saved.out), *rows, **shape)
+        grid = q.shape[:2].numel() * -(-q.shape[2] // DELTA_ROWS), 1, 1
+        preprocess = Launch(delta_kernel, grid, (v.shape[3], DELTA_ROWS, block_d(v.shape[3])))
+        preprocess(q.device.index, (dout, aligned_rows(saved.out), *rows))
         operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
-        _launch("dkdv", problem, (*operands, Rows.of(dk), Rows.of(dv), shift, delta), tiles)
-        _launch("dq", problem, (*operands, Rows.of(dq), shift, delta), tiles)
+        _launch("dkdv", problem, (*operands, TensorArgs.of(dk), TensorArgs.of(dv), shift, delta), tiles)
+        _launch("dq", problem, (*operands, TensorArgs.of(dq), shift, delta), tiles)
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
 DELTA_ROWS = 32
 
 
-def operand(problem: Problem, name: str) -> Rows:
-    """q, k or v as kernels take them; a Problem's key knows where they lie."""
-    x = getattr(problem, name)
-    return Rows(x, *problem.launches[name]) if name in problem.launches else known(problem, name, x, aligned_rows(x))
-
-
-def known(problem: Problem, name: str, x: Tensor, rows: Rows | None = None) -> Rows:
-    """Rows of x, kept for the next Problem of the same key, unless they are those of a copy."""
+def operand(problem: Problem, name: str, x: Tensor | None = None) -> TensorArgs:
+    """q, k or v as kernels take them, or another tensor whose rows they can read. The strides are stored for the next
+    Problem of the same key, which knows where its operands lie, unless they are those of a copy."""
+    tensor = getattr(problem, name) if x is None else x
     if name in problem.launches:
-        return Rows(x, *problem.launches[name])
-    rows = rows or Rows.of(x)
-    if rows.ptr is x:
-        problem.launches[name] = rows[1:]
-    return rows
+        return TensorArgs(tensor, *problem.launches[name])
+    args = aligned_rows(tensor) if x is None else TensorArgs.of(tensor)
+    if args.ptr is tensor:
+        problem.launches[name] = args[1:]
+    return args
 
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
@@ -94,14 +90,14 @@ def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles 
     """Runs a kernel with one program for each q block, or for each kv block."""
     # What Triton specialises for and the Problem's key does not hold: how out or dout lies.
     key = name, tensors[3].unit.value, tensors[3].wide.value, tensors[4] is None, precision()
-    made = problem.launches.get(key) if tiles is None else None
-    if made is None:
+    cached = problem.launches.get(key) if tiles is None else None
+    if cached is None:
         tile = tiles[name] if tiles and name in tiles else _config(name, problem)
         # A tuning candidate fits as it is, or fails.
-        made = prepare(name, problem, tile, least_stages=tile.stages if tiles else 1), tile
+        cached = prepare(name, problem, tile, least_stages=tile.stages if tiles else 1), tile
         if tiles is None:
-            problem.launches[key] = made
-    launch, tile = made
+            problem.launches[key] = cached
+    launch, tile = cached
     launch(problem.q.device.index, (*tensors, *tile_arguments(problem, tile.block_q, tile.block_k, name == "dkdv")))
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from saccade.backends import Outputs
 from saccade.backends.device import block_d, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
-from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
-from saccade.backends.device.records import Rows, runtime_int
+from saccade.backends.device.launch import Launch, cached_launch, nothing_seen, on_device, per_row
+from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import TileConfig, formula
 from saccade.backends.triton.paged_kernel import PageTable, SplitArgs, merge_kernel, paged_kernel
@@ -113,8 +113,8 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
         split = problem.launches.get("split_kv")
         if split is None:
             split = problem.launches["split_kv"] = split_kv(problem, processors(q.device))
-        caches = (launch.known(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
-        operands, target = (launch.operand(problem, "q"), *caches), launch.known(problem, "out", out)
+        caches = (launch.operand(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
+        operands, target = (launch.operand(problem, "q"), *caches), launch.operand(problem, "out", out)
         sink = None if problem.sink is None else problem.sink.contiguous()
         numbers = arguments(problem, split)
         if split.splits == 1:
@@ -124,13 +124,13 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
         part_lse = torch.empty(split.splits, *q.shape[:3], dtype=torch.float32, device=q.device)
         part_top = None if top is None else torch.empty_like(part_lse)
         _launch("paged", problem, split, (*operands, parts, part_lse, part_top, sink, *numbers))
-        given = parts, part_lse, part_top, target, row_lse, top
-        _launch("merge", problem, split, (*given, part_lse[0].numel(), split.splits, *q.shape[1:3]))
+        tensors = parts, part_lse, part_top, target, row_lse, top
+        _launch("merge", problem, split, (*tensors, part_lse[0].numel(), split.splits, *q.shape[1:3]))
     return out, row_lse, top
 
 
 def arguments(problem: Problem, split: SplitKV) -> tuple[Any, ...]:
-    """What the kernel takes behind its tensors."""
+    """What the kernel takes after its tensors."""
     q, k, layout = problem.q, problem.k, problem.layout
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
@@ -166,10 +166,8 @@ def many(layout: Layout) -> int:
 def _launch(name: str, problem: Problem, split: SplitKV, tensors: tuple[Any, ...]) -> None:
     # What Triton specialises for and the Problem's key does not hold.
     out, lse = tensors[3:5]
-    key = name, lse is None, precision(), out.unit.value if isinstance(out, Rows) else None
-    launch = problem.launches.get(key)
-    if launch is None:
-        launch = problem.launches[key] = prepare(name, problem, split)
+    key = name, lse is None, precision(), out.unit.value if isinstance(out, TensorArgs) else None
+    launch = cached_launch(problem, key, lambda: prepare(name, problem, split))
     launch(problem.q.device.index, tensors)
 
 
@@ -178,7 +176,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-# The rows of the compile gate: what comes behind "triton paged 16bit d128/128".
+# The rows of the compile gate: what comes after "triton paged 16bit d128/128".
 ROWS = "decode", "fixed", "prompt", "merge"
 
 
@@ -197,12 +195,8 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) 
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
     top = lse if max_scores else None
     if word == "merge":
-        name, tensors = (
-            "merge",
-            (parts, lse, top, Rows.of(out), lse, top, out[..., 0].numel(), split.splits, *shape[1:]),
-        )
-    else:
-        target = (Rows.of(out), None) if split.splits == 1 else (parts, lse)
-        operands = (Rows.of(x) for x in (q, *caches))
-        name, tensors = "paged", (*operands, *target, top, None, *arguments(problem, split))
-    return prepare(name, problem, split).warmup(tensors)
+        numbers = out[..., 0].numel(), split.splits, *shape[1:]
+        return prepare("merge", problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, *numbers))
+    target = (TensorArgs.of(out), None) if split.splits == 1 else (parts, lse)
+    operands = (TensorArgs.of(x) for x in (q, *caches))
+    return prepare("paged", problem, split).warmup((*operands, *target, top, None, *arguments(problem, split)))

@@ -58,7 +58,7 @@ class PagedHead:
 
     k: Any
     v: Any
-    """Rows of the caches"""
+    """TensorArgs of the caches"""
     table: Any
     """pointer to the sequence's row of the page table"""
     pages: Any
@@ -214,9 +214,10 @@ def paged_kernel(
 ):  # fmt: skip
     """One tile of flat query rows against one part of its keys, for one key head.
 
-    out: Rows, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b, h_q,
-    s_q), each part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of the
-    mask's core are plain ones; for tiles of many rows. BITS: of lengths, by which sequences are put in order, or 0.
+    out: TensorArgs, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b,
+    h_q, s_q), each part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of
+    the mask's core are plain ones; for tiles of many rows. BITS: of lengths, by which sequences are put in order, or
+    0.
     """
     heads = h_q // shape.GROUP
     head_k = tl.program_id(0) % heads

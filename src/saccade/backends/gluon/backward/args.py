@@ -25,7 +25,7 @@ class PackedGradients(NamedTuple):
     """dk and dv of packed sequences, for stores that end in the middle of a tile; None of other layouts."""
 
     dk: Any
-    """a Head, as dv"""
+    """PackedRowsArgs, as dv"""
     dv: Any
 
 

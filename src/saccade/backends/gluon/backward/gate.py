@@ -8,14 +8,10 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import block_lists, sequences
-from saccade.backends.device.dropout import DROPPED, stand_in
-from saccade.backends.device.scores import SCORED, score_of
-from saccade.backends.gluon.backward.launch import arguments, options, workspace
+from saccade.backends.device import sequences
+from saccade.backends.device.gate import DROPPED, SCORED, GateRow, device_mask
+from saccade.backends.gluon.backward.launch import arguments, workspace
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
-from saccade.backends.gluon.tma_launch import descriptor
-from saccade.layouts import Dense
-from saccade.problem import Problem
 
 ALLOWED = {
     "gluon backward 16bit d64/64 full": 32,
@@ -63,28 +59,19 @@ def combinations() -> Iterator[str]:
     yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("listed packed", "packed dropout"))
 
 
-def compiled(row: str) -> tuple[Any, int]:
+def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
-    _, name, _, dims, edges, *words = row.split()
-    score = [word for word in words if word not in ("dropout", "packed")]
-    d, d_v = map(int, dims.removeprefix("d").split("/"))
-    q, k, v, out = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
-    mask = block_lists.mask_of(edges)
-    deterministic = edges == "queued"
-    layout = sequences.stand_in() if "packed" in (edges, *words) else Dense()
-    dropout = stand_in(q.device) if "dropout" in words else None
-    problem = Problem(q, k, v, None, mask, score_of(score, q), layout, 1.0, deterministic, dropout)
-    config = BackwardConfig.of(d, d_v)
+    row = GateRow.of(name)
+    problem = row.problem()
+    q, k, v = problem.q, problem.k, problem.v
+    out, lse = torch.empty_like(v), torch.empty(1, 2, 512)
+    config = BackwardConfig.of(row.d, row.d_v)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = BackwardPlan.of(problem, out, out, gradients, 1, config)
-    saved = Saved(out, torch.empty(1, 2, 512), out, torch.empty(1, 2, 512))
-    record = block_lists.stand_in(problem)
-    spans = sequences.spans(problem)
+    mask, spans = device_mask(problem), sequences.spans(problem)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
-    space = *workspace(plan, q.device, record, spans), counter
-    calls = arguments(problem, plan, saved, gradients, space, record, spans)
-    launches = zip(plan.kernels, calls, plan.fixed, strict=True)
-    names = f"{name}_kernel", f"wide_{name}_kernel"
-    kernel, (operands, rest), fixed = next(x for x in launches if x[0].__name__ in names)
-    call = *map(descriptor, operands, plan.shapes), *rest
-    return kernel.warmup(*call, **fixed, **options(kernel), grid=(1,)), ALLOWED.get(row, SCORE_SPILL if words else 0)
+    space = *workspace(plan, q.device, mask, spans), counter
+    calls = arguments(problem, plan, Saved(out, lse, out, lse), gradients, space, mask, spans)
+    names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
+    launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
+    return launch.warmup(*call), ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)

@@ -180,9 +180,9 @@ class KVBlocks:
             packed = None
             own_number = None
             number = start // self.BLOCK_K
-        if self.mask.listed:
-            own_number = block_list_number(self.mask.lists, b, share, number)
-            block_list, some, tiles = load_block_list(self.mask.lists, own_number)
+        if self.mask.block_sparse:
+            own_number = block_list_number(self.mask.block_lists, b, share, number)
+            block_list, some, tiles = load_block_list(self.mask.block_lists, own_number)
             none = (tiles == 0).to(gl.int32)  # no row sees these keys: one block, all masked
             end = tiles + none
             return KVBlock(

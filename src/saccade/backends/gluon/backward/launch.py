@@ -14,20 +14,12 @@ from saccade.backends import Saved
 from saccade.backends.device import block_lists, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import on_device
-from saccade.backends.device.records import Head, Rows, runtime_int
+from saccade.backends.device.records import PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.gluon import GRADIENT
 from saccade.backends.gluon.backward.args import BackwardScoreArgs, PackedGradients
-from saccade.backends.gluon.backward.dq_accum import preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
-from saccade.backends.gluon.tma_launch import (
-    LEAST_SCALE,
-    OPTIONS,
-    CachedLaunch,
-    counter,
-    descriptor,
-    multiprocessors,
-)
+from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter, multiprocessors
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
 
@@ -46,13 +38,11 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
         # What the compiled kernels depend on besides the Problem's key.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
-        cached = problem.launches.get(key)
+        plan = problem.launches.get(key)
         config = BackwardConfig.of(q.shape[3], v.shape[3])
-        if cached:
-            plan, launches = cached
-        else:
+        if plan is None:
             processors = multiprocessors(q.device.index)
-            plan, launches = BackwardPlan.of(problem, dout, out, gradients, processors, config), []
+            plan = problem.launches[key] = BackwardPlan.of(problem, dout, out, gradients, processors, config)
         mask = block_lists.record(problem, config.block_q, config.block_k, by_keys=True)
         spans = sequences.spans(problem, sequences.table(problem, 1, config.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
@@ -62,15 +52,8 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
         calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans)
-        if cached:
-            for launch, call in zip(launches, calls, strict=True):
-                launch(q.device.index, *call)
-        else:
-            for kernel, grid, fixed, (operands, rest) in zip(plan.kernels, plan.grids, plan.fixed, calls, strict=True):
-                shapes = plan.shapes[: len(operands)]
-                compiled = kernel[grid](*map(descriptor, operands, shapes), *rest, **fixed, **options(kernel))
-                launches.append(CachedLaunch.of(compiled, grid, shapes, tuple(fixed.values())))
-            problem.launches[key] = plan, launches
+        for launch, call in zip(plan.launches, calls, strict=True):
+            launch(q.device.index, *call)
         if plan.divided > 1:
             for share, whole in zip(shares, (dk, dv), strict=True):
                 torch.sum(share.unflatten(1, (-1, plan.divided)), 2, out=whole)
@@ -84,12 +67,6 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
-def options(kernel: Any) -> dict[str, Any]:
-    """How a kernel is compiled; ranks are one warp's work. What follows `preprocess_kernel` starts before its end."""
-    chained = kernel is not rank_kernel and kernel is not preprocess_kernel
-    return {**OPTIONS, "num_warps": 1 if kernel is rank_kernel else OPTIONS["num_warps"], "launch_pdl": chained}
-
-
 def workspace(
     plan: BackwardPlan, device: torch.device, mask: masks.DeviceMask, spans: tuple[Any, Any]
 ) -> tuple[Tensor, Tensor, Tensor, DQSemaphore | None]:
@@ -99,8 +76,8 @@ def workspace(
     dq_accum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
     if plan.ranks is None:
         return neg_delta, neg_lse, dq_accum, None
-    if mask.listed.value:
-        ranks = block_lists.ranks(mask.lists, plan.ranks[2], sequences.tiles_of(spans[1]))
+    if mask.block_sparse.value:
+        ranks = block_lists.ranks(mask.block_lists, plan.ranks[2], sequences.tiles_of(spans[1]))
     else:
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     counts = torch.zeros(plan.counters, dtype=torch.int32, device=device)
@@ -121,27 +98,26 @@ def arguments(
     space: tuple[Any, ...],
     mask: masks.DeviceMask,
     spans: tuple[Any, Any],
-) -> Iterator[tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
-    """What each kernel takes before its constants: the tensors of its descriptors, and the rest; one after the other,
-    so that a kernel runs while the host prepares the next one."""
+) -> Iterator[tuple[Any, ...]]:
+    """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
+    one."""
     scale, (dq, dk, dv), (neg_delta, neg_lse, dq_accum, semaphore, drawn) = problem.scale, gradients, space
     span_q, span_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
-    *rank, preprocess, main, postprocess = plan.numbers
-    if rank:
-        yield (), (semaphore.ranks, mask, span_q, span_k, *rank[0])
+    if plan.launches[0].kernel is rank_kernel:
+        yield (), (semaphore.ranks, mask, span_q, span_k)
     yield (), (
-        Rows(saved.dout, *dout_rows), Rows(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta, neg_lse,
-        dq_accum, span_q, *preprocess, -1 / scale if plan.fold else -scores.unit(problem.score),
-    )  # fmt: skip
+        TensorArgs(saved.dout, *dout_rows), TensorArgs(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta,
+        neg_lse, dq_accum, span_q,
+    ), -1 / scale if plan.fold else -scores.unit(problem.score)  # fmt: skip
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
-    packed = PackedGradients(Head.of(dk), Head.of(dv)) if problem.layout.ragged_keys else None
+    packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if problem.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
     score_args = BackwardScoreArgs(mask, scores.record(problem.score, fast=True), scale)
     records = score_args, dropout.record(problem.dropout), plan.order, semaphore
-    yield tensors[: len(plan.shapes)], (packed, own, span_q, span_k, *records, *main)
-    yield (), (dq_accum, Rows(dq, *dq_rows), span_q, *postprocess, scale)
+    yield tensors if drawn is not None else tensors[:-1], (packed, own, span_q, span_k, *records)
+    yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale
 
 
 def bulk_rows(x: Tensor) -> Tensor:

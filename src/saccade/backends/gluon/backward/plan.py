@@ -16,16 +16,13 @@ from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device import sequences
-from saccade.backends.device.records import Rows
+from saccade.backends.device.records import TensorArgs
 from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import rank_kernel
 from saccade.backends.gluon.backward.kernel import backward_kernel
 from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
 from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
-from saccade.backends.gluon.tma_launch import (
-    LEAST_SCALE,
-    shape_of,
-)
+from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, shape_of
 from saccade.problem import Problem
 
 BALANCE = 7
@@ -80,7 +77,8 @@ class BackwardPlan:
     """What calls of one key share: no tensors, and no values."""
 
     fold: bool
-    kernels: tuple[Any, ...]
+    launches: tuple[TMALaunch, ...]
+    """Of the rank kernel, if dq is added in order, the preprocess, the main and the postprocess kernel."""
     ranks: tuple[int, ...] | None
     """Shape of the semaphore's ranks, or None: dq is added in any order."""
     counters: int
@@ -90,16 +88,10 @@ class BackwardPlan:
     tiles: tuple[int, int]
     """dq_accum's shape"""
     records: tuple[tuple[Any, ...], ...]
-    """Rows of dout, out and dq but for their pointers."""
-    shapes: list[dict[str, Any]]
-    """Descriptors of q, k, v, dout, dk, dv, start, delta and, if it is a kernel's, dq_accum, but for their pointers."""
+    """TensorArgs of dout, out and dq but for their pointers."""
     order: Any
     divided: int
     """Shares of a group, each of which has a dk and a dv of its own."""
-    numbers: tuple[tuple[int, ...], ...]
-    """Of each kernel, as all that follows."""
-    fixed: tuple[dict[str, Any], ...]
-    grids: tuple[tuple[int, int, int], ...]
 
     @staticmethod
     def of(
@@ -138,44 +130,55 @@ class BackwardPlan:
         section = SECTION if problem.group == 1 else divided
         if problem.deterministic and kv_blocks > MANY:
             section = min(section, 2)
-        queued = (rank_kernel,) if problem.deterministic and not listed else ()
+        # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum
+        shapes = [*(shape_of(x, (1, 1, n, config.box)) for x, n in operands), *[plain((rows,), (block_q,))] * 2]
+        if config.stays:
+            shapes.append(plain(tiles, (1, PIECE.value)))
+        chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
+        preprocess = TMALaunch(
+            preprocess_kernel,
+            (b * h_q * parts, 1, 1),
+            (),
+            (h_q, s_q, parts),
+            {
+                "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": config.columns,
+                "BLOCK_DV": next_power_of_2(config.v_columns), "CHAINED": True,
+            },
+            OPTIONS,
+        )  # fmt: skip
+        main = TMALaunch(
+            config.kernel,
+            (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
+            shapes,
+            (problem.group // divided, h_q, blocks),
+            {"FOLD": fold, "MASKED": masked, **config.constants},
+            chained,
+        )
+        postprocess = TMALaunch(
+            postprocess_kernel,
+            (b * h_q * blocks * config.pieces, 1, 1),
+            (),
+            (h_q, s_q, blocks),
+            {"D": d, "BLOCK_Q": block_q, "PIECES": config.pieces},
+            chained,
+        )
+        launches = preprocess, main, postprocess
+        if problem.deterministic and not listed:
+            sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k}
+            one_warp = {**OPTIONS, "num_warps": 1}
+            ranks = TMALaunch(rank_kernel, (b * kv_blocks, 1, 1), (), (kv_blocks, blocks, s_q, s_k), sizes, one_warp)
+            launches = ranks, *launches
         return BackwardPlan(
             fold=fold,
-            kernels=(*queued, preprocess_kernel, config.kernel, postprocess_kernel),
+            launches=launches,
             ranks=(b, kv_blocks, blocks) if problem.deterministic else None,
             counters=2 * b * h_q * blocks,
             rows=rows,
             tiles=tiles,
-            records=tuple(Rows.of(x)[1:] for x in (dout, out, dq)),
-            shapes=[
-                *(shape_of(x, (1, 1, n, config.box)) for x, n in operands),
-                *[plain((rows,), (block_q,))] * 2,
-                *([] if config.kernel is wide_backward_kernel else [plain(tiles, (1, PIECE.value))]),
-            ],
+            records=tuple(TensorArgs.of(x)[1:] for x in (dout, out, dq)),
             order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, min(section, b * h_k * divided)),
             divided=divided,
-            numbers=(
-                *((kv_blocks, blocks, s_q, s_k) for _ in queued),
-                (h_q, s_q, parts),
-                (problem.group // divided, h_q, blocks),
-                (h_q, s_q, blocks),
-            ),
-            fixed=(
-                *({"BLOCK_Q": block_q, "BLOCK_K": block_k} for _ in queued),
-                {
-                    "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": config.columns,
-                    "BLOCK_DV": next_power_of_2(config.v_columns), "CHAINED": True,
-                },
-                {"FOLD": fold, "MASKED": masked, **config.constants},
-                {"D": d, "BLOCK_Q": block_q, "PIECES": config.pieces},
-            ),
-            grids=(
-                *((b * kv_blocks, 1, 1) for _ in queued),
-                (b * h_q * parts, 1, 1),
-                (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
-                (b * h_q * blocks * config.pieces, 1, 1),
-            ),
-        )  # fmt: skip
+        )
 
 
 def shares_of(group: int, programs: int, least: float) -> int:

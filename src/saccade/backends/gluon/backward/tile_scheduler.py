@@ -143,9 +143,9 @@ def read_record(slots, item, kv_blocks):
     if is_packed(kv_blocks.span_k):
         packed = PackedPlace(numbers[10], numbers[11], numbers[12], numbers[13])
         own_number = numbers[14]
-    if kv_blocks.mask.listed:
+    if kv_blocks.mask.block_sparse:
         own_number = numbers[14]
-        block_list, _, _ = load_block_list(kv_blocks.mask.lists, own_number.to(gl.int64))
+        block_list, _, _ = load_block_list(kv_blocks.mask.block_lists, own_number.to(gl.int64))
     return KVBlock(
         numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7], numbers[8],
         numbers[9], packed, block_list, own_number,

@@ -114,7 +114,7 @@ def forward_kernel(
     q_tiles = gl.allocate_shared_memory(DTYPE, q_shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, shape.BLOCK_K, D_CHUNK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, shape.BLOCK_K, BLOCK_DV], v_desc.layout)
-    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.listed)
+    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.block_sparse)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pipe = Pipeline(
         Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, HELD, CHUNKS),

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade import configs
 from saccade.backends import Outputs
 from saccade.backends.device import block_lists, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import nothing_seen, on_device, per_row
-from saccade.backends.device.records import Head
+from saccade.backends.device.records import PackedRowsArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler
 from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
-from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, CachedLaunch, counter, multiprocessors, shape_of
+from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, counter, multiprocessors, shape_of
 from saccade.layouts import Packed, Paged, empty_like_rows
 from saccade.problem import Problem, aligned
 
@@ -44,30 +43,39 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
     if not k.shape[2] or packed == 0:
         return out.zero_(), _lse_without_keys(problem, row_lse), nothing_seen(top)
     with on_device(q):
-        sink = None if problem.sink is None else problem.sink.contiguous()
         score = score_record(problem)
-
-        def tensors(made: ForwardConfig) -> tuple[Any, ...]:
-            rows = rows_of_a_consumer(problem, made.consumers) * made.consumers
-            table = None if packed is None else sequences.table(problem, 0, rows)
-            lead = None if packed is None else Head.of(out), row_lse, top, sink, counter(q.device)
-            records = mask_record(problem, made), score, dropout.record(problem.dropout)
-            return *lead, *sequences.spans(problem, table), paged_tma.record(problem), *records
-
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value
-        found = problem.launches.get(key) if tile is None else None
-        if found is not None:
-            again, numbers, made = found
-            again(q.device.index, (q, k, v, out), (*tensors(made), *numbers, problem.scale))
-            return out, row_lse, top
-        made = tile or forward_config(problem.spec(), configs.gpu_name(q.device.index), scores.weight(problem.score))
-        shapes, numbers, fixed, grid = arguments(problem, out, made, multiprocessors(q.device.index))
-        operands = (TensorDescriptor(x, **shape) for x, shape in zip((q, k, v, out), shapes, strict=True))
-        compiled = forward_kernel[grid](*operands, *tensors(made), *numbers, problem.scale, **fixed, **OPTIONS)
-        if tile is None:
-            problem.launches[key] = CachedLaunch.of(compiled, grid, shapes, tuple(fixed.values())), numbers, made
+        cached = problem.launches.get(key) if tile is None else None
+        if cached is None:
+            gpu = configs.gpu_name(q.device.index)
+            config = tile or forward_config(problem.spec(), gpu, scores.weight(problem.score))
+            cached = prepare(problem, out, config, multiprocessors(q.device.index)), config
+            if tile is None:
+                problem.launches[key] = cached
+        launch, config = cached
+        rows = rows_of_a_consumer(problem, config.consumers) * config.consumers
+        table, mask = None if packed is None else sequences.table(problem, 0, rows), mask_record(problem, config)
+        call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score)
+        launch(q.device.index, (q, k, v, out), call, problem.scale)
     return out, row_lse, top
+
+
+def arguments(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor | None,
+    max_scores: Tensor | None,
+    drawn: Tensor,
+    table: Tensor | None,
+    mask: masks.DeviceMask,
+    score: scores.DeviceScore,
+) -> tuple[Any, ...]:
+    """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles."""
+    sink = None if problem.sink is None else problem.sink.contiguous()
+    tensors = None if table is None else PackedRowsArgs.of(out), lse, max_scores, sink, drawn
+    records = paged_tma.record(problem), mask, score, dropout.record(problem.dropout)
+    return *tensors, *sequences.spans(problem, table), *records
 
 
 def _destination(problem: Problem) -> Tensor:
@@ -77,50 +85,50 @@ def _destination(problem: Problem) -> Tensor:
     return empty_like_rows(problem.q, problem.v.shape[3])
 
 
-def mask_record(problem: Problem, made: ForwardConfig) -> masks.DeviceMask:
+def mask_record(problem: Problem, config: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
     if problem.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
         listed = problem.mask is not None and problem.mask.listed
-        return masks.record(problem.mask)._replace(unlisted=masks.FLAGS[listed])
-    return block_lists.record(problem, 64 * made.consumers, made.block_k)
+        return masks.record(problem.mask)._replace(all_tiles=masks.FLAGS[listed])
+    return block_lists.record(problem, 64 * config.consumers, config.block_k)
 
 
-def arguments(
-    problem: Problem, out: Tensor, made: ForwardConfig, processors: int
-) -> tuple[list[dict[str, Any]], tuple[Any, ...], dict[str, Any], tuple[int, int, int]]:
-    """The shapes of the four descriptors, the numbers, the constants and the grid."""
+def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: int) -> TMALaunch:
+    """The launch of all calls of the Problem's key."""
     q, k, v = problem.q, problem.k, problem.v
     b, _, s_q, d = q.shape
     h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(problem), v.shape[3]
     packed = packed_sequences(problem) is not None
     paged = problem.layout.has_pages
-    rows = rows_of_a_consumer(problem, made.consumers)
+    rows = rows_of_a_consumer(problem, config.consumers)
     heads = 64 // rows
     columns = block_dv(d_v)
     # Of pages, in whose boxes one stripe of columns comes at a time.
-    box, width = (paged_tma.box_rows(k.shape[2], made.block_k), STRIPE) if paged else (made.block_k, 256)
+    box, width = (paged_tma.box_rows(k.shape[2], config.block_k), STRIPE) if paged else (config.block_k, 256)
     shapes = [
         shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
         shape_of(k, (1, 1, box, min(chunk(d), width))),
         shape_of(v, (1, 1, box, min(columns, width))),
         shape_of(grouped(out, problem.group), (1, 1, heads, rows, columns)),
     ]
-    blocks = -(-s_q // (rows * made.consumers))
+    blocks = -(-s_q // (rows * config.consumers))
     packs = -(-problem.group // heads)
     section = tile_scheduler.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
     if problem.mask is None:
         section = packs
     if packed:
-        blocks = sequences.slots(problem, 0, rows * made.consumers)
+        blocks = sequences.slots(problem, 0, rows * config.consumers)
         section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
     numbers = blocks, b * h_k * packs, section, h_k, problem.group, s_q, s_k
-    fixed = {
-        "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d), "BLOCK_K": made.block_k,
-        "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": made.consumers, "SLOTS": made.slots, "STAGES": made.stages,
-        "TURNS": bool(made.turns), "REGISTERS": made.registers, "LOADER_REGISTERS": made.loader_registers,
+    sizes = {
+        "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d), "BLOCK_K": config.block_k,
+        "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": config.consumers, "SLOTS": config.slots,
+        "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
+        "LOADER_REGISTERS": config.loader_registers,
     }  # fmt: skip
-    fixed = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in fixed.items()})}
-    return shapes, numbers, fixed, (min(blocks * b * h_k * packs, processors), 1, 1)
+    constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
+    grid = min(blocks * b * h_k * packs, processors), 1, 1
+    return TMALaunch(forward_kernel, grid, shapes, numbers, constants, OPTIONS)
 
 
 def packed_sequences(problem: Problem) -> int | None:
@@ -160,8 +168,8 @@ def grouped(x: Tensor, group: int) -> Tensor:
 def score_record(problem: Problem) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
-    made = scores.record(problem.score, fast=True)
-    return made if problem.scale > LEAST_SCALE else scores.plainly(made)
+    score = scores.record(problem.score, fast=True)
+    return score if problem.scale > LEAST_SCALE else scores.plainly(score)
 
 
 def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:

@@ -102,7 +102,7 @@ def open_item(args, pipe, item, drawn):
     pipe.slots.put(at, KEY_HEAD, h_k)
     pipe.slots.put(at, IN_GROUP, in_group)
     pipe.slots.put(at, ROW, row)
-    if args.mask.listed:
+    if args.mask.block_sparse:
         if is_packed(args.used_q):
             pipe.slots.put(at, BLOCK, packed_list(args.scheduler, item, args.used_q, row, there, ROWS))
         _, partial, tiles = block_list_of(args, pipe, at, b, h_k * args.group + in_group, row)

@@ -102,7 +102,7 @@ class ScoreRows:
             lo, hi, _, _ = rule.mask.keys_of(rule.mask.data, self.b, self.q_idx, off)
             return between(s, lo - start, gl.minimum(hi, self.keys) - start, LOWER, True)
         else:
-            if rule.mask.unlisted:
+            if rule.mask.all_tiles:
                 start = opaque(start)
             kv_idx = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
             seen = visible(rule.mask, self.b, self.h[:, None], self.q_idx[:, None], kv_idx, self.rows, self.keys, off)

@@ -82,11 +82,11 @@ def work_tile(c: gl.constexpr, args, pipe, slot, at, b):
 def block_list_of(args, pipe, at, b, h, row):
     """Where the block list of the work item that holds `row` of query head h begins, how many of its tiles are partial,
     and how many there are. Items with lists have one head. Packed, record `at` knows which list it is."""
-    if args.mask.listed:
+    if args.mask.block_sparse:
         block = row // (pipe.shape.ROWS * pipe.shape.CONSUMERS)
         if is_packed(args.used_q):
             block = pipe.slots.get(at, BLOCK)
-        return load_block_list(args.mask.lists, block_list_number(args.mask.lists, b, h, block))
+        return load_block_list(args.mask.block_lists, block_list_number(args.mask.block_lists, b, h, block))
     else:
         return 0, 0, 0
 
@@ -94,7 +94,7 @@ def block_list_of(args, pipe, at, b, h, row):
 @gluon.jit
 def tile_at(mask, block_list, hi, place):
     """The tile of keys at a place of [lo, hi): itself, or what the block list has there, counted from its end."""
-    if mask.listed:
+    if mask.block_sparse:
         return gl.load(block_list + (hi - 1 - place))
     else:
         return place

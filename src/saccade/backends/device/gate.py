@@ -1,0 +1,131 @@
+"""What the words of a compile gate's row mean, and the kernels that backends share as the gate sees them."""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from saccade import scores
+from saccade.backends import Saved
+from saccade.backends.device import block_lists, captured_gradients, masks, row_totals, sequences
+from saccade.backends.device.arguments import common_arguments
+from saccade.backends.device.captured_gradients import recompute_launch
+from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
+from saccade.backends.device.records import runtime_int
+from saccade.backends.device.row_totals_kernel import row_totals_kernel
+from saccade.backends.device.scores import scatter
+from saccade.dropout import Dropout
+from saccade.layouts import Dense, Packed, Paged
+from saccade.masks import Mask, causal, mask_mod, window
+from saccade.problem import Problem
+from saccade.scores import Traced
+
+GPU = "h200"
+SCORED = [(128, "full", "alibi"), (64, "masked", "relative_bias")]
+DROPPED = [(64, "full dropout"), (256, "masked dropout")]
+"""Head dims and words of the rows with a score function, and with dropout."""
+DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
+
+
+class GateRow(NamedTuple):
+    """`backend kernel size d/d_v edges features`."""
+
+    kernel: str
+    dtype: torch.dtype
+    d: int
+    d_v: int
+    words: list[str]
+    """edges, then features"""
+
+    @staticmethod
+    def of(row: str) -> GateRow:
+        _, kernel, size, dims, *words = row.split()
+        d, d_v = map(int, dims.removeprefix("d").split("/"))
+        return GateRow(kernel, DTYPES[size], d, d_v, words)
+
+    def problem(self) -> Problem:
+        """The Problem of the row: two heads of 512 rows and keys."""
+        q, k, v = (torch.empty(1, 2, 512, n, dtype=self.dtype) for n in (self.d, self.d, self.d_v))
+        packed = "packed" in self.words
+        layout: Any = PACKED if packed else Dense()
+        if "paged" in self.words:  # pages of 16 rows; two sequences, whose queries are packed, or one
+            k, v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
+            starts, b = (torch.zeros(3, dtype=torch.int32), 2) if packed else (None, 1)
+            layout = Paged(torch.zeros(b, 32, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), starts)
+        dropout = Dropout(torch.zeros(2, dtype=torch.int64), 0.5) if "dropout" in self.words else None
+        mask, score = _mask(self.words[0]), _score(self.words)
+        score = None if score is None else scores.bind(score, q)
+        return Problem(q, k, v, None, mask, score, layout, 1.0, "queued" in self.words, dropout)
+
+
+PACKED = Packed(*torch.zeros(2, 3, dtype=torch.int32), 512, 512)
+
+
+def _mask(edges: str) -> Mask | None:
+    """`full`, `causal`, `listed`, or a window for whatever else tests intervals."""
+    match edges:
+        case "full":
+            return None
+        case "causal":
+            return causal()
+        case "listed":
+            return causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
+        case _:
+            return window(300, 0)
+
+
+def _score(words: list[str]) -> Any:
+    """A score function of two heads, from stand-in tensors."""
+    if "alibi" in words:
+        return scores.alibi(torch.ones(2))
+    return scores.relative_bias(torch.ones(2, 257)) if "relative_bias" in words else None
+
+
+def device_mask(problem: Problem) -> masks.DeviceMask:
+    """The device form of the Problem's mask, with stand-ins for its block lists."""
+    mask = masks.record(problem.mask)
+    if problem.mask is None or not problem.mask.listed:
+        return mask
+    empty = torch.empty(16, dtype=torch.int32)
+    return block_lists.with_lists(mask, block_lists.BlockLists(empty, empty, *map(runtime_int, (1, 1, 1))))
+
+
+SHARED = (
+    "order", "captured_gradients", "row_totals", "tile_states", "block_list", "packed_tile_states", "packed_block_list",
+)  # fmt: skip
+
+
+def compiled(kernel: str, problem: Problem) -> Any:
+    """One of the SHARED kernels, not run."""
+    lse = torch.empty(problem.q.shape[:3])
+    saved = Saved(problem.v, lse, problem.v, lse)
+    arguments = common_arguments(problem, device_mask(problem))
+    if kernel == "order":
+        tiles = torch.empty(9, 2, dtype=torch.int32)
+        launch, arguments = sequences.order_launch(problem, tiles, 0, 64)
+    elif kernel == "captured_gradients":
+        assert isinstance(problem.score, Traced)
+        sums = tuple(torch.empty(x.shape) for x in problem.score.tensors)
+        adding = scatter(problem.score, [True] * len(sums))
+        launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), adding)
+        saved = replace(saved, dlse=None)
+        arguments = *captured_gradients.tensors(problem, saved), sums, *arguments
+    elif kernel == "row_totals":
+        launch = recompute_launch(row_totals_kernel, problem)
+        arguments = *row_totals.tensors(problem, saved, saved), *arguments
+    else:
+        states, lists = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(1, 1, 4, 4, dtype=torch.int32)
+        packed = kernel.startswith("packed")
+        if packed:
+            problem = replace(problem, layout=PACKED)
+        table = lists if packed else None
+        if kernel.endswith("states"):
+            launch, arguments = block_lists.states_launch(problem, states, table)
+        else:
+            launch, arguments = block_lists.lists_launch(problem, states, lists, lists, (128, 128), packed, table)
+    return launch.warmup(arguments)
