@@ -57,7 +57,7 @@ def test_gradients(name):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_paged_caches(splits, monkeypatch):
     monkeypatch.setattr(launches, "LEAST_TILES", 1)
-    monkeypatch.setattr(launches, "processors", lambda device: 7)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 7)
     q, (k, v) = torch.randn(2, 3, 4, 16), torch.randn(2, 6, 16, 2, 16)
     k[4, 1] = torch.nan
     layout = Paged(torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([41, 39]), num_splits=splits)

@@ -33,7 +33,7 @@ def test_packed() -> None:
 def test_pages(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The merge of parts takes the largest; some sequences have fewer parts than others; the first one has the sink."""
     monkeypatch.setattr(launches, "LEAST_TILES", 1)
-    monkeypatch.setattr(launches, "processors", lambda device: 7)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 7)
     case = CASES["decode-window"].replace(
         dtype="fp32", b=2, h_q=3, h_k=1, s_k=99, d=16, d_v=8, lengths=(1, 2), splits=splits
     )

@@ -23,7 +23,7 @@ def test_named_case(name):
 def test_short_sequences_have_fewer_parts(lengths, monkeypatch):
     """As many parts as there is room for; rows and heads fill no tile, and pages are larger than one."""
     monkeypatch.setattr(launches, "LEAST_TILES", 1)
-    monkeypatch.setattr(launches, "processors", lambda device: 7)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 7)
     case = CASES["decode-window"].replace(dtype="fp32", b=3, h_q=3, h_k=1, s_k=150, d=16, d_v=8, lengths=lengths)
     given = case.inputs(seed=2)
     check(given.q, given.k, given.v, backend="triton", **given.keywords).assert_ok()
@@ -37,7 +37,7 @@ def test_a_predicate_for_several_queries():
 def test_the_longest_sequence_starts_first(monkeypatch):
     """Every sequence has its place in the order, those of equal length too."""
     monkeypatch.setattr(launches, "LONG", 1)
-    monkeypatch.setattr(launches, "processors", lambda device: 1)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 1)
     lengths = torch.tensor([3, 200, 0, 128, 200, 64, 128])
     q, cache = torch.randn(7, 1, 2, 16), torch.randn(12, 64, 1, 16)
     layout = Paged(torch.randint(12, (7, 4), dtype=torch.int32), lengths.int(), num_splits=1)

@@ -137,9 +137,9 @@ def with_lists(mask: masks.DeviceMask, lists: BlockLists) -> masks.DeviceMask:
 
 def ranks(lists: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:
     """int32 (b or 1, h_q or 1, blocks of keys, `blocks` of rows): how many later blocks of keys visit a block of rows.
-    Of lists by keys; who has no tile visits tile 0.
+    Of lists by keys; a block without a tile visits tile 0.
 
-    With the `table` of packed sequences, how many of the same one; who has no block comes after those before him.
+    With the `table` of packed sequences, how many of the same one; programs without a block come last, in their order.
     """
     *outer, inners = lists.index.shape
     listed = torch.arange(inners, device=lists.index.device) < lists.count[..., 1:].clamp(min=1)

@@ -1,4 +1,5 @@
-"""Lists of tiles on the device: how a mask's states are found, how lists are made of them, and how those are read."""
+"""Block lists on the device: the kernels that compute the states of a mask's tiles and that write the lists, and what
+reads them."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
@@ -86,7 +87,7 @@ def packed_tile_states_kernel(
     _, first, _, rows = extent(used_q, b, s_q)
     _, _, _, keys = extent(used_k, b, s_k)
     span = tl.program_id(1)
-    if (start < rows) & (span * SPAN * TILE < keys):  # nobody looks at any other
+    if (start < rows) & (span * SPAN * TILE < keys):  # no other is read
         block = start // TILE
         row = states + (h.to(tl.int64) * n_q + blocks_before(used_q, b, first, TILE) + block) * n_k
         _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE, SPAN)

@@ -30,9 +30,9 @@ from saccade.scores import Traced
 def gradients(problem: Problem, saved: Saved, fast: bool = False) -> Sequence[Tensor | None]:
     """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says.
 
-    A launch of its own: only who captures what learns pays for it. Sums are float32, and added up by atomics in
-    whatever order the programs come. Where they are to be the same bits each time, a first launch finds the largest
-    value, and a second one adds up integers, of which no order changes the sum.
+    A launch of its own: only calls that capture parameters pay for it. Atomics add up float32 sums in any order. For
+    a deterministic call a first launch computes the largest value, and a second one adds up integers, whose sum does
+    not depend on the order.
     """
     score = problem.score
     if not isinstance(score, Traced) or not any(saved.wanted):

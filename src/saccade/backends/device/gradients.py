@@ -19,8 +19,8 @@ def aligned_rows(x: Tensor) -> TensorArgs:
 def padded(x: Tensor) -> Tensor:
     """A copy of x (b, h, s, d) whose rows start at multiples of 16 bytes."""
     whole = ALIGNMENT // x.element_size()
-    made = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
-    return made.copy_(x)
+    copy = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
+    return copy.copy_(x)
 
 
 def sink_gradient(problem: Problem, saved: Saved, delta: Tensor | None = None) -> Tensor | None:

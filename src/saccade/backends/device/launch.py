@@ -80,6 +80,11 @@ def nothing_seen(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.fill_(-torch.inf)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors there are; on a CPU, some."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
 def hooked() -> bool:
     """Whether someone, such as a profiler, wants to hear of launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -6,6 +6,8 @@ functions of their parts, so a new leaf is three functions and a line in `record
 hull is everything, and block lists take the place of both (`block_lists.py`).
 """
 
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.backends.device import scores
-from saccade.backends.device.records import plain_int, runtime_int
+from saccade.backends.device.records import FLAGS, constants, plain_int, runtime_int
 from saccade.scores import Traced
 from saccade.scores.codegen import source
 
@@ -205,29 +207,24 @@ def _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
     return hull_lo, hull_hi, tl.where(longer, core_lo, core_lo2), tl.where(longer, core_hi, core_hi2)
 
 
-def _functions(keys_of: Any, rows_of: Any, sees: Any, exact: bool) -> tuple[Any, Any, Any, Any]:
-    return tl.constexpr(keys_of), tl.constexpr(rows_of), tl.constexpr(sees), tl.constexpr(exact)
-
-
-_WINDOW = _functions(_window_keys, _window_rows, _window_sees, True)
-_PREFIX = _functions(_prefix_keys, _prefix_rows, _prefix_sees, True)
-_PREFIXES = _functions(_prefixes_keys, _prefixes_rows, _prefixes_sees, True)
-_DOCUMENTS = _functions(_documents_of, _documents_of, _documents_sees, False)
-_AND = {exact: _functions(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
-_OR = _functions(_or_keys, _or_rows, _or_sees, False)
-_NOT = _functions(_open_of, _open_of, _not_sees, False)
-FLAGS = {flag: tl.constexpr(flag) for flag in (False, True)}
-_ALL = DeviceMask(*_functions(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
+_WINDOW = constants(_window_keys, _window_rows, _window_sees, True)
+_PREFIX = constants(_prefix_keys, _prefix_rows, _prefix_sees, True)
+_PREFIXES = constants(_prefixes_keys, _prefixes_rows, _prefixes_sees, True)
+_DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
+_AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
+_OR = constants(_or_keys, _or_rows, _or_sees, False)
+_NOT = constants(_open_of, _open_of, _not_sees, False)
+_ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
 
 
 def record(mask: masks.Mask | None) -> DeviceMask:
-    """The device form of a mask; None sees everything. Its constants, parts and all, follow from the mask's identity
+    """The device form of a mask; None shows every key. Its constants, parts and all, follow from the mask's identity
     and `lower`, which a Problem's key holds."""
     return _ALL if mask is None else _record(mask, FLAGS[mask.lower])
 
 
 def _record(mask: masks.Mask, lower: Any) -> DeviceMask:
-    """The same, where the whole mask's `lower` is known: parts have it too."""
+    """The same, with the `lower` of the whole mask, which its parts share."""
     match mask:
         case masks.Window():
             return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), lower=lower)
@@ -259,10 +256,10 @@ def _record(mask: masks.Mask, lower: Any) -> DeviceMask:
 
 
 def _predicate(predicate: Traced) -> tuple[Any, ...]:
-    """The program's function, made once."""
+    """The functions of a predicate, emitted once for each program."""
     key = "sees", scores.form(predicate)
-    made = predicate.program.emitted.get(key)
-    if made is None:
+    functions = predicate.program.emitted.get(key)
+    if functions is None:
         sees = scores.jit(source.sees_source(predicate.program, key[1]))["sees"]
-        made = predicate.program.emitted[key] = _functions(_open_of, _open_of, sees, False)
-    return made
+        functions = predicate.program.emitted[key] = constants(_open_of, _open_of, sees, False)
+    return functions

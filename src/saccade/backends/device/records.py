@@ -36,8 +36,14 @@ class TensorArgs(NamedTuple):
 
 # A tile may reach 256 rows beyond the end, in addresses that are masked.
 NARROW_LIMIT = (1 << 31) - (1 << 24)
-NARROW, WIDE = tl.constexpr(False), tl.constexpr(True)
+FLAGS = {flag: tl.constexpr(flag) for flag in (False, True)}
+NARROW, WIDE = FLAGS[False], FLAGS[True]
 UNITS = {unit: tl.constexpr(unit) for unit in (1, 2, 4, 8, 16)}
+
+
+def constants(*values: Any) -> tuple[Any, ...]:
+    """Functions and flags as constexprs."""
+    return tuple(map(tl.constexpr, values))
 
 
 def runtime_int(value: int) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from saccade import scores
 from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
-from saccade.backends.device.records import LOG2E, NARROW_LIMIT, far_parts, runtime_int
+from saccade.backends.device.records import LOG2E, NARROW_LIMIT, constants, far_parts, runtime_int
 from saccade.scores import LONGEST
 from saccade.scores.codegen import source
 from saccade.scores.codegen.emitter import EmitOptions
@@ -33,7 +33,7 @@ class DeviceScore(NamedTuple):
     core: Any
     """(data, score, b, h, q_idx, kv_idx) -> score; what is left of apply when the scale takes in what is linear"""
     vast: Any
-    """constexpr: the core's values may be so large that their products are off by whole numbers, as where it hides keys
+    """constexpr: the core's values may be so large that their products are off by whole numbers, as where it masks keys
     by -1e9"""
     steady: Any
     """constexpr: the slope is 1 everywhere"""
@@ -98,16 +98,12 @@ def _fast_softcap_slope(data, score, b, h, q_idx, kv_idx):
     return 1 - t * t
 
 
-def _functions(*functions: Any) -> tuple[Any, ...]:
-    return tuple(map(tl.constexpr, functions))
-
-
-_BENT = _functions(False, _none, _none)
-_SAME = DeviceScore(*_functions(_same, _one, True, _no_parts, _same, False, True), *_BENT, ())
+_NOT_LINEAR = constants(False, _none, _none)
+_SAME = DeviceScore(*constants(_same, _one, True, _no_parts, _same, False, True), *_NOT_LINEAR, ())
 _CORE = False, _softcap_parts, _softcap_core, False, False
 _SOFTCAP = {
-    False: (*_functions(_softcap, _softcap_slope, *_CORE), *_BENT),
-    True: (*_functions(_fast_softcap, _fast_softcap_slope, *_CORE), *_BENT),
+    False: (*constants(_softcap, _softcap_slope, *_CORE), *_NOT_LINEAR),
+    True: (*constants(_fast_softcap, _fast_softcap_slope, *_CORE), *_NOT_LINEAR),
 }
 
 
@@ -124,10 +120,10 @@ def record(score: scores.Score | None, fast: bool = False) -> DeviceScore:
     raise TypeError(f"no device form of {score!r}")
 
 
-def plainly(made: DeviceScore) -> DeviceScore:
+def plainly(score: DeviceScore) -> DeviceScore:
     """The same for kernels that would take short cuts with it: that a row's largest product is its largest score, or
     that a score is linear."""
-    return made._replace(identity=tl.constexpr(False), vast=tl.constexpr(True), linear=tl.constexpr(False))
+    return score._replace(identity=tl.constexpr(False), vast=tl.constexpr(True), linear=tl.constexpr(False))
 
 
 def unit(score: scores.Score | None) -> float:
@@ -147,18 +143,18 @@ def weight(score: scores.Score | None) -> str:
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
     """What emitted functions take first: see `saccade.scores.codegen.emitter`."""
-    found: list[Any] = []
+    values: list[Any] = []
     for x in score.tensors:
-        found.append(x)
+        values.append(x)
         for n, stride in zip(x.shape, x.stride(), strict=True):
-            found += [runtime_int(stride), runtime_int(n)]
+            values += [runtime_int(stride), runtime_int(n)]
     for number, integral in zip(score.numbers, score.program.integral, strict=True):
         if integral and abs(number) > LONGEST:
-            found.append(far_parts(number))
+            values.append(far_parts(number))
             continue
         # Moved, as -1 would become a 1, of which Triton makes a constant.
-        found.append(runtime_int(int(number) + LONGEST) if integral else float(number))
-    return tuple(found)
+        values.append(runtime_int(int(number) + LONGEST) if integral else float(number))
+    return tuple(values)
 
 
 def form(score: scores.Traced, fast: bool = False) -> EmitOptions:
@@ -173,23 +169,22 @@ def form(score: scores.Traced, fast: bool = False) -> EmitOptions:
 
 
 def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
-    """The program's functions, made once."""
-    made = score.program.emitted.get(key)
-    if made is None:
-        found = jit(source.value_source(score.program, key))
-        apply, steady = found["apply"], source.steady(score.program)
-        bent = _BENT
+    """The first fields of a DeviceScore, emitted once for each program."""
+    emitted = score.program.emitted
+    if key not in emitted:
+        values = jit(source.value_source(score.program, key))
+        apply, steady = values["apply"], source.steady(score.program)
+        linear = _NOT_LINEAR
         if text := linear_source(score.program, key):
             lines = jit(text)
-            bent = _functions(True, lines["pitch"], lines["level"])
-        vast = bent is _BENT
-        made = *_functions(apply, found["slope"], False, _no_parts, apply, vast, steady), *bent
-        score.program.emitted[key] = made
-    return made
+            linear = constants(True, lines["pitch"], lines["level"])
+        vast = linear is _NOT_LINEAR
+        emitted[key] = *constants(apply, values["slope"], False, _no_parts, apply, vast, steady), *linear
+    return emitted[key]
 
 
 def scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False) -> Any:
-    """constexpr: what adds to the gradients of captured tensors, made once for each choice of them."""
+    """constexpr: what adds to the gradients of captured tensors, emitted once for each choice of them."""
     key = "scatter", form(score, fast), tuple(wanted)
     if key not in score.program.emitted:
         text = source.scatter_source(score.program, form(score, fast), wanted)

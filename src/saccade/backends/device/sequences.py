@@ -1,10 +1,10 @@
 """Where the rows of each sequence are, in every layout, and the order in which the tiles of packed ones are worked on.
 
-Packed sequences have lengths that the host does not know. A grid has as many programs as there may be tiles, and a
-small kernel writes a table of those that there are, the longest sequence's first, so that nobody ends late. Nothing
+The host does not know the lengths of packed sequences. A grid has as many programs as there may be tiles, and a small
+kernel writes a table of the tiles that exist, the longest sequence first, so that no program ends late. Nothing
 waits for the host, and a CUDA graph may be replayed with other offsets.
 
-Rows behind the last sequence are one more sequence, of which no row is in use: they get zeros like all such rows.
+The rows after the last sequence are one more sequence, without rows in use: they get zeros like all such rows.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends.device.launch import Launch, cached_launch
-from saccade.backends.device.records import plain_int, runtime_int
+from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.layouts import SideLengths
 from saccade.problem import Problem
 
 
 class SequenceSpans(NamedTuple):
-    """Which rows of an operand are whose. Kernels take None where every batch row has all of its own."""
+    """Which rows of an operand belong to which sequence. Kernels take None where each batch row is one, in full."""
 
     used: Any
     """int (b): how many rows are in use"""
@@ -37,7 +37,7 @@ class SequenceSpans(NamedTuple):
     count: Any
     """packed or bounded: how many sequences; a runtime_int"""
     bounded: Any
-    """constexpr: `used` has `count` numbers, and who asks for a sequence behind them gets no rows; not packed"""
+    """constexpr: `used` has `count` numbers, and sequences from `count` on have no rows; not packed"""
     ragged: Any
     """constexpr: `used` says something; else it is some other tensor, as records hold no None on Triton 3.6"""
     packed: Any
@@ -73,7 +73,7 @@ def extent(span, b, s):
 
 @triton.jit
 def numbered(span, b):
-    """What masks and scores call sequence b: that of the rows behind the last one sees nothing, but it has a number."""
+    """What masks and scores call sequence b. The rows after the last one see nothing, but need a valid number."""
     if span is None or not span.packed:
         return b
     else:
@@ -103,9 +103,9 @@ def blocks_before(span, b, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def sequence_at(span, number, s, BLOCK: tl.constexpr):
-    """The sequence of which block `number` is, in memory that has whole blocks for each; packed. A block that is of
-    none comes out as one behind the last of some sequence."""
-    high = plain_int(span.count)  # the rows behind the last sequence
+    """The sequence of which block `number` is, in memory that has whole blocks for each; packed. A block of
+    no sequence comes out as one after the last block of some sequence."""
+    high = plain_int(span.count)  # the rows after the last sequence
     low = high * 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -159,7 +159,7 @@ def packed_tile(span, item, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.conste
 @triton.jit
 def place_of(span, item, heads, start, BLOCK: tl.constexpr):
     """Where the tile that `packed_tile` gave for `item` has its place in the table, the first rows of each sequence
-    first; packed. Without a tile a program has a place of its own behind all of them."""
+    first; packed. Without a tile a program has a place of its own after all of them."""
     number = item // heads
     total = tl.load(span.tiles)
     first = tl.load(span.tiles + 3 + 2 * tl.minimum(number, total - 1))
@@ -219,16 +219,15 @@ def order_kernel(tiles, own, other, s, other_s, slots, BLOCK: tl.constexpr, N: t
 
 N = 32
 """Sequences of one program of order_kernel."""
-RAGGED = {flag: tl.constexpr(flag) for flag in (False, True)}
 
 
 def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[SequenceSpans | None, SequenceSpans | None]:
-    """Of the queries and of the keys. With a table of `tiles` the keys know of the rows behind the last sequence."""
+    """Of the queries and of the keys. With a table of `tiles` the keys know of the rows after the last sequence."""
     layout = problem.layout
     count = runtime_int(layout.sequences) if layout.ragged_queries else 0
     queries, keys = (_spans_of(side, tiles, count) for side in layout.sides)
     if keys is not None and tiles is not None and not layout.ragged_keys:
-        keys = keys._replace(count=count, bounded=RAGGED[True])
+        keys = keys._replace(count=count, bounded=FLAGS[True])
     return queries, keys
 
 
@@ -236,12 +235,12 @@ def _spans_of(side: SideLengths, tiles: Tensor | None, count: int) -> SequenceSp
     if side.starts is None and side.used is None:
         return None
     # Records hold no None on Triton 3.6: another tensor stands in.
-    packed, ragged = RAGGED[side.starts is not None], RAGGED[side.used is not None]
+    packed, ragged = FLAGS[side.starts is not None], FLAGS[side.used is not None]
     starts = None if side.starts is None else side.starts.contiguous()
     used = starts if side.used is None else side.used.contiguous()
     if starts is None:
-        return SequenceSpans(used, used, used, runtime_int(0), RAGGED[False], ragged, packed)
-    return SequenceSpans(used, starts, starts if tiles is None else tiles, count, RAGGED[False], ragged, packed)
+        return SequenceSpans(used, used, used, runtime_int(0), FLAGS[False], ragged, packed)
+    return SequenceSpans(used, starts, starts if tiles is None else tiles, count, FLAGS[False], ragged, packed)
 
 
 def tiles_of(span: SequenceSpans | None) -> Tensor | None:

@@ -19,7 +19,7 @@ def used_length(used, b, s):
 
 @triton.jit
 def head(x, b, h, first=0):
-    """Pointer to row `first` of head h of batch row b; 64-bit, as tensors may hold more than 2^31 elements."""
+    """Pointers to rows `first` of heads h of batch row b; 64-bit, as tensors may hold more than 2^31 elements."""
     stride_b = plain_int(x.stride_b).to(tl.int64)
     stride_h = plain_int(x.stride_h).to(tl.int64)
     stride_s = plain_int(x.stride_s).to(tl.int64)
@@ -105,7 +105,7 @@ def logits(qk, score, scale, b, h, q_idx, kv_idx):
 def power(x, score):
     """exp(x) of differences of scores, in their units.
 
-    With a modification the difference comes before the factor: functions hide keys by -1e9, where a product is rounded
+    With a modification the difference comes before the factor: functions mask keys by -1e9, where a product is rounded
     to multiples of 128, and a multiply-add that subtracts the rounded maximum of all from it leaves up to 2^64.
     """
     if score.identity:
@@ -152,7 +152,7 @@ def largest(row_max, row_sum, live):
 @triton.jit
 def store_largest(max_scores, place, there, acc, row_max, row_sum, score, live, sink, h, carries):
     """Writes max_scores, if they are asked for, and lets the sink in, if there is one and this part `carries` it. It
-    comes behind all keys here: a maximum that began with it would not be theirs. Returns acc, row_max and row_sum."""
+    comes after all keys here: a maximum that began with it would not be theirs. Returns acc, row_max and row_sum."""
     if max_scores is not None:
         tl.store(max_scores + place, largest(natural(row_max, score), row_sum, live), mask=there)
         if sink is not None:

@@ -135,7 +135,3 @@ def counter(device: torch.device) -> Tensor:
     if key not in _counters:
         _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _counters[key]
-
-
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -31,12 +31,14 @@ class ForwardRow(tuning.TuneRow):
         ways = product((2, 3), (64, 128), range(2, MAX_STAGES + 1), (1, 2), (0, 1), (0, 8))
         for consumers, block_k, stages, slots, turns, fewer in ways:
             registers = (REGISTERS - 32) // consumers // 8 * 8 - fewer
-            made = ForwardConfig(consumers, block_k, stages, slots, turns, registers, REGISTERS - consumers * registers)
+            config = ForwardConfig(
+                consumers, block_k, stages, slots, turns, registers, REGISTERS - consumers * registers
+            )
             # Of a thread: float32 scores and sums of out, and 16-bit probabilities.
-            held = block_k // 2 + block_k // 4 + block_dv(self.d_v) // 2
-            shared = shared_bytes(self.d, self.d_v, made)
-            if shared <= SHARED_BYTES - BARRIER_BYTES and held + SPARE <= registers:
-                yield made
+            sums = block_k // 2 + block_k // 4 + block_dv(self.d_v) // 2
+            shared = shared_bytes(self.d, self.d_v, config)
+            if shared <= SHARED_BYTES - BARRIER_BYTES and sums + SPARE <= registers:
+                yield config
 
     def call(self, problem: Problem, best: Mapping[str, ForwardConfig]) -> Callable[[ForwardConfig], object]:
         return lambda tile: launch.forward(problem, tile=tile)

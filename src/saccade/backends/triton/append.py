@@ -23,9 +23,9 @@ def append(call: Append) -> None:
     layout, new = call.layout, call.k_new
     if not new.shape[:-1].numel() or not layout.sequences:
         return
-    cos_sin = [] if call.rotary is None else call.rotary[:2]
+    *cos_sin, interleaved = (None,) if call.rotary is None else call.rotary
     tensors = *call[:4], *layout.tensors, *cos_sin
-    key = tuple((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors), call.rotary is None
+    key = tuple((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors), interleaved
     with on_device(new):
         _launches.get_or_make(key, lambda: prepare(call))(new.device.index, arguments(call))
 

@@ -1,7 +1,7 @@
 """Paged caches: how the work is cut, and the launches.
 
-Nothing here reads a length: what depends on lengths is found on the device, so that a CUDA graph may be replayed with
-others. The table's width bounds them.
+Nothing here reads a length: the device computes all that depends on lengths, so that a CUDA graph may be
+replayed with others. The table's width bounds them.
 """
 
 # pyright: reportCallIssue=false
@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade.backends import Outputs
 from saccade.backends.device import block_d, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
-from saccade.backends.device.launch import Launch, cached_launch, nothing_seen, on_device, per_row
+from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import TileConfig, formula
@@ -112,7 +112,7 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     with on_device(q):
         split = problem.launches.get("split_kv")
         if split is None:
-            split = problem.launches["split_kv"] = split_kv(problem, processors(q.device))
+            split = problem.launches["split_kv"] = split_kv(problem, multiprocessors(q.device))
         caches = (launch.operand(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
         operands, target = (launch.operand(problem, "q"), *caches), launch.operand(problem, "out", out)
         sink = None if problem.sink is None else problem.sink.contiguous()
@@ -169,11 +169,6 @@ def _launch(name: str, problem: Problem, split: SplitKV, tensors: tuple[Any, ...
     key = name, lse is None, precision(), out.unit.value if isinstance(out, TensorArgs) else None
     launch = cached_launch(problem, key, lambda: prepare(name, problem, split))
     launch(problem.q.device.index, tensors)
-
-
-def processors(device: torch.device) -> int:
-    """How many multiprocessors; some, where there is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 # The rows of the compile gate: what comes after "triton paged 16bit d128/128".

@@ -191,15 +191,6 @@ def _step(acc, row_max, row_sum, page, start, q_tile, kv, q_idx, args, shape, PA
 
 
 @triton.jit
-def _flat_rows(x, batch, h, row):
-    """Pointers [block_q] to rows of a tensor (b, h, s, d)."""
-    stride_b = plain_int(x.stride_b).to(tl.int64)
-    stride_h = plain_int(x.stride_h).to(tl.int64)
-    stride_s = plain_int(x.stride_s).to(tl.int64)
-    return x.ptr + (batch * stride_b + h * stride_h + row * stride_s) * x.unit
-
-
-@triton.jit
 def _store_nothing(x, place, there):
     """-inf [block_q] for rows without a visible key in this part, if x is asked for."""
     if x is not None:
@@ -256,7 +247,7 @@ def paged_kernel(
 
     # [block_q, d]
     columns = tl.arange(0, shape.BLOCK_D)[None, :]
-    q_place = _flat_rows(q, batch, h, first_q + q_idx)[:, None] + columns
+    q_place = head(q, batch, h, first_q + q_idx)[:, None] + columns
     q_tile = tl.load(q_place, mask=live[:, None] & (columns < shape.D), other=0.0)
     table = pages.table + b.to(tl.int64) * plain_int(pages.stride)
     kv = PagedHead(k, v, table, pages, head_k, keys)
@@ -297,7 +288,7 @@ def paged_kernel(
     if SPLIT:
         tl.store(out + place[:, None] * shape.D_V + columns, acc, mask=stored)
     else:
-        out_place = _flat_rows(out, batch, h, first_q + q_idx)[:, None] + columns
+        out_place = head(out, batch, h, first_q + q_idx)[:, None] + columns
         tl.store(out_place, acc.to(out.ptr.dtype.element_ty), mask=stored)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))
@@ -317,10 +308,10 @@ def merge_kernel(
     place = tl.program_id(0).to(tl.int64)
     # [SPLITS]
     i = tl.arange(0, SPLITS)
-    found = tl.load(part_lse + i * rows.to(tl.int64) + place, mask=i < splits, other=float("-inf"))
-    top = tl.max(found, 0)
+    lses = tl.load(part_lse + i * rows.to(tl.int64) + place, mask=i < splits, other=float("-inf"))
+    top = tl.max(lses, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(found - top), 0)
+    total = tl.sum(tl.exp(lses - top), 0)
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     # [BLOCK_DV]
@@ -338,11 +329,11 @@ def merge_kernel(
     row = place % s_q
     h = place // s_q % h_q
     batch = place // s_q // h_q
-    tl.store(_flat_rows(out, batch, h, row) + column, acc.to(out.ptr.dtype.element_ty), mask=column < D_V)
+    tl.store(head(out, batch, h, row) + column, acc.to(out.ptr.dtype.element_ty), mask=column < D_V)
     if lse is not None:
         tl.store(lse + place, tl.where(empty, float("-inf"), top + tl.log(total)))
     if max_scores is not None:
-        found = tl.load(part_max + i * rows.to(tl.int64) + place, mask=i < splits, other=float("-inf"))
+        tops = tl.load(part_max + i * rows.to(tl.int64) + place, mask=i < splits, other=float("-inf"))
         # tl.max leaves a NaN out.
-        broken = tl.max((found != found).to(tl.int32), 0) > 0
-        tl.store(max_scores + place, tl.where(broken, float("nan"), tl.max(found, 0)))
+        broken = tl.max((tops != tops).to(tl.int32), 0) > 0
+        tl.store(max_scores + place, tl.where(broken, float("nan"), tl.max(tops, 0)))

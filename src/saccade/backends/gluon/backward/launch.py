@@ -13,13 +13,13 @@ from torch import Tensor
 from saccade.backends import Saved
 from saccade.backends.device import block_lists, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
-from saccade.backends.device.launch import on_device
+from saccade.backends.device.launch import multiprocessors, on_device
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.gluon import GRADIENT
 from saccade.backends.gluon.backward.args import BackwardScoreArgs, PackedGradients
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
-from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter, multiprocessors
+from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
 
@@ -41,7 +41,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         plan = problem.launches.get(key)
         config = BackwardConfig.of(q.shape[3], v.shape[3])
         if plan is None:
-            processors = multiprocessors(q.device.index)
+            processors = multiprocessors(q.device)
             plan = problem.launches[key] = BackwardPlan.of(problem, dout, out, gradients, processors, config)
         mask = block_lists.record(problem, config.block_q, config.block_k, by_keys=True)
         spans = sequences.spans(problem, sequences.table(problem, 1, config.block_k) if packed else None)

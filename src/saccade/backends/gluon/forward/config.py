@@ -51,13 +51,13 @@ def block_dv(d_v: int) -> int:
     return max(16, 1 << (d_v - 1).bit_length())
 
 
-def shared_bytes(d: int, d_v: int, made: ForwardConfig) -> int:
+def shared_bytes(d: int, d_v: int, config: ForwardConfig) -> int:
     """Shared memory of 16-bit operands, without the barriers."""
     columns = chunks(d) * chunk(d)
     wider = max(chunk(d), block_dv(d_v))
     slot = -(-columns // wider) * wider * 64 * 2
-    stage = made.block_k * (columns + block_dv(d_v)) * 2
-    return made.slots * made.consumers * slot + made.stages * stage
+    stage = config.block_k * (columns + block_dv(d_v)) * 2
+    return config.slots * config.consumers * slot + config.stages * stage
 
 
 def key(spec: Spec, score: str = "") -> str:
@@ -75,11 +75,11 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
         return dropping(forward_config(replace(spec, dropout=False), gpu, score), spec, score)
     if row is None and score:
         return scored(spec, gpu, score)
-    made = ForwardConfig(**row) if row else formula(spec.d, spec.d_v)
+    config = ForwardConfig(**row) if row else formula(spec.d, spec.d_v)
     listed = "mask_mod" in spec.mask or "~" in spec.mask
-    if spec.layout in ("packed", "paged") and listed and (made.consumers, made.block_k) == (3, 128):
+    if spec.layout in ("packed", "paged") and listed and (config.consumers, config.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both
-    return made
+    return config
 
 
 TWO_CONSUMERS = ForwardConfig(2, 128, 3, 2, 0, 232, 40)
@@ -99,14 +99,14 @@ def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     return replace(config, spill=SCORE_SPILL) if wide <= 128 else config
 
 
-def dropping(made: ForwardConfig, spec: Spec, score: str) -> ForwardConfig:
+def dropping(config: ForwardConfig, spec: Spec, score: str) -> ForwardConfig:
     """Philox needs registers too: those of three consumers, or of the producer, which has some left; beside a score's
     those of half a tile."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
     if wide <= 64:
         return ForwardConfig(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
-    block_k = 64 if score and wide <= 128 else made.block_k
-    return replace(made, block_k=block_k, registers=240, loader_registers=24, spill=SCORE_SPILL)
+    block_k = 64 if score and wide <= 128 else config.block_k
+    return replace(config, block_k=block_k, registers=240, loader_registers=24, spill=SCORE_SPILL)
 
 
 SCORE_SPILL = 160
@@ -123,7 +123,7 @@ def formula(d: int, d_v: int) -> ForwardConfig:
     registers = (232, 40) if block_dv(d_v) <= 128 else (240, 32)
     for block_k in (128, 64) if block_dv(d_v) <= 128 else (64,):
         for slots in (2, 1):
-            made = ForwardConfig(2, block_k, 2, slots, 0, *registers)
-            if shared_bytes(d, d_v, made) <= SHARED_BYTES - 1024:
-                return made
+            config = ForwardConfig(2, block_k, 2, slots, 0, *registers)
+            if shared_bytes(d, d_v, config) <= SHARED_BYTES - 1024:
+                return config
     raise AssertionError(f"no schedule for head dims {d} and {d_v}")

@@ -15,12 +15,12 @@ from saccade import configs
 from saccade.backends import Outputs
 from saccade.backends.device import block_lists, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
-from saccade.backends.device.launch import nothing_seen, on_device, per_row
+from saccade.backends.device.launch import multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import PackedRowsArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler
 from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
-from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, counter, multiprocessors, shape_of
+from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, counter, shape_of
 from saccade.layouts import Packed, Paged, empty_like_rows
 from saccade.problem import Problem, aligned
 
@@ -50,7 +50,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         if cached is None:
             gpu = configs.gpu_name(q.device.index)
             config = tile or forward_config(problem.spec(), gpu, scores.weight(problem.score))
-            cached = prepare(problem, out, config, multiprocessors(q.device.index)), config
+            cached = prepare(problem, out, config, multiprocessors(q.device)), config
             if tile is None:
                 problem.launches[key] = cached
         launch, config = cached
