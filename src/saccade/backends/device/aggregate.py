@@ -1,4 +1,4 @@
-"""Records that kernels put together themselves."""
+"""Aggregates: values that kernels build on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _aggregate(fields: Any) -> Any:
     return core._aggregate(fields)
 
 
-# A class of annotated fields becomes a value of device code, made of one argument for each: tensors, constexprs,
-# records, aggregates, or None. Unlike a NamedTuple it may be assigned to a variable: Triton makes tensors of the
-# constexprs of those. Triton 3.6 generates no `__init__`, and does not know `Any`.
+# A class of annotated fields becomes a type of device code, whose constructor takes one argument for each field:
+# tensors, constexprs, records, aggregates, or None. Unlike a NamedTuple it may be assigned to a variable: Triton would
+# make tensors of a NamedTuple's constexprs. Triton 3.6 generates no `__init__`, and does not know `Any`.
 aggregate: Any = dataclass if knobs.runtime.interpret else _aggregate

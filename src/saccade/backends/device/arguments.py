@@ -1,4 +1,4 @@
-"""What kernels that visit tiles of scores take from a Problem: common arguments, the tile shape, the grid."""
+"""The arguments, tile shape and grid of kernels that visit tiles of scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def precision() -> str:
 def common_arguments(
     problem: Problem, mask: masks.DeviceMask, table: Tensor | None = None, fast: bool = False
 ) -> tuple[Any, ...]:
-    """From `used_q` to `scale`. `fast` is as `scores.record` says."""
+    """The arguments from `used_q` to `scale`. `fast` is as `scores.record` says."""
     q, records = problem.q, (mask, scores.record(problem.score, fast), dropout.record(problem.dropout))
     return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 

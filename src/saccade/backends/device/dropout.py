@@ -17,12 +17,12 @@ W0, W1 = (tl.constexpr(w) for w in dropout.STEPS)
 
 
 class DeviceDropout(NamedTuple):
-    """What a kernel takes in the place of None."""
+    """Dropout as kernels take it; None is no dropout."""
 
     state: Any
     """seed and offset, int64"""
     threshold: Any
-    """As a Dropout's, less 2^31: negative and odd, of which Triton never makes a constant."""
+    """A Dropout's threshold less 2^31: negative and odd, so that Triton never makes a constant of it."""
     rescale: Any
     """1 / (1 - p)"""
 
@@ -83,8 +83,8 @@ def philox(c0, c1, c2, c3, seed):
 def keep(numbers, like, b, h, q_idx, kv_idx):
     """Which probabilities of a tile like [M, N] stay: bool. Rows are queries, or keys if q_idx is [1, N].
 
-    q_idx and kv_idx start at multiples of 16, and h changes there at most. In Gluon the layout is like's own in other
-    words: it has to be converted, which moves nothing.
+    q_idx and kv_idx start at multiples of 16, and h changes there at most. In Gluon the result's layout equals that of
+    `like` under another name: the caller converts it, which moves nothing.
     """
     TRANSPOSED: tl.constexpr = q_idx.shape[0] == 1
     seed, offset, threshold, _ = numbers

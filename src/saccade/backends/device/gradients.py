@@ -1,4 +1,4 @@
-"""What the backwards of the backends here have in common."""
+"""Helpers that the backwards of all kernel backends share."""
 
 from __future__ import annotations
 

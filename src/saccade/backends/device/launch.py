@@ -1,4 +1,4 @@
-"""How compiled kernels start, for every backend that has them."""
+"""Launches of compiled kernels, for every backend that has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from saccade.problem import Problem
 
 @dataclass
 class Launch:
-    """A kernel with all that is the same in each call of a Problem's key. The first call compiles it."""
+    """A kernel with all that every call of a Problem's key shares. The first call compiles it."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -26,7 +26,7 @@ class Launch:
     warps: int = 4
     stages: int = 3
     least_stages: int | None = None
-    """fewest stages to try where tables that a score reads have no room in shared memory beside the operands"""
+    """The fewest stages to try where the tables of a score do not fit shared memory beside the operands."""
     compiled: Any = None
 
     def __call__(self, device: Any, arguments: tuple[Any, ...]) -> None:
@@ -60,8 +60,8 @@ def cached_launch(problem: Problem, key: Any, make: Callable[[], Launch]) -> Lau
 
 
 def run(compiled: Any, grid: tuple[int, int, int], device: Any, arguments: Any) -> None:
-    """`compiled[grid](*arguments)` on torch's current stream, without its look-ups; a profiler that hooks launches gets
-    them. Triton's own way through the jitted function costs more than all else in a small call."""
+    """`compiled[grid](*arguments)` on torch's current stream, without its look-ups, unless a profiler hooks launches.
+    A launch through the jitted function costs more than all else in a small call."""
     if hooked():
         compiled[grid](*arguments)
         return
@@ -86,7 +86,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def hooked() -> bool:
-    """Whether someone, such as a profiler, wants to hear of launches."""
+    """Whether a hook, such as a profiler's, listens to launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
 

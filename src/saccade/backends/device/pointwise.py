@@ -64,7 +64,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """Kahan's: what 1 + x loses, the quotient gives back."""
+    """Kahan's formula: the quotient restores what 1 + x loses."""
     u = 1 + x
     return tl.where(u == 1, x, tl.where(u == INF, u, tl.log(u) * x / tl.where(u == 1, 1.0, u - 1)))
 
@@ -113,7 +113,7 @@ def fmod(x, y):
 
 @triton.jit
 def divisor(j):
-    """What divides: 0 counts as 1, so that results stay in the ranges that places in memory rely on."""
+    """j, with 1 in the place of 0, so that results stay in the ranges that places in memory rely on."""
     return tl.where(j == 0, 1, j)
 
 
@@ -155,7 +155,7 @@ def power(x, y):
 
 @triton.jit
 def distances(q_idx, kv_idx):
-    """What `diagonals` sums over: near and far [1, block_k] are every kv_idx - q_idx of a tile, but for one that lies
+    """The distances that `diagonals` sums over: near and far [1, block_k] are every kv_idx - q_idx of a tile, and one
     below them all."""
     near = kv_idx - tl.min(q_idx)
     return near, near - kv_idx.shape[1]
@@ -176,8 +176,8 @@ def diagonals(x):
 
 @triton.jit
 def add_diagonals(ADD: tl.constexpr, target, near_place, far_place, x):
-    """Adds the sums over equal distances where those belong. Beyond the reach of a table all of a tile's belong to one
-    place: one addition, where one for each distance would wait for one another."""
+    """Adds the sums over equal distances at their places. Beyond the reach of a table a whole tile has one place: one
+    addition, where one for each distance would wait for one another."""
     first = tl.minimum(tl.min(near_place), tl.min(far_place))
     last = tl.maximum(tl.max(near_place), tl.max(far_place))
     if first == last:

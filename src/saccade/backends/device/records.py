@@ -1,4 +1,4 @@
-"""What kernels take instead of long argument lists: named tuples, which Triton passes as one value each."""
+"""Named tuples that kernels take instead of long argument lists; Triton passes each as one value."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TensorArgs(NamedTuple):
     stride_h: Any
     stride_s: Any
     unit: Any
-    """constexpr: elements in 16 bytes where every row starts at a multiple of 16 bytes, else 1. Triton by itself sees
-    multiples of 16 elements only, and moves all else element by element."""
+    """constexpr: elements in 16 bytes where every row starts at a multiple of 16 bytes, else 1. Triton itself
+    sees multiples of 16 elements only, and moves all else element by element."""
     wide: Any
-    """constexpr: one head spans 2^31 elements or more, so that places inside it need 64 bits"""
+    """constexpr: one head spans 2^31 elements or more, so that offsets in it need 64 bits"""
 
     @staticmethod
     def of(x: Tensor) -> TensorArgs:
@@ -47,8 +47,8 @@ def constants(*values: Any) -> tuple[Any, ...]:
 
 
 def runtime_int(value: int) -> int:
-    """A form of an integer from 0 on that Triton never specialises: it compiles anew for 1 and for multiples of 16, and
-    this one is odd and at least 3. `plain_int` undoes it. (`do_not_specialize` does not reach inside records.)"""
+    """An integer from 0 on in a form that Triton never specialises: Triton compiles anew for 1 and for multiples of 16,
+    and this form is odd and at least 3. `plain_int` undoes it. (`do_not_specialize` does not reach inside records.)"""
     return 2 * value + 3
 
 

@@ -1,4 +1,4 @@
-"""Tiles of q, k and v, and the ranges of tiles that a mask leaves to visit."""
+"""Tiles of q, k and v, and the ranges of tiles that a mask has programs visit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def store_tile(x, base, start, stop, value, N: tl.constexpr, D: tl.constexpr, BL
 
 @triton.jit
 def tile_range(lo, hi, core_lo, core_hi, live, length, BLOCK: tl.constexpr):
-    """What a block of rows has to visit, from its rows' hulls and cores: tile starts, multiples of BLOCK.
+    """The tiles that a block of rows visits, from its rows' hulls and cores: starts, multiples of BLOCK.
 
     Returns first, core, core_end, end: [first, core) and [core_end, end) need the mask, [core, core_end) does not.
     `live` says which rows count; `length` is the number of keys.
@@ -151,8 +151,8 @@ def largest(row_max, row_sum, live):
 
 @triton.jit
 def store_largest(max_scores, place, there, acc, row_max, row_sum, score, live, sink, h, carries):
-    """Writes max_scores, if they are asked for, and lets the sink in, if there is one and this part `carries` it. It
-    comes after all keys here: a maximum that began with it would not be theirs. Returns acc, row_max and row_sum."""
+    """Writes max_scores, if they are asked for, and adds the sink, if there is one and this part `carries` it. The sink
+    comes after all keys here, as max_scores are the maxima of keys alone. Returns acc, row_max and row_sum."""
     if max_scores is not None:
         tl.store(max_scores + place, largest(natural(row_max, score), row_sum, live), mask=there)
         if sink is not None:
