@@ -12,8 +12,7 @@ from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton import append, launch, paged
-from saccade.backends.triton.config import KERNELS, key
-from saccade.backends.triton.config import config as tile_config
+from saccade.backends.triton.config import KERNELS, config, key
 from saccade.configs import table
 from saccade.spec import Spec
 
@@ -36,10 +35,8 @@ def features() -> Iterator[str]:
     yield "triton order 16bit d128/128 packed"
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
-    yield from (
-        f"triton {name} 16bit d128/128 listed"
-        for name in [name for name in SHARED if name.endswith(("states", "list"))]
-    )
+    lists = (name for name in SHARED if name.endswith(("states", "list")))
+    yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
@@ -65,8 +62,7 @@ def compiled(name: str) -> tuple[Any, int]:
     top = rows if "max_scores" in row.words else None
     outputs = {"forward": (v, rows, top, None), "dkdv": (v, k, v, rows, rows), "dq": (v, q, rows, rows)}[row.kernel]
     tensors = (TensorArgs.of(x) if x is not None and x.dim() == 4 else x for x in (q, k, v, *outputs))
-    config = tile_config(row.kernel, problem.spec(), GPU)
-    launch_ = launch.prepare(row.kernel, problem, config)
+    tile = config(row.kernel, problem.spec(), GPU)
     arguments = common_arguments(problem, device_mask(problem))
-    dropout_spill = 0 if problem.dropout is None else DROPOUT_SPILL
-    return launch_.warmup((*tensors, *arguments)), config.spill + dropout_spill
+    kernel = launch.prepare(row.kernel, problem, tile).warmup((*tensors, *arguments))
+    return kernel, tile.spill + (0 if problem.dropout is None else DROPOUT_SPILL)
