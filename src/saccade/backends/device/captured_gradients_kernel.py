@@ -9,14 +9,15 @@ import triton.language as tl
 
 from saccade.backends.device.block_lists_kernel import tile_start
 from saccade.backends.device.q_block import (
-    QGradients,
     edge_length,
     edge_start,
     kv_head,
     kv_tiles,
+    load_k,
     load_q,
+    load_v,
     q_block,
-    score_gradients,
+    weight_gradient,
 )
 from saccade.backends.device.tiles import in_units
 
@@ -45,12 +46,21 @@ def as_integers(total, place, value):
 
 @triton.jit
 def _step(
-    start, rows, kv, block, sums, ADD: tl.constexpr, SCATTER: tl.constexpr, shape, MASKED: tl.constexpr
+    start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, shape, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys."""
     args = block.args
-    _, kv_idx, qk, ds = score_gradients(rows, kv, block, start, shape, MASKED)
-    SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, block.q_idx[:, None], kv_idx)
+    q_idx = block.q_idx[:, None]
+    # [block_k, d], [block_k, d_v]
+    k_tile = load_k(kv, start, shape, MASKED)
+    v_tile = load_v(kv, start, shape, MASKED)
+    # [block_q, block_k]
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
+    kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
+    _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx, MASKED)
+    SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, q_idx, kv_idx)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
@@ -71,11 +81,10 @@ def captured_gradients_kernel(
     row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if dlse is not None:
         row_delta -= tl.load(dlse + block.place, mask=block.live, other=0.0)
-    rows = QGradients(q_tile, dout_tile, row_lse, row_delta)
     kv = kv_head(k, v, block, shape)
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        _step(start, rows, kv, block, sums, ADD, SCATTER, shape, True)
+        _step(start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums, ADD, SCATTER, shape, True)
     for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
         start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
-        _step(start, rows, kv, block, sums, ADD, SCATTER, shape, False)
+        _step(start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums, ADD, SCATTER, shape, False)

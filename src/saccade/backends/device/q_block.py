@@ -73,20 +73,6 @@ class KVHead:
 
 
 @aggregate
-class QGradients:
-    """What the gradients of a q block's scores depend on besides its keys."""
-
-    q: Any
-    """[block_q, d]"""
-    dout: Any
-    """[block_q, d_v]"""
-    lse: Any
-    """[block_q], +inf where a row has no keys"""
-    delta: Any
-    """[block_q]"""
-
-
-@aggregate
 class TileRange:
     """Which tiles a block visits: see `tiles.tile_range`."""
 
@@ -210,19 +196,3 @@ def weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.
         live = keep(args.dropout, p, args.b, args.h, q_idx, kv_idx)
         ds = p * (tl.where(live, dp, 0.0) * factor(args.dropout) - row_delta)
         return tl.where(live, p, 0.0), ds
-
-
-@triton.jit
-def score_gradients(rows, kv, block, start, shape, MASKED: tl.constexpr):
-    """k [block_k, d], kv_idx [1, block_k], q k^T and ds before the slope [block_q, block_k] of one tile of keys."""
-    # [block_k, d], [block_k, d_v]
-    k_tile = load_k(kv, start, shape, MASKED)
-    v_tile = load_v(kv, start, shape, MASKED)
-    # [block_q, block_k]
-    qk = tl.dot(rows.q, tl.trans(k_tile), input_precision=shape.PRECISION)
-    dp = tl.dot(rows.dout, tl.trans(v_tile), input_precision=shape.PRECISION)
-    kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
-    _, ds = weight_gradient(
-        qk, dp, rows.lse[:, None], rows.delta[:, None], block.args, block.q_idx[:, None], kv_idx, MASKED
-    )
-    return k_tile, kv_idx, qk, ds

@@ -16,16 +16,16 @@ from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
 from saccade.backends.device.dropout import factor, opened
 from saccade.backends.device.q_block import (
-    QGradients,
     ScoreArgs,
     TileRange,
     edge_length,
     edge_start,
     kv_head,
     kv_tiles,
+    load_k,
     load_q,
+    load_v,
     q_block,
-    score_gradients,
     store_q,
     weight_gradient,
 )
@@ -163,10 +163,18 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
 
 
 @triton.jit
-def _dq_step(dq, start, rows, kv, block, shape, MASKED: tl.constexpr):
+def _dq_step(dq, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, MASKED: tl.constexpr):
     """One tile of keys: dq [block_q, d]."""
-    k_tile, kv_idx, qk, ds = score_gradients(rows, kv, block, start, shape, MASKED)
-    ds = _apply_slope(ds, qk, block.args, block.q_idx[:, None], kv_idx)
+    # [block_k, d], [block_k, d_v]
+    k_tile = load_k(kv, start, shape, MASKED)
+    v_tile = load_v(kv, start, shape, MASKED)
+    # [block_q, block_k]
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
+    kv_idx = start + tl.arange(0, shape.BLOCK_K)
+    args, q_idx = block.args, block.q_idx[:, None]
+    _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx[None, :], MASKED)
+    ds = _apply_slope(ds, qk, args, q_idx, kv_idx[None, :])
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=shape.PRECISION)
 
 
@@ -180,14 +188,13 @@ def dq_kernel(q, k, v, dout, dq, shift, delta, used_q, used_k, mask, score, drop
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
     row_lse = tl.load(shift + block.place, mask=block.live, other=float("inf"))
     row_delta = tl.load(delta + block.place, mask=block.live, other=0.0)
-    rows = QGradients(q_tile, dout_tile, row_lse, row_delta)
     kv = kv_head(k, v, block, shape)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        dq_sum = _dq_step(dq_sum, start, rows, kv, block, shape, True)
+        dq_sum = _dq_step(dq_sum, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, True)
     for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
         start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
-        dq_sum = _dq_step(dq_sum, start, rows, kv, block, shape, False)
+        dq_sum = _dq_step(dq_sum, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, False)
     dq_sum = tl.where(block.live[:, None], dq_sum * scale, 0.0)
     store_q(dq, block, dq_sum, shape.D, shape.BLOCK_D, shape)
