@@ -11,6 +11,7 @@ from saccade.block_sparsity import compute_states, with_states
 from saccade.layouts import Dense
 from saccade.masks import Mask, as_mask
 from saccade.problem import Problem
+from saccade.scores import Sizes
 
 
 def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.device | str | None = None) -> Mask:
@@ -49,7 +50,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         raise TypeError("block_mask needs a mask, got None")
     mask = mask.unblocked()
     bound = mask.bound()
-    if error := mask.complaint(b, h, s_q, s_k):
+    if error := mask.shape_error(Sizes(b, h, s_q, s_k)):
         raise ValueError(error)
     if not mask.listed:
         return mask

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from saccade.backends import Backend, Unsupported
+from saccade.bounded_cache import BoundedCache
 from saccade.masks_from_scores.rewrite import move_to_mask
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -63,12 +64,10 @@ def planned(problem: Problem, backend: str, gradient: bool = False) -> tuple[Pla
     the backend takes it, with what its score masks in its mask."""
     problem = move_to_mask(problem, backend)
     key = problem.key, backend, gradient
-    known = _plans.get(key)
-    if known is None:
-        if len(_plans) >= _PLANS:
-            _plans.clear()
-        known = _plans[key] = replace(_plan_of(problem, backend, gradient), launches={})
-    return known, problem.planned(known.launches)
+    chosen = _plans.get(key)
+    if chosen is None:
+        chosen = _plans.put(key, replace(_plan_of(problem, backend, gradient), launches={}))
+    return chosen, problem.planned(chosen.launches)
 
 
 def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
@@ -89,8 +88,7 @@ def plan_for(call: Spec | Problem, backend: str = "auto", gradient: bool = False
     return plan(call, backend, gradient) if isinstance(call, Spec) else plan_of(call, backend, gradient)
 
 
-_plans: dict[Any, Plan] = {}
-_PLANS = 4096
+_plans: BoundedCache[Any, Plan] = BoundedCache(4096)
 
 
 def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) -> list[str]:

@@ -86,8 +86,9 @@ class Dense(Layout):
         return operand_error(q, k, v, h, s) if q[b] == k[b] == v[b] else "q, k and v must have one batch size"
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
-        b, h, s_q, s_k, _ = self.sizes(q, k)
-        if mask is not None and mask.listed and (error := mask.complaint(b, h, s_q, s_k)):
+        sizes = self.sizes(q, k)._replace(exact=True)
+        b, _, s_q, s_k, _ = sizes
+        if mask is not None and mask.listed and (error := mask.shape_error(sizes)):
             return error
         for name in self._used():
             if (used := getattr(self, name)).shape != (b,):

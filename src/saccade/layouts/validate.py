@@ -46,6 +46,6 @@ def sequence_mask_error(mask: Mask | None, sizes: Sizes, no_documents: str) -> s
         if leaf.kind == "prefixes" and leaf.tensors[0].shape != (sizes.b,):
             got = tuple(leaf.tensors[0].shape)
             return f"prefix lengths must have shape ({sizes.b},), one for each sequence, got {got}"
-        if leaf.listed and (error := leaf.packed_complaint(*sizes[:4])):
+        if leaf.listed and (error := leaf.shape_error(sizes)):
             return error
     return None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks.interval import Extent, Interval, everything, nothing
+from saccade.scores import Sizes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,15 +98,10 @@ class Mask:
     def _tensors(self) -> list[Tensor]:
         return []
 
-    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        """What keeps it from being the mask of a call of this shape."""
-        return next(
-            (error for leaf in self.leaves() if leaf is not self if (error := leaf.complaint(b, h, s_q, s_k))), None
-        )
-
-    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        """What keeps it from being the mask of b packed sequences of at most these lengths."""
-        return self.complaint(b, h, s_q, s_k)
+    def shape_error(self, sizes: Sizes) -> str | None:
+        """What keeps it from being the mask of a call of this shape, or of b sequences of at most these lengths."""
+        errors = (leaf.shape_error(sizes) for leaf in self.leaves() if leaf is not self)
+        return next(filter(None, errors), None)
 
     def unblocked(self) -> Mask:
         """The mask without the list of tiles that may have been made for one shape."""

@@ -17,7 +17,7 @@ from saccade.bounded_cache import BoundedCache
 from saccade.masks.base import Mask, PredicateMask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL
 from saccade.masks.interval import Extent
-from saccade.masks.mask_mod import Written, packed_shape_error
+from saccade.masks.mask_mod import Written, sequences_shape_error
 from saccade.scores.recording.compile_constant import compile_constant
 
 
@@ -66,15 +66,13 @@ class TensorMask(PredicateMask):
     def _tensors(self) -> list[Tensor]:
         return [self.t]
 
-    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        call, shape = (b, h, s_q, s_k), tuple(self.t.shape)
+    def shape_error(self, sizes: scores.Sizes) -> str | None:
+        call, shape = tuple(sizes[:4]), tuple(self.t.shape)
+        if not sizes.exact:
+            return sequences_shape_error("a mask tensor", (1,) * (4 - len(shape)) + shape, sizes, broadcast=True)
         if any(n not in (1, m) for n, m in zip(shape, call[4 - len(shape) :], strict=True)):
             return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {shape}"
         return None
-
-    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        shape = (1,) * (4 - self.t.dim()) + tuple(self.t.shape)
-        return packed_shape_error("a mask tensor", shape, (b, h, s_q, s_k), broadcast=True)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return read(b, h, q_idx, kv_idx, self.t, self.own)

@@ -57,21 +57,15 @@ class MaskMod(PredicateMask):
         identity = word.removeprefix("mask_mod[").removesuffix("]")
         return MaskMod(scores.Traced.of_tensors(identity, tensors, ints, floats))
 
-    def complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        call, form = (b, h, s_q, s_k), self.form
-        if form is not None and (form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != call[2:]):
-            return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {call}"
-        return self._capture_error(scores.Sizes(*call))
-
-    def packed_complaint(self, b: int, h: int, s_q: int, s_k: int) -> str | None:
-        call = b, h, s_q, s_k
-        if self.form is not None and (error := packed_shape_error("the BlockMask", self.form, call)):
+    def shape_error(self, sizes: scores.Sizes) -> str | None:
+        b, h, s_q, s_k, exact = sizes
+        form = self.form
+        if form is not None and not exact and (error := sequences_shape_error("the BlockMask", form, sizes)):
             return error
-        return self._capture_error(scores.Sizes(*call, exact=False))
-
-    def _capture_error(self, sizes: scores.Sizes) -> str | None:
-        if max(sizes.s_q, sizes.s_k) > scores.LONGEST:
-            return f"mask functions take lengths up to {scores.LONGEST}, got {sizes.s_q} and {sizes.s_k}"
+        if form is not None and exact and (form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != (s_q, s_k)):
+            return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {(b, h, s_q, s_k)}"
+        if max(s_q, s_k) > scores.LONGEST:
+            return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
         return scores.short(self.predicate.identity, self.predicate.tensors, sizes)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -81,16 +75,17 @@ class MaskMod(PredicateMask):
         return f"mask_mod({self.predicate.kind})"
 
 
-def packed_shape_error(
-    name: str, shape: tuple[int, ...], call: tuple[int, int, int, int], broadcast: bool = False
+def sequences_shape_error(
+    name: str, shape: tuple[int, ...], sizes: scores.Sizes, broadcast: bool = False
 ) -> str | None:
-    """What is wrong with the shape of a mask for so many packed sequences, heads, queries and keys; None if nothing."""
-    wide = all(n in (1, m) for n, m in zip(shape[:2], call[:2], strict=True))
-    if wide and all(n >= m or (n == 1 and broadcast) for n, m in zip(shape[2:], call[2:], strict=True)):
+    """What is wrong with the shape of a mask for sequences, or None."""
+    b, h, s_q, s_k, _ = sizes
+    long_enough = (n >= m or (n == 1 and broadcast) for n, m in zip(shape[2:], (s_q, s_k), strict=True))
+    if shape[0] in (1, b) and shape[1] in (1, h) and all(long_enough):
         return None
     return (
-        f"{name} over sequences has a row and a column for each query and key that the longest one has room for, so at "
-        f"least (sequences, h_q, queries, keys) = {call}, where sequences and heads may be 1; got {shape}"
+        f"{name} over sequences has a row for each query of the longest one, and a column for each of its keys: at "
+        f"least (sequences, h_q, queries, keys) = {(b, h, s_q, s_k)}, where sequences and heads may be 1; got {shape}"
     )
 
 

@@ -57,8 +57,7 @@ def _without_nan(problem: Problem) -> Problem:
 
 
 def _forward(problem: Problem, lse: bool) -> Outputs:
-    run = sdpa.forward if sdpa.runs_forward(problem) else sdpa.forward_with_added
-    if not problem.max_scores and (result := run(problem)) is not None:
+    if not problem.max_scores and (result := sdpa.forward(problem)) is not None:
         return *result, None
     return tiled.forward(problem, lse)
 

@@ -58,50 +58,47 @@ def _sees_all(problem: Problem) -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
-    """out and lse; None where a row may be NaN or see nothing: the kernel makes zeros and an LSE of 0 of both, as its
-    maximum leaves NaN out where keys are fewer than a vector."""
-    out, lse = _without_sink(problem)
-    if not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any()):
+    """out and lse; None where the kernel does not run the call, or is not the fastest, or a row of its result may be
+    wrong.
+
+    A mask or a bias is a tensor that the kernel adds to the scores: a score that is not finite, where our tiles replace
+    it by -inf, gives NaN, in the LSE too. The kernel returns zeros and an LSE of 0 for a row that sees nothing, and for
+    one that is NaN where its keys are fewer than a vector.
+    """
+    if runs_forward(problem):
+        out, lse = _without_sink(problem)
+        wrong = not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any())
+    else:
+        if (added := _added_tensor(problem)) is None:
+            return None
+        out, lse = _without_sink(problem, added)
+        wrong = not (bool(lse.all()) and math.isfinite(lse.sum().item()))
+        if wrong and problem.score is None:
+            tiling_of(problem).visited = 0.0  # from now on the tiles run this mask at once
+    if wrong:
         return None
-    return _with_sink(problem, out, lse)
-
-
-def _with_sink(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse if problem.sink is None else sink.join(out, lse, problem.sink)
 
 
+def _added_tensor(problem: Problem) -> Tensor | None:
+    """The mask or the bias of a call as a tensor (b or 1, h_q or 1, s_q, s_k), where the kernel is the fastest with it
+    and it is cached."""
+    if problem.q.dtype != torch.float32 or not _plain(problem):
+        return None
+    if problem.score is None:
+        return Worker(problem, tiling_of(problem)).additive_mask()
+    added = score_mods.bias(problem) if problem.mask is None else None
+    whole = added is not None and added.shape[2:] == (problem.q.shape[2], problem.k.shape[2])
+    return added if whole else None
+
+
 def _without_sink(problem: Problem, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`added` stands for mask and score: (b or 1, h_q or 1, s_q, s_k), added to the scaled scores."""
     causal = added is None and not _sees_all(problem)
     # Query heads find their key heads themselves.
     result, lse = _forward(problem.q, problem.k, problem.v, 0.0, causal, attn_mask=added, scale=problem.scale)
     out = problem.out if problem.out is not None else empty_like_rows(problem.q, problem.v.shape[3])
     same = problem.out is None and result.stride() == out.stride()
     return result if same else out.copy_(result), lse.contiguous()
-
-
-def forward_with_added(problem: Problem) -> tuple[Tensor, Tensor] | None:
-    """The forward with a tensor that the kernel adds to the scores, a mask or a bias, where that is cached and the
-    fastest; else None.
-
-    The kernel adds -inf where our tiles replace a score: a score that is not finite gives NaN, in the LSE too. A row
-    that sees nothing has an LSE of 0. The answer is None where an LSE is one of these, whatever made it so.
-    """
-    if problem.q.dtype != torch.float32 or not _plain(problem):
-        return None
-    tiling = None if problem.score is not None else tiling_of(problem)
-    if tiling is not None:
-        added = Worker(problem, tiling).additive_mask()
-    else:
-        added = score_mods.bias(problem) if problem.mask is None else None
-    if added is None or added.shape[2:] != (problem.q.shape[2], problem.k.shape[2]):
-        return None
-    out, lse = _without_sink(problem, added)
-    if bool(lse.all()) and math.isfinite(lse.sum().item()):
-        return _with_sink(problem, out, lse)
-    if tiling is not None:
-        tiling.visited = 0.0  # from now on the tiles run this mask at once
-    return None
 
 
 def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

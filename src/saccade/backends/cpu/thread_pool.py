@@ -24,8 +24,8 @@ def threads() -> int:
     return torch.get_num_threads() if _own_numbers() else 1
 
 
-def spread(items: Iterable[Item], start_worker: Callable[[], Callable[[Item], None]], many: int) -> None:
-    """Runs every item once, by at most `many` threads, each of which calls `start_worker` for what runs its items.
+def spread(items: Iterable[Item], start_worker: Callable[[], Callable[[Item], None]], workers: int) -> None:
+    """Runs every item once, by at most `workers` threads, each of which calls `start_worker` for what runs its items.
 
     After the first exception no more items are drawn; it is raised when all threads are done.
     """
@@ -46,7 +46,7 @@ def spread(items: Iterable[Item], start_worker: Callable[[], Callable[[Item], No
                 stopped.set()
                 raise
 
-    if many <= 1:
+    if workers <= 1:
         run = start_worker()
         for item in items:
             run(item)
@@ -54,7 +54,7 @@ def spread(items: Iterable[Item], start_worker: Callable[[], Callable[[Item], No
     futures: list[Future[None]] = []
     try:
         try:
-            futures += [_executor().submit(draw) for _ in range(many)]
+            futures += [_executor().submit(draw) for _ in range(workers)]
         except RuntimeError:  # no more threads, as when the interpreter ends
             draw()
         wait(futures)

@@ -55,8 +55,8 @@ def forward(problem: Problem, lse: bool) -> Outputs:
 
         return run
 
-    many = _threads(tiling)
-    thread_pool.spread(_forward_items(tiling, many), start_worker, many)
+    workers = _workers(tiling)
+    thread_pool.spread(_forward_items(tiling, workers), start_worker, workers)
     if problem.sink is None:
         return out, row_lse if lse else None, top
     joined = sink.join(out, row_lse, problem.sink)
@@ -87,54 +87,54 @@ def backward(problem: Problem, saved: Saved, foreign: bool = False) -> Gradients
     it is that of other scores than the tiles compute.
     """
     tiling = tiling_of(problem)
-    many = _threads(tiling)
-    items = _backward_items(tiling, many)
-    captures = problem.score.tensors if problem.score else ()
-    wanted = sum(x.numel() for x, want in zip(captures, saved.wanted, strict=True) if want)
-    if wanted * len(items) > TILE_ELEMENTS:  # each item has sums of its own
-        many, items = 1, _backward_items(tiling, 1)
-    call = _Backward(problem, saved, shared=many == 1)
+    call = _Backward(problem, saved)
     call.own_sums |= foreign and tiling.shape.products == torch.bfloat16
-    sums = [_Sums(None, None, [])] * len(items)
+    workers = _workers(tiling)
+    items, captures = _backward_items(tiling, workers), call.zeros()
+    captured = sum(x.numel() for x in captures if x is not None)
+    if captured * len(items) > TILE_ELEMENTS:  # with several threads each item has sums of its own
+        workers, items = 1, _backward_items(tiling, 1)
+    sums = [_Sums([], [])] * len(items)
 
     def start_worker() -> Callable[[int], None]:
         worker = Worker(problem, tiling)
 
         def run(number: int) -> None:
-            sums[number] = call.run(worker, items[number])
+            sums[number] = call.run(worker, items[number], captures if workers == 1 else call.zeros())
 
         return run
 
-    thread_pool.spread(range(len(items)), start_worker, many)
-    return call.gradients(items, sums)
+    thread_pool.spread(range(len(items)), start_worker, workers)
+    return call.gradients(items, sums, captures)
 
 
 class _Sums(NamedTuple):
     """What an item adds to gradients that it shares with others."""
 
-    dk: Tensor | None
-    """(n, s_k, d) of its heads, as dv; None where the item alone has these heads, and has stored them."""
-    dv: Tensor | None
+    dk_dv: list[Tensor]
+    """(n, s_k, d) each, of the item's heads; none where the item alone has these heads, and has stored them"""
     captures: list[Tensor | None]
 
-    def add(self, other: _Sums) -> None:
-        for total, more in zip((self.dk, self.dv, *self.captures), (other.dk, other.dv, *other.captures), strict=True):
-            if total is not None and more is not None:
-                total += more
+
+def _add(totals: Sequence[Tensor | None], more: Sequence[Tensor | None]) -> None:
+    for total, x in zip(totals, more, strict=True):
+        if total is not None and x is not None:
+            total += x
 
 
 class _Item(NamedTuple):
     """Tiles of the same heads."""
 
     tiles: list[Tile]
-    whole: bool
-    """Whether these are all."""
+    first: bool
+    """Whether it is the first item of these heads."""
+    last: bool
 
 
 class _Backward:
     """One backward, by items."""
 
-    def __init__(self, problem: Problem, saved: Saved, shared: bool) -> None:
+    def __init__(self, problem: Problem, saved: Saved) -> None:
         self.problem, self.saved = problem, saved
         self.delta = sink.delta(saved)
         self.dq, self.dk, self.dv = (empty_like_rows(x, x.shape[3]).zero_() for x in (problem.q, problem.k, problem.v))
@@ -144,32 +144,29 @@ class _Backward:
         """Whether each tile computes the sum of its softmax itself, in one more product."""
         self.rescale = problem.dropout.rescale if problem.dropout else 1.0
         self.captures = problem.score.tensors if problem.score else ()
-        self.shared = self._zeros() if shared else None
-        """Sums of captured tensors' gradients, where one thread does all items in their order."""
 
-    def _zeros(self) -> list[Tensor | None]:
+    def zeros(self) -> list[Tensor | None]:
+        """Sums of captured tensors' gradients."""
         pairs = zip(self.captures, self.saved.wanted, strict=True)
         return [torch.zeros(x.shape, dtype=self.problem.lse_dtype()) if want else None for x, want in pairs]
 
-    def run(self, worker: Worker, item: _Item) -> _Sums:
+    def run(self, worker: Worker, item: _Item, captures: list[Tensor | None]) -> _Sums:
+        """Adds to `captures`; stores dk and dv where no other item has the same heads."""
         tiles, problem = item.tiles, self.problem
         k, v = worker.keys(problem.k, tiles[0]), worker.keys(problem.v, tiles[0])
-        dk, dv = torch.zeros_like(k, dtype=worker.inside), torch.zeros_like(v, dtype=worker.inside)
-        sums = _Sums(dk, dv, self._zeros() if self.shared is None else self.shared)
+        sums = _Sums([torch.zeros_like(x, dtype=worker.inside) for x in (k, v)], captures)
         v_ones = _with_ones(v)
         for tile in tiles:
             if pieces := worker.pieces(tile):
-                self._tile(worker, tile, pieces, k, v_ones, sums)
-        if not item.whole:
+                self._tile(worker, tile, pieces, (k, v_ones), sums)
+        if not (item.first and item.last):
             return sums
-        self._store(tiles[0], dk, dv)
-        return sums._replace(dk=None, dv=None)
+        self._store(tiles[0], sums.dk_dv)
+        return _Sums([], captures)
 
-    def _tile(self, worker: Worker, tile: Tile, pieces: list[Tile], k: Tensor, v_ones: Tensor, sums: _Sums) -> None:
-        """One block of rows against its keys: dq, and what it adds to the sums."""
-        dk, dv, captures = sums
-        assert dk is not None
-        assert dv is not None
+    def _tile(self, worker: Worker, tile: Tile, pieces: list[Tile], keys: tuple[Tensor, Tensor], sums: _Sums) -> None:
+        """One block of rows against its keys, k and v `_with_ones`: dq, and what it adds to the sums."""
+        (k, v_ones), (dk, dv) = keys, sums.dk_dv
         q = worker.queries(self.problem.q, tile, worker.products)
         dout = worker.queries(self.saved.dout, tile, worker.products)
         delta = worker.queries(self.delta[..., None], tile, worker.inside) / self.rescale
@@ -188,7 +185,7 @@ class _Backward:
             dv[:, piece.keys] += torch.bmm(worker.scratch.cast("product", dropped, worker.products).mT, dout)
             ds = ds.mul_(p)
             if modification is not None:
-                ds = modification.apply_slope(ds, captures)
+                ds = modification.apply_slope(ds, sums.captures)
             ds = worker.scratch.cast("dp", ds, worker.products)
             dk[:, piece.keys] += torch.bmm(ds.mT, q)
             dq += torch.bmm(ds, k[:, piece.keys])
@@ -207,30 +204,26 @@ class _Backward:
             total = total + (worker.queries(column, tile, worker.inside) - shift).exp()
         return shift, 1 / torch.where(total == 0, 1, total)
 
-    def _store(self, tile: Tile, dk_sum: Tensor, dv_sum: Tensor) -> None:
-        for target, total, scale in (self.dk, dk_sum, self.problem.scale), (self.dv, dv_sum, 1.0):
+    def _store(self, tile: Tile, dk_dv: list[Tensor]) -> None:
+        for target, total, scale in zip((self.dk, self.dv), dk_dv, (self.problem.scale, 1.0), strict=True):
             place = target[tile.batch, tile.heads]
             place.copy_(total.mul_(scale * self.rescale).view(place.shape))
 
-    def gradients(self, items: Sequence[_Item], sums: Sequence[_Sums]) -> Gradients:
+    def gradients(self, items: Sequence[_Item], sums: Sequence[_Sums], captures: list[Tensor | None]) -> Gradients:
         """All gradients. Sums are added in the order of the items, whichever was first."""
-        captures = _Sums(None, None, self._zeros() if self.shared is None else self.shared)
-        by_heads: dict[tuple[int, int], tuple[Tile, _Sums]] = {}
+        dk_dv: list[Tensor] = []
         for item, more in zip(items, sums, strict=True):
-            if self.shared is None:
-                captures.add(more)
-            if more.dk is not None:
-                tile = item.tiles[0]
-                place = tile.batch.start, tile.heads.start
-                if place in by_heads:
-                    by_heads[place][1].add(more._replace(captures=[]))
-                else:
-                    by_heads[place] = tile, more._replace(captures=[])
-        for tile, total in by_heads.values():
-            assert total.dk is not None
-            assert total.dv is not None
-            self._store(tile, total.dk, total.dv)
-        pairs = zip(captures.captures, self.captures, strict=True)
+            if more.captures is not captures:
+                _add(captures, more.captures)
+            if not more.dk_dv:
+                continue
+            if item.first:
+                dk_dv = more.dk_dv
+            else:
+                _add(dk_dv, more.dk_dv)
+            if item.last:
+                self._store(item.tiles[0], dk_dv)
+        pairs = zip(captures, self.captures, strict=True)
         of_captures = [None if x is None else x.mul_(self.rescale).to(capture.dtype) for x, capture in pairs]
         return self.dq, self.dk, self.dv, sink.gradient(self.problem, self.saved, self.delta), of_captures
 
@@ -262,33 +255,33 @@ def _dp_less_delta(worker: Worker, dout: Tensor, v: Tensor, delta: Tensor) -> Te
     return worker.scratch.cast("wide", dp, worker.inside) if dp.dtype == torch.bfloat16 else dp.sub_(delta)
 
 
-def _threads(tiling: Tiling) -> int:
+def _workers(tiling: Tiling) -> int:
     shape = tiling.shape
     small = shape.b * shape.h_k * shape.group * shape.s_q * tiling.width <= ALONE
     return 1 if small else thread_pool.threads()
 
 
-def _chunks(n: int, many: int) -> list[slice]:
+def _chunks(n: int, count: int) -> list[slice]:
     """n things in about so many slices, of the same size but for the last."""
-    step = max(1, -(-n // max(many, 1)))
+    step = max(1, -(-n // max(count, 1)))
     return [slice(start, start + step) for start in range(0, n, step)]
 
 
-def _forward_items(tiling: Tiling, many: int) -> list[list[list[Tile]]]:
+def _forward_items(tiling: Tiling, workers: int) -> list[list[list[Tile]]]:
     """Each tile of rows with some groups of heads, as all of them have the same tiles as a rule; the longest first."""
     groups = [tiles for tiles in tiling.groups if tiles]
-    if many == 1:
+    if workers == 1:
         return [[tiles] for tiles in groups]
     if tiling.hull.lo.shape[0] > 1:
         return [[[tile]] for tiles in groups for tile in tiles]
     first = groups[0] if groups else []
-    chunks = _chunks(len(groups), -(-8 * many // max(len(first), 1)))
+    chunks = _chunks(len(groups), -(-8 * workers // max(len(first), 1)))
     order = sorted(range(len(first)), key=lambda i: first[i].keys.start - first[i].keys.stop)
     return [[[tiles[i]] for tiles in groups[chunk]] for i in order for chunk in chunks]
 
 
-def _backward_items(tiling: Tiling, many: int) -> list[_Item]:
+def _backward_items(tiling: Tiling, workers: int) -> list[_Item]:
     """Some tiles of a group of heads: all, where that is enough work for all threads."""
-    pieces = 1 if many == 1 else -(-2 * many // max(len(tiling.groups), 1))
+    pieces = 1 if workers == 1 else -(-2 * workers // max(len(tiling.groups), 1))
     chunks = [(tiles, chunk) for tiles in tiling.groups for chunk in _chunks(len(tiles), pieces)]
-    return [_Item(tiles[chunk], len(tiles[chunk]) == len(tiles)) for tiles, chunk in chunks]
+    return [_Item(tiles[chunk], chunk.start == 0, chunk.stop >= len(tiles)) for tiles, chunk in chunks]

@@ -24,7 +24,7 @@ KEY_STOPS = 16
 SMALL = 1 << 17
 """Scores of all rows of a key head that are one tile: other work for a tile costs more than masked scores."""
 MASK_TILES_BYTES = 1 << 26
-"""The memory of all cached MaskTiles together; those of one Tiling take a quarter of it at most."""
+"""The memory of all cached mask tiles together."""
 
 
 class Tile(NamedTuple):
@@ -36,6 +36,10 @@ class Tile(NamedTuple):
     rows: slice
     keys: slice
     core: slice
+
+    def place(self, group: int) -> tuple[slice, slice, slice, slice]:
+        """Batch rows, query heads, rows and keys, with so many query heads for a key head."""
+        return self.batch, slice(self.heads.start * group, self.heads.stop * group), self.rows, self.keys
 
     def elements(self) -> int:
         return (self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start)
@@ -69,20 +73,9 @@ def products_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if half else dtype
 
 
-class MaskTiles(dict[tuple[int, ...], Tensor]):
-    """A mask between hull and core, by tile: +inf where a key is visible, -inf where it is masked."""
-
-    bytes = 0
-
-    def keep(self, tiling: Tiling, place: tuple[int, ...], x: Tensor) -> None:
-        if self.bytes + x.nbytes <= MASK_TILES_BYTES // 4:
-            self[place] = x
-            self.bytes += x.nbytes
-            mask_tiles.put(id(tiling), self, [tiling], self.bytes)
-
-
-mask_tiles: BoundedCache[int, MaskTiles] = BoundedCache(MASK_TILES_BYTES)
-"""By the id of a Tiling."""
+mask_tiles: BoundedCache[tuple[int, ...], Tensor] = BoundedCache(MASK_TILES_BYTES)
+"""Masks between hull and core, +inf where a key is visible, -inf where it is masked, by the id of a Tiling and a tile's
+place."""
 
 
 class Tiling:
