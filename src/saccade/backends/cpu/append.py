@@ -10,7 +10,7 @@ from saccade.layouts import Paged
 
 
 def append(step: Append) -> None:
-    """Writes what has a page; the rest is left out."""
+    """Writes the rows that have a page, and omits the rest."""
     layout, (pages, size) = step.layout, step.k_cache.shape[:2]
     b, position = _places(layout, step.k_new)
     inside = (b < layout.sequences) & (position < layout.capacity(size))
@@ -26,7 +26,7 @@ def append(step: Append) -> None:
 
 
 def _places(layout: Paged, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequence and position of every new row; the sequence of those behind the last has no number."""
+    """Sequence and position of every new row. Rows after the last sequence have its number plus one."""
     used = layout.seqused_k.long()
     offsets = layout.cu_seqlens_q
     if offsets is None:
@@ -44,7 +44,7 @@ def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:
     cos, sin = (table[position][:, None].float() for table in (rotary.cos, rotary.sin))
     pairs = cos.shape[-1]
     turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
-    one, two = turned.unflatten(-1, (pairs, 2)).unbind(-1) if rotary.interleaved else turned.chunk(2, dim=-1)
-    turns = one * cos - two * sin, two * cos + one * sin
+    x0, x1 = turned.unflatten(-1, (pairs, 2)).unbind(-1) if rotary.interleaved else turned.chunk(2, dim=-1)
+    turns = x0 * cos - x1 * sin, x1 * cos + x0 * sin
     turned = torch.stack(turns, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(turns, dim=-1)
     return torch.cat([turned.to(x.dtype), rest], dim=-1)

@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 def exp(x: Tensor) -> Tensor:
-    """exp(x), in place. PyTorch's own is up to 30 times as slow where x is -inf or far below zero, as hidden scores are
-    (its vector library leaves the fast path there); exp2 is not."""
+    """exp(x), in place. PyTorch's own is up to 30 times as slow where x is -inf or far below zero, as masked scores are
+    (its vector library leaves the fast path there). exp2 is not."""
     return x.mul_(math.log2(math.e)).exp2_()
 
 
 def product(a: Tensor, b: Tensor, alpha: float, out: Tensor) -> Tensor:
     """alpha a b, rounded to the operands' dtype once."""
-    if alpha == 0:  # of which `baddbmm` writes nothing
+    if alpha == 0:  # where `baddbmm` writes nothing
         return torch.bmm(a, b, out=out).mul_(0)
     return torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
 
 
 class Scratch:
-    """Memory of tiles, used again: fresh pages cost more than the arithmetic that fills them. One thread's own."""
+    """Memory that tiles use again: fresh pages cost more than the arithmetic that fills them. One thread owns it."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}

@@ -1,4 +1,4 @@
-"""Packed sequences: one after the other, each by whichever way is the fastest for it."""
+"""Packed sequences: one after the other, each in the way that is the fastest for it."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ Backward = Callable[[Problem, Saved], Gradients]
 def forward(problem: Problem, lse: bool, dense: Forward) -> Outputs:
     """out (1, h_q, t_q, d_v) and, if asked for, lse and max_scores (1, h_q, t_q); `dense` is what runs a sequence."""
     out = problem.empty_out()
-    asked = lse, problem.max_scores
-    found = [torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype()) if x else None for x in asked]
+    row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    top = torch.full_like(row_lse, -torch.inf)
     end = 0
     for rows, _, sequence in problem.sequences():
         end = rows.stop
         out[:, :, rows], *parts = dense(sequence, lse)
-        for whole, part in zip(found, parts, strict=True):
-            if whole is not None and part is not None:
+        for whole, part in zip((row_lse, top), parts, strict=True):
+            if part is not None:
                 whole[:, :, rows] = part
     out[:, :, end:] = 0
-    return out, found[0], found[1]
+    return out, row_lse if lse else None, top if problem.max_scores else None
 
 
 def backward(problem: Problem, saved: Saved, dense: Backward) -> Gradients:
     """dq, dk and dv, and the sums over all sequences of dsink and of captured tensors' gradients."""
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
     captures = problem.score.tensors if problem.score else ()
-    total = problem.lse_dtype()
-    sums = [torch.zeros(x.shape, dtype=total) if want else None for x, want in zip(captures, saved.wanted, strict=True)]
+    pairs = zip(captures, saved.wanted, strict=True)
+    sums = [torch.zeros(x.shape, dtype=problem.lse_dtype()) if want else None for x, want in pairs]
     end_q = end_k = 0
     for rows, keys, sequence in problem.sequences():
         end_q, end_k = rows.stop, keys.stop
         dlse = None if saved.dlse is None else saved.dlse[:, :, rows]
         part = Saved(saved.dout[:, :, rows], dlse, saved.out[:, :, rows], saved.lse[:, :, rows], saved.wanted)
-        dq[:, :, rows], dk[:, :, keys], dv[:, :, keys], _, found = dense(sequence, part)
-        for held, more in zip(sums, found, strict=False):
-            if held is not None and more is not None:
-                held += more
+        dq[:, :, rows], dk[:, :, keys], dv[:, :, keys], _, of_captures = dense(sequence, part)
+        for total, more in zip(sums, of_captures, strict=False):
+            if total is not None and more is not None:
+                total += more
     dq[:, :, end_q:] = 0
     for x in (dk, dv):
         x[:, :, end_k:] = 0

@@ -1,8 +1,8 @@
 """Paged caches: one sequence after the other, some pages at a time, with the online softmax.
 
-With `num_splits=1` a row's result has the same bits in every batch and call, although a matrix product's do change with
-its shape: tiles are then of one shape, begin at multiples of their size, and a row has the place in its tile that its
-position in the sequence says.
+With `num_splits=1` a row's result has the same bits in every batch and call, although the bits of a matrix product
+change with its shape. All tiles then have one shape and begin at multiples of their size, and a row's position in the
+sequence says its place in its tile.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from saccade.layouts import Paged
 from saccade.problem import Problem
 
 FIXED_ROWS, FIXED_KEYS = 16, 128
-"""The tiles of `num_splits=1`, in rows of a head and keys."""
+"""The rows of a head and the keys of a tile for `num_splits=1`."""
 
 
 class Block(NamedTuple):
-    """Some query rows of a sequence, and where they stand in a tile of `height` rows."""
+    """Some query rows of a sequence, and where they are in a tile of `height` rows."""
 
     rows: slice
-    """numbers within the sequence"""
+    """counted within the sequence"""
     first: int
     height: int
 
@@ -37,16 +37,16 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); packed queries are one row of t_q."""
     layout, extent = problem.layout, problem.extent
     out = problem.empty_out().zero_()
-    found, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
-    in_use = torch.zeros(found.shape[0], found.shape[2], dtype=torch.bool)
+    row_lse, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
+    in_use = torch.zeros(row_lse.shape[0], row_lse.shape[2], dtype=torch.bool)
     for b, batch, rows, *_ in layout.places(problem.q, problem.k):
         at = batch, slice(None), rows
         in_use[batch, rows] = True
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
-        _sequence(problem, b, keys, problem.q[at][0], (out[at][0], found[at][0], top[at][0]))
+        _sequence(problem, b, keys, problem.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
     if problem.sink is not None:
-        found = sink.join(out, found, problem.sink).masked_fill_(~in_use[:, None], -torch.inf)
-    return out, found if lse else None, top if problem.max_scores else None
+        row_lse = sink.join(out, row_lse, problem.sink).masked_fill_(~in_use[:, None], -torch.inf)
+    return out, row_lse if lse else None, top if problem.max_scores else None
 
 
 def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -68,7 +68,7 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
         seeing = block_hi > block_lo
         if not bool(seeing.any()):
             continue
-        # Rows and keys that only fill a tile take the index of a neighbour, which functions may read tensors at.
+        # Rows and keys that only fill a tile take the index of a neighbour, at which functions may read tensors.
         q_idx = (torch.arange(block.height) - block.first + block.rows.start).clamp(0, s_q - 1)
         stream = OnlineSoftmax(scratch)
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
@@ -96,18 +96,14 @@ def _fixed(problem: Problem) -> bool:
 
 
 def _blocks(problem: Problem, s_q: int, keys: int) -> Iterator[Block]:
-    if not _fixed(problem):
-        step = max(1, TILE_ROWS // problem.group)
-        for start in range(0, s_q, step):
-            rows = slice(start, min(start + step, s_q))
-            yield Block(rows, 0, rows.stop - start)
-        return
-    off = keys - s_q  # the position of the first row; rows before the first key stand at negative ones
+    fixed = _fixed(problem)
+    height = FIXED_ROWS if fixed else max(1, TILE_ROWS // problem.group)
+    off = keys - s_q if fixed else 0  # the position of the first row; those of rows before the first key are negative
     start = 0
     while start < s_q:
-        first = (start + off) % FIXED_ROWS
-        stop = min(start + FIXED_ROWS - first, s_q)
-        yield Block(slice(start, stop), first, FIXED_ROWS)
+        first = (start + off) % height
+        stop = min(start + height - first, s_q)
+        yield Block(slice(start, stop), first, height if fixed else stop - start)
         start = stop
 
 

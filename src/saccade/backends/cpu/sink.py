@@ -29,5 +29,5 @@ def gradient(problem: Problem, saved: Saved, delta: Tensor) -> Tensor | None:
 def delta(saved: Saved) -> Tensor:
     """rowsum(dout out) - dlse, (b, h, s) in lse's dtype."""
     dtype = saved.lse.dtype
-    found = (saved.dout.to(dtype) * saved.out.to(dtype)).sum(-1)
-    return found if saved.dlse is None else found - saved.dlse
+    delta = (saved.dout.to(dtype) * saved.out.to(dtype)).sum(-1)
+    return delta if saved.dlse is None else delta - saved.dlse

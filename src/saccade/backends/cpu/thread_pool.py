@@ -1,8 +1,8 @@
 """Work spread over threads of our own, each of which runs PyTorch's operations alone.
 
-An operation that PyTorch spreads over threads itself ends in a barrier, and a tile has a dozen of them: with another
-process on one of the cores every one waits for the slowest. Here a thread draws the next item when it is done with one,
-so that a slow core takes fewer, and threads wait at the end alone. Which thread runs an item changes no bit of it.
+An operation that PyTorch itself spreads over threads ends in a barrier, and a tile has a dozen of them: with another
+process on one of the cores, each of them waits for the slowest thread. Here a thread draws the next item after it has
+done one. A slow core takes fewer items, and threads wait only at the end. A result has the same bits on any thread.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ _END = object()
 
 @cache
 def _own_numbers() -> bool:
-    """Whether a thread's number of threads is its own, as with OpenMP, and not the process'."""
+    """Whether each thread has a number of threads of its own, as with OpenMP, not one for the process."""
     return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 
 @cache
 def _executor() -> ThreadPoolExecutor:
-    """It makes threads as they are needed, and keeps them."""
+    """It starts threads as they are needed, and keeps them."""
     return ThreadPoolExecutor(max(64, os.cpu_count() or 1), "saccade", _alone)
 
 
 def _alone() -> None:
-    """Makes this thread use no other. `set_num_threads` says besides what threads to come begin with, so that another
-    one says it again as it was."""
+    """Makes this thread use no other. `set_num_threads` also sets what later threads begin with, so another thread
+    restores that."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     again = threading.Thread(target=torch.set_num_threads, args=(before,))

@@ -1,4 +1,4 @@
-"""The tiles of a call: which rows, keys and heads one matrix product takes. Found once for a mask and a shape."""
+"""The tiles of a call: the rows, keys and heads of each matrix product. Computed once for a mask and a shape."""
 
 from __future__ import annotations
 
@@ -104,22 +104,19 @@ class Tiling:
         self.pieces: dict[tuple[int, int, int], list[Tile]] = {}
         """Of tiles with block sparsity, by first batch row, first head and first row."""
         self.visited: float | None = None
-        """The share of all scores that are in visited tiles, once it was asked for."""
+        """The share of all scores that are in visited tiles, None until it is needed."""
 
     def _heads(self) -> Iterator[tuple[slice, slice]]:
-        """As many heads together as fill a tile; of one batch row where the batch rows see different keys."""
+        """As many heads together as fill a tile; those of one batch row where batch rows see different keys."""
         b, h_k = self.shape.b, self.shape.h_k
-        many = max(1, TILE_ELEMENTS // (self.rows * self.shape.group * (self.width + self.rows)))
+        heads = max(1, TILE_ELEMENTS // (self.rows * self.shape.group * (self.width + self.rows)))
         if self.by_head:
-            many = 1
-        together = self.hull.lo.shape[0] == 1 and not self.by_batch
-        if h_k and together and many // h_k > 1 and b > 1:
-            step = many // h_k
-            yield from ((slice(start, min(start + step, b)), slice(0, h_k)) for start in range(0, b, step))
-            return
-        for batch in range(b):
-            for start in range(0, h_k, many):
-                yield slice(batch, batch + 1), slice(start, min(start + many, h_k))
+            heads = 1
+        alike = self.hull.lo.shape[0] == 1 and not self.by_batch
+        batches = max(1, heads // h_k) if h_k and alike else 1
+        for batch in range(0, b, batches):
+            for head in range(0, h_k, heads):
+                yield slice(batch, min(batch + batches, b)), slice(head, min(head + heads, h_k))
 
     def _row_tiles(self, b: int) -> Iterator[tuple[slice, slice, slice]]:
         """Rows, keys and core of the tiles in which something is visible."""

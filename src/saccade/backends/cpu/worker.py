@@ -16,7 +16,7 @@ from saccade.problem import Problem
 from saccade.scores import Score
 
 MOSTLY = 0.85
-"""The share of visited scores from which on PyTorch's kernel, which visits all, is the faster one in float32."""
+"""The share of visited scores above which PyTorch's kernel, which visits all, is the faster one in float32."""
 
 
 class Modification(NamedTuple):
@@ -38,7 +38,7 @@ class Modification(NamedTuple):
 
 
 class Worker:
-    """A Problem with its Tiling, and the memory of the one thread that works on it.
+    """A Problem with its Tiling, and the memory of one thread.
 
     A tensor of query rows becomes (n, m, d): n = batch rows x key heads, m = group x rows. Operands and results of
     matrix products have the dtype `products`, all else `inside`.
