@@ -1,1 +1,1 @@
-"""Faces of other libraries: their names, signatures and meanings, run by `saccade.attention`."""
+"""The interfaces of other libraries: their names, signatures and meanings, run by `saccade.attention`."""

@@ -18,14 +18,14 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
 from saccade.block_mask import block_mask as with_states
-from saccade.masks import FULL, PARTIAL, TILE, Blocked, as_mask, is_block_mask, mask_mod, remember
+from saccade.masks import FULL, PARTIAL, TILE, as_mask, is_block_mask, mask_mod, remember
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks",
 ]  # fmt: skip
 
 _WHOLE = 1 << 30
-"""The block size of torch's block mask for no mask."""
+"""The block size of torch's block mask that masks nothing."""
 
 
 def flex_attention(
@@ -48,20 +48,20 @@ def flex_attention(
         key: (b or 1, h_k, s_k, d); one batch row for all needs a block mask, as it does in torch.
         value: (b or 1, h_k, s_k, d_v).
         score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`. Tensors that it captures get gradients.
-        block_mask: of `create_block_mask`, of `BlockMask.from_kv_blocks`, or of torch's own function.
+        block_mask: from `create_block_mask`, here or in torch, or from `BlockMask.from_kv_blocks`.
         scale: factor on q k^T; 1/sqrt(d) when None.
         enable_gqa: h_q may be a multiple of h_k.
         return_lse: deprecated in torch; return (out, lse).
-        kernel_options: of torch's kernels; read by nobody here.
+        kernel_options: for torch's kernels; not read.
         return_aux: `AuxRequest(lse, max_scores)`: return (out, AuxOutput).
 
     Returns:
-        out (b, h_q, s_q, d_v), and what is asked for: lse, natural log, differentiable, and max_scores, the largest
-        modified score that a row sees, not differentiable, both (b, h_q, s_q) float32. A row that sees no key has
-        `out = 0` and -inf in both.
+        out (b, h_q, s_q, d_v), and on request lse, natural log, differentiable, and max_scores, the largest modified
+        score that a row sees, not differentiable, both (b, h_q, s_q) float32. A row that sees no key has `out = 0` and
+        -inf in both.
 
     Raises:
-        ValueError: shapes that do not fit one another, or a block mask that is for another shape.
+        ValueError: shapes that do not fit one another, or a block mask for another shape.
 
     >>> q, k, v = (torch.randn(1, 2, 128, 16) for _ in range(3))
     >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
@@ -86,19 +86,19 @@ def flex_attention(
     if query.shape[0] != key.shape[0]:
         if block_mask is None or key.shape[0] != 1:
             raise ValueError(
-                f"query has {query.shape[0]} batch rows and key {key.shape[0]}; one row of keys for all needs a mask"
+                f"query has {query.shape[0]} batch rows and key {key.shape[0]}; one row for all needs block_mask"
             )
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = None if block_mask is None or block_mask.BLOCK_SIZE[0] == _WHOLE else as_mask(block_mask)
     want_lse = return_lse or (return_aux is not None and return_aux.lse)
-    given: dict[str, Any] = {"mask": mask, "score_mod": score_mod, "scale": scale}
+    keywords: dict[str, Any] = {"mask": mask, "score_mod": score_mod, "scale": scale}
     if return_aux is not None and return_aux.max_scores:
-        found = attention(query, key, value, return_lse=want_lse, return_max_scores=True, **given)
-        return found.out, AuxOutput(found.lse, found.max_scores)
-    found = attention(query, key, value, return_lse=True, **given)
+        result = attention(query, key, value, return_lse=want_lse, return_max_scores=True, **keywords)
+        return result.out, AuxOutput(result.lse, result.max_scores)
+    out, lse = attention(query, key, value, return_lse=True, **keywords)
     if return_aux is not None:
-        return found.out, AuxOutput(found.lse if want_lse else None, None)
-    return tuple(found) if want_lse else found.out
+        return out, AuxOutput(lse if want_lse else None, None)
+    return (out, lse) if want_lse else out
 
 
 def create_block_mask(
@@ -114,19 +114,19 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """Torch's BlockMask of a function (b, h, q_idx, kv_idx) -> bool, without ever holding the mask itself.
+    """Torch's BlockMask of a function (b, h, q_idx, kv_idx) -> bool; the mask itself is never in memory.
 
     Args:
         mask_mod: the function.
-        B: batch rows, None or 1 for all alike.
-        H: query heads, None or 1 for all alike.
+        B: batch rows; None or 1 if they are all alike.
+        H: query heads; None or 1 if they are all alike.
         Q_LEN: rows.
         KV_LEN: keys.
         device: of the block mask; torch's default, or its accelerator, when None.
-        BLOCK_SIZE: rows and keys of a block. Multiples of 64 are found by one kernel; any other go to torch's own.
+        BLOCK_SIZE: rows and keys of a block. One kernel finds blocks of multiples of 64; others go to torch's function.
         _compile: not needed.
-        separate_full_blocks: list blocks that are visible as a whole apart from those to be tested.
-        compute_dq_write_order: for torch's own kernels, and made by torch.
+        separate_full_blocks: list fully visible blocks apart from those whose elements are tested.
+        compute_dq_write_order: for torch's own kernels, by torch's function.
         dq_kv_order: the same.
 
     >>> create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256, device="cpu").sparsity()
@@ -136,38 +136,32 @@ def create_block_mask(
         if n is not None or name.endswith("LEN"):
             arguments.integer(name, n)
     arguments.flags(separate_full_blocks=separate_full_blocks, compute_dq_write_order=compute_dq_write_order)
-    whole = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
-    if len(whole) != 2:
-        raise ValueError(f"BLOCK_SIZE is one integer or two, of rows and keys, got {BLOCK_SIZE!r}")
-    rows, keys = (arguments.integer("BLOCK_SIZE", n, 1) for n in whole)
-    sizes = rows, keys
+    sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(sizes) != 2:
+        raise ValueError(f"BLOCK_SIZE is one integer, or two for rows and keys, got {BLOCK_SIZE!r}")
+    sizes = arguments.integer("BLOCK_SIZE", sizes[0], 1), arguments.integer("BLOCK_SIZE", sizes[1], 1)
     if device is None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    lengths = Q_LEN, KV_LEN
-    mask = _mask_mod(mask_mod)
-    made: Any = with_states(mask, B or 1, H or 1, Q_LEN, KV_LEN, device)
+    blocked: Any = with_states(_mask_mod(mask_mod), B or 1, H or 1, Q_LEN, KV_LEN, device)
     if compute_dq_write_order or any(size % TILE for size in sizes):
         more: dict[str, Any] = {"separate_full_blocks": False} if not separate_full_blocks else {}  # not in torch 2.11
         if compute_dq_write_order:
             more |= {"compute_dq_write_order": True, "dq_kv_order": dq_kv_order}
-        whole = torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **more)
-        remember(whole, made)
-        return whole
-    partial, full = _blocks(made, sizes, (B or 1, H or 1))
-    if not separate_full_blocks:
-        partial, full = partial | full, None
-    listed = *_listed(partial), *(_listed(full) if full is not None else (None, None))
-    result = BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=lengths)
-    remember(result, made)
+        result = torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **more)
+    else:
+        partial, full = _blocks(blocked.states.expand(B or 1, H or 1, -1, -1), sizes)
+        lists = (*_block_lists(partial), *_block_lists(full)) if separate_full_blocks else _block_lists(partial | full)
+        lengths = Q_LEN, KV_LEN
+        result = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=lengths)
+    remember(result, blocked)
     return result
 
 
 _mask_mod = mask_mod
 
 
-def _blocks(made: Blocked, sizes: tuple[int, ...], form: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Which blocks are partial, and which are full, bool (b, h, rows, keys)."""
-    states = made.states.expand(*form, -1, -1)
+def _blocks(states: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Which blocks are partial, and which are full, bool (b, h, rows, keys), by the states (b, h, …) of tiles."""
     rows, keys = (min(size // TILE, max(n, 1)) for size, n in zip(sizes, states.shape[2:], strict=True))
     missing = (0, -states.shape[3] % keys, 0, -states.shape[2] % rows)
     tiles = torch.nn.functional.pad(states, missing).unflatten(3, (-1, keys)).unflatten(2, (-1, rows))
@@ -175,7 +169,7 @@ def _blocks(made: Blocked, sizes: tuple[int, ...], form: tuple[int, int]) -> tup
     return (tiles >= PARTIAL).any(3).any(-1) & ~full, full
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row has, and which: those first, in their order."""
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row has, and their numbers, in order, before all others."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_dot_product_attention`, with gradients of masks, and nothing but one fused way to run."""
+"""`torch.nn.functional.scaled_dot_product_attention`, always fused, with gradients of masks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scaled_dot_product_attention(
         query: (..., h_q, s_q, d); any number of dimensions from two on.
         key: (..., h_k, s_k, d).
         value: (..., h_k, s_k, d_v).
-        attn_mask: bool, True where a query sees a key, or floats that are added to the scores, which get a gradient if
+        attn_mask: bool, True where a query sees a key, or floats that are added to the scores and get a gradient if
             they require one; any shape that broadcasts to (..., h_q, s_q, s_k). Or torch's
             `causal_upper_left(s_q, s_k)` or `causal_lower_right(s_q, s_k)`, which run as intervals.
         dropout_p: the share of probabilities that become zero, in [0, 1].
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: both a mask and is_causal, or shapes that do not fit one another.
-        TypeError: no tensors.
+        TypeError: an operand or a mask that is not a tensor.
         Unsupported: no backend runs the call.
 
     >>> q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
@@ -73,13 +73,12 @@ def scaled_dot_product_attention(
         is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
         mask = None if is_causal else causal()
     if is_causal:
-        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]  # no row sees what is behind
-        behind = q.shape[2] - k.shape[2]
-        mask = causal() if not behind else window(None, behind)
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]  # no row sees later keys
+        mask = window(None, q.shape[2] - k.shape[2])
     elif attn_mask is not None and mask is None:
-        given = _mask(attn_mask, (*outer, *q.shape[1:3], k.shape[2]))
-        mask, score_mod = (given, None) if given.dtype == torch.bool else (None, bias(given))
-    p = 0.0 if dropout_p == 1 else dropout_p  # attention drops less than everything
+        tensor = _mask(attn_mask, (*outer, *q.shape[1:3], k.shape[2]))
+        mask, score_mod = (tensor, None) if tensor.dtype == torch.bool else (None, bias(tensor))
+    p = 0.0 if dropout_p == 1 else dropout_p  # attention cannot drop everything
     out = attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale, dropout_p=p)
     out = torch.dropout(out, 1.0, True) if dropout_p == 1 else out
     shape = (*outer, *out.shape[1:]) if max(x.dim() for x in (query, key, value)) > 2 else out.shape[2:]
@@ -87,13 +86,13 @@ def scaled_dot_product_attention(
 
 
 def _four(x: Tensor, outer: tuple[int, ...]) -> Tensor:
-    """(b, h, s, d), all outer dimensions as one."""
+    """(b, h, s, d), with all outer dimensions in one."""
     x = x[None] if x.dim() == 2 else x
     return x.expand(*outer, *x.shape[-3:]).reshape(math.prod(outer), *x.shape[-3:])
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool, shapes: str) -> tuple[Tensor, Tensor, Tensor]:
-    """With as many heads as attention wants; without groups those that are 1 are for all."""
+    """Operands with the heads that attention takes; without groups, one head is broadcast to all."""
     counts = {x.shape[1] for x in (q, k, v)}
     if grouped or len(counts) == 1:
         return q, k, v
@@ -106,7 +105,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool, shapes: str) -> tuple
 
 
 def _mask(mask: Tensor, call: tuple[int, ...]) -> Tensor:
-    """A mask of four dimensions or fewer, of one that broadcasts to (…, h_q, s_q, s_k)."""
+    """A mask that broadcasts to (…, h_q, s_q, s_k), with four dimensions or fewer."""
     if mask.dim() > len(call) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], call[::-1], strict=False)):
         raise ValueError(f"attn_mask must broadcast to (…, h_q, s_q, s_k) = {call}, got {tuple(mask.shape)}")
     if mask.dim() <= 3 or mask.shape[:-3].numel() == 1:

@@ -83,7 +83,7 @@ def varlen_attn(
     """
     layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
     mask = _mask(window_size, is_causal)
-    return _attend(query, key, value, layout, mask, scale, enable_gqa, return_aux)
+    return _attend((query, key, value), layout, mask, scale, enable_gqa, return_aux)
 
 
 def varlen_attn_out(
@@ -124,13 +124,11 @@ def varlen_attn_out(
         raise RuntimeError("varlen_attn_out has no gradient: call varlen_attn, or call it inside torch.no_grad()")
     layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
     mask = _mask(window_size, is_causal)
-    return _attend(query, key, value, layout, mask, scale, enable_gqa, return_aux, out)
+    return _attend((query, key, value), layout, mask, scale, enable_gqa, return_aux, out)
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
     layout: Packed | Paged,
     mask: masks.Mask | None,
     scale: float | None,
@@ -138,7 +136,8 @@ def _attend(
     return_aux: AuxRequest | None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Into `out` itself where attention may write to it; else it is copied to."""
+    """Writes to `out` itself where attention may; else copies the result to it."""
+    query, key, value = operands
     arguments.tensors(query=query, key=key, value=value)
     arguments.flags(enable_gqa=enable_gqa)
     if return_aux is not None and not hasattr(return_aux, "lse"):
@@ -157,11 +156,11 @@ def _attend(
     return_lse = return_aux is not None and bool(return_aux.lse)
     direct = out if out is not None and _writable(out, query, key, value) else None
     result = attention(query, key, value, mask=mask, layout=layout, scale=scale, return_lse=return_lse, out=direct)
-    found, lse = result if isinstance(result, tuple) else (result, None)
+    computed, lse = result if isinstance(result, tuple) else (result, None)
     if out is None:
-        out = found
+        out = computed
     elif direct is None:
-        out.copy_(found)
+        out.copy_(computed)
     return out if lse is None else (out, lse)
 
 
