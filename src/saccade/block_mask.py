@@ -1,4 +1,4 @@
-"""Block masks: what is empty, partial and full of a mask, found before the calls that use it."""
+"""Block masks: which tiles of a mask are empty, partial and full, computed before the calls that use it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from saccade.scores import Sizes
 def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.device | str | None = None) -> Mask:
     """The mask, with the states of its tiles: for each 64 rows and 64 keys empty, partial or full.
 
-    `attention` finds them by itself, and keeps them as long as the tensors that the mask captures are not written to.
-    Make them here for CUDA graphs, which otherwise find them again in every replay, or to have that time elsewhere.
-    They take one byte for each tile, of all batch rows and heads only if the mask depends on them, and nothing else.
+    `attention` computes the states itself, and keeps them until the tensors that the mask captures are written to.
+    Compute them here for CUDA graphs, which otherwise compute them in every replay, or to spend that time elsewhere.
+    They take one byte for each tile, and for each batch row and head if the mask depends on these.
 
     Args:
         mask: what `attention` takes: a mask, a bool tensor, or torch's BlockMask.
@@ -30,13 +30,13 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         device: of q; that of the mask's tensors when None, or else torch's default.
 
     Returns:
-        A mask for calls of this shape, without used lengths. Where the function of a mask, its numbers or its tensors
-        have changed since, a call finds the states again. A mask of intervals alone needs no list of tiles, and is
-        returned as it is; combined with another, it is a mask without states again.
+        A mask for calls of this shape, without used lengths. If the function of a mask, its numbers or its tensors
+        have changed, a call computes the states again. A mask of intervals alone needs no states and is returned
+        unchanged. A combination with another mask has no states.
 
     Raises:
-        TypeError: no mask, or sizes that are no integers.
-        ValueError: a mask for another shape, sizes below 0, no device.
+        TypeError: no mask, or sizes that are not integers.
+        ValueError: a mask for another shape, negative sizes, or an unknown device.
 
     >>> mask = block_mask(mask_mod(lambda b, h, q_idx, kv_idx: q_idx // 256 == kv_idx // 256), 1, 8, 1024, 1024)
     >>> mask.sparsity()

@@ -1,8 +1,8 @@
 """Block sparsity: which tiles of a mask are empty, partial or full.
 
 The states are uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys); a tile has 64 rows and 64 keys. They are computed
-once for a mask and a shape, and nothing of the size s_q s_k is ever in memory. Each backend makes of them what its own
-tiles need; `backends/device/block_lists.py` makes lists.
+once for a mask and a shape, and nothing of the size s_q s_k is ever in memory. Each backend derives what its own tiles
+need; `backends/device/block_lists.py` derives lists.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from saccade.problem import Problem
 PAIRS_AT_ONCE = 1 << 22
 
 _sources: BoundedCache[int, Hashable] = BoundedCache(1 << 16)
-"""What masks were when their states were computed, by the storage of the states."""
+"""The contents of masks when their states were computed, by the storage of the states."""
 
 
 def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
-    """The tile states of a listed mask: its own if they still hold, cached ones, or new ones."""
+    """The tile states of a mask: its own if they still hold, cached ones, or new ones."""
     mask = problem.mask
     assert mask is not None
     assert mask.listed, mask
@@ -81,7 +81,7 @@ def compute_states(problem: Problem) -> Tensor:
         first, stop = int(lo[seeing].min()) // TILE, -(-int(hi[seeing].max()) // TILE)
         kv_idx = torch.arange(first * TILE, min(stop * TILE, extent.s_k), device=device)
         seen = _seen(problem.mask, extent, b, h, q_idx, kv_idx)
-        # What is missing of the last tiles counts as hidden.
+        # What the last tiles lack counts as masked.
         missing = (0, -len(kv_idx) % TILE, 0, -len(q_idx) % TILE)
         seen = torch.nn.functional.pad(seen, missing).unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
         some, full = seen.any(3).any(-1), seen.all(3).all(-1)

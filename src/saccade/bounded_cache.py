@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class CacheInfo(NamedTuple):
-    """Like `functools.lru_cache`'s: `misses` counts what had to be made."""
+    """As of `functools.lru_cache`."""
 
     hits: int
     misses: int
@@ -34,7 +34,7 @@ class _Entry:
 
 
 class BoundedCache(Generic[Key, Value]):
-    """A mapping whose sizes add up to at most `maxsize`; the oldest entry that nobody asked for goes first.
+    """A mapping whose sizes add up to at most `maxsize`; the oldest entry that was not used since goes first.
 
     An entry has size 1 unless `put` says otherwise. It goes with its `owners`: when the memory of a tensor is freed, or
     any other object dies. A look-up hashes the key once and takes no lock. Values are made outside of the lock, so that
@@ -78,15 +78,15 @@ class BoundedCache(Generic[Key, Value]):
         return value
 
     def get_or_make(self, key: Key, make: Callable[[], Value], owners: Sequence[Any] = ()) -> Value:
-        found = self.get(key, _MISSING)
-        return self.put(key, make(), owners) if found is _MISSING else found
+        value = self.get(key, _MISSING)
+        return self.put(key, make(), owners) if value is _MISSING else value
 
     def discard(self, key: Key) -> None:
         with self._lock:
             self._drop(key)
 
     def clear(self) -> None:
-        """Forgets all entries, and starts to count anew."""
+        """Drops all entries and resets the counts."""
         with self._lock:
             self._entries.clear()
             self._orphans.clear()
@@ -129,7 +129,7 @@ class BoundedCache(Generic[Key, Value]):
 
     @classmethod
     def _renew_locks(cls) -> None:
-        """In a forked process: a thread that held a lock is not there."""
+        """In a forked process, where threads that held a lock do not exist."""
         for cache in cls._caches:
             cache._lock = threading.RLock()
 
@@ -142,10 +142,10 @@ _derived: BoundedCache[Any, Any] = BoundedCache(64)
 
 
 def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-    """What `make` makes of tensors, cached while they live and nobody writes to them.
+    """The result of `make`, cached while the tensors live and are not written to.
 
-    A CUDA graph makes it in every replay, of what the tensors hold then: it outlives the cache. Results of one stream
-    are for that stream alone.
+    A CUDA graph computes it in every replay from the tensors' values then, as it outlives the cache. A result belongs
+    to the stream that computed it.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     versions = [version(x) for x in tensors]
@@ -156,7 +156,7 @@ def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -
 
 
 def version(x: Tensor) -> Hashable | None:
-    """Where a tensor's numbers are, and how often they were written; None if that is not counted."""
+    """Where a tensor's elements are and how often they were written; None if torch does not count that."""
     if x.is_inference():
         return None
     return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version

@@ -1,4 +1,4 @@
-"""Who may attend to whom."""
+"""Which query may attend to which key."""
 
 from saccade.masks.base import UNBOUNDED, Mask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL, TILE, Blocked

@@ -1,8 +1,8 @@
-"""Who may attend to whom.
+"""Which query may attend to which key.
 
-A mask is a small expression. Each node says three things about it: `sees`, the definition, elementwise; `hull`,
-the one interval of keys per query row outside of which nothing is visible, so that whole tiles are never visited;
-and `core`, the interval inside of which everything is visible, so that inner tiles need no mask arithmetic.
+A mask is a small expression. Each node has three methods: `sees`, the definition, elementwise; `hull`, an interval of
+keys for each query row, outside of which nothing is visible, so that whole tiles are never visited; and `core`, the
+interval inside of which everything is visible, so that inner tiles need no mask arithmetic.
 """
 
 # Properties of masks are plain attributes of some, and computed by others.
@@ -39,10 +39,10 @@ class Mask:
     """Whether `hull` is the whole truth, so that nothing has to be tested inside it."""
 
     lower: bool = True
-    """Whether there may be keys that a row does not see before the first that it sees."""
+    """Whether a row may have masked keys before its first visible one."""
 
     listed: bool = False
-    """Whether a list of tiles says which of them are empty, as intervals do not."""
+    """Whether block sparsity says which tiles are empty, which intervals cannot."""
 
     of_shape: bool = False
     """Whether it is for calls of one shape, all of whose rows are in use."""
@@ -51,7 +51,7 @@ class Mask:
     """The sequence length that the mask itself knows."""
 
     indices: frozenset[str] = frozenset()
-    """Which of b and h it depends on, besides by the lengths in use."""
+    """Which of b and h it depends on, apart from the lengths in use."""
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Elementwise, broadcast: may query `q_idx` of batch row `b` and query head `h` attend to key `kv_idx`?"""
@@ -81,7 +81,7 @@ class Mask:
 
     @property
     def floats(self) -> list[float]:
-        """The same of the scalars that are no integers."""
+        """The scalars that are not integers, in the same order."""
         return [value for leaf in self.leaves() for value in leaf._floats()]
 
     @property
@@ -104,16 +104,16 @@ class Mask:
         return next(filter(None, errors), None)
 
     def unblocked(self) -> Mask:
-        """The mask without the list of tiles that may have been made for one shape."""
+        """The mask without block states that were computed for one shape."""
         return self
 
     def bound(self) -> Mask:
-        """The mask of one call: functions in it are what they are now."""
+        """The mask of one call, with its functions as they are now."""
         return self
 
     def refresh(self) -> None:
         """Says that tensors of the mask were written where torch does not count it: through `.data`, numpy or dlpack.
-        What is kept of their old values is found anew."""
+        What was computed from their old values is computed again."""
         for x in self.bound().tensors:
             torch.autograd.graph.increment_version(x)
 
@@ -128,8 +128,8 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"a mask is neither true nor false: `and`, `or` and `not` would drop a part of it; combine masks with &, | "
-            f"and ~, and ask `mask is None`; got {self!r}"
+            "a mask is neither true nor false, and `and`, `or` and `not` would drop a part: combine masks with &, "
+            f"| and ~, and test `mask is None`; got {self!r}"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -154,7 +154,7 @@ class Mask:
         )
 
     def draw(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0) -> str:
-        """Rows are queries, columns keys: `■` visible, `·` hidden.
+        """Rows are queries, columns keys: `■` visible, `·` masked.
 
         >>> print(causal().draw(2, 4))
         causal

@@ -96,10 +96,10 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """`ids[b, i] == ids[b, j]`, with the hull of every document found once, when the mask is made.
+    """`ids[b, i] == ids[b, j]`, with the hull of every document, computed once when the mask is made.
 
-    Every field is (b, s): `ids` int32, renumbered; `first` and `stop` int32, the interval from the first to behind the
-    last token of the row's document; `solid` bool, whether that interval holds no other document's token.
+    Every field is (b, s): `ids` int32, renumbered; `first` and `stop` int32, the interval from the first token of the
+    row's document to the one after its last; `solid` bool, whether that interval holds no other document's token.
     """
 
     kind: ClassVar[str] = "documents"
@@ -206,8 +206,8 @@ def prefix(n: int | Tensor) -> Mask:
 def documents(ids: Tensor) -> Mask:
     """Row i sees key j of the same document: `ids[b, i] == ids[b, j]`, for packed training batches with s_q = s_k.
 
-    The ids need not be sorted, nor be in one piece. Each document's extent is found here, once, on the ids' device:
-    make one mask per batch and use it in every layer.
+    The ids may have any order, and a document several pieces. Each document's extent is computed here, once, on the
+    ids' device: make one mask per batch and use it in every layer.
 
     Args:
         ids: (b, s) integer tensor on q's device, or (1, s) for all batch rows.

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def as_mask(mask: Any) -> Mask | None:
         return of_tensor(mask)
     if is_block_mask(mask):
         return of_block_mask(mask)
-    hint = "; a function (b, h, q_idx, kv_idx) -> bool is one by mask_mod(fn)" if callable(mask) else ""
+    hint = "; for a function (b, h, q_idx, kv_idx) -> bool use mask_mod(fn)" if callable(mask) else ""
     raise TypeError(
         "mask must be a saccade mask, such as causal() & window(1023, None), a bool tensor or torch's BlockMask, got "
         f"{type(mask).__name__}{hint}"
@@ -108,8 +109,8 @@ def of_tensor(t: Tensor) -> Mask:
     """
     if t.dtype != torch.bool:
         raise TypeError(
-            f"a mask tensor must be bool, True where a query sees a key, got {t.dtype} {tuple(t.shape)}; what is added "
-            "to the scores is score_mod=bias(t)"
+            f"a mask tensor must be bool, True where a query sees a key, got {t.dtype} {tuple(t.shape)}; to add a "
+            "tensor to the scores, use score_mod=bias(t)"
         )
     if t.dim() > 4:
         raise ValueError(f"a mask tensor must broadcast to (b, h_q, s_q, s_k), got {tuple(t.shape)}")
@@ -122,7 +123,7 @@ def is_block_mask(value: Any) -> bool:
 
 
 class Blocks:
-    """A mask that tiles of one size decide: all of it, nothing, or what a function says."""
+    """A mask by blocks of one size: each is visible, masked, or what a function says."""
 
     def __init__(self, states: Tensor, mod: Any, rows: int, keys: int) -> None:
         self.states, self.mod, self.rows, self.keys = states, mod, rows, keys
@@ -134,43 +135,29 @@ class Blocks:
         return (state == 2) | ((state == 1) & self.mod(b, h, q_idx, kv_idx))
 
 
-class _Known(NamedTuple):
-    """A BlockMask as a Mask, as long as it holds the same function and the same lists."""
-
-    mask: Mask
-    mod: Any
-    lists: tuple[Any, ...]
-
-    def holds(self, block_mask: Any) -> bool:
-        return self.mod is block_mask.mask_mod and self.lists == _versions(block_mask)
-
-
-_known: BoundedCache[int, _Known] = BoundedCache(256)
-"""By the number of the BlockMask, and as long as it lives."""
+_known: BoundedCache[Hashable, Mask] = BoundedCache(256)
+"""What BlockMasks are as Masks, by their state."""
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-def _versions(block_mask: Any) -> tuple[Any, ...]:
-    held = (getattr(block_mask, name) for name in _LISTS)
-    return tuple([None if x is None else (id(x), None if x.is_inference() else x._version) for x in held])
+def _state(block_mask: Any) -> Hashable:
+    """It changes with the function and with the lists; the Mask keeps the function alive."""
+    lists = [getattr(block_mask, name) for name in _LISTS]
+    versions = [None if x is None else (id(x), None if x.is_inference() else x._version) for x in lists]
+    return id(block_mask), id(block_mask.mask_mod), *versions
 
 
 def remember(block_mask: Any, mask: Mask) -> None:
-    """That a BlockMask is this Mask."""
-    _known.put(id(block_mask), _Known(mask, block_mask.mask_mod, _versions(block_mask)), [block_mask])
+    """That a BlockMask is this Mask, as long as the BlockMask lives."""
+    _known.put(_state(block_mask), mask, [block_mask])
 
 
 def of_block_mask(block_mask: Any) -> Mask:
-    """Torch's BlockMask: blocks that are listed as full are visible, in those that are listed besides its function
-    decides, and all others are hidden."""
+    """Torch's BlockMask: blocks in the list of full ones are visible; the function decides in the other listed blocks;
+    all others are masked."""
     if torch.compiler.is_compiling():
         return _of_lists(block_mask)
-    known = _known.get(id(block_mask))
-    if known is not None and known.holds(block_mask):
-        return known.mask
-    mask = _of_lists(block_mask)
-    remember(block_mask, mask)
-    return mask
+    return _known.get_or_make(_state(block_mask), lambda: _of_lists(block_mask), [block_mask])
 
 
 def _of_lists(block_mask: Any) -> Mask:
@@ -189,6 +176,6 @@ def mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> Tensor:
     """The states with a value where lists of blocks, (b, h, rows) long and (b, h, rows, keys), have entries."""
     index = index[..., : states.shape[3]].long()
     listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
-    place = torch.where(listed, index, states.shape[3])  # behind the end
+    place = torch.where(listed, index, states.shape[3])  # after the end
     wider = torch.nn.functional.pad(states, (0, 1))
     return wider.scatter(3, place[:, :, : states.shape[2]], value)[..., :-1]

@@ -1,4 +1,4 @@
-"""The shape that a mask is asked for, and intervals of keys, one for each query row."""
+"""The lengths of a call, and intervals of keys, one for each query row."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Interval(NamedTuple):
         return Interval(lo, hi)
 
     def union(self, other: Interval) -> Interval:
-        """The union where it is an interval, else the longer of the two."""
+        """The union where it is an interval, otherwise the longer of the two."""
         touch = (self.lo <= other.hi) & (other.lo <= self.hi) & (self.length() > 0) & (other.length() > 0)
         both, longer = self.hull(other), self.length() >= other.length()
         return Interval(

@@ -127,16 +127,15 @@ class Written(MaskMod):
 def mask_mod(fn: Function) -> Mask:
     """Row i sees key j where `fn(b, h, q_idx, kv_idx)` is true: any predicate of pointwise torch operations.
 
-    Each call of attention has the mask that the function says at that call, numbers and tensors included. Tiles of
-    which nothing is visible are found on q's device, again where the function, its numbers or its tensors have changed,
-    and never visited; where everything is, nothing is tested. What intervals can say, such as `causal() &
-    mask_mod(fn)`, is not even looked at. Writes through `.data`, numpy or dlpack, which torch does not count, have to
-    be told of: `mask.refresh()`.
+    Each call of attention uses the function as it is at that call, with its numbers and tensors. Tiles in which
+    nothing is visible are never visited, and tiles in which everything is are not tested: q's device finds both, again
+    when the function, its numbers or its tensors have changed. Where intervals mask keys, as in `causal() &
+    mask_mod(fn)`, the function is not evaluated. After writes through `.data`, numpy or dlpack, which torch does not
+    count, call `mask.refresh()`.
 
     Args:
         fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. Rows and
-            keys count from the first one: there is no alignment at the bottom right. Captured tensors are on
-            q's device.
+            keys count from the first one, without alignment at the bottom right. Captured tensors are on q's device.
 
     Raises:
         TypeError: fn is not callable.
