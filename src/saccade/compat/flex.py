@@ -86,7 +86,7 @@ def flex_attention(
     if query.shape[0] != key.shape[0]:
         if block_mask is None or key.shape[0] != 1:
             raise ValueError(
-                f"query has {query.shape[0]} batch rows and key {key.shape[0]}; one row for all needs block_mask"
+                f"query has {query.shape[0]} batch rows and key {key.shape[0]}; one row of keys for all needs a mask"
             )
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = None if block_mask is None or block_mask.BLOCK_SIZE[0] == _WHOLE else as_mask(block_mask)
