@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 from torch import Tensor
 
@@ -25,64 +25,39 @@ ScoreFunction = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
 
 
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | BlockMask | None = None,
-    score_mod: ScoreFunction | None = None,
-    layout: Layout = _BHSD,
-    scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: Literal[False] = False,
-    return_max_scores: Literal[False] = False,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    out: Tensor | None = None,
-) -> Tensor: ...
+class _Options(TypedDict, total=False):
+    """The arguments of `attention` that do not change what it returns."""
+
+    mask: Mask | Tensor | BlockMask | None
+    score_mod: ScoreFunction | None
+    layout: Layout
+    scale: float | None
+    sink: Tensor | None
+    dropout_p: float
+    deterministic: bool | None
+    backend: str
+    out: Tensor | None
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | BlockMask | None = None,
-    score_mod: ScoreFunction | None = None,
-    layout: Layout = _BHSD,
-    scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: Literal[True],
-    return_max_scores: Literal[False] = False,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    out: Tensor | None = None,
-) -> Partial: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False,
+    return_max_scores: Literal[False] = False, **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | BlockMask | None = None,
-    score_mod: ScoreFunction | None = None,
-    layout: Layout = _BHSD,
-    scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
-    return_max_scores: Literal[True],
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    out: Tensor | None = None,
-) -> Scored: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_max_scores: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Partial: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_scores: Literal[True],
+    **options: Unpack[_Options],
+) -> Scored: ...  # fmt: skip
 
 
 def attention(

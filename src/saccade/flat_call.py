@@ -76,7 +76,7 @@ class FlatCall(NamedTuple):
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The tensors that may need gradients."""
-        return self.q, self.k, self.v, self.sink, *self.captures
+        return *self[:4], *self.captures
 
     def static(self) -> tuple[str, Sequence[int], Sequence[float]]:
         """What is not a tensor."""
@@ -91,8 +91,8 @@ class FlatCall(NamedTuple):
         q, k, v, sink = tensors[:4]
         return FlatCall(q, k, v, sink, tensors[4:end], tensors[end:], *static)
 
-    def problem(self, **options: Any) -> Problem:
-        """The call as a backend sees it, with fields of a Problem in the place of the call's."""
+    def problem(self, out: Tensor | None = None, max_scores: bool = True) -> Problem:
+        """The call as a backend sees it; without the largest scores where `max_scores` is False."""
         header, (scale, *floats) = self.parsed, self.floats
         tensors, ints = list(self.tensors), list(self.ints)
         dropout = Dropout(tensors.pop(), floats.pop(0)) if header.dropout else None
@@ -102,8 +102,8 @@ class FlatCall(NamedTuple):
         mask = masks.from_tensors(header.mask, ints, tensors, floats)
         score = scores.from_tensors(header.score, list(self.captures), ints, floats)
         q, k, v = map(layout.canonical, self[:3])
-        options = {"deterministic": header.deterministic, "dropout": dropout, "max_scores": header.max_scores} | options
-        return Problem(q, k, v, self.sink, mask, score, layout, scale, **options)
+        options = header.deterministic, dropout, 0, out, header.max_scores and max_scores
+        return Problem(q, k, v, self.sink, mask, score, layout, scale, *options)
 
 
 _SCHEMA_TYPES = {

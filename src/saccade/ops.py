@@ -39,8 +39,8 @@ def run(call: BoundCall, backend: str, lse: bool) -> Outputs:
         return execute(call.problem(), backend, lse)
     flat = call.flattened(backend)
     if call.out is None:
-        return torch.ops.saccade.forward(*flat, bool(lse))
-    return call.out, *torch.ops.saccade.forward_out(call.out, *flat, bool(lse))
+        return torch.ops.saccade.forward.default(*flat, bool(lse))
+    return call.out, *torch.ops.saccade.forward_out.default(call.out, *flat, bool(lse))
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}

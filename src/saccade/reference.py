@@ -30,7 +30,7 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """One sequence after the other; zeros and -inf in rows after the last."""
     results = [attention(sequence.problem) for sequence in problem.sequences()]
-    dim = 2 if problem.layout.ragged_queries else 0
+    dim = 2 if problem.layout.cu_seqlens_q is not None else 0
     done = sum(lse.shape[dim] for _, lse, _ in results)
     rest = problem.q.narrow(dim, done, problem.q.shape[dim] - done)
     # Of q, so that gradients exist, and are zero, where there is no sequence at all.

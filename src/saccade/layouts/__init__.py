@@ -1,6 +1,6 @@
 """Where the rows of q, k and v live."""
 
-from saccade.layouts.base import Layout, SequencePlace, SideLengths
+from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.dense import ORDERS, Dense
 from saccade.layouts.nested import unwrap
 from saccade.layouts.packed import Packed
@@ -9,6 +9,6 @@ from saccade.layouts.rebuild import from_tensors, view_layout
 from saccade.layouts.strides import empty_like_rows, with_rows
 
 __all__ = [
-    "ORDERS", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "SideLengths", "empty_like_rows", "from_tensors",
+    "ORDERS", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "empty_like_rows", "from_tensors",
     "unwrap", "view_layout", "with_rows",
 ]  # fmt: skip

@@ -21,22 +21,17 @@ class SequencePlace(NamedTuple):
     keys: slice
 
 
-class SideLengths(NamedTuple):
-    """The tensors that say how many rows, or keys, each sequence has."""
-
-    starts: Tensor | None
-    """(b + 1): where each sequence starts and the last one ends; None where each has a batch row"""
-    used: Tensor | None
-    """(b): how many of a sequence are in use, or None for all"""
-
-
 class Layout:
     """Where the rows of q, k and v live. A canonical view is (b, h, s, d); sequences end to end are one batch row."""
 
     kind: Any
     """The layout's word in a Spec."""
     order: Any
+    cu_seqlens_q: Any
+    """(b + 1): where each sequence of q starts and the last one ends; None where each has a batch row."""
+    cu_seqlens_k: Any
     seqused_q: Any
+    """(b): how many rows of each sequence are in use, or None for all."""
     seqused_k: Any
     validate: Any = False
     """Whether to read offsets and lengths before each call on a GPU too."""
@@ -54,25 +49,26 @@ class Layout:
         """The static part, such as `bshd,seqused_k`: what `tensors` holds."""
         raise NotImplementedError
 
+    required: ClassVar[tuple[str, ...]] = ()
+    """The names of the tensors that every layout of the class has."""
+    optional: ClassVar[tuple[str, ...]] = ("seqused_q", "seqused_k")
+
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors, in the order in which `text` names them."""
-        raise NotImplementedError
+        """The required tensors, then those that `text` names."""
+        return [x for name in (*self.required, *self.optional) if (x := getattr(self, name)) is not None]
+
+    def _optional(self) -> list[str]:
+        """The names of the optional tensors that this layout has."""
+        return [name for name in self.optional if getattr(self, name) is not None]
 
     @property
     def sequences(self) -> int:
         """The number of sequences, of a layout that is not rectangular."""
         raise NotImplementedError
 
-    ragged_queries: Any = False
-    """Whether the rows of q are sequences end to end."""
     ragged_keys: ClassVar[bool] = False
     """Whether the keys are sequences end to end."""
-
-    @property
-    def sides(self) -> tuple[SideLengths, SideLengths]:
-        """The lengths of the queries' sequences and of the keys'."""
-        return SideLengths(None, self.seqused_q), SideLengths(None, self.seqused_k)
 
     # Views
 

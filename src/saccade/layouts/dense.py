@@ -42,12 +42,13 @@ class Dense(Layout):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
 
+    cu_seqlens_q = cu_seqlens_k = None
     rectangular = True
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}; a Dense layout has one of {', '.join(map(repr, ORDERS))}")
-        for name in self._used():
+        for name in self._optional():
             check_vector(name, getattr(self, name), "(b,)")
 
     @property
@@ -58,7 +59,7 @@ class Dense(Layout):
     def text(self) -> str:
         if self.seqused_q is None and self.seqused_k is None:
             return self.order
-        return ",".join([self.order, *self._used()])
+        return ",".join([self.order, *self._optional()])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -69,9 +70,6 @@ class Dense(Layout):
     @staticmethod
     def from_tensors(order: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Dense:
         return Dense(order, **{name: tensors.pop(0) for name in names})
-
-    def _used(self) -> list[str]:
-        return [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
 
     def canonical(self, x: Tensor) -> Tensor:
         return x if self.order == "bhsd" else x.permute(ORDERS[self.order])
@@ -90,7 +88,7 @@ class Dense(Layout):
         b, _, s_q, s_k, _ = sizes
         if mask is not None and mask.listed and (error := mask.shape_error(sizes)):
             return error
-        for name in self._used():
+        for name in self._optional():
             if (used := getattr(self, name)).shape != (b,):
                 return f"{name} must have shape ({b},), got {tuple(used.shape)}"
         leaves = list(mask.leaves()) if mask is not None else []
@@ -107,9 +105,8 @@ class Dense(Layout):
         return None
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
-        for name in self._used():
-            used, s = getattr(self, name), s_q if name == "seqused_q" else s_k
-            if bool(((used < 0) | (used > s)).any()):
+        for name, used, s in (("seqused_q", self.seqused_q, s_q), ("seqused_k", self.seqused_k, s_k)):
+            if used is not None and bool(((used < 0) | (used > s)).any()):
                 raise ValueError(f"{name} must be in [0, {s}], got {shortened(used.tolist())}")
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
@@ -129,7 +126,7 @@ class Dense(Layout):
         return -(-s // block)
 
     def __repr__(self) -> str:
-        used = [f"{name}={list(getattr(self, name).shape)}" for name in self._used()]
+        used = [f"{name}={list(getattr(self, name).shape)}" for name in self._optional()]
         return f"Dense({', '.join([repr(self.order), *used])})"
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import Layout, SequencePlace, SideLengths
+from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
 from saccade.layouts.validate import operand_error, sequence_mask_error
 from saccade.masks import Extent, Mask
@@ -60,7 +60,8 @@ class Packed(Layout):
 
     kind = "packed"
     order = "thd"
-    ragged_queries = ragged_keys = True
+    ragged_keys = True
+    required = "cu_seqlens_q", "cu_seqlens_k"  # and no bounds, which no result needs
 
     def __post_init__(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -72,7 +73,7 @@ class Packed(Layout):
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must have one shape (b + 1,), got {shapes[0]}, {shapes[1]}"
             )
-        for name in self._used():
+        for name in self._optional():
             used = getattr(self, name)
             check_vector(name, used, "(b,)")
             if len(used) != self.sequences:
@@ -91,25 +92,13 @@ class Packed(Layout):
 
     @property
     def text(self) -> str:
-        return ",".join([self.kind, *self._used(), *(["validate"] if self.validate else [])])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that `text` names. The bounds are not among them: no result needs them."""
-        return [self.cu_seqlens_q, self.cu_seqlens_k, *(getattr(self, name) for name in self._used())]
+        return ",".join([self.kind, *self._optional(), *(["validate"] if self.validate else [])])
 
     @staticmethod
     def from_tensors(word: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Packed:
         offsets = tensors.pop(0), tensors.pop(0)
         used = {name: tensors.pop(0) for name in names if name != "validate"}
         return Packed(*offsets, t_q, t_k, **used, validate="validate" in names)
-
-    def _used(self) -> list[str]:
-        return [name for name in ("seqused_q", "seqused_k") if getattr(self, name) is not None]
-
-    @property
-    def sides(self) -> tuple[SideLengths, SideLengths]:
-        return SideLengths(self.cu_seqlens_q, self.seqused_q), SideLengths(self.cu_seqlens_k, self.seqused_k)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (1, h, t, d) view of a (t, h, d) tensor."""
@@ -148,16 +137,17 @@ class Packed(Layout):
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """With upper bounds of the lengths: a bound that is a tensor is not read, and the rows of q or k replace it."""
-        bounds = (self.max_seqlen_q, q.shape[0]), (self.max_seqlen_k, k.shape[0])
-        s_q, s_k = (t if isinstance(bound, Tensor) else min(bound, t) for bound, t in bounds)
+        s_q, s_k, longest_q, longest_k = q.shape[0], k.shape[0], self.max_seqlen_q, self.max_seqlen_k
+        s_q = s_q if isinstance(longest_q, Tensor) else min(longest_q, s_q)
+        s_k = s_k if isinstance(longest_k, Tensor) else min(longest_k, s_k)
         return Sizes(self.sequences, q.shape[1], s_q, s_k, exact=False)
 
     def extent(self, q: Tensor, k: Tensor) -> Extent:
         raise TypeError(f"{self!r} is no padded batch: each of its sequences has an extent of its own")
 
     def common_offset(self, s_q: int, s_k: int) -> int | None:
-        q, k = self.sides
-        return 0 if same_vector(q.starts, k.starts) and same_vector(q.used, k.used) else None
+        same = same_vector(self.cu_seqlens_q, self.cu_seqlens_k) and same_vector(self.seqused_q, self.seqused_k)
+        return 0 if same else None
 
     def pairs(self, q: Tensor, k: Tensor) -> int:
         if not has_values(self.cu_seqlens_k):  # those of sequences of one length
@@ -165,8 +155,9 @@ class Packed(Layout):
         return q.shape[1] * int((self.cu_seqlens_q.diff().long() * self.cu_seqlens_k.diff()).sum())
 
     def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
-        row, ends = slice(0, 1), (pairwise(x.tolist()) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
-        return [SequencePlace(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(zip(*ends, strict=True))]
+        row = slice(0, 1)
+        ends = zip(pairwise(self.cu_seqlens_q.tolist()), pairwise(self.cu_seqlens_k.tolist()), strict=True)
+        return [SequencePlace(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(ends)]
 
     def rows_in_use(self, t_q: int) -> Tensor:
         """bool (t_q): which rows of q are."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import Layout, SequencePlace, SideLengths
+from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
 from saccade.layouts.validate import head_error, sequence_mask_error
 from saccade.masks import Extent, Mask
@@ -53,8 +53,9 @@ class Paged(Layout):
 
     kind = "paged"
     order = "paged"
-    seqused_q = None
+    cu_seqlens_k = seqused_q = None
     has_pages = True
+    required, optional = ("block_table", "seqused_k"), ("cu_seqlens_q",)
     gradient_error = (
         "a paged cache has no gradients: call attention inside torch.no_grad(), or pass Dense or Packed keys and values"
     )
@@ -79,10 +80,6 @@ class Paged(Layout):
             raise ValueError(f"num_splits must be an integer from 1 on, or None, got {splits!r}")
 
     @property
-    def ragged_queries(self) -> bool:
-        return self.cu_seqlens_q is not None
-
-    @property
     def sequences(self) -> int:
         return self.block_table.shape[0]
 
@@ -92,22 +89,14 @@ class Paged(Layout):
 
     @property
     def text(self) -> str:
-        names = [] if self.cu_seqlens_q is None else ["cu_seqlens_q"]
-        return ",".join([self.kind, *names, *([] if self.num_splits is None else [f"splits={self.num_splits}"])])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [x for x in (self.block_table, self.seqused_k, self.cu_seqlens_q) if x is not None]
+        splits = [] if self.num_splits is None else [f"splits={self.num_splits}"]
+        return ",".join([self.kind, *self._optional(), *splits])
 
     @staticmethod
     def from_tensors(word: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Paged:
         own = [tensors.pop(0) for _ in range(3 if "cu_seqlens_q" in names else 2)]
         splits = [int(name.removeprefix("splits=")) for name in names if name.startswith("splits=")]
         return Paged(*own, num_splits=splits[0] if splits else None)
-
-    @property
-    def sides(self) -> tuple[SideLengths, SideLengths]:
-        return SideLengths(self.cu_seqlens_q, None), SideLengths(None, self.seqused_k)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of q or out, (1, h, t, d) where sequences are end to end; caches: (pages, h, rows, d)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ def from_tensors(text: str, tensors: list[Tensor], t_q: int = 0, t_k: int = 0) -
     return CLASSES[word].from_tensors(word, names, tensors, t_q, t_k)
 
 
+@lru_cache(maxsize=512)
 def view_layout(text: str) -> Layout:
     """A layout of this text's order, for its views alone."""
     word, *names = text.split(",")

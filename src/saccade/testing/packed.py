@@ -94,7 +94,7 @@ def draw(seed: int, dtype: str) -> Case:
 
 def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:
     """The rows of results after the last sequence, and the value that they must have, to the bit."""
-    q, k = (None if side.starts is None else int(side.starts[-1]) for side in layout.sides)
+    q, k = (None if x is None else int(x[-1]) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
     for name, end in (("out", q), ("alone", q), ("dq", q), ("dk", k), ("dv", k)):
         if name in found and end is not None:
             yield name, found[name][end:], 0.0

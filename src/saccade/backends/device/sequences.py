@@ -20,7 +20,6 @@ from torch import Tensor
 
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
-from saccade.layouts import SideLengths
 from saccade.problem import Problem
 
 
@@ -224,20 +223,25 @@ N = 32
 def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[SequenceSpans | None, SequenceSpans | None]:
     """Of the queries and of the keys. With a table of `tiles` the keys know of the rows after the last sequence."""
     layout = problem.layout
-    count = runtime_int(layout.sequences) if layout.ragged_queries else 0
-    queries, keys = (_spans_of(side, tiles, count) for side in layout.sides)
+    if layout.cu_seqlens_q is None:  # the hot path of small calls
+        return _spans_of(None, layout.seqused_q), _spans_of(None, layout.seqused_k)
+    count = runtime_int(layout.sequences)
+    queries = _spans_of(layout.cu_seqlens_q, layout.seqused_q, tiles, count)
+    keys = _spans_of(layout.cu_seqlens_k, layout.seqused_k, tiles, count)
     if keys is not None and tiles is not None and not layout.ragged_keys:
         keys = keys._replace(count=count, bounded=FLAGS[True])
     return queries, keys
 
 
-def _spans_of(side: SideLengths, tiles: Tensor | None, count: int) -> SequenceSpans | None:
-    if side.starts is None and side.used is None:
+def _spans_of(
+    starts: Tensor | None, used: Tensor | None, tiles: Tensor | None = None, count: int = 0
+) -> SequenceSpans | None:
+    if starts is None and used is None:
         return None
     # Records hold no None on Triton 3.6: another tensor stands in.
-    packed, ragged = FLAGS[side.starts is not None], FLAGS[side.used is not None]
-    starts = None if side.starts is None else side.starts.contiguous()
-    used = starts if side.used is None else side.used.contiguous()
+    packed, ragged = FLAGS[starts is not None], FLAGS[used is not None]
+    starts = None if starts is None else starts.contiguous()
+    used = starts if used is None else used.contiguous()
     if starts is None:
         return SequenceSpans(used, used, used, runtime_int(0), FLAGS[False], ragged, packed)
     return SequenceSpans(used, starts, starts if tiles is None else tiles, count, FLAGS[False], ragged, packed)

@@ -61,7 +61,7 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
     layout, h_k = problem.layout, problem.k.shape[1]
     b, _, s_q, _ = problem.q.shape
     flat, sequences_ = s_q * problem.group, layout.sequences
-    packed = layout.ragged_queries
+    packed = layout.cu_seqlens_q is not None
     tile = config(problem, -(-flat // sequences_) if packed else flat)
     if packed:
         tiles = flat // tile.block_q + sequences_ + 1
