@@ -11,7 +11,7 @@ from saccade.block_mask import block_mask
 from saccade.dispatch import Plan, Unsupported
 from saccade.kv_cache import append_kv
 from saccade.layouts import Dense, Packed, Paged
-from saccade.masks import Mask, causal, documents, mask_mod, prefix, window
+from saccade.masks import Mask, causal, documents, interval, mask_mod, prefix, window
 from saccade.partial import Partial, Scored, merge
 from saccade.scores import (
     CacheInfo,
@@ -52,6 +52,7 @@ __all__ = [
     "compose",
     "documents",
     "explain",
+    "interval",
     "mask_mod",
     "merge",
     "plan",

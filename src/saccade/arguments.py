@@ -46,7 +46,7 @@ def flags(**named: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {told(x)}")
 
 
-def integer(name: str, x: Any, least: int = 0) -> int:
+def integer(name: str, x: Any, least: int | None = 0) -> int:
     """
     Raises:
         TypeError: no integer.
@@ -54,7 +54,7 @@ def integer(name: str, x: Any, least: int = 0) -> int:
     """
     if isinstance(x, (bool, Tensor)) or not hasattr(type(x), "__index__"):
         raise TypeError(f"{name} must be an integer, got {told(x)}")
-    if x < least:
+    if least is not None and x < least:
         raise ValueError(f"{name} must be an integer from {least} on, got {x}")
     return x
 

@@ -129,7 +129,7 @@ def _lengths(call: FlatCall, dims: FlatCall) -> int | None:
 @lru_cache(maxsize=512)
 def _alike_masks(mask: str) -> bool:
     """Whether a mask of this identity has no tensor by batch row."""
-    return not any(word in mask for word in ("prefixes", "documents", Blocked.MARK))
+    return not any(word in mask for word in ("prefixes", "interval_", "documents", Blocked.MARK))
 
 
 def _alike(header: Header) -> bool:

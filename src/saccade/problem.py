@@ -108,7 +108,7 @@ class Problem:
             i = place.number
             q_at, k_at = (place.batch_q, slice(None), place.rows), (place.batch_k, slice(None), place.keys)
             used = (None if x is None else x[i : i + 1] for x in (layout.seqused_q, layout.seqused_k))
-            mask = None if self.mask is None else masks.of_batch_row(self.mask, i)
+            mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, place.rows), i)
             operands = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
             dense = Dense("bhsd", *used)
             problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})

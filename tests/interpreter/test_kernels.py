@@ -9,7 +9,9 @@ from saccade import masks
 from saccade.backends.device import masks as device_masks
 from saccade.backends.device import records
 from saccade.backends.device import scores as device_scores
+from saccade.layouts import Dense
 from saccade.masks import Mask
+from saccade.problem import Problem
 from saccade.scores import bind
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED, SMALL, Case, draw
@@ -58,10 +60,15 @@ def test_drawn_case(seed: int) -> None:
     assert report.ratio <= 1, f"{case.describe()}\n{report}"
 
 
+def problem_of(mask: Mask | None) -> Problem:
+    q = torch.zeros(1, 1, 8, 8)
+    return Problem(q, q, q, None, mask, None, Dense(), 1.0)
+
+
 def test_every_mask_and_score_has_a_device_form() -> None:
     made: list[Mask | None] = [case.inputs().keywords.get("mask") for case in SMALL if case.b]
     for mask in made:
-        record = device_masks.record(mask)
+        record = device_masks.record(problem_of(mask))
         assert record.exact.value == (mask is None or mask.exact)
     for case in SMALL:
         score = case.inputs().keywords.get("score_mod")
@@ -73,7 +80,7 @@ def test_an_unknown_mask_is_refused() -> None:
         kind = "other"
 
     with pytest.raises(TypeError, match="no device form"):
-        device_masks.record(Other())
+        device_masks.record(problem_of(Other()))
 
 
 def test_wide_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.layouts import Dense, Layout, Paged
-from saccade.masks import Extent, Mask, of_batch_row
+from saccade.masks import Extent, Mask, of_batch_row, of_rows
 from saccade.testing.cases import Case, Inputs
 
 # Products of s_q x s_k matrices: two forward; five backward, with the recomputed scores.
@@ -50,7 +50,8 @@ def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
         for b, _, rows, _, keys in layout.places(q, k):
             used_q, used_k = (None if x is None else x[b : b + 1] for x in used)
             extent = Extent.of(rows.stop - rows.start, keys.stop - keys.start, used_q, used_k, device)
-            total += _pairs(None if mask is None else of_batch_row(mask, b), extent, 1, used == (None, None))
+            own = None if mask is None else of_batch_row(of_rows(mask, rows), b)
+            total += _pairs(own, extent, 1, used == (None, None))
         return total
     return _pairs(mask, Extent.of(case.s_q, case.s_k, *used, device), case.b, not layout.tensors)
 

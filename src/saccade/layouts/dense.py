@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout
 from saccade.layouts.offsets import check_vector, same_vector, shortened
-from saccade.layouts.validate import operand_error
+from saccade.layouts.validate import interval_error, operand_error
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
 
@@ -102,7 +102,7 @@ class Dense(Layout):
                 return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
             if leaf.kind == "prefixes" and leaf.tensors[0].shape != (b,):
                 return f"prefix lengths must have shape ({b},), got {tuple(leaf.tensors[0].shape)}"
-        return None
+        return interval_error(mask, b, s_q, False)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         for name, used, s in (("seqused_q", self.seqused_q, s_q), ("seqused_k", self.seqused_k, s_k)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
-from saccade.layouts.validate import operand_error, sequence_mask_error
+from saccade.layouts.validate import interval_error, operand_error, sequence_mask_error
 from saccade.masks import Extent, Mask
 from saccade.scores import Sizes
 
@@ -122,7 +122,8 @@ class Packed(Layout):
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "packed sequences do not see one another: make each document a sequence, and omit documents(ids)"
-        return sequence_mask_error(mask, self.sizes(q, k), no_documents)
+        error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
+        return error or interval_error(mask, self.sequences, q.shape[0], True)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         for side, t in (("q", s_q), ("k", s_k)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
-from saccade.layouts.validate import head_error, sequence_mask_error
+from saccade.layouts.validate import head_error, interval_error, sequence_mask_error
 from saccade.masks import Extent, Mask
 from saccade.scores import Sizes
 
@@ -133,7 +133,9 @@ class Paged(Layout):
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "documents(ids) needs rows and keys that are the same tokens, which no paged cache has"
-        return sequence_mask_error(mask, self.sizes(q, k), no_documents)
+        error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
+        flat = self.ragged_queries
+        return error or interval_error(mask, self.sequences, q.shape[0 if flat else 1], flat)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         """Reads lengths and offsets; s_k is the page size."""

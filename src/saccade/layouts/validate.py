@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.masks import Blocked, Documents, Mask
+from saccade.masks import Blocked, Documents, KeyInterval, Mask
 from saccade.scores import Sizes
 
 
@@ -49,3 +49,10 @@ def sequence_mask_error(mask: Mask | None, sizes: Sizes, no_documents: str) -> s
         if leaf.listed and (error := leaf.shape_error(sizes)):
             return error
     return None
+
+
+def interval_error(mask: Mask | None, sequences: int, rows: int, end_to_end: bool) -> str | None:
+    """Of intervals whose bounds are tensors; `rows` are those of a sequence, or of all sequences end to end."""
+    leaves = () if mask is None else mask.leaves()
+    errors = (leaf.bounds_error(sequences, rows, end_to_end) for leaf in leaves if isinstance(leaf, KeyInterval))
+    return next(filter(None, errors), None)

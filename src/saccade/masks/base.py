@@ -47,6 +47,10 @@ class Mask:
     of_shape: bool = False
     """Whether it is for calls of one shape, all of whose rows are in use."""
 
+    by_row: bool = False
+    """Whether tensors give each row its keys, anew in each call: nothing that is made of them is kept, and they do not
+    say which rows see a key."""
+
     length: int | None = None
     """The sequence length that the mask itself knows."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.interval import Extent, Interval
+from saccade.masks.key_interval import KeyInterval
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,10 @@ class Combined(Mask):
     @property
     def lower(self) -> bool:
         return any(part.lower for part in self.parts)
+
+    @property
+    def by_row(self) -> bool:
+        return any(part.by_row for part in self.parts)
 
     @property
     def listed(self) -> bool:
@@ -118,8 +123,8 @@ class Not(Combined, PredicateMask):
         return ~self.part.sees(extent, b, h, q_idx, kv_idx)
 
 
-# One spelling: documents, then prefixes, then all others, then unions, then the window.
-_RANK = {Documents: 0, Prefix: 1, Or: 3, Window: 4}
+# One spelling: documents, then prefixes, intervals, all others, unions, and the window.
+_RANK = {Documents: 0, Prefix: 1, KeyInterval: 1.5, Or: 3, Window: 4}
 
 
 def _intersection(a: Mask, b: Mask) -> Mask:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saccade import scores
@@ -13,6 +15,7 @@ from saccade.masks.base import Mask
 from saccade.masks.blocked import Blocked
 from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.combine import And, Combined, Not, Or
+from saccade.masks.key_interval import KeyInterval
 from saccade.masks.mask_mod import MaskMod, OfRow
 from saccade.scores.recording.compile_constant import compile_constant
 
@@ -40,7 +43,7 @@ def _parsed(kind: str) -> Any:
             return inner
         if token == "~":
             return "~", atom()
-        if token.partition("[")[0] not in KINDS:
+        if token.partition("[")[0] not in _IDENTITIES:
             raise ValueError(f"unknown mask {token!r} in {kind!r}; the kinds are {', '.join(KINDS)}")
         return token
 
@@ -50,7 +53,8 @@ def _parsed(kind: str) -> Any:
     return tree
 
 
-KINDS = ("causal", "window", "prefix", "prefixes", "documents", "mask_mod")
+KINDS = ("causal", "window", "prefix", "prefixes", "interval", "documents", "mask_mod")
+_IDENTITIES = {*KINDS, "interval_rows", "interval_stops"}
 
 
 def is_kind(text: str) -> bool:
@@ -59,7 +63,7 @@ def is_kind(text: str) -> bool:
         _parsed(text)
     except ValueError:
         return False
-    return True
+    return set(re.findall("[a-z_]+", text)) <= {*KINDS}
 
 
 def from_tensors(
@@ -83,6 +87,8 @@ def from_tensors(
                 return Prefix(ints.pop(0))
             case "prefixes":
                 return Prefix(tensors.pop(0))
+            case "interval" | "interval_rows" | "interval_stops":
+                return KeyInterval.of_tensors(tree, ints, tensors)
             case "documents":
                 return Documents(tensors.pop(0), tensors.pop(0), tensors.pop(0), tensors.pop(0))
             case _:
@@ -94,16 +100,39 @@ def from_tensors(
     return Blocked(mask, tensors.pop(0)) if identity.startswith(Blocked.MARK) else mask
 
 
-def of_batch_row(mask: Mask, b: int) -> Mask:
-    """The mask of one batch row."""
+def _of_leaves(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:
+    """The mask with each leaf changed."""
     match mask:
         case Combined():
-            return type(mask)(tuple(of_batch_row(part, b) for part in mask.parts))
-        case Prefix(n=Tensor() as n):
-            return Prefix(n[b : b + 1])
-        case _ if mask.listed:
-            return OfRow(mask, b) if "b" in mask.indices else mask
-    return mask
+            return type(mask)(tuple(_of_leaves(part, change) for part in mask.parts))
+    return change(mask)
+
+
+def of_batch_row(mask: Mask, b: int) -> Mask:
+    """The mask of one batch row."""
+
+    def change(leaf: Mask) -> Mask:
+        match leaf:
+            case Prefix(n=Tensor() as n):
+                return Prefix(n[b : b + 1])
+            case KeyInterval():
+                return leaf.of_batch_row(b)
+            case _ if leaf.listed:
+                return OfRow(leaf, b) if "b" in leaf.indices else leaf
+        return leaf
+
+    return _of_leaves(mask, change)
+
+
+def of_rows(mask: Mask, rows: slice) -> Mask:
+    """The mask of a sequence whose query rows are these of all."""
+    return _of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
+
+
+def padded(mask: Mask, starts: Tensor, s_q: int) -> Mask:
+    """The mask of queries end to end as that of a padded batch of s_q rows; sequences begin at `starts` (b + 1)."""
+    rows = starts[:-1, None].long() + torch.arange(s_q, device=starts.device)
+    return _of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
 
 
 def programs(identity: str) -> list[Any]:

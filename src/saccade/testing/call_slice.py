@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade import reference, scores
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, SequencePlace
-from saccade.masks import as_mask
+from saccade.masks import as_mask, of_rows
 from saccade.problem import Problem
 from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured, places
 
@@ -111,7 +111,7 @@ class CheckedCall(NamedTuple):
             v=self.v[keys_at],
             sink=None if sink is None else sink.detach()[heads],
             layout=Dense("bhsd", *used),
-            mask=None if mask is None else ShiftedMask(mask, b, h),
+            mask=None if mask is None else ShiftedMask(of_rows(mask, place.rows), b, h),
             score=None if score is None else ShiftedScore(score, b, h),
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
             dropout=None if dropout is None else ShiftedDropout(dropout.state, dropout.p, b, h),

@@ -55,7 +55,8 @@ class Case:
     """0 means d_v = d, and is replaced by it."""
     mask: str = "none"
     """As masks print: `causal`, `window(1023,0)`, `prefix(5)`, `prefixes` (a drawn one for each batch row), `documents`
-    (drawn ids), `&`, `|` and parentheses. Or a name of `saccade.testing.gallery`."""
+    (drawn ids), `&`, `|` and parentheses; `interval_rows` and `interval_stops` have drawn bounds, or stops alone. Or a
+    name of `saccade.testing.gallery`."""
     score: str = "none"
     """`none`, `softcap(50)`, `alibi`, `relative_bias(128)` (its reach), `t5_bias`, `bias`, `temperature`, with drawn
     tensors; joined by `+`, applied from the left. `callback(causal)`: one of `saccade.testing.callbacks`."""
@@ -189,14 +190,24 @@ class Case:
         numbers = [bound for bound in bounds if bound == "None" or bound.isdigit()]
         kind = re.sub(r"\((?:\d|None)[\w,]*\)", "", self.mask)
         tensors: list[Tensor] = []
-        for leaf in re.findall(r"[a-z]+", kind):
+        for leaf in re.findall(r"[a-z_]+", kind):
             if leaf == "documents":
                 tensors += masks.documents(self._ids(generator).to(device)).tensors
             elif leaf == "prefixes":
                 tensors.append(torch.randint(0, self.s_k + 1, (self.b,), generator=generator).to(device))
+            elif leaf.startswith("interval_"):
+                tensors += [x.to(device) for x in self._bounds(generator, starts=leaf == "interval_rows")]
         return masks.from_tensors(kind, [UNBOUNDED if n == "None" else int(n) for n in numbers], tensors)
 
+    def _bounds(self, generator: torch.Generator, starts: bool) -> list[Tensor]:
+        """Intervals of keys in no order, one for each row, or each sequence: empty ones, and beyond the keys."""
+        shape = self.b, 1 if self.order in ("thd", "paged") else self.s_q
+        start = torch.randint(-5, self.s_k + 5, shape, generator=generator)
+        stop = start + torch.randint(-5, self.s_k + 5, shape, generator=generator)
+        return [start, stop] if starts else [stop]
+
     def _ids(self, generator: torch.Generator) -> Tensor:
+        """About four documents in a row."""
         shape = self.b, self.s_q
         if self.ids == "scattered":
             return torch.randint(0, 4, shape, generator=generator)
@@ -258,6 +269,11 @@ SMALL = [
     Case("prefix", s_q=100, s_k=100, mask="prefix(37)"),
     Case("prefix-beyond", s_q=33, s_k=33, mask="prefix(50)"),
     Case("prefixes", b=3, s_q=70, s_k=90, mask="prefixes"),
+    Case("intervals", b=3, h_q=4, h_k=2, s_q=150, s_k=190, mask="interval_rows"),
+    Case("intervals-stops", b=2, s_q=190, s_k=150, mask="interval_stops"),
+    Case("intervals-window", b=2, s_q=150, s_k=150, mask="interval_rows&window(60,3)", score="alibi", sink=True),
+    Case("intervals-or-causal", b=2, s_q=90, s_k=120, mask="interval_rows|causal"),
+    Case("ragged-intervals", b=4, s_q=150, s_k=170, mask="interval_rows&causal", used="qk"),
     Case("prefix-window", s_q=80, s_k=80, mask="prefix(20)&window(9,9)"),
     Case("prefix-or-window", s_q=140, s_k=140, mask="prefix(11)|window(5,3)"),
     Case("documents", s_q=130, s_k=130, mask="documents"),
@@ -327,6 +343,7 @@ SMALL = [
     Case("packed-fewer-keys", b=5, s_q=140, s_k=50, mask="window(40,3)", order="thd", sink=True),
     Case("packed-used", b=6, h_q=6, s_q=100, s_k=130, d=40, d_v=24, mask="window(30,0)", score="softcap(9)", sink=True,
          used="qk", order="thd", tail=3),
+    Case("packed-intervals", b=4, s_q=100, s_k=100, mask="interval_rows", order="thd"),
     Case("packed-prefixes", b=4, s_q=100, s_k=100, mask="prefixes", order="thd"),
     Case("packed-union", b=4, s_q=140, s_k=140, mask="prefix(11)|window(5,3)", order="thd"),
     Case("packed-alibi", b=4, h_q=4, s_q=70, s_k=90, mask="causal", score="alibi", order="thd"),

@@ -8,11 +8,13 @@ sequence says its place in its tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade import masks
 from saccade.backends import Outputs
 from saccade.backends.cpu import sink
 from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, product
@@ -36,6 +38,9 @@ class Block(NamedTuple):
 def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); packed queries are one row of t_q."""
     layout, extent = problem.layout, problem.extent
+    starts = layout.sides[0].starts
+    if problem.mask is not None and starts is not None:
+        problem = replace(problem, mask=masks.padded(problem.mask, starts, extent.s_q))
     out = problem.empty_out().zero_()
     row_lse, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
     in_use = torch.zeros(row_lse.shape[0], row_lse.shape[2], dtype=torch.bool)

@@ -188,6 +188,8 @@ def tiling_of(problem: Problem) -> Tiling:
             tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else states_shape(problem)
         return Tiling(shape, mask, problem.extent, (tiles[0] > 1, tiles[1] > 1))
 
+    if mask is not None and mask.by_row:
+        return make()
     numbers = () if mask is None else (mask.identity, *mask.ints, *mask.floats)
     return derived(("tiling", shape, layout.text, numbers), tensors, make)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade import block_sparsity
-from saccade.backends.device import masks, sequences
+from saccade.backends.device import masks, sequences, visits
 from saccade.backends.device.block_lists_kernel import (
     block_list_kernel,
     packed_block_list_kernel,
@@ -64,7 +64,7 @@ def states_launch(problem: Problem, states: Tensor, table: Tensor | None) -> tup
     if table is not None:
         kernel, grid = packed_tile_states_kernel, (h * sequences.slots(problem, 0, TILE), -(-n_k // SPAN), 1)
     lengths = problem.q.shape[2], problem.k.shape[2]
-    arguments = states, *sequences.spans(problem, table), masks.record(problem.mask), h, *lengths, n_q, n_k
+    arguments = states, *sequences.spans(problem, table), masks.record(problem), h, *lengths, n_q, n_k
     return Launch(kernel, grid, (AT_ONCE, SPAN)), arguments
 
 
@@ -124,9 +124,9 @@ def lists_launch(
 
 def record(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Problem's mask for kernels of these tiles."""
-    mask = masks.record(problem.mask)
+    mask = masks.record(problem)
     if problem.mask is None or not problem.mask.listed:
-        return mask
+        return visits.visited(problem, mask) if by_keys and problem.mask is not None and problem.mask.by_row else mask
     return with_lists(mask, build(problem, block_q, block_k, by_keys))
 
 

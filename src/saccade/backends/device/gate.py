@@ -12,7 +12,7 @@ import triton.language as tl
 
 from saccade import scores
 from saccade.backends import Saved
-from saccade.backends.device import block_lists, captured_gradients, masks, row_totals, sequences
+from saccade.backends.device import block_lists, captured_gradients, masks, row_totals, sequences, visits
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.captured_gradients import recompute_launch
 from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
@@ -21,7 +21,7 @@ from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.backends.device.scores import scatter
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Packed, Paged
-from saccade.masks import Mask, causal, mask_mod, window
+from saccade.masks import Mask, causal, interval, mask_mod, window
 from saccade.problem import Problem
 from saccade.scores import Traced
 
@@ -73,6 +73,8 @@ def _mask(edges: str) -> Mask | None:
             return None
         case "causal":
             return causal()
+        case "interval":
+            return interval(*torch.zeros(2, 1, 512, dtype=torch.int32))
         case "listed":
             return causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
         case _:
@@ -86,11 +88,11 @@ def _score(words: list[str]) -> Any:
     return scores.relative_bias(torch.ones(2, 257)) if "relative_bias" in words else None
 
 
-def device_mask(problem: Problem) -> masks.DeviceMask:
-    """The device form of the Problem's mask, with stand-ins for its block lists."""
-    mask = masks.record(problem.mask)
+def device_mask(problem: Problem, by_keys: bool = False) -> masks.DeviceMask:
+    """The device form of the Problem's mask, with stand-ins for its block lists, or for its table of visits."""
+    mask = masks.record(problem)
     if problem.mask is None or not problem.mask.listed:
-        return mask
+        return visits.stand_in(problem, mask) if by_keys and problem.mask is not None and problem.mask.by_row else mask
     empty = torch.empty(16, dtype=torch.int32)
     return block_lists.with_lists(mask, block_lists.BlockLists(empty, empty, *map(runtime_int, (1, 1, 1))))
 

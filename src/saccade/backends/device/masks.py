@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import masks
-from saccade.backends.device import scores
+from saccade.backends.device import intervals, scores
 from saccade.backends.device.records import FLAGS, constants, plain_int, runtime_int
+from saccade.layouts import Layout
+from saccade.problem import Problem
 from saccade.scores import Traced
 from saccade.scores.codegen import source
 
@@ -41,6 +43,8 @@ class DeviceMask(NamedTuple):
     """see `saccade.backends.device.block_lists`"""
     lower: Any = tl.constexpr(True)
     """constexpr: rows may not see the first keys, so that tiles before the core need the mask"""
+    ordered: Any = tl.constexpr(True)
+    """constexpr: later rows see neither earlier first keys nor earlier last ones"""
     all_tiles: Any = tl.constexpr(False)
     """constexpr: a predicate all of whose tiles are visited, without lists; for kernels that make such a difference"""
 
@@ -210,6 +214,10 @@ def _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
 _WINDOW = constants(_window_keys, _window_rows, _window_sees, True)
 _PREFIX = constants(_prefix_keys, _prefix_rows, _prefix_sees, True)
 _PREFIXES = constants(_prefixes_keys, _prefixes_rows, _prefixes_sees, True)
+_CONSTANT_INTERVAL = constants(intervals.constant_keys, intervals.constant_rows, intervals.constant_sees, True)
+# Tensors lead from rows to keys alone: `visits.py` turns that round for kernels whose programs own keys.
+_INTERVAL = constants(intervals.interval_keys, _open_of, intervals.interval_sees, True)
+_STOPS = constants(intervals.stop_keys, _open_of, intervals.stop_sees, True)
 _DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
@@ -217,13 +225,16 @@ _NOT = constants(_open_of, _open_of, _not_sees, False)
 _ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
 
 
-def record(mask: masks.Mask | None) -> DeviceMask:
-    """The device form of a mask; None shows every key. Its constants, parts and all, follow from the mask's identity
-    and `lower`, which a Problem's key holds."""
-    return _ALL if mask is None else _record(mask, FLAGS[mask.lower])
+def record(problem: Problem) -> DeviceMask:
+    """The device form of a Problem's mask; None shows every key. Its constants, parts and all, follow from the mask's
+    identity and `lower`, which the Problem's key holds."""
+    mask = problem.mask
+    if mask is None:
+        return _ALL
+    return _record(mask, FLAGS[mask.lower], problem.layout)._replace(ordered=FLAGS[not mask.by_row])
 
 
-def _record(mask: masks.Mask, lower: Any) -> DeviceMask:
+def _record(mask: masks.Mask, lower: Any, layout: Layout) -> DeviceMask:
     """The same, with the `lower` of the whole mask, which its parts share."""
     match mask:
         case masks.Window():
@@ -232,6 +243,8 @@ def _record(mask: masks.Mask, lower: Any) -> DeviceMask:
             return DeviceMask(*_PREFIX, (runtime_int(n),), lower=lower)
         case masks.Prefix(n=Tensor() as n):
             return DeviceMask(*_PREFIXES, (n.contiguous(),), lower=lower)
+        case masks.KeyInterval():
+            return _interval_record(mask, lower, layout)
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
@@ -242,17 +255,26 @@ def _record(mask: masks.Mask, lower: Any) -> DeviceMask:
             keys_of, rows_of, sees, exact = _predicate(predicate)
             return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate), lower=lower)
         case masks.Not():
-            return DeviceMask(*_NOT, (_record(mask.part, lower),), lower=lower)
+            return DeviceMask(*_NOT, (_record(mask.part, lower, layout),), lower=lower)
         case masks.Blocked():
-            return _record(mask.mask, lower)
+            return _record(mask.mask, lower, layout)
         case masks.And() | masks.Or():
-            first, *rest = (_record(part, lower) for part in mask.parts)
+            first, *rest = (_record(part, lower, layout) for part in mask.parts)
             for other in rest:
                 exact = first.exact.value and other.exact.value
                 functions = _AND[exact] if isinstance(mask, masks.And) else _OR
                 first = DeviceMask(*functions, (first, other), lower=lower)
             return first
     raise TypeError(f"no device form of {mask!r}")
+
+
+def _interval_record(mask: masks.KeyInterval, lower: Any, layout: Layout) -> DeviceMask:
+    start, stop, starts = mask.start, mask.stop, layout.sides[0].starts
+    if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
+        return DeviceMask(*_CONSTANT_INTERVAL, (runtime_int(start), runtime_int(stop)), lower=lower)  # pyright: ignore[reportArgumentType]
+    if mask.open_start:
+        return DeviceMask(*_STOPS, (intervals.Bound.of(stop, starts),), lower=lower)
+    return DeviceMask(*_INTERVAL, (intervals.Bound.of(start, starts), intervals.Bound.of(stop, starts)), lower=lower)
 
 
 def _predicate(predicate: Traced) -> tuple[Any, ...]:

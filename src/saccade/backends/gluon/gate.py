@@ -34,7 +34,7 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed"))
+    yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed", "interval"))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
     yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged"))

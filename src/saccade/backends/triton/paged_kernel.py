@@ -96,9 +96,12 @@ def _share(mask, used_q, used_k, heads, s_q, pages, split, shape, N: tl.constexp
     _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
     _, _, _, rows = extent(used_q, b, s_q)
     rows = rows + b * 0
-    lo, _, _, _ = mask.keys_of(mask.data, b, b * 0, keys - rows)
-    _, hi, _, _ = mask.keys_of(mask.data, b, tl.maximum(rows - 1, 0), keys - rows)
-    tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), shape.BLOCK_K)
+    if mask.ordered:
+        lo, _, _, _ = mask.keys_of(mask.data, b, b * 0, keys - rows)
+        _, hi, _, _ = mask.keys_of(mask.data, b, tl.maximum(rows - 1, 0), keys - rows)
+        tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), shape.BLOCK_K)
+    else:
+        tiles = tl.cdiv(keys, shape.BLOCK_K)
     total = tl.sum(tl.where(i < count, tiles * tl.cdiv(rows * shape.GROUP, shape.BLOCK_Q), 0), 0)
     return tl.maximum(tl.cdiv(total * heads, plain_int(split.slots)), LEAST)
 

@@ -48,7 +48,7 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed"))
+    yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed", "interval"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
 
@@ -68,7 +68,7 @@ def compiled(name: str) -> tuple[Any, int]:
     config = BackwardConfig.of(row.d, row.d_v)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     plan = BackwardPlan.of(problem, out, out, gradients, 1, config)
-    mask, spans = device_mask(problem), sequences.spans(problem)
+    mask, spans = device_mask(problem, by_keys=True), sequences.spans(problem)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, mask, spans), counter
     calls = arguments(problem, plan, Saved(out, lse, out, lse), gradients, space, mask, spans)

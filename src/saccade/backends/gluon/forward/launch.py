@@ -89,7 +89,7 @@ def mask_record(problem: Problem, config: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
     if problem.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
         listed = problem.mask is not None and problem.mask.listed
-        return masks.record(problem.mask)._replace(all_tiles=masks.FLAGS[listed])
+        return masks.record(problem)._replace(all_tiles=masks.FLAGS[listed])
     return block_lists.record(problem, 64 * config.consumers, config.block_k)
 
 

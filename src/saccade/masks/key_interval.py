@@ -1,0 +1,175 @@
+"""Intervals of keys that the user gives, for all rows or for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade import arguments
+from saccade.masks.base import UNBOUNDED, Mask
+from saccade.masks.interval import Extent, Interval
+from saccade.scores.recording.compile_constant import knows_inversion
+
+
+@dataclass(frozen=True, eq=False)
+class KeyInterval(Mask):
+    """`start <= j < stop`. Both bounds are integers, or both are tensors."""
+
+    kind: ClassVar[str] = "interval"
+    start: int | Tensor
+    """A tensor is (b or 1, s_q or 1), or (t_q,) for queries end to end; `stop` again where `open_start`."""
+    stop: int | Tensor
+    open_start: bool = False
+
+    @property
+    def identity(self) -> str:
+        if not isinstance(self.stop, Tensor):
+            return self.kind
+        return "interval_stops" if self.open_start else "interval_rows"
+
+    @property
+    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.open_start
+
+    @property
+    def by_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return isinstance(self.stop, Tensor)
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        own = any(x.dim() == 1 or x.shape[0] > 1 for x in self._tensors())
+        return frozenset("b" if own else "")
+
+    @property
+    def length(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        lengths = [x.shape[-1] for x in self._tensors()]
+        return max(lengths, default=1) if max(lengths, default=1) > 1 else None
+
+    def _ints(self) -> list[int]:
+        return [x for x in (self.start, self.stop) if not isinstance(x, Tensor)]
+
+    def _tensors(self) -> list[Tensor]:
+        bounds = [self.stop] if self.open_start else [self.start, self.stop]
+        return [x for x in bounds if isinstance(x, Tensor)]
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        below = kv_idx < _at(self.stop, b, q_idx)
+        return below if self.open_start else below & (kv_idx >= _at(self.start, b, q_idx))
+
+    def hull(self, extent: Extent) -> Interval:
+        rows = torch.zeros_like(extent.q_idx())  # (1, s_q)
+        stop = rows + self.stop
+        return Interval(torch.zeros_like(stop) if self.open_start else rows + self.start, stop)
+
+    @staticmethod
+    def of_tensors(identity: str, ints: list[int], tensors: list[Tensor]) -> KeyInterval:
+        """The inverse of `identity`, `ints` and `tensors`; takes from the front of the lists."""
+        bounds: list[Any] = ints if identity == KeyInterval.kind else tensors
+        start = None if identity == "interval_stops" else bounds.pop(0)
+        stop = bounds.pop(0)
+        return KeyInterval(stop if start is None else start, stop, start is None or (bounds is ints and start == 0))
+
+    def of_batch_row(self, b: int) -> KeyInterval:
+        return self._each(lambda x: x[b : b + 1] if x.dim() == 2 and x.shape[0] > 1 else x)
+
+    def of_rows(self, rows: slice | Tensor) -> KeyInterval:
+        """That of these rows of queries end to end: a sequence's, or (b, s_q) of a padded batch."""
+
+        def those(x: Tensor) -> Tensor:
+            if x.dim() == 2:
+                return x
+            return x[None, rows] if isinstance(rows, slice) else x[rows.clamp(max=len(x) - 1)]
+
+        return self._each(those)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> KeyInterval:
+        start, stop = (change(x) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
+        return KeyInterval(start, stop, self.open_start)
+
+    def bounds_error(self, b: int, rows: int, end_to_end: bool = False) -> str | None:
+        """What is wrong with the bounds' shapes, for b batch rows of so many rows, or b sequences of so many in all."""
+        for name, x in zip(("stop", "start"), (self.stop, None if self.open_start else self.start), strict=True):
+            if not isinstance(x, Tensor):
+                continue
+            if end_to_end:
+                fits = x.shape == (rows,) if x.dim() == 1 else x.shape[1] == 1 and x.shape[0] in (1, b)
+                wanted = f"(), ({b}, 1) or ({rows},)"
+            else:
+                fits = x.dim() == 2 and x.shape[0] in (1, b) and x.shape[1] in (1, rows)
+                wanted = f"(), ({b}, 1), (1, {rows}) or ({b}, {rows}); for one dimension say x[:, None] or x[None]"
+            if not fits:
+                return f"interval's {name} must be {wanted}; got {tuple(x.shape)}"
+        return None
+
+    def __repr__(self) -> str:
+        told = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
+        start, stop = told
+        return f"interval({'None' if self.open_start else start},{'None' if stop == UNBOUNDED else stop})"
+
+
+def _at(bound: int | Tensor, b: Tensor, q_idx: Tensor) -> int | Tensor:
+    if not isinstance(bound, Tensor):
+        return bound
+    batch, row = (i if n > 1 else torch.zeros_like(i) for i, n in ((b, bound.shape[0]), (q_idx, bound.shape[1])))
+    return bound[batch, row]
+
+
+def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
+    """Row i sees keys `start <= j < stop`; None is open.
+
+    Each call reads bounds that are tensors on their device, so that a CUDA graph may be replayed with other values.
+    Bounds need no order and may lie outside the keys. A row with `stop <= start` sees nothing: `out = 0` and
+    `lse = -inf`, or its sink.
+
+    Args:
+        start: the first key, or None. An integer, or an int32 or int64 tensor on q's device: (), (b, 1), (1, s_q) or
+            (b, s_q); for packed sequences and queries end to end (), (b, 1) or, one bound for each row, (t_q,). Keys
+            count from the first of each batch row or sequence.
+        stop: the key after the last, or None; the same forms.
+
+    Raises:
+        ValueError: a tensor of another dtype or of more than two dimensions, or bounds on two devices.
+        TypeError: a bound that is no integer, tensor or None.
+
+    >>> print(interval(1, torch.tensor([[2, 3, 3, 4]])).draw(4))
+    interval([1, 1],[1, 4])
+    · ■ · ·
+    · ■ ■ ·
+    · ■ ■ ·
+    · ■ ■ ■
+    >>> starts = torch.tensor([0, 3])  # left padding
+    >>> mask = interval(starts[:, None], None) & causal()
+    """
+    knows_inversion()
+    first, last = (_bound(name, x) for name, x in (("start", start), ("stop", stop)))
+    tensors = [x for x in (first, last) if isinstance(x, Tensor)]
+    if not tensors:
+        bounds: list[Any] = [first or 0, UNBOUNDED if last is None else last]
+        return KeyInterval.of_tensors(KeyInterval.kind, bounds, [])
+    if len(places := {x.device for x in tensors}) > 1:
+        raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, places)))}")
+    like = tensors[0]
+    last = _like(like, UNBOUNDED if last is None else last)
+    return KeyInterval(last if first is None else _like(like, first), last, first is None)
+
+
+def _bound(name: str, x: int | Tensor | None) -> int | Tensor | None:
+    if isinstance(x, Tensor):
+        if x.dtype not in (torch.int32, torch.int64) or x.dim() > 2:
+            raise ValueError(
+                f"interval's {name} must be an int32 or int64 tensor of at most two dimensions, "
+                f"got {x.dtype} {tuple(x.shape)}"
+            )
+        return x[None, None] if x.dim() == 0 else x
+    if x is None:
+        return None
+    arguments.integer(f"interval's {name}", x, least=None)
+    return min(max(x, 0), UNBOUNDED)
+
+
+def _like(like: Tensor, x: int | Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.full((1, 1), x, dtype=like.dtype, device=like.device)

@@ -1,0 +1,118 @@
+"""Intervals that tensors hold: the table that leads from keys to rows, and the portable kernels that read it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade import Dense, Packed, Paged, causal, interval, mask_mod
+from saccade.backends.device import block_lists
+from saccade.masks import TILE
+from saccade.problem import Problem
+from saccade.testing.accuracy import check
+
+H_Q, H_K, D = 2, 1, 16
+
+
+def bounds(shape, keys, monotone=False):
+    start = torch.randint(-5, keys, shape)
+    stop = start + torch.randint(-10, keys, shape)
+    return (start.sort(-1).values, stop.sort(-1).values) if monotone else (start, stop)
+
+
+def tiles_of_rows(start, stop, rows, keys):
+    """For each tile of keys in use which tiles of rows meet it, and which of those see all of it."""
+    start, stop = start[:rows].clamp(min=0), stop[:rows].clamp(max=keys)
+    for first in range(0, keys, TILE):
+        last = min(first + TILE, keys)
+        meets, holds = [], []
+        for i in range(0, rows, TILE):
+            lo, hi = start[i : i + TILE], stop[i : i + TILE]
+            seeing = hi > lo
+            meets.append(bool(seeing.any()) and int(lo[seeing].min()) < last and int(hi[seeing].max()) > first)
+            holds.append(bool((seeing & (lo <= first) & (hi >= last)).all()))
+        yield meets, holds
+
+
+def verify(entry, meets, holds):
+    first, end, core, core_end = (n // TILE for n in entry.tolist())
+    visited = [i for i, meeting in enumerate(meets) if meeting]
+    assert (first, end) == (visited[0], visited[-1] + 1) if visited else end <= first
+    if core < core_end:  # the first run of tiles that need no mask
+        assert all(holds[core:core_end])
+        assert not any(holds[:core])
+        assert core_end == len(holds) or not holds[core_end]
+    else:
+        assert not any(holds)
+
+
+@pytest.mark.parametrize("monotone", [False, True], ids=["any", "ordered"])
+@pytest.mark.parametrize("seed", range(4))
+def test_visits(seed, monotone):
+    torch.manual_seed(seed)
+    b, s_q, s_k = 3, 130 + seed * 37, 200 + seed * 11
+    start, stop = bounds((b, s_q), s_k, monotone)
+    rows, keys = torch.tensor([s_q, 70, 0]), torch.tensor([s_k, 99, s_k])
+    q, k = torch.empty(b, H_Q, s_q, 8), torch.empty(b, H_K, s_k, 8)
+    problem = Problem(q, k, k, None, interval(start, stop), None, Dense("bhsd", rows, keys), 1.0)
+    table = block_lists.record(problem, 64, 64, by_keys=True).data[1].table
+    for i in range(b):
+        wanted = tiles_of_rows(start[i], stop[i], int(rows[i]), int(keys[i]))
+        for entry, tiles in zip(table[i], wanted, strict=False):
+            verify(entry, *tiles)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_visits_of_packed_sequences(seed):
+    torch.manual_seed(seed)
+    lengths = torch.randint(0, 150, (5,)), torch.randint(0, 200, (5,))
+    ends_q, ends_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in lengths)
+    t_q, t_k = int(ends_q[-1]) + 7, int(ends_k[-1]) + 5
+    start, stop = bounds((t_q,), 200)
+    q, k = torch.empty(1, H_Q, t_q, 8), torch.empty(1, H_K, t_k, 8)
+    problem = Problem(q, k, k, None, interval(start, stop), None, Packed(ends_q, ends_k, 150, 200), 1.0)
+    table = block_lists.record(problem, 64, 64, by_keys=True).data[1].table[0]
+    for i, (rows, keys) in enumerate(zip(*(x.tolist() for x in lengths), strict=True)):
+        own = slice(int(ends_q[i]), int(ends_q[i + 1]))
+        first = int(ends_k[i]) // TILE + i
+        for entry, tiles in zip(table[first:], tiles_of_rows(start[own], stop[own], rows, keys), strict=False):
+            verify(entry, *tiles)
+
+
+MASKS = {
+    "rows": lambda b, s_q, s_k: interval(*bounds((b, s_q), s_k)),
+    "batch rows": lambda b, s_q, s_k: interval(*bounds((b, 1), s_k)),
+    "stops": lambda b, s_q, s_k: interval(None, bounds((1, s_q), s_k)[1]),
+    "numbers": lambda b, s_q, s_k: interval(7, 60) & causal(),
+    "padded": lambda b, s_q, s_k: interval(bounds((b, 1), s_k)[0], None) & causal(),
+    "complement": lambda b, s_q, s_k: ~interval(*bounds((b, s_q), s_k)),
+    "predicate": lambda b, s_q, s_k: interval(*bounds((b, s_q), s_k)) & mask_mod(lambda b, h, i, j: (i + j) % 3 > 0),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_dense(name):
+    b, s_q, s_k = 2, 90, 110
+    q, k, v = torch.randn(b, H_Q, s_q, D), *torch.randn(2, b, H_K, s_k, D)
+    check(q, k, v, mask=MASKS[name](b, s_q, s_k), dlse=torch.randn(b, H_Q, s_q), backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["sequences", "rows"])
+def test_packed(flat):
+    offsets = torch.tensor([0, 40, 40, 77]), torch.tensor([0, 70, 75, 130])
+    q, k, v = torch.randn(80, H_Q, D), *torch.randn(2, 131, H_K, D)
+    mask = interval(*bounds((80,) if flat else (3, 1), 60))
+    check(q, k, v, mask=mask, layout=Packed(*offsets, 40, 70), backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
+def test_paged(end_to_end):
+    cache = torch.randn(2, 12, 16, H_K, D).unbind()
+    table, used = torch.randperm(12).view(3, 4), torch.tensor([60, 7, 0])
+    if end_to_end:
+        layout, q = Paged(table, used, torch.tensor([0, 5, 6, 8])), torch.randn(9, H_Q, D)
+        mask = interval(*bounds((9,), 60))
+    else:
+        layout, q = Paged(table, used), torch.randn(3, 5, H_Q, D)
+        mask = interval(*bounds((3, 5), 60))
+    check(q, *cache, mask=mask, layout=layout, backend="triton").assert_ok()
