@@ -134,7 +134,7 @@ class Paged(Layout):
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "documents(ids) needs rows and keys that are the same tokens, which no paged cache has"
         error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
-        flat = self.ragged_queries
+        flat = self.cu_seqlens_q is not None
         return error or interval_error(mask, self.sequences, q.shape[0 if flat else 1], flat)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:

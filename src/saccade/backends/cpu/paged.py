@@ -38,7 +38,7 @@ class Block(NamedTuple):
 def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); packed queries are one row of t_q."""
     layout, extent = problem.layout, problem.extent
-    starts = layout.sides[0].starts
+    starts = layout.cu_seqlens_q
     if problem.mask is not None and starts is not None:
         problem = replace(problem, mask=masks.padded(problem.mask, starts, extent.s_q))
     out = problem.empty_out().zero_()

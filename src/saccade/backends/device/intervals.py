@@ -15,7 +15,6 @@ from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 FAR = tl.constexpr(1 << 30)
 
 
-
 class Bound(NamedTuple):
     """One end of each row's interval. Strides and lengths are `runtime_int`s; a stride of 0 shares a number."""
 

@@ -269,7 +269,7 @@ def _record(mask: masks.Mask, lower: Any, layout: Layout) -> DeviceMask:
 
 
 def _interval_record(mask: masks.KeyInterval, lower: Any, layout: Layout) -> DeviceMask:
-    start, stop, starts = mask.start, mask.stop, layout.sides[0].starts
+    start, stop, starts = mask.start, mask.stop, layout.cu_seqlens_q
     if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
         return DeviceMask(*_CONSTANT_INTERVAL, (runtime_int(start), runtime_int(stop)), lower=lower)  # pyright: ignore[reportArgumentType]
     if mask.open_start:
