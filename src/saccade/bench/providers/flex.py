@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, learned, prepared
-from saccade.masks import And, Documents, Mask, Or, Prefix, Window, Written
+from saccade.masks import And, Documents, Extent, KeyInterval, Mask, Or, Prefix, Window, Written
 from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
 
@@ -74,6 +74,9 @@ def predicate(mask: Mask, off: int) -> Predicate:
             return lambda b, h, q_idx, kv_idx: (kv_idx < length) | (kv_idx <= q_idx + off)
         case Documents(ids=ids):
             return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
+        case KeyInterval():
+            nowhere = Extent.of(0, 0, None, None, torch.device("cpu"))  # bounds do not depend on lengths
+            return lambda b, h, q_idx, kv_idx: mask.sees(nowhere, b, h, q_idx, kv_idx)
         case Written(fn=fn):
             return fn
     raise NotImplementedError(f"this adapter has no {mask.kind} mask")
