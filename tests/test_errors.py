@@ -141,7 +141,7 @@ VALUE_ERRORS = {
     ),
     "mask function of distances": (
         lambda: attention(Q, K, V, mask=mask_mod(lambda b, h, i, j: SHORT[(i - j).abs()] > 0)),
-        "is read where it has no element",
+        "is read out of range",
     ),
     "paged mask": (lambda: paged(mask=torch.ones(3, 5, 3, 8).bool()), "got (3, 5, 3, 8)"),
     "paged mask of fewer keys": (lambda: paged(mask=torch.ones(3, 7).bool()), "(1, 2, 3, 8)"),

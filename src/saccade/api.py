@@ -157,7 +157,7 @@ def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: 
         q: the first of `attention`'s arguments, followed by the others; or a Spec's text alone.
 
     Raises:
-        ValueError: arguments that `attention` would refuse, or a text that is no Spec.
+        ValueError: arguments that `attention` would refuse, or text that is not a Spec.
 
     >>> print(explain("fp32 d64 causal cpu"))
     fp32 d64 dense causal cpu

@@ -54,6 +54,8 @@ def integer(name: str, x: Any, least: int | None = 0) -> int:
     """
     if isinstance(x, (bool, Tensor)) or not hasattr(type(x), "__index__"):
         raise TypeError(f"{name} must be an integer, got {told(x)}")
+    if type(x).__module__ == "numpy" and getattr(x, "ndim", 0):
+        raise TypeError(f"{name} must be an integer, got a numpy array {x.shape}")
     if least is not None and x < least:
         raise ValueError(f"{name} must be an integer from {least} on, got {x}")
     return x
@@ -75,7 +77,7 @@ def number(name: str, x: Any, otherwise: str = "") -> float:
         if x.numel() != 1 or x.is_complex():
             raise ValueError(f"{name} must be one number, got {told(x)}")
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} is a number, without a gradient{otherwise}; else {name}.detach()")
+            raise ValueError(f"{name} must not require a gradient{otherwise}; or pass {name}.detach()")
         if x.is_meta:
             raise ValueError(f"{name} must be a number with a value, got a tensor on meta")
     elif isinstance(x, (str, bytes, complex)) or not hasattr(type(x), "__float__") or getattr(x, "size", 1) != 1:

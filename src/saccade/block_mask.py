@@ -36,7 +36,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
 
     Raises:
         TypeError: no mask, or sizes that are not integers.
-        ValueError: a mask for another shape, negative sizes, or an unknown device.
+        ValueError: a mask for another shape, an interval with tensors as bounds, negative sizes, or an unknown device.
 
     >>> mask = block_mask(mask_mod(lambda b, h, q_idx, kv_idx: q_idx // 256 == kv_idx // 256), 1, 8, 1024, 1024)
     >>> mask.sparsity()
@@ -54,6 +54,10 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         raise ValueError(error)
     if not mask.listed:
         return mask
+    if mask.by_row:
+        raise ValueError(
+            f"block_mask cannot keep the tiles of {mask!r}: each call reads the bounds anew; pass the mask itself"
+        )
     place = mask.tensors[0].device if mask.tensors and device is None else torch.empty(0, device=device).device
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
     problem = Problem(q, k, k, None, bound, None, Dense(), 1.0)

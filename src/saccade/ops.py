@@ -86,7 +86,7 @@ def _out_of_range(problem: Problem, error: IndexError) -> Exception:
         return error
     read = " and ".join(f"{kind} with {', '.join(str(tuple(x.shape)) for x in tensors)}" for kind, tensors in functions)
     call = f"q {tuple(problem.layout.ordered(problem.q).shape)}"
-    return ValueError(f"a captured tensor is read where it has no element, {error}: {read}; {call}")
+    return ValueError(f"a captured tensor is read out of range, {error}: {read}; {call}")
 
 
 def _inputs(problem: Problem) -> Iterator[tuple[str, Tensor]]:

@@ -50,7 +50,7 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
 
     Raises:
         ValueError: no Partials, or shapes, dtypes or devices that do not fit one another.
-        TypeError: something that is no Partial.
+        TypeError: an argument that is not a Partial.
 
     >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
     >>> from saccade import attention

@@ -71,7 +71,7 @@ class Spec:
         """The Spec that prints as `text`; words may come in any order, and all but dtype and d have defaults.
 
         Raises:
-            ValueError: a word that is no dtype, size, layout, mask, score, flag or device; a missing dtype or d.
+            ValueError: an unknown word: no dtype, size, layout, mask, score, flag or device; a missing dtype or d.
         """
         parsed: dict[str, Any] = {}
         for word in text.split():

@@ -62,18 +62,18 @@ def problem(score_mod=None, mask=None, s_q=7, s_k=9, h=4):
 
 def test_refusals_of_what_no_spec_says(monkeypatch):
     """Lengths, masks and callbacks; gradients may be another backend's."""
-    assert "has no backward of one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
+    assert "has no backward for one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
     assert cudnn.refusals(problem(s_q=1, s_k=1), False) == []
     wide = torch.zeros(1, 1, 2, 192)
     call = Problem(wide, wide, wide, None, None, None, Dense(), 0.3)
-    assert cudnn.refusals(call, True) == ["has a backward of head dims up to 128 on cpu, not of 192"]
+    assert cudnn.refusals(call, True) == ["supports head dims up to 128 in the backward on cpu, not 192"]
     assert cudnn.refusals(call, False) == []
     (reason,) = cudnn.refusals(problem(mask=prefix(3)), False)
     assert reason.startswith("has one window of keys")
     monkeypatch.setattr(cudnn, "obstacle", lambda: None)
     monkeypatch.setattr(cudnn, "SUPPORT", SimpleNamespace(reasons=lambda spec: []))
     monkeypatch.setattr(cudnn, "GRADIENT", cudnn.SUPPORT)
-    with pytest.raises(Unsupported, match="cudnn: takes a score as a callback alone"):
+    with pytest.raises(Unsupported, match="cudnn: takes score functions only as callbacks"):
         plan_of(problem(relative_bias(torch.randn(4, 5))), "cudnn")
     call = problem(case("softcap", 4, 7, 9)._replace(score_mod_bprop=None, score_mod_bprop_tensors=None).score())
     assert plan_of(call, "cudnn").backend == "cudnn"
@@ -94,7 +94,7 @@ def test_other_score_functions_are_refused(name):
     """Whatever cuDNN has operations for: other backends run them."""
     for gradient in (False, True):
         (reason,) = cudnn.refusals(problem(NO_CALLBACKS[name]()), gradient)
-        assert reason.startswith("takes a score as a callback alone (saccade.compat.cudnn.score_callback)")
+        assert reason.startswith("takes score functions only as callbacks (saccade.compat.cudnn.score_callback)")
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
@@ -105,7 +105,7 @@ def test_callbacks_are_taken(name):
 
 FIRST = "takes a computed value as the first operand of "
 SELECT = "takes a computed mask in binary_select"
-BELOW = "came out wrong on an H200 with comparisons with an integer that may be below 0: give a float"
+BELOW = "came out wrong on an H200 with comparisons with an integer that may be negative: pass a float"
 
 
 def refused(fn, gradient=False, **tensors):
@@ -137,12 +137,12 @@ def test_what_engines_refuse_or_compute_wrong(reason, fn):
 
 def test_limits_of_tensors_and_sizes():
     ones = torch.ones(1, 1, 7, 9, dtype=torch.bool)
-    assert refused(lambda g, s, x: g.mul(s, x), x=ones) == ["takes no tensors of bools in a callback: give int32"]
+    assert refused(lambda g, s, x: g.mul(s, x), x=ones) == ["does not take bool tensors in a callback: pass int32"]
     keys, rows = torch.rand(1, 1, 1, 9), torch.rand(1, 1, 7, 1)
     for gradient in (False, True):
         assert refused(lambda g, s, x: g.add(s, x), gradient, x=rows) == []
         found = refused(lambda g, s, x: g.add(s, x), gradient, x=keys)
-        assert found == ["came out wrong backward on an H200 with a tensor of keys that is none of rows"] * gradient
+        assert found == ["came out wrong backward on an H200 with a tensor that keys index and rows do not"] * gradient
     limits = cudnn.refusals(problem(case("band", 4, 7, 9).score()), False)
     assert len(limits) == 5
     (reason,) = refused(lambda g, s, x: [s := g.add(s, x) for _ in range(221)][-1], x=torch.rand(1, 1, 7, 9))

@@ -387,7 +387,7 @@ WRONG = {
     "holes of two masks": (
         called(attn_mask_type="padding_causal_bottom_right", attention_mask=(HOLES_Q, HOLES_K)),
         Unsupported,
-        "attention_mask masks other tokens than the last ones",
+        "attention_mask masks tokens before the end",
     ),
     "a mask of other tokens": (
         called(attn_mask_type="padding", attention_mask=(HOLES_K, HOLES_Q)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, attention, causal, interval, mask_mod, window
+from saccade import Dense, Packed, Paged, attention, block_mask, causal, interval, mask_mod, window
 from saccade.testing.accuracy import check
 
 B, H_Q, H_K, S_Q, S_K, D = 3, 4, 2, 70, 90, 16
@@ -145,10 +145,55 @@ def test_shapes_that_do_not_fit(start, stop, message):
         attention(*operands(), mask=interval(start, stop))
 
 
-@pytest.mark.parametrize("bound", [1.5, "3", True])
+@pytest.mark.parametrize("bound", [1.5, "3", True, [3]])
 def test_bounds_that_are_no_integers(bound):
     with pytest.raises(TypeError, match="interval's start must be an integer"):
         interval(bound, None)
+
+
+def test_paged_rows_that_see_nothing_beside_rows_that_do():
+    cache = torch.randn(2, 4, 4, 1, D).unbind()
+    for splits in (None, 1):
+        layout = Paged(torch.tensor([[0, 1, 2]]), torch.tensor([5]), num_splits=splits)
+        for first in (27, 20_000, 1 << 30):
+            mask = interval(torch.tensor([[0, first]]), None)
+            check(torch.randn(1, 2, 1, D), *cache, mask=mask, layout=layout).assert_ok()
+
+
+@pytest.mark.parametrize("shape", [(), (B, 1), (1, S_Q), (B, S_Q)], ids=str)
+def test_compiled_once_for_all_lengths(shape):
+    """Bounds are inputs, their sizes are symbols, and `&` needs no constants."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v, start: attention(q, k, v, mask=interval(start, None) & window(30, 5)),
+        fullgraph=True,
+        backend=count,
+        dynamic=True,
+    )
+    for s_q in (S_Q, S_Q - 7, S_Q - 20):
+        q, k, v = operands(s_q=s_q)
+        start = bounds(tuple(s_q if n == S_Q else n for n in shape))[0]
+        wanted = attention(q, k, v, mask=interval(start, None) & window(30, 5))
+        torch.testing.assert_close(compiled(q, k, v, start), wanted)
+    assert len(graphs) <= 2
+
+
+def test_pictures_of_bounds_for_each_row():
+    rows = interval(torch.tensor([0, 1, 1]), None)
+    assert rows.draw(3).splitlines()[1:] == ["■ ■ ■", "· ■ ■", "· ■ ■"]
+    assert str(rows)
+
+
+def test_block_masks_keep_no_bounds():
+    with pytest.raises(ValueError, match="cannot keep the tiles of ~interval"):
+        block_mask(~interval(torch.zeros(1, S_Q, dtype=torch.int64), 3), B, H_Q, S_Q, S_K)
+    assert block_mask(interval(2, 9), B, H_Q, S_Q, S_K) == interval(2, 9)
 
 
 def test_left_padding_is_packed():

@@ -543,7 +543,7 @@ def test_a_value_that_was_kept():
     attention(*operands(), score_mod=fn)
     with pytest.raises(ValueError, match="another call"):
         attention(*operands(), score_mod=fn)
-    with pytest.raises(ValueError, match="its call is over"):
+    with pytest.raises(ValueError, match="after its call ended"):
         kept[0] + 1
 
 

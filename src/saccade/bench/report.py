@@ -1,4 +1,4 @@
-"""Tables and plots from committed rows: `python -m saccade.bench.report README.md docs/benchmarks.md …`.
+"""Tables and plots from committed rows: `python -m saccade.bench.report README.md benchmarks/README.md …`.
 
 A page says where a table goes and what it selects:
 

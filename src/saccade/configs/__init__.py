@@ -63,7 +63,7 @@ def _user_rows(gpu: str) -> dict[str, Any]:
         rows = json.loads(path.read_text())
         for key, row in rows.items():
             if not isinstance(key, str) or not all(type(value) is int for value in row["config"].values()):
-                raise ValueError(f"{key!r} is no row of tile sizes")
+                raise ValueError(f"{key!r} is not a row of tile sizes")
         return rows
     except FileNotFoundError:
         return {}

@@ -144,7 +144,7 @@ class Packed(Layout):
         return Sizes(self.sequences, q.shape[1], s_q, s_k, exact=False)
 
     def extent(self, q: Tensor, k: Tensor) -> Extent:
-        raise TypeError(f"{self!r} is no padded batch: each of its sequences has an extent of its own")
+        raise TypeError(f"{self!r} is not a padded batch: its sequences differ in extent")
 
     def common_offset(self, s_q: int, s_k: int) -> int | None:
         same = same_vector(self.cu_seqlens_q, self.cu_seqlens_k) and same_vector(self.seqused_q, self.seqused_k)

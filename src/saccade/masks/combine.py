@@ -124,7 +124,7 @@ class Not(Combined, PredicateMask):
 
 
 # One spelling: documents, then prefixes, intervals, all others, unions, and the window.
-_RANK = {Documents: 0, Prefix: 1, KeyInterval: 1.5, Or: 3, Window: 4}
+_RANK = {Documents: 0, Prefix: 1, KeyInterval: 2, Or: 4, Window: 5}
 
 
 def _intersection(a: Mask, b: Mask) -> Mask:

@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade import arguments
 from saccade.masks.base import UNBOUNDED, Mask
 from saccade.masks.interval import Extent, Interval
+from saccade.scores import Sizes
 from saccade.scores.recording.compile_constant import knows_inversion
 
 
@@ -90,18 +91,22 @@ class KeyInterval(Mask):
         start, stop = (change(x) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
         return KeyInterval(start, stop, self.open_start)
 
+    def shape_error(self, sizes: Sizes) -> str | None:
+        return self.bounds_error(sizes.b, sizes.s_q)
+
     def bounds_error(self, b: int, rows: int, end_to_end: bool = False) -> str | None:
         """What is wrong with the bounds' shapes, for b batch rows of so many rows, or b sequences of so many in all."""
         for name, x in zip(("stop", "start"), (self.stop, None if self.open_start else self.start), strict=True):
             if not isinstance(x, Tensor):
                 continue
             if end_to_end:
-                fits = x.shape == (rows,) if x.dim() == 1 else x.shape[1] == 1 and x.shape[0] in (1, b)
-                wanted = f"(), ({b}, 1) or ({rows},)"
+                fits = x.shape[0] == rows if x.dim() == 1 else x.shape[1] == 1 and (x.shape[0] == 1 or x.shape[0] == b)
             else:
-                fits = x.dim() == 2 and x.shape[0] in (1, b) and x.shape[1] in (1, rows)
-                wanted = f"(), ({b}, 1), (1, {rows}) or ({b}, {rows}); for one dimension say x[:, None] or x[None]"
-            if not fits:
+                fits = x.dim() == 2 and (x.shape[0] == 1 or x.shape[0] == b) and (x.shape[1] == 1 or x.shape[1] == rows)
+            if not fits:  # the text reads sizes, which a compiled region would then be for
+                wanted = f"(), ({b}, 1) or ({rows},)"
+                if not end_to_end:
+                    wanted = f"(), ({b}, 1), (1, {rows}) or ({b}, {rows}); for one dimension say x[:, None] or x[None]"
                 return f"interval's {name} must be {wanted}; got {tuple(x.shape)}"
         return None
 
@@ -114,6 +119,8 @@ class KeyInterval(Mask):
 def _at(bound: int | Tensor, b: Tensor, q_idx: Tensor) -> int | Tensor:
     if not isinstance(bound, Tensor):
         return bound
+    if bound.dim() == 1:  # of one sequence
+        bound = bound[None]
     batch, row = (i if n > 1 else torch.zeros_like(i) for i, n in ((b, bound.shape[0]), (q_idx, bound.shape[1])))
     return bound[batch, row]
 
@@ -133,7 +140,7 @@ def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
 
     Raises:
         ValueError: a tensor of another dtype or of more than two dimensions, or bounds on two devices.
-        TypeError: a bound that is no integer, tensor or None.
+        TypeError: a bound that is not an integer, a tensor or None.
 
     >>> print(interval(1, torch.tensor([[2, 3, 3, 4]])).draw(4))
     interval([1, 1],[1, 4])

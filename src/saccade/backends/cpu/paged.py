@@ -80,7 +80,7 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
         rows[:, filled] = q[:, block.rows].to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
         step = _keys(problem, rows)
-        for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi.max()), step):
+        for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
             kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys))
             k, v = (_tile(problem, x, b, start, len(kv_idx), keys).to(products) for x in (problem.k, problem.v))
             score = product(rows, k.mT, problem.scale, scratch("product", (*rows.shape[:2], len(kv_idx)), products))

@@ -51,15 +51,15 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
         except NoCallback as reason:
             reasons.append(str(reason))
     if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:
-        reasons.append("has no backward of one query and one key")
+        reasons.append("has no backward for one query and one key")
     spec = problem.spec()
     if gradient and spec.device != "sm90" and max(spec.d, spec.d_v) > 128:
-        reasons.append(f"has a backward of head dims up to 128 on {spec.device}, not of {max(spec.d, spec.d_v)}")
+        reasons.append(f"supports head dims up to 128 in the backward on {spec.device}, not {max(spec.d, spec.d_v)}")
     return reasons
 
 
 def workspace(spec: Spec) -> str:
-    copies = ", and copies of q, k, v, out and dout without what is not in use" if spec.layout == "padded" else ""
+    copies = ", and copies of q, k, v, out and dout without unused rows" if spec.layout == "padded" else ""
     return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
 
 

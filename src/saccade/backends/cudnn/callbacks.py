@@ -75,8 +75,8 @@ def score_graph(score: Score, gradient: bool) -> ScoreGraph:
     program = score.program if isinstance(score, Traced) else None
     if program is None or program.recorded is None:
         raise NoCallback(
-            f"takes a score as a callback alone (saccade.compat.cudnn.score_callback) whose tensors only meet scores, "
-            f"not {score.kind}"
+            "takes score functions only as callbacks (saccade.compat.cudnn.score_callback) whose tensors combine with "
+            f"scores, not {score.kind}"
         )
     forward, backward = program.recorded
     if gradient and backward is None:

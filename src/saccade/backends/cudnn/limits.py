@@ -34,15 +34,15 @@ def _input_limits(score: Score, graph: ScoreGraph, gradient: bool) -> Iterator[s
             continue
         x = score.tensors[place]
         if x.dtype == torch.bool:
-            yield "takes no tensors of bools in a callback: give int32"
+            yield "does not take bool tensors in a callback: pass int32"
         rows, keys = (1, 1, *x.shape)[-2:]
         if gradient and keys > 1 and rows == 1:
-            yield "came out wrong backward on an H200 with a tensor of keys that is none of rows"
+            yield "came out wrong backward on an H200 with a tensor that keys index and rows do not"
 
 
 def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[str]:
     if steps[-1].name == "input":
-        yield "takes no callback that returns a tensor or a number as it is"
+        yield "does not take a callback that returns an input unchanged"
     for step in steps:
         operands = [steps[i] for i in step.inputs]
         if operands and operands[0].name == "input":
@@ -53,7 +53,7 @@ def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[st
                 "element on the CPU, 0, or a number up to -1e9"
             )
         if step.name.startswith("cmp_") and _may_be_negative(graph, operands[1]):
-            yield "came out wrong on an H200 with comparisons with an integer that may be below 0: give a float"
+            yield "came out wrong on an H200 with comparisons with an integer that may be negative: pass a float"
         if step.name in _WRONG:
             yield f"came out wrong on an H200 with {step.name}: use {_WRONG[step.name]}"
         if step.result_type in (data_type.HALF, data_type.BFLOAT16):

@@ -155,7 +155,7 @@ class Call:
     def _refuse(self) -> None:
         for value, reason in (
             (self.thd_attention_policies, "thd_attention_policies: all sequences have one mask type and window"),
-            (self.fp8_output, "fp8_output: no backend has FP8 yet"),
+            (self.fp8_output, "fp8_output: FP8 is not supported"),
             (self.bf16_backward, "bf16_backward is for FP8, which no backend has yet"),
         ):
             if value is not None and value is not False:
@@ -264,9 +264,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, order: str) -> None:
         WrongCall: tensors of other dimensions than qkv_format says.
     """
     if any(x.dtype.is_floating_point and x.element_size() < 2 for x in (q, k, v)):
-        raise Unsupported(f"DotProductAttention: {q.dtype} tensors: no backend has FP8 yet")
+        raise Unsupported(f"DotProductAttention: {q.dtype} tensors: FP8 is not supported")
     if any(type(x) not in (Tensor, torch.nn.Parameter) and hasattr(x, "_quantizer") for x in (q, k, v)):
-        raise Unsupported(f"DotProductAttention: {type(q).__name__}: no backend has FP8 yet")
+        raise Unsupported(f"DotProductAttention: {type(q).__name__}: FP8 is not supported")
     if any(x.dim() != len(order) for x in (q, k, v)):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise WrongCall(f"qkv_format={order!r} wants tensors of {len(order)} dimensions, got {shapes}")

@@ -62,7 +62,7 @@ def visibility(call: Call) -> Visibility:
         pass
     elif bottom_right and mask is not None and isinstance(offset, Tensor):
         raise Unsupported(
-            "DotProductAttention: attention_mask masks other tokens than the last ones, in queries and keys apart, and "
+            "DotProductAttention: attention_mask masks tokens before the end, in queries and keys separately, and "
             f"{kind!r} with window_size={call.window_size} is aligned at the bottom right: give cu_seqlens_q and "
             "cu_seqlens_kv, with padding at the end"
         )

@@ -183,7 +183,7 @@ class DotProductAttention(torch.nn.Module):
     def _settled(self, *arguments: Any, **keywords: Any) -> Call:
         """The arguments of a call, checked against the constructor's."""
         if self.cp_group is not None and (ranks := _ranks(self.cp_group)) > 1:
-            raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: no context parallelism yet")
+            raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: context parallelism is not supported")
         call = Call(*arguments, **keywords).settled(self.defaults)
         _, k, v = call.operands
         groups = self.num_gqa_groups // self.tp_size

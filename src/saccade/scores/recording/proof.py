@@ -21,7 +21,6 @@ from torch import Tensor
 
 Find = Callable[[Any], Any]
 """From the called function to something that it reads. A proof keeps nothing alive."""
-Check = Callable[[Any], bool]
 
 
 class Unproven(Exception):

@@ -50,7 +50,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Refused("a value of a score function is used when its call is over")
+        raise Refused("a value of a score function is used after its call ended")
 
 
 _EMPTY = torch.empty((), device="meta")
@@ -188,7 +188,7 @@ class _Recorder(TorchFunctionMode):
             func, args, kwargs = Tensor.to, (x, dtype), {}
         if func.__name__ == "__get__":
             if name != "data":
-                raise Refused(f"values of a score function have no {name}: they are one number each, of no known shape")
+                raise Refused(f"{name} is not available: the shape of a score function's values is unknown")
             name, func = "detach", Tensor.detach
         if reason := refusal(name):
             raise Refused(reason)

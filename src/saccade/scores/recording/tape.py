@@ -109,7 +109,7 @@ class Tape:
         kind = type(x)
         if isinstance(x, self.kind):
             if x.tape is not self:
-                raise Refused("a value of another call meets the score: it was kept from there")
+                raise Refused("a value kept from another call is used with the score")
             return "value", x.place
         if isinstance(x, Tensor):
             return self._tensor(x, lifts)
