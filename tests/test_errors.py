@@ -16,6 +16,7 @@ from saccade import (
     Packed,
     Paged,
     Unsupported,
+    aliasing,
     alibi,
     attention,
     bias,
@@ -24,7 +25,6 @@ from saccade import (
     documents,
     explain,
     mask_mod,
-    memory,
     plan,
     prefix,
     relative_bias,
@@ -272,8 +272,8 @@ def test_memory_that_is_apart(data):
 
     base = torch.zeros(200)
     x, y = view("x"), view("y")
-    assert not memory.apart(x, y) or not set(places(x)) & set(places(y))
-    assert not memory.once(x) or len(set(places(x))) == x.numel()
+    assert not aliasing.disjoint(x, y) or not set(places(x)) & set(places(y))
+    assert not aliasing.no_overlap(x) or len(set(places(x))) == x.numel()
 
 
 @pytest.mark.parametrize("name", TYPE_ERRORS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments, autograd, layouts, memory, ops
+from saccade import aliasing, arguments, autograd, layouts, ops
 from saccade.backends import Append, Rotary
 from saccade.layouts import Paged
 
@@ -133,8 +133,8 @@ def _check(
         raise ValueError(f"the last dimension of a cache must be contiguous, got strides {k_cache.stride()}")
     if k_new.device.type != "meta" and not torch.compiler.is_compiling():
         others = ("k_new", k_new), ("v_new", v_new)
-        memory.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *others])
-        memory.refuse_shared("v_cache", v_cache, others)
+        aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *others])
+        aliasing.refuse_shared("v_cache", v_cache, others)
     if rotary is not None:
         _check_rotary(rotary, k_new)
 

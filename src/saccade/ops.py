@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from saccade import autograd, batching, dispatch, flops, memory
+from saccade import aliasing, autograd, batching, dispatch, flops
 from saccade.autograd import forward_mode, needs_gradient, refuse_gradients
 from saccade.backends import Outputs, Saved
 from saccade.call import BoundCall
@@ -64,7 +64,7 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     if layout.validate or problem.q.device.type == "cpu":
         layout.check_lengths(problem.q.shape[2], problem.k.shape[2])
     if problem.out is not None:
-        memory.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
+        aliasing.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         plan, problem = dispatch.planned(problem, backend)
         try:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "saccade"
 # From the ground up: a module imports from lower layers and from its own folder alone.
 LAYERS = [
     {"arguments", "bounded_cache", "lazily"},
-    {"hardware", "memory", "scores", "dropout", "configs"},
+    {"hardware", "aliasing", "scores", "dropout", "configs"},
     {"masks"},
     {"layouts", "spec"},
     {"partial", "problem"},

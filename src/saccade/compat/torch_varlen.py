@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments, masks, memory
+from saccade import aliasing, arguments, masks
 from saccade.api import attention
 from saccade.layouts import Packed, Paged
 
@@ -191,8 +191,10 @@ def _writable(out: Tensor, *operands: Tensor) -> bool:
         return False
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         return False
-    # torch.compile sees to shared memory itself.
-    return torch.compiler.is_compiling() or (memory.once(out) and all(memory.apart(out, x) for x in operands))
+    # torch.compile handles shared memory itself.
+    return torch.compiler.is_compiling() or (
+        aliasing.no_overlap(out) and all(aliasing.disjoint(out, x) for x in operands)
+    )
 
 
 def _mask(window_size: tuple[int, int], is_causal: bool) -> masks.Mask | None:

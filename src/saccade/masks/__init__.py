@@ -5,8 +5,8 @@ from saccade.masks.blocked import EMPTY, FULL, PARTIAL, TILE, Blocked
 from saccade.masks.builtin import Documents, Prefix, Window, causal, documents, prefix, window
 from saccade.masks.combine import And, Combined, Not, Or
 from saccade.masks.convert import TensorMask, as_mask, is_block_mask, remember
-from saccade.masks.interval import Extent, Interval
-from saccade.masks.key_interval import KeyInterval, interval
+from saccade.masks.hull import Extent, Interval
+from saccade.masks.interval import KeyInterval, interval
 from saccade.masks.mask_mod import MaskMod, Written, mask_mod
 from saccade.masks.serialize import KINDS, from_tensors, is_kind, of_batch_row, of_rows, padded, pin, programs
 

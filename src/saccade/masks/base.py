@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.masks.interval import Extent, Interval, everything, nothing
+from saccade.masks.hull import Extent, Interval, everything, nothing
 from saccade.scores import Sizes
 
 if TYPE_CHECKING:

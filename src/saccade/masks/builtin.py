@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks.base import UNBOUNDED, Mask
-from saccade.masks.interval import Extent, Interval
+from saccade.masks.hull import Extent, Interval
 from saccade.scores.recording.compile_constant import knows_inversion
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.builtin import Documents, Prefix, Window, bound
-from saccade.masks.interval import Extent, Interval
-from saccade.masks.key_interval import KeyInterval
+from saccade.masks.hull import Extent, Interval
+from saccade.masks.interval import KeyInterval
 
 
 @dataclass(frozen=True, eq=False)

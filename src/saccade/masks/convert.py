@@ -17,7 +17,7 @@ from saccade import scores
 from saccade.bounded_cache import BoundedCache
 from saccade.masks.base import Mask, PredicateMask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL
-from saccade.masks.interval import Extent
+from saccade.masks.hull import Extent
 from saccade.masks.mask_mod import Written, sequences_shape_error
 from saccade.scores.recording.compile_constant import compile_constant
 

@@ -1,80 +1,182 @@
-"""The lengths of a call, and intervals of keys, one for each query row."""
+"""Intervals of keys that the user gives, for all rows or for each."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from saccade import arguments
+from saccade.masks.base import UNBOUNDED, Mask
+from saccade.masks.hull import Extent, Interval
+from saccade.scores import Sizes
+from saccade.scores.recording.compile_constant import knows_inversion
 
-class Extent(NamedTuple):
-    """The lengths of one call: query row i of batch row b sits on key `i + keys[b] - rows[b]`, bottom-right aligned."""
 
-    s_q: int
-    s_k: int
-    rows: Tensor
-    """(b or 1, 1) integer: query rows in use."""
-    keys: Tensor
-    """(b or 1, 1) integer: keys in use."""
+@dataclass(frozen=True, eq=False)
+class KeyInterval(Mask):
+    """`start <= j < stop`. Both bounds are integers, or both are tensors."""
+
+    kind: ClassVar[str] = "interval"
+    start: int | Tensor
+    """A tensor is (b or 1, s_q or 1), or (t_q,) for queries end to end; `stop` again where `open_start`."""
+    stop: int | Tensor
+    open_start: bool = False
+
+    @property
+    def identity(self) -> str:
+        if not isinstance(self.stop, Tensor):
+            return self.kind
+        return "interval_stops" if self.open_start else "interval_rows"
+
+    @property
+    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.open_start
+
+    @property
+    def by_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return isinstance(self.stop, Tensor)
+
+    @property
+    def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        own = any(x.dim() == 1 or x.shape[0] > 1 for x in self._tensors())
+        return frozenset("b" if own else "")
+
+    @property
+    def length(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        lengths = [x.shape[-1] for x in self._tensors()]
+        return max(lengths, default=1) if max(lengths, default=1) > 1 else None
+
+    def _ints(self) -> list[int]:
+        return [x for x in (self.start, self.stop) if not isinstance(x, Tensor)]
+
+    def _tensors(self) -> list[Tensor]:
+        bounds = [self.stop] if self.open_start else [self.start, self.stop]
+        return [x for x in bounds if isinstance(x, Tensor)]
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        below = kv_idx < _at(self.stop, b, q_idx)
+        return below if self.open_start else below & (kv_idx >= _at(self.start, b, q_idx))
+
+    def hull(self, extent: Extent) -> Interval:
+        rows = torch.zeros_like(extent.q_idx())  # (1, s_q)
+        stop = rows + self.stop
+        return Interval(torch.zeros_like(stop) if self.open_start else rows + self.start, stop)
 
     @staticmethod
-    def of(s_q: int, s_k: int, seqused_q: Tensor | None, seqused_k: Tensor | None, device: torch.device) -> Extent:
-        def column(used: Tensor | None, s: int) -> Tensor:
-            if used is None:
-                return torch.full((1, 1), s, dtype=torch.int64, device=device)
-            return used.to(torch.int64).clamp(0, s)[:, None]
+    def of_tensors(identity: str, ints: list[int], tensors: list[Tensor]) -> KeyInterval:
+        """The inverse of `identity`, `ints` and `tensors`; takes from the front of the lists."""
+        bounds: list[Any] = ints if identity == KeyInterval.kind else tensors
+        start = None if identity == "interval_stops" else bounds.pop(0)
+        stop = bounds.pop(0)
+        return KeyInterval(stop if start is None else start, stop, start is None or (bounds is ints and start == 0))
 
-        return Extent(s_q, s_k, column(seqused_q, s_q), column(seqused_k, s_k))
+    def of_batch_row(self, b: int) -> KeyInterval:
+        return self._each(lambda x: x[b : b + 1] if x.dim() == 2 and x.shape[0] > 1 else x)
 
-    def q_idx(self) -> Tensor:
-        """(1, s_q)"""
-        return torch.arange(self.s_q, device=self.rows.device)[None]
+    def of_rows(self, rows: slice | Tensor) -> KeyInterval:
+        """That of these rows of queries end to end: a sequence's, or (b, s_q) of a padded batch."""
 
+        def those(x: Tensor) -> Tensor:
+            if x.dim() == 2:
+                return x
+            return x[None, rows] if isinstance(rows, slice) else x[rows.clamp(max=len(x) - 1)]
 
-class Interval(NamedTuple):
-    """Keys `[lo, hi)` for every query row; each (b or 1, s_q) integer. Empty where `hi <= lo`."""
+        return self._each(those)
 
-    lo: Tensor
-    hi: Tensor
+    def _each(self, change: Callable[[Tensor], Tensor]) -> KeyInterval:
+        start, stop = (change(x) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
+        return KeyInterval(start, stop, self.open_start)
 
-    def intersection(self, other: Interval) -> Interval:
-        return Interval(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi))
+    def shape_error(self, sizes: Sizes) -> str | None:
+        return self.bounds_error(sizes.b, sizes.s_q)
 
-    def length(self) -> Tensor:
-        return (self.hi - self.lo).clamp(min=0)
+    def bounds_error(self, b: int, rows: int, end_to_end: bool = False) -> str | None:
+        """What is wrong with the bounds' shapes, for b batch rows of so many rows, or b sequences of so many in all."""
+        for name, x in zip(("stop", "start"), (self.stop, None if self.open_start else self.start), strict=True):
+            if not isinstance(x, Tensor):
+                continue
+            if end_to_end:
+                fits = x.shape[0] == rows if x.dim() == 1 else x.shape[1] == 1 and (x.shape[0] == 1 or x.shape[0] == b)
+            else:
+                fits = x.dim() == 2 and (x.shape[0] == 1 or x.shape[0] == b) and (x.shape[1] == 1 or x.shape[1] == rows)
+            if not fits:  # the text reads sizes, which a compiled region would then be for
+                wanted = f"(), ({b}, 1) or ({rows},)"
+                if not end_to_end:
+                    wanted = f"(), ({b}, 1), (1, {rows}) or ({b}, {rows}); for one dimension say x[:, None] or x[None]"
+                return f"interval's {name} must be {wanted}; got {tuple(x.shape)}"
+        return None
 
-    def hull(self, other: Interval) -> Interval:
-        """The smallest interval that holds both; an empty one does not count."""
-        first, second = self.hi > self.lo, other.hi > other.lo
-        lo = torch.where(first & second, torch.minimum(self.lo, other.lo), torch.where(first, self.lo, other.lo))
-        hi = torch.where(first & second, torch.maximum(self.hi, other.hi), torch.where(first, self.hi, other.hi))
-        return Interval(lo, hi)
-
-    def union(self, other: Interval) -> Interval:
-        """The union where it is an interval, otherwise the longer of the two."""
-        touch = (self.lo <= other.hi) & (other.lo <= self.hi) & (self.length() > 0) & (other.length() > 0)
-        both, longer = self.hull(other), self.length() >= other.length()
-        return Interval(
-            torch.where(touch, both.lo, torch.where(longer, self.lo, other.lo)),
-            torch.where(touch, both.hi, torch.where(longer, self.hi, other.hi)),
-        )
-
-    def clipped(self, extent: Extent) -> Interval:
-        """Inside the keys in use; empty, at zero, for rows that are not in use."""
-        used = extent.q_idx() < extent.rows
-        lo = torch.where(used, self.lo.clamp(min=0), 0)
-        hi = torch.where(used, torch.minimum(self.hi, extent.keys), 0)
-        return Interval(*torch.broadcast_tensors(lo, torch.maximum(lo, hi)))
-
-
-def everything(extent: Extent) -> Interval:
-    """All keys, for every row."""
-    lo = torch.zeros_like(extent.q_idx() + extent.keys)
-    return Interval(lo, lo + extent.keys)
+    def __repr__(self) -> str:
+        told = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
+        start, stop = told
+        return f"interval({'None' if self.open_start else start},{'None' if stop == UNBOUNDED else stop})"
 
 
-def nothing(extent: Extent) -> Interval:
-    """No key, for any row."""
-    lo = torch.zeros_like(extent.q_idx() + extent.keys)
-    return Interval(lo, lo)
+def _at(bound: int | Tensor, b: Tensor, q_idx: Tensor) -> int | Tensor:
+    if not isinstance(bound, Tensor):
+        return bound
+    if bound.dim() == 1:  # of one sequence
+        bound = bound[None]
+    batch, row = (i if n > 1 else torch.zeros_like(i) for i, n in ((b, bound.shape[0]), (q_idx, bound.shape[1])))
+    return bound[batch, row]
+
+
+def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
+    """Row i sees keys `start <= j < stop`; None is open.
+
+    Each call reads bounds that are tensors on their device, so that a CUDA graph may be replayed with other values.
+    Bounds need no order and may lie outside the keys. A row with `stop <= start` sees nothing: `out = 0` and
+    `lse = -inf`, or its sink.
+
+    Args:
+        start: the first key, or None. An integer, or an int32 or int64 tensor on q's device: (), (b, 1), (1, s_q) or
+            (b, s_q); for packed sequences and queries end to end (), (b, 1) or, one bound for each row, (t_q,). Keys
+            count from the first of each batch row or sequence.
+        stop: the key after the last, or None; the same forms.
+
+    Raises:
+        ValueError: a tensor of another dtype or of more than two dimensions, or bounds on two devices.
+        TypeError: a bound that is not an integer, a tensor or None.
+
+    >>> print(interval(1, torch.tensor([[2, 3, 3, 4]])).draw(4))
+    interval([1, 1],[1, 4])
+    · ■ · ·
+    · ■ ■ ·
+    · ■ ■ ·
+    · ■ ■ ■
+    >>> starts = torch.tensor([0, 3])  # left padding
+    >>> mask = interval(starts[:, None], None) & causal()
+    """
+    knows_inversion()
+    first, last = (_bound(name, x) for name, x in (("start", start), ("stop", stop)))
+    tensors = [x for x in (first, last) if isinstance(x, Tensor)]
+    if not tensors:
+        bounds: list[Any] = [first or 0, UNBOUNDED if last is None else last]
+        return KeyInterval.of_tensors(KeyInterval.kind, bounds, [])
+    if len(places := {x.device for x in tensors}) > 1:
+        raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, places)))}")
+    like = tensors[0]
+    last = _like(like, UNBOUNDED if last is None else last)
+    return KeyInterval(last if first is None else _like(like, first), last, first is None)
+
+
+def _bound(name: str, x: int | Tensor | None) -> int | Tensor | None:
+    if isinstance(x, Tensor):
+        if x.dtype not in (torch.int32, torch.int64) or x.dim() > 2:
+            raise ValueError(
+                f"interval's {name} must be an int32 or int64 tensor of at most two dimensions, "
+                f"got {x.dtype} {tuple(x.shape)}"
+            )
+        return x[None, None] if x.dim() == 0 else x
+    if x is None:
+        return None
+    arguments.integer(f"interval's {name}", x, least=None)
+    return min(max(x, 0), UNBOUNDED)
+
+
+def _like(like: Tensor, x: int | Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.full((1, 1), x, dtype=like.dtype, device=like.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade import scores
 from saccade.masks.base import Mask, PredicateMask, WrappedMask
-from saccade.masks.interval import Extent
+from saccade.masks.hull import Extent
 from saccade.scores.recording.compile_constant import knows_inversion
 
 Function = Callable[..., Tensor]

@@ -15,7 +15,7 @@ from saccade.masks.base import Mask
 from saccade.masks.blocked import Blocked
 from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.combine import And, Combined, Not, Or
-from saccade.masks.key_interval import KeyInterval
+from saccade.masks.interval import KeyInterval
 from saccade.masks.mask_mod import MaskMod, OfRow
 from saccade.scores.recording.compile_constant import compile_constant
 

@@ -26,7 +26,7 @@ from saccade.problem import Problem, aligned
 
 STRIPE = 64
 """Columns of a swizzled tile in shared memory that lie side by side."""
-PACKING_GAIN = 1.1
+PACK_GQA_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
 
 
@@ -155,9 +155,9 @@ def rows_of_a_head(group: int, s_q: int, consumers: int) -> int:
     """How many of a consumer's 64 rows are one head's: all, or fewer where heads that share keys share a tile."""
     heads = min(64, 1 << (group - 1).bit_length())
     rows = 64 // heads
-    apart = group * -(-s_q // (64 * consumers))
-    packed = -(-group // heads) * -(-s_q // (rows * consumers))
-    return rows if packed * PACKING_GAIN <= apart else 64
+    plain = group * -(-s_q // (64 * consumers))
+    pack_gqa = -(-group // heads) * -(-s_q // (rows * consumers))
+    return rows if pack_gqa * PACK_GQA_GAIN <= plain else 64
 
 
 def grouped(x: Tensor, group: int) -> Tensor:

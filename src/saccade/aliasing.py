@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 
-def apart(x: Tensor, y: Tensor) -> bool:
+def disjoint(x: Tensor, y: Tensor) -> bool:
     """Whether it is plain that no byte belongs to both.
 
     So it is where their address ranges do not overlap; or where, for a stride m of one of them, the ranges do not
@@ -27,7 +27,7 @@ def apart(x: Tensor, y: Tensor) -> bool:
     return False
 
 
-def once(x: Tensor) -> bool:
+def no_overlap(x: Tensor) -> bool:
     """Whether it is plain that every element has memory of its own: each stride is beyond all that lies below it."""
     if not x.numel():
         return True
@@ -44,13 +44,13 @@ def refuse_shared(name: str, x: Tensor, inputs: Iterable[tuple[str, Tensor]]) ->
     Raises:
         ValueError: x, which is written to, has elements that share memory with one another or with an input.
     """
-    if not once(x):
+    if not no_overlap(x):
         raise ValueError(
             f"{name} is written to, and elements of it share memory, or may: {tuple(x.shape)} with strides "
             f"{x.stride()}; pass a tensor that is not expanded"
         )
     for other, y in inputs:
-        if not apart(x, y):
+        if not disjoint(x, y):
             raise ValueError(
                 f"{name} is written to, and must not share memory with {other}: {name} {tuple(x.shape)} with strides "
                 f"{x.stride()}, {other} {tuple(y.shape)} with strides {y.stride()}; pass memory of its own"
