@@ -43,7 +43,7 @@ class Explanation:
             verdict = "; ".join(against) or (self._chosen() if name == self.backend else "runs it, not chosen")
             lines.append(f"  {name}: {verdict}")
         if self.hidden is not None:
-            lines.append(f"  part of the score function is a mask, and runs as one: {self.hidden!r}")
+            lines.append(f"  part of the score function masks keys: it runs as the mask {self.hidden!r}")
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
         return "\n".join(lines)
