@@ -124,15 +124,14 @@ def of_batch_row(mask: Mask, b: int) -> Mask:
     return _of_leaves(mask, change)
 
 
-def of_rows(mask: Mask, rows: slice) -> Mask:
-    """The mask of a sequence whose query rows are these of all."""
+def of_rows(mask: Mask, rows: slice | Tensor) -> Mask:
+    """The mask of these rows of queries end to end: a sequence's, or (b, s_q) of a padded batch."""
     return _of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
 
 
 def padded(mask: Mask, starts: Tensor, s_q: int) -> Mask:
     """The mask of queries end to end as that of a padded batch of s_q rows; sequences begin at `starts` (b + 1)."""
-    rows = starts[:-1, None].long() + torch.arange(s_q, device=starts.device)
-    return _of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
+    return of_rows(mask, starts[:-1, None].long() + torch.arange(s_q, device=starts.device))
 
 
 def programs(identity: str) -> list[Any]:

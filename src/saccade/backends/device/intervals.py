@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.backends.device.records import FLAGS, plain_int, runtime_int
-
-FAR = tl.constexpr(1 << 30)
+from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int
 
 
 class Bound(NamedTuple):

@@ -18,13 +18,11 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.backends.device import intervals, scores
-from saccade.backends.device.records import FLAGS, constants, plain_int, runtime_int
+from saccade.backends.device.records import FAR, FLAGS, constants, plain_int, runtime_int
 from saccade.layouts import Layout
 from saccade.problem import Problem
 from saccade.scores import Traced
 from saccade.scores.codegen import source
-
-FAR = tl.constexpr(1 << 30)
 
 
 class DeviceMask(NamedTuple):

@@ -11,6 +11,8 @@ from torch import Tensor
 from saccade.problem import ALIGNMENT, aligned
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Stands for "no bound" among rows and keys: a sum of two stays inside int32.
+FAR = tl.constexpr(1 << 30)
 
 
 class TensorArgs(NamedTuple):

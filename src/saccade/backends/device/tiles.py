@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.masks import FAR
-from saccade.backends.device.records import LOG2E, plain_int
+from saccade.backends.device.records import FAR, LOG2E, plain_int
 from saccade.backends.device.sequences import extent
 
 

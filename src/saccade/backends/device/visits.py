@@ -1,9 +1,9 @@
 """Which query rows a tile of keys has to visit, where a mask says only which keys a row sees.
 
-Intervals that tensors hold, and positions of rows, lead from rows to keys alone. Two small kernels turn them round in
-each call: the first finds the hull and the core of each tile of query rows, the second, for each tile of keys, the
-tiles of rows whose hulls meet it and a run of those whose cores hold it. Nothing waits for the host, and a CUDA graph
-may be replayed with other values.
+Intervals that tensors hold lead from rows to keys alone. Two small kernels invert them in each call: the first finds
+the hull and the core of each tile of query rows, the second, for each tile of keys, the tiles of rows whose hulls
+meet it and a run of those whose cores hold it. Nothing waits for the host, and a CUDA graph may
+be replayed with other values.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from saccade.backends.device import sequences
 from saccade.backends.device.masks import DeviceMask
-from saccade.backends.device.records import FLAGS, plain_int, runtime_int
+from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, tile_of
 from saccade.masks import TILE as MASK_TILE
 from saccade.problem import Problem
 
-FAR = tl.constexpr(1 << 30)
 TILE = tl.constexpr(MASK_TILE)
 CHUNK = 128
 """Tiles of rows that `visits_kernel` looks at at once."""

@@ -6,8 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.masks import FAR
-from saccade.backends.device.records import LOG2E
+from saccade.backends.device.records import FAR, LOG2E
 from saccade.backends.device.tiles import logits, power, visible
 from saccade.backends.gluon.backward.kv_block import KVBlock
 from saccade.backends.gluon.dropout import apply_dropout, apply_slope, drop_marked
