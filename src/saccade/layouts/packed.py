@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
+from saccade.layouts.sources import offsets_of_lengths, offsets_of_position_ids
 from saccade.layouts.validate import interval_error, operand_error, sequence_mask_error
 from saccade.masks import Extent, Mask
 from saccade.scores import Sizes
@@ -28,8 +30,9 @@ class Packed(Layout):
     Args:
         cu_seqlens_q: (b + 1,) int32 or int64 on q's device: 0, then where each sequence of q ends, never decreasing.
             Sequences may be empty.
-        cu_seqlens_k: the same for k and v.
-        max_seqlen_q: an upper bound of q's lengths; an integer, or a tensor of one, which nothing reads.
+        cu_seqlens_k: the same for k and v; without it that of q, as in self-attention.
+        max_seqlen_q: an upper bound of q's lengths; an integer, or a tensor of one, which nothing reads. No result
+            needs it: without it bool tensors and BlockMasks need as many rows as q, on a CPU as its longest sequence.
         max_seqlen_k: the same for k and v.
         seqused_q: (b,) integer tensor: how many rows of each sequence are in use, or None.
         seqused_k: the same for k and v.
@@ -43,17 +46,17 @@ class Packed(Layout):
     Source: the argument names are those of FlashAttention's varlen functions (https://arxiv.org/abs/2205.14135).
 
     >>> offsets = torch.tensor([0, 3, 3, 10])
-    >>> Packed(offsets, offsets, 7, 7)
+    >>> Packed(offsets)
     Packed(3 sequences)
     >>> q, k, v = torch.randn(10, 4, 16), torch.randn(10, 2, 16), torch.randn(10, 2, 16)
-    >>> attention(q, k, v, mask=causal(), layout=Packed(offsets, offsets, 7, 7)).shape
+    >>> attention(q, k, v, mask=causal(), layout=Packed(offsets)).shape
     torch.Size([10, 4, 16])
     """
 
     cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int | Tensor
-    max_seqlen_k: int | Tensor
+    cu_seqlens_k: Tensor = None  # pyright: ignore[reportAssignmentType] - __post_init__ fills it in
+    max_seqlen_q: int | Tensor | None = None
+    max_seqlen_k: int | Tensor | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     validate: bool = False
@@ -64,6 +67,8 @@ class Packed(Layout):
     required = "cu_seqlens_q", "cu_seqlens_k"  # and no bounds, which no result needs
 
     def __post_init__(self) -> None:
+        if self.cu_seqlens_k is None:
+            object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q)
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             check_vector(name, getattr(self, name), "(b + 1,)")
             if not len(getattr(self, name)):
@@ -83,8 +88,64 @@ class Packed(Layout):
             if isinstance(bound, Tensor):
                 if bound.numel() != 1 or bound.is_floating_point():
                     raise ValueError(f"{name} must be an integer or a tensor of one, got {described(bound)}")
-            elif isinstance(bound, (bool, float)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0:
-                raise ValueError(f"{name} must be an integer from 0 on, or a tensor of one, got {bound!r}")
+            elif bound is not None and (
+                isinstance(bound, (bool, float)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0
+            ):
+                raise ValueError(f"{name} must be an integer from 0 on, a tensor of one, or None, got {bound!r}")
+
+    @staticmethod
+    def from_lengths(
+        lengths_q: Sequence[int] | Tensor,
+        lengths_k: Sequence[int] | Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> Packed:
+        """Sequences of these lengths.
+
+        Formula: `cu_seqlens = [0, n_0, n_0 + n_1, …]`.
+
+        Args:
+            lengths_q: the length of each sequence of q: integers, or an integer tensor (b,), which the host does not
+                read, so that nothing waits for its device.
+            lengths_k: the same for k and v; without it that of q.
+            device: where the offsets are to be, which is q's device; without it that of a tensor, or torch's default.
+
+        Raises:
+            ValueError: lengths that are not integers from 0 on, or a tensor that is not an integer vector; q and k with
+                different numbers of sequences. Negative lengths in a tensor are found as wrong offsets are.
+
+        >>> Packed.from_lengths([3, 0, 7]).cu_seqlens_q
+        tensor([ 0,  3,  3, 10], dtype=torch.int32)
+        """
+        offsets_q, longest_q = offsets_of_lengths("lengths_q", lengths_q, device)
+        if lengths_k is None:
+            return Packed(offsets_q, offsets_q, longest_q, longest_q)
+        offsets_k, longest_k = offsets_of_lengths("lengths_k", lengths_k, device)
+        return Packed(offsets_q, offsets_k, longest_q, longest_k)
+
+    @staticmethod
+    def from_position_ids(ids: Tensor, max_sequences: int | None = None) -> Packed:
+        """The sequences of rows whose positions begin anew, as data collators lay documents end to end.
+
+        Formula: a sequence begins at the first token of each row of `ids`, and wherever the id is 0.
+
+        Args:
+            ids: (t,) or (b, s) integers: the position of each token in its document. q, k and v are (t, h, d) or those
+                of (b, s) flattened, (b s, h, d).
+            max_sequences: how many sequences the layout has; those that `ids` lacks are empty. Nothing waits for the
+                device then, and a CUDA graph may be replayed with other ids. Tokens of further sequences are in none:
+                their results are zero, with an LSE of -inf; on a CPU they are an error. Without it the number of
+                sequences is read, which waits for the device once.
+
+        Raises:
+            ValueError: ids that are not an integer tensor (t,) or (b, s), max_sequences below 1, or, on a CPU, more
+                sequences than that.
+
+        >>> Packed.from_position_ids(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])).cu_seqlens_q
+        tensor([0, 3, 4, 6, 8], dtype=torch.int32)
+        >>> Packed.from_position_ids(torch.tensor([0, 1, 2, 0]), max_sequences=4).cu_seqlens_q
+        tensor([0, 3, 4, 4, 4], dtype=torch.int32)
+        """
+        return Packed(offsets_of_position_ids(ids, max_sequences))
 
     @property
     def sequences(self) -> int:
@@ -138,9 +199,8 @@ class Packed(Layout):
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """With upper bounds of the lengths: a bound that is a tensor is not read, and the rows of q or k replace it."""
-        s_q, s_k, longest_q, longest_k = q.shape[0], k.shape[0], self.max_seqlen_q, self.max_seqlen_k
-        s_q = s_q if isinstance(longest_q, Tensor) else min(longest_q, s_q)
-        s_k = s_k if isinstance(longest_k, Tensor) else min(longest_k, s_k)
+        s_q = _longest(self.max_seqlen_q, self.cu_seqlens_q, q.shape[0])
+        s_k = _longest(self.max_seqlen_k, self.cu_seqlens_k, k.shape[0])
         return Sizes(self.sequences, q.shape[1], s_q, s_k, exact=False)
 
     def extent(self, q: Tensor, k: Tensor) -> Extent:
@@ -172,3 +232,14 @@ class Packed(Layout):
 
     def __repr__(self) -> str:
         return f"Packed({self.sequences} sequences)"
+
+
+def _longest(bound: int | Tensor | None, offsets: Tensor, rows: int) -> int:
+    """The bound of the lengths, or where there is none the longest sequence as far as the host knows it."""
+    if isinstance(bound, Tensor):
+        return rows
+    if bound is not None:
+        return min(bound, rows)
+    if len(offsets) < 2 or offsets.device.type != "cpu" or torch.compiler.is_compiling() or not has_values(offsets):
+        return rows
+    return min(max(int(offsets.diff().max()), 0), rows)
