@@ -43,6 +43,13 @@ def run(call: BoundCall, backend: str, lse: bool) -> Outputs:
     return call.out, *torch.ops.saccade.forward_out.default(call.out, *flat, bool(lse))
 
 
+def gradients(
+    call: BoundCall, backend: str, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of a call by its results, in the layout's order; for those who have an autograd of their own."""
+    return torch.ops.saccade.backward.default(dout, dlse, out, lse, *call.flattened(backend), [])[:3]
+
+
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 

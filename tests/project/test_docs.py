@@ -18,7 +18,9 @@ PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sort
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
-@pytest.mark.parametrize("page", ["callbacks.md", "masks.md", "scores.md", "packed.md", "contracts.md", "paged.md"])
+@pytest.mark.parametrize(
+    "page", ["callbacks.md", "masks.md", "scores.md", "packed.md", "contracts.md", "paged.md", "pytorch.md"]
+)
 def test_examples_run(page):
     result = doctest.testfile(str(ROOT / "docs" / page), module_relative=False, encoding="utf-8")
     assert result.attempted

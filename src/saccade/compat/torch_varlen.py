@@ -81,7 +81,7 @@ def varlen_attn(
     >>> varlen_attn(q, k, v, offsets, offsets, 7, 7, window_size=(-1, 0)).shape
     torch.Size([10, 2, 16])
     """
-    layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
+    layout = layout_of(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
     mask = _mask(window_size, is_causal)
     return _attend((query, key, value), layout, mask, scale, enable_gqa, return_aux)
 
@@ -122,7 +122,7 @@ def varlen_attn_out(
     arguments.tensors(out=out, query=query, key=key, value=value)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise RuntimeError("varlen_attn_out has no gradient: call varlen_attn, or call it inside torch.no_grad()")
-    layout = _layout(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
+    layout = layout_of(cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, num_splits)
     mask = _mask(window_size, is_causal)
     return _attend((query, key, value), layout, mask, scale, enable_gqa, return_aux, out)
 
@@ -164,7 +164,7 @@ def _attend(
     return out if lse is None else (out, lse)
 
 
-def _layout(
+def layout_of(
     cu_seq_q: Tensor,
     cu_seq_k: Tensor | None,
     max_q: int | Tensor,
@@ -173,6 +173,7 @@ def _layout(
     block_table: Tensor | None,
     num_splits: int | None,
 ) -> Packed | Paged:
+    """The layout of these arguments of `varlen_attn`."""
     if block_table is None:
         if cu_seq_k is None:
             raise ValueError("varlen_attn: cu_seq_k may be None only with a block_table")

@@ -1,0 +1,1 @@
+"""saccade inside other libraries: what their users switch on by one call."""
