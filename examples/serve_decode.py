@@ -36,7 +36,7 @@ def angles(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def turned(x: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    """x (…, h, d) turned by its positions (…): what append_kv does to keys."""
+    """x (…, h, d) turned by its positions (…): what append_kv does."""
     cos, sin = (table[positions][..., None, :] for table in rotary)
     one, two = x.chunk(2, dim=-1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)
@@ -48,8 +48,6 @@ class Batch:
 
     tokens: Tensor
     """(b, s), or (t,): sequences end to end"""
-    positions: Tensor
-    """of tokens' shape"""
     before: Paged
     after: Paged
 
@@ -82,8 +80,7 @@ class Model(nn.Module):
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache) -> Tensor:
-                append_kv(k_cache, v_cache, batch.before, k, v, rotary=rotary)
-                q = turned(q, rotary, batch.positions)
+                q = append_kv(k_cache, v_cache, batch.before, k, v, q=q, rotary=rotary)
                 return attention(q, k_cache, v_cache, mask=causal(), layout=batch.after)
 
             x = layer(x, attend)
@@ -148,9 +145,8 @@ class Server:
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         table = self.table[[request.slot for request in new]]
         tokens = torch.tensor([token for request in new for token in request.prompt], device=self.device)
-        positions = torch.cat([torch.arange(len(request.prompt), device=self.device) for request in new])
         before, after = (Paged(table, used, offsets) for used in (torch.zeros_like(lengths), lengths))
-        logits = self.model(Batch(tokens, positions, before, after), self.caches, self.rotary)
+        logits = self.model(Batch(tokens, before, after), self.caches, self.rotary)
         for request, token in zip(new, logits[offsets[1:].long() - 1].argmax(-1).tolist(), strict=True):
             request.said.append(token)
             self.used[request.slot], self.live[request.slot] = len(request.prompt), 1
@@ -178,8 +174,7 @@ class Server:
     def _decode(self) -> None:
         """Reads and writes the batch's own tensors alone, and nothing of it waits for the host."""
         before, after = Paged(self.table, self.used), Paged(self.table, self.used + self.live)
-        batch = Batch(self.tokens.long()[:, None], self.used.long()[:, None], before, after)
-        logits = self.model(batch, self.caches, self.rotary)
+        logits = self.model(Batch(self.tokens.long()[:, None], before, after), self.caches, self.rotary)
         self.tokens.copy_(logits[:, 0].argmax(-1))
         self.used += self.live
 

@@ -3,53 +3,91 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from saccade import aliasing, arguments, autograd, layouts, ops
 from saccade.backends import Append, Rotary
-from saccade.layouts import Paged
+from saccade.layouts import CacheSlots, Paged
 
 ops.library.define(
-    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor[] tensors, str layout, "
-    "Tensor[] rotary, bool interleaved) -> ()"
+    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? q, Tensor[] tensors, "
+    "str layout, Tensor[] rotary, bool interleaved) -> Tensor"
 )
+
+
+class _AppendOptions(TypedDict, total=False):
+    """The arguments of `append_kv` that do not change what it returns."""
+
+    slot_mapping: Tensor | None
+    positions: Tensor | None
+    rotary: tuple[Tensor, Tensor] | None
+    interleaved: bool
+
+
+@overload
+def append_kv(
+    k_cache: Tensor, v_cache: Tensor, layout: Paged | None, k_new: Tensor, v_new: Tensor, *, q: None = None,
+    **options: Unpack[_AppendOptions],
+) -> None: ...  # fmt: skip
+
+
+@overload
+def append_kv(
+    k_cache: Tensor, v_cache: Tensor, layout: Paged | None, k_new: Tensor, v_new: Tensor, *, q: Tensor,
+    **options: Unpack[_AppendOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 def append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
-    layout: Paged,
+    layout: Paged | None,
     k_new: Tensor,
     v_new: Tensor,
     *,
+    slot_mapping: Tensor | None = None,
+    positions: Tensor | None = None,
+    q: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     interleaved: bool = False,
-) -> None:
-    """Writes new keys and values after those of each sequence: row `i` of sequence `b` becomes key
-    `layout.seqused_k[b] + i`.
+) -> Tensor | None:
+    """Writes new keys and values to the pages of a cache, and rotates them and their queries, in one launch.
 
-    Formula, with `rotary=(cos, sin)` and a key's position p: each pair (x, y) among its first elements becomes
-    `(x cos[p] - y sin[p], y cos[p] + x sin[p])`, in float32. One launch on a GPU, which reads the lengths there: a CUDA
-    graph may be replayed with others. New rows beyond the table, or whose page number is out of range, such as -1, are
-    omitted: requests that only fill up a batch cost no page.
+    Formula, with a layout: row `i` of sequence `b` becomes key `p = layout.seqused_k[b] + i`, after those that the
+    sequence has. With `slot_mapping`: row `i` becomes row `n % page_size` of page `n // page_size`, `n =
+    slot_mapping[i]`. With `rotary=(cos, sin)` each pair (x, y) among the first elements of a key and of a query at
+    position p becomes `(x cos[p] - y sin[p], y cos[p] + x sin[p])`, in float32.
+
+    On a GPU the device reads lengths, tables and slots: a CUDA graph may be replayed with others. New rows are omitted
+    that are beyond the table, or whose page number or slot is out of range, such as -1: requests that only fill up a
+    batch cost no page. Of two rows with one slot, either one is written.
 
     Args:
         k_cache: (pages, page_size, h_k, d), written in place; any strides, the last dimension contiguous.
         v_cache: (pages, page_size, h_k, d_v).
-        layout: with the lengths *before* these rows; attention then takes one with the lengths after them.
-        k_new: (b, s, h_k, d), or with the layout's `cu_seqlens_q` sequences end to end, (t, h_k, d).
+        layout: with the lengths *before* these rows; attention then takes one with the lengths after them. None with
+            `slot_mapping`.
+        k_new: (b, s, h_k, d); or (t, h_k, d), with a layout whose `cu_seqlens_q` says which rows are whose.
         v_new: (b, s, h_k, d_v), or (t, h_k, d_v).
+        slot_mapping: (t,) or (b, s), a number for each new row, int32 or int64, in the place of a layout. -1 is a row
+            that is not written.
+        positions: of slot_mapping's shape, int32 or int64: the new rows' positions, for `rotary`.
+        q: (b, s, h_q, d) or (t, h_q, d): the queries of the same tokens, for `rotary`; not written to.
         rotary: cos and sin, (positions, pairs) with `2 * pairs <= d`, of any float dtype. Later positions take the last
-            row. The caller rotates the queries.
+            row.
         interleaved: pairs are the elements (0, 1), (2, 3), …; else (0, pairs), (1, pairs + 1), …
+
+    Returns:
+        None; or with `q` the rotated queries, of q's shape and memory order. Queries of no sequence are zero.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit one another, or an operand that requires a gradient;
-            caches that share memory with each other, with the new rows, or, as an expanded view does, within; when
-            lengths are read, as they are on a CPU, those that are negative or beyond the table, and broken offsets.
+            a layout and slots, or neither; caches that share memory with each other, with the new rows, or, as an
+            expanded view does, within; when numbers are read, as they are on a CPU, lengths that are negative or beyond
+            the table, broken offsets, and slots that are neither -1 nor in the cache.
         TypeError: a layout that is not `Paged`.
 
     Source: Su et al., RoFormer (https://arxiv.org/abs/2104.09864).
@@ -59,16 +97,25 @@ def append_kv(
     >>> append_kv(*cache, layout, torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
     >>> cache[0][1, :, 0, 0]
     tensor([0., 0., 0., 1., 1., 0., 0., 0.])
+    >>> slots = torch.tensor([15, -1])  # row 7 of page 1, and nowhere
+    >>> append_kv(*cache, None, torch.ones(2, 1, 4), torch.ones(2, 1, 4), slot_mapping=slots)
+    >>> cache[0][1, :, 0, 0]
+    tensor([0., 0., 0., 1., 1., 0., 0., 1.])
     """
-    _check(k_cache, v_cache, layout, k_new, v_new, rotary)
+    places = _places(layout, slot_mapping, positions, rotary)
+    _check(k_cache, v_cache, places, k_new, v_new, q)
+    if rotary is not None:
+        _check_rotary(rotary, k_new)
+    elif q is not None or positions is not None:
+        name = "positions" if q is None else "q"
+        raise ValueError(f"{name} is for rotary=(cos, sin), which is None: rotation is all that is done with it")
     arguments.flags(interleaved=interleaved)
-    k_new, v_new = layouts.with_rows(k_new), layouts.with_rows(v_new)
+    k_new, v_new, q = layouts.with_rows(k_new), layouts.with_rows(v_new), None if q is None else layouts.with_rows(q)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
-    flat = k_cache, v_cache, k_new, v_new, layout.tensors, layout.text, tables, bool(interleaved)
-    if ops.runs_directly(k_cache, v_cache, k_new, v_new):
-        _append(*flat)
-    else:
-        torch.ops.saccade.append_kv(*flat)
+    flat = k_cache, v_cache, k_new, v_new, q, places.tensors, places.text, tables, bool(interleaved)
+    direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q)
+    rotated = _append(*flat) if direct else torch.ops.saccade.append_kv(*flat)
+    return None if q is None else rotated
 
 
 def _append(
@@ -76,32 +123,38 @@ def _append(
     v_cache: Tensor,
     k_new: Tensor,
     v_new: Tensor,
+    q: Tensor | None,
     tensors: Any,
     layout: str,
     rotary: Any,
     interleaved: bool,
-) -> None:
-    paged = layouts.from_tensors(layout, list(tensors))
-    assert isinstance(paged, Paged)
+) -> Tensor:
+    tensors = list(tensors)
+    places = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors)
+    assert isinstance(places, (Paged, CacheSlots))
     if k_cache.device.type == "cpu":
-        paged.check_lengths(k_new.shape[0], k_cache.shape[1])
+        if isinstance(places, CacheSlots):
+            places.check_slots(*k_cache.shape[:2])
+        else:
+            places.check_lengths(k_new.shape[0], k_cache.shape[1])
     backend = "triton" if k_cache.device.type == "cuda" else "cpu"
     module = importlib.import_module(f"saccade.backends.{backend}.append")
-    module.append(
-        Append(k_cache, v_cache, k_new, v_new, paged, Rotary(rotary[0], rotary[1], interleaved) if rotary else None)
-    )
+    turns = Rotary(rotary[0], rotary[1], interleaved) if rotary else None
+    rotated = module.append(Append(k_cache, v_cache, k_new, v_new, places, turns, q))
+    return k_new.new_empty(0) if rotated is None else rotated  # an operator's result is a tensor
 
 
-def _append_autograd(*flat: Any) -> None:
-    autograd.refuse_tangents(*flat[:4])
-    if autograd.needs_gradient(*flat[:4]):
+def _append_autograd(*flat: Any) -> Tensor:
+    autograd.refuse_tangents(*flat[:5])
+    if autograd.needs_gradient(*flat[:5]):
         raise ValueError("append_kv has no gradients: call it inside torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.saccade.append_kv(*flat)
+        return torch.ops.saccade.append_kv(*flat)
 
 
-def _fake_append(*flat: Any) -> None:
-    return None
+def _fake_append(*flat: Any) -> Tensor:
+    k_new, q = flat[2], flat[4]
+    return k_new.new_empty(0) if q is None else layouts.empty_like_rows(q, q.shape[-1])
 
 
 ops.library.impl("append_kv", _append, "CompositeExplicitAutograd")
@@ -109,34 +162,47 @@ ops.library.impl("append_kv", _append_autograd, "Autograd")
 torch.library.register_fake("saccade::append_kv", _fake_append, lib=ops.library)
 
 
+def _places(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged | CacheSlots:
+    """Where new rows belong."""
+    if slot_mapping is None:
+        if not isinstance(layout, Paged):
+            raise TypeError(f"append_kv needs a Paged layout, or None with slot_mapping=…, got {layout!r}")
+        if positions is not None:
+            raise ValueError("positions go with slot_mapping; those of a layout's rows follow from its lengths")
+        return layout
+    if layout is not None:
+        raise ValueError(f"pass a layout or slot_mapping, not both: got {layout!r} and {arguments.told(slot_mapping)}")
+    if rotary is not None and positions is None:
+        raise ValueError("rotary with slot_mapping needs positions=…, since slots do not say where a row stands")
+    return CacheSlots(slot_mapping, positions)
+
+
 def _check(
-    k_cache: Tensor, v_cache: Tensor, layout: Paged, k_new: Tensor, v_new: Tensor, rotary: tuple[Tensor, Tensor] | None
+    k_cache: Tensor, v_cache: Tensor, places: Paged | CacheSlots, k_new: Tensor, v_new: Tensor, q: Tensor | None
 ) -> None:
-    if not isinstance(layout, Paged):
-        raise TypeError(f"append_kv needs a Paged layout, got {layout!r}")
-    arguments.tensors(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
-    shapes = f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}, "
-    shapes += f"k_new {tuple(k_new.shape)}, v_new {tuple(v_new.shape)}"
-    complaint = layout.shape_error(k_new.shape, k_cache.shape, v_cache.shape, "k_new")
+    new = {"k_new": k_new, "v_new": v_new} | ({} if q is None else {"q": q})
+    named = {"k_cache": k_cache, "v_cache": v_cache, **new}
+    arguments.tensors(**named)
+    complaint = places.shape_error(k_new.shape, k_cache.shape, v_cache.shape, "k_new")
     if not complaint and (k_new.shape[:-1] != v_new.shape[:-1] or v_new.shape[-1] != v_cache.shape[-1]):
         complaint = "k_new and v_new must have the same rows and heads, and v_cache's head dim"
     if not complaint and k_new.shape[-2] != k_cache.shape[-2]:
         complaint = "k_new must have the cache's heads"
+    if not complaint and q is not None and (*q.shape[:-2], q.shape[-1]) != (*k_new.shape[:-2], k_new.shape[-1]):
+        complaint = "q and k_new must have the same rows and head dim"
     if complaint:
-        raise ValueError(f"{complaint}: {shapes}")
-    tensors = k_cache, v_cache, k_new, v_new
+        raise ValueError(f"{complaint}: {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}")
+    tensors = named.values()
     if len({x.dtype for x in tensors}) > 1:
         raise ValueError(f"caches and new rows must share one dtype, got {', '.join(str(x.dtype) for x in tensors)}")
-    if len(devices := {x.device for x in (*tensors, *layout.tensors)}) > 1:
+    if len(devices := {x.device for x in (*tensors, *places.tensors)}) > 1:
         raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
-    if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (k_cache, v_cache)):
-        raise ValueError(f"the last dimension of a cache must be contiguous, got strides {k_cache.stride()}")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            raise ValueError(f"the last dimension of a cache must be contiguous, got strides {x.stride()} of {name}")
     if k_new.device.type != "meta" and not torch.compiler.is_compiling():
-        others = ("k_new", k_new), ("v_new", v_new)
-        aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *others])
-        aliasing.refuse_shared("v_cache", v_cache, others)
-    if rotary is not None:
-        _check_rotary(rotary, k_new)
+        aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *new.items()])
+        aliasing.refuse_shared("v_cache", v_cache, new.items())
 
 
 def _check_rotary(rotary: Any, k_new: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from saccade.backends import Append, Rotary
 from saccade.backends.cpu import append as operations
 from saccade.backends.triton import append as launches
-from saccade.layouts import Paged
+from saccade.layouts import CacheSlots, Paged
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -22,10 +22,33 @@ def test_against_operations(offsets, interleaved):
     new = torch.randn(*shape, 3, 12), torch.randn(*shape, 3, 8)
     angles = torch.randn(9, 4)
     rotary = Rotary(angles.cos(), angles.sin(), interleaved)
-    operations.append(Append(*caches, *new, layout, rotary))
-    launches.append(Append(*copies, *new, layout, rotary))
+    q = torch.randn(*shape, 6, 12)
+    found = operations.append(Append(*caches, *new, layout, rotary, q))
+    wanted = launches.append(Append(*copies, *new, layout, rotary, q))
+    for one, other in ((found, wanted), *zip(caches, copies, strict=True)):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1)], ids=str)
+@pytest.mark.parametrize("rotates", [False, True])
+def test_slots_against_operations(shape, rotates):
+    """CacheSlots beyond the caches are omitted, and nothing else is written; positions out of range are clamped."""
+    caches = torch.randn(3, 2, 4, 20).transpose(1, 2).split([12, 8], dim=-1)
+    copies = [x.clone() for x in caches]
+    new, q = (torch.randn(*shape, 2, 12), torch.randn(*shape, 2, 8)), torch.randn(*shape, 6, 12)
+    angles = torch.randn(9, 4)
+    rotary = Rotary(angles.cos(), angles.sin(), False) if rotates else None
+    q = q if rotates else None
+    inside, broken = torch.tensor([11, -1, 0, -1, 6]), torch.tensor([11, 12, 0, -(1 << 40), 6])
+    positions = torch.tensor([3, 0, 8, 1, 0])
+    below = torch.where(positions == 0, -5, positions)
+    given = [CacheSlots(x.view(shape), y.view(shape)) for x, y in ((inside, positions), (broken, below))]
+    found = operations.append(Append(*caches, *new, given[0], rotary, q))
+    wanted = launches.append(Append(*copies, *new, given[1], rotary, q))
     for one, other in zip(caches, copies, strict=True):
         torch.testing.assert_close(one, other)
+    if rotates:
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,16 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return made
 
 
+def turned_rows(x: Tensor, angles: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rows (n, h, d) by their positions (n), one head after the other; later positions take the last angles."""
+    made = x.clone()
+    for i, position in enumerate(positions.tolist()):
+        angle = angles[min(position, len(angles) - 1)]
+        for h in range(x.shape[1]):
+            made[i, h] = turned(x[i, h], angle.cos(), angle.sin(), interleaved)
+    return made
+
+
 ROTARY = {"plain": (None, False), "halves": (4, False), "interleaved": (6, True)}
 
 
@@ -60,6 +70,127 @@ def test_rows_are_where_they_belong(lengths, rotary, device):
         torch.testing.assert_close(found.cpu(), right)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (7, 1)], ids=str)
+@pytest.mark.parametrize("rotary", ROTARY)
+def test_slots(rotary, shape, index, device):
+    """The caches are halves of one tensor, heads before rows, as vLLM has them."""
+    both = torch.randn(PAGES, H, SIZE, D + D_V, device=device).transpose(1, 2)
+    caches, wanted = both.split([D, D_V], dim=-1), both.clone().cpu().split([D, D_V], dim=-1)
+    slots = torch.tensor([5, -1, 35, 0, 17, -1, 18], dtype=index)
+    positions = torch.tensor([0, 4, 11, 3, 99, 2, 1], dtype=index)
+    new = [torch.randn(7, H, d) for d in (D, D_V)]
+    pairs, interleaved = ROTARY[rotary]
+    angles = torch.randn(12, pairs or 1)
+    given = (
+        {}
+        if pairs is None
+        else {"rotary": (angles.cos().to(device), angles.sin().to(device)), "q": torch.randn(7, 3 * H, D)}
+    )
+    for cache, x, rotates in zip(wanted, new, (pairs is not None, False), strict=True):
+        rows = turned_rows(x, angles, positions, interleaved) if rotates else x
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            if slot >= 0:
+                cache[slot // SIZE, slot % SIZE] = row
+    rotated = append_kv(
+        *caches,
+        None,
+        *(x.view(*shape, *x.shape[1:]).to(device) for x in new),
+        slot_mapping=slots.view(shape).to(device),
+        positions=positions.view(shape).to(device) if pairs else None,
+        **{"q": given["q"].view(*shape, 3 * H, D).to(device), "rotary": given["rotary"]} if given else {},
+        interleaved=interleaved,
+    )
+    for found, right in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(found.cpu(), right)
+    assert (rotated is None) == (pairs is None)
+    if rotated is not None:
+        right = turned_rows(given["q"], angles, positions, interleaved)
+        torch.testing.assert_close(rotated.cpu().view(right.shape), right)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotated_queries(packed, device, poison):
+    """By the positions of the new keys, on pages or not; rows of no sequence are zero."""
+    offsets = torch.tensor([0, 4, 7, 7]).int()
+    shape, lengths = ((9,), (4, 3, 0)) if packed else ((3, 3), (3, 3, 3))
+    positions = torch.cat([used + torch.arange(n) for used, n in zip(USED, lengths, strict=True)])
+    q = torch.randn(*shape, 6, D)
+    qkv = torch.cat([q, *(torch.randn(*shape, H, D) for _ in range(2))], dim=-2).to(device)
+    views = qkv.split([6, H, H], dim=-2)
+    caches = [torch.zeros(PAGES, SIZE, H, D, device=device) for _ in range(2)]
+    layout = Paged(TABLE.to(device), USED.to(device), offsets.to(device) if packed else None)
+    angles = torch.randn(9, 4)
+    tables = angles.cos().to(device), angles.sin().to(device)
+    rotated = append_kv(*caches, layout, *views[1:], q=views[0], rotary=tables)
+    assert rotated.is_contiguous()
+    assert torch.equal(views[0].cpu(), q)
+    found, n = rotated.cpu().flatten(0, -3), len(positions)
+    torch.testing.assert_close(found[:n], turned_rows(q.flatten(0, -3)[:n], angles, positions, False))
+    assert not found[n:].any()
+
+
+def test_slots_under_compile_and_in_the_operator():
+    from torch.library import opcheck
+
+    call = given()
+    flat = {name: call[name].squeeze(1) for name in ("k_new", "v_new")}
+    q, slots, positions = torch.randn(3, 4, D), torch.tensor([7, -1, 30]), torch.tensor([1, 2, 3])
+    tables = [torch.randn(9, 2), torch.randn(9, 2)]
+    caches = call["k_cache"], call["v_cache"]
+    arguments = (*caches, *flat.values(), q, [slots, positions], "slots", tables, True)
+    opcheck(torch.ops.saccade.append_kv.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(k_cache, v_cache, k_new, v_new, q, slots, positions):
+        return append_kv(k_cache, v_cache, None, k_new, v_new, slot_mapping=slots, positions=positions, q=q,
+                         rotary=tables)  # fmt: skip
+
+    copies = [x.clone() for x in caches]
+    found = compiled(*copies, *flat.values(), q, slots, positions)
+    wanted = append_kv(*caches, None, *flat.values(), slot_mapping=slots, positions=positions, q=q, rotary=tables)
+    for one, other in ((found, wanted), *zip(copies, caches, strict=True)):
+        assert torch.equal(one, other)
+
+
+SLOTS = torch.tensor([3, -1, 5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"slot_mapping": SLOTS}, "pass a layout or slot_mapping, not both: got Paged(3 sequences of up to 3 pages)"),
+        ({"layout": None, "slot_mapping": SLOTS[:2]}, "one number for each new row, (3,), got (2,): k_cache (9, 4, 2"),
+        ({"layout": None, "slot_mapping": SLOTS.float()}, "slot_mapping must be an int32 or int64 tensor"),
+        ({"layout": None, "slot_mapping": [1, 2, 3]}, "got [1, 2, 3]"),
+        ({"layout": None, "slot_mapping": SLOTS + 33}, "in [0, 36), the rows of 9 pages of 4, or -1 for a row that"),
+        ({"layout": None, "slot_mapping": SLOTS - 2}, "got [1, -3, 3]"),
+        ({"layout": None, "slot_mapping": SLOTS, "rotary": (torch.ones(9, 3),) * 2}, "slots do not say where a row"),
+        ({"layout": None, "slot_mapping": SLOTS, "positions": SLOTS}, "positions is for rotary=(cos, sin)"),
+        (
+            {"layout": None, "slot_mapping": SLOTS, "positions": SLOTS, "rotary": (torch.ones(9, 3),) * 2},
+            "positions must be from 0 on, got [3, -1, 5]",
+        ),
+        (
+            {"layout": None, "slot_mapping": SLOTS, "positions": SLOTS[None], "rotary": (torch.ones(9, 3),) * 2},
+            "positions must have the shape of slot_mapping, got (1, 3) and (3,)",
+        ),
+        ({"positions": SLOTS, "k_new": torch.randn(3, 1, H, D)}, "positions go with slot_mapping"),
+        ({"q": torch.randn(3, 1, H, D), "k_new": torch.randn(3, 1, H, D)}, "q is for rotary=(cos, sin)"),
+        (
+            {"layout": None, "slot_mapping": SLOTS, "q": torch.randn(4, H, D), "positions": SLOTS},
+            "q and k_new must have the same rows and head dim: k_cache",
+        ),
+    ],
+)
+def test_errors_of_slots_and_queries(changes, words):
+    rows = {"k_new": torch.randn(3, H, D), "v_new": torch.randn(3, H, D_V)} if "k_new" not in changes else {}
+    call = given(**rows | changes)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        append_kv(**call)
+    assert not call["k_cache"].any()
+
+
 def given(**changes):
     found = {
         "k_cache": torch.zeros(PAGES, SIZE, H, D),
@@ -78,6 +209,7 @@ def test_the_operator():
     arguments = (
         *tensors[:2],
         *tensors[3:],
+        torch.randn(3, 1, 2 * H, D).transpose(0, 1).contiguous().transpose(0, 1),
         tensors[2].tensors,
         tensors[2].text,
         [torch.ones(9, 2), torch.ones(9, 2)],
@@ -121,6 +253,8 @@ def test_errors(changes, words):
 def test_another_layout_is_refused():
     with pytest.raises(TypeError, match="needs a Paged layout"):
         append_kv(**given(layout=Dense()))
+    with pytest.raises(TypeError, match="or None with slot_mapping"):
+        append_kv(**given(layout=None))
 
 
 BROKEN = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from saccade.layouts import Paged
+from saccade.layouts import CacheSlots, Paged
 from saccade.problem import Problem
 from saccade.spec import FLAGS, Spec
 
@@ -124,9 +124,11 @@ class Append(NamedTuple):
     k_new: Tensor
     """(b, s, h_k, d), or (t, h_k, d)"""
     v_new: Tensor
-    layout: Paged
+    layout: Paged | CacheSlots
     """with the lengths before"""
     rotary: Rotary | None
+    q: Tensor | None = None
+    """(b, s, h_q, d), or (t, h_q, d), to be rotated as well"""
 
 
 class Backend(Protocol):

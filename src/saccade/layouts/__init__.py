@@ -6,9 +6,10 @@ from saccade.layouts.nested import unwrap
 from saccade.layouts.packed import Packed
 from saccade.layouts.paged import Paged
 from saccade.layouts.rebuild import from_tensors, view_layout
+from saccade.layouts.slots import CacheSlots
 from saccade.layouts.strides import empty_like_rows, with_rows
 
 __all__ = [
-    "ORDERS", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "empty_like_rows", "from_tensors",
+    "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "empty_like_rows", "from_tensors",
     "unwrap", "view_layout", "with_rows",
 ]  # fmt: skip

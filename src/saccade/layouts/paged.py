@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
-from saccade.layouts.validate import head_error, interval_error, sequence_mask_error
+from saccade.layouts.validate import cache_error, head_error, interval_error, sequence_mask_error
 from saccade.masks import Extent, Mask
 from saccade.scores import Sizes
 
@@ -125,11 +125,7 @@ class Paged(Layout):
             return f"with a paged cache {name} {shape}, and the caches (pages, page_size, h, d)"
         if not ragged and q[0] != b:
             return f"{name} must have the batch size of block_table ({b}, {self.block_table.shape[1]})"
-        if k[:3] != v[:3]:
-            return "both caches must have the same pages, page size and heads"
-        if not k[0] or not k[1]:
-            return "a paged cache needs at least one page of one row"
-        return head_error(q, k, v, -2)
+        return cache_error(k, v) or head_error(q, k, v, -2)
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "documents(ids) needs rows and keys that are the same tokens, which no paged cache has"

@@ -27,6 +27,15 @@ def head_error(q: torch.Size, k: torch.Size, v: torch.Size, h: int) -> str | Non
     return None
 
 
+def cache_error(k: torch.Size, v: torch.Size) -> str | None:
+    """Of the caches (pages, page_size, h, d)."""
+    if k[:3] != v[:3]:
+        return "both caches must have the same pages, page size and heads"
+    if not k[0] or not k[1]:
+        return "a paged cache needs at least one page of one row"
+    return None
+
+
 def sink_error(sink: Tensor, h_q: int, device: torch.device) -> str | None:
     if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
         got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)

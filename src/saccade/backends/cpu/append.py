@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from saccade.backends import Append, Rotary
-from saccade.layouts import Paged
+from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 
-def append(step: Append) -> None:
-    """Writes the rows that have a page, and omits the rest."""
-    layout, (pages, size) = step.layout, step.k_cache.shape[:2]
-    b, position = _places(layout, step.k_new)
-    inside = (b < layout.sequences) & (position < layout.capacity(size))
-    b, position = b[inside], position[inside]
-    page = layout.block_table[b, position // size].long()
-    mapped = (page >= 0) & (page < pages)
-    page, row = page[mapped], position[mapped] % size
+class Places(NamedTuple):
+    """Of every new row, (n,): its slot in the cache, or -1; its position; and whether it is a sequence's."""
+
+    slot: Tensor
+    position: Tensor
+    known: Tensor
+
+
+def append(step: Append) -> Tensor | None:
+    """Writes the rows that have a page or a slot, and omits the rest. Returns the rotated queries."""
+    layout, (pages, size), q = step.layout, step.k_cache.shape[:2], step.q
+    places = _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, step.k_new, pages, size)
+    there = (places.slot >= 0) & (places.slot < pages * size)
+    slot = places.slot[there]
     for cache, new in ((step.k_cache, step.k_new), (step.v_cache, step.v_new)):
-        rows = new.flatten(0, -3)[inside][mapped]
+        rows = new.flatten(0, -3)[there]
         if step.rotary is not None and new is step.k_new:
-            rows = rotated(rows, step.rotary, position[mapped])
-        cache[page, row] = rows
+            rows = rotated(rows, step.rotary, places.position[there])
+        cache[slot // size, slot % size] = rows
+    if q is None or step.rotary is None:
+        return None
+    made = empty_like_rows(q, q.shape[-1]).zero_()
+    rows = rotated(q.flatten(0, -3)[places.known], step.rotary, places.position[places.known])
+    made[places.known.view(q.shape[:-2])] = rows
+    return made
 
 
-def _places(layout: Paged, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequence and position of every new row. Rows after the last sequence have its number plus one."""
+def _by_slot(layout: CacheSlots) -> Places:
+    slot = layout.slot_mapping.flatten().long()
+    position = torch.zeros_like(slot) if layout.positions is None else layout.positions.flatten().long()
+    return Places(slot, position, torch.ones_like(slot, dtype=torch.bool))
+
+
+def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
     used = layout.seqused_k.long()
     offsets = layout.cu_seqlens_q
     if offsets is None:
-        b = torch.arange(layout.sequences)[:, None].expand(new.shape[:2])
-        return b.flatten(), (used[:, None] + torch.arange(new.shape[1])).flatten()
-    row = torch.arange(new.shape[0])
-    b = torch.bucketize(row, offsets[1:], right=True)
-    ends = torch.cat([used, used.new_zeros(1)])
-    return b, ends[b] + row - offsets[b]
+        b = torch.arange(layout.sequences)[:, None].expand(new.shape[:2]).flatten()
+        position = (used[:, None] + torch.arange(new.shape[1])).flatten()
+    else:  # rows after the last sequence have its number plus one
+        row = torch.arange(new.shape[0])
+        b = torch.bucketize(row, offsets[1:], right=True)
+        position = torch.cat([used, used.new_zeros(1)])[b] + row - offsets[b]
+    known = b < layout.sequences
+    inside = known & (position < layout.capacity(size))
+    page = torch.full_like(position, -1)
+    page[inside] = layout.block_table[b[inside], position[inside] // size].long()
+    mapped = (page >= 0) & (page < pages)
+    return Places(torch.where(mapped, page * size + position % size, -1), position, known)
 
 
 def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:

@@ -7,53 +7,77 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
+from torch import Tensor
 from triton import next_power_of_2
 
 from saccade.backends import Append, Rotary
 from saccade.backends.device.launch import Launch, on_device
-from saccade.backends.device.records import TensorArgs
-from saccade.backends.triton.append_kernel import append_kernel
+from saccade.backends.device.records import TensorArgs, runtime_int
+from saccade.backends.triton.append_kernel import Angles, AppendShape, append_kernel
 from saccade.backends.triton.paged import many, page_table
+from saccade.backends.triton.paged_kernel import PageTable
 from saccade.bounded_cache import BoundedCache
-from saccade.layouts import Paged
+from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 
-def append(call: Append) -> None:
-    """Writes the rows that have a page; others are omitted."""
-    layout, new = call.layout, call.k_new
-    if not new.shape[:-1].numel() or not layout.sequences:
-        return
+def append(call: Append) -> Tensor | None:
+    """Writes the rows that have a page or a slot; others are omitted. Returns the rotated queries."""
+    layout, new, q = call.layout, call.k_new, call.q
+    rotated = None if q is None else empty_like_rows(q, q.shape[-1])
+    if not new.shape[:-2].numel():
+        return rotated
+    if isinstance(layout, Paged) and not layout.sequences:
+        return None if rotated is None else rotated.zero_()
     *cos_sin, interleaved = (None,) if call.rotary is None else call.rotary
-    tensors = *call[:4], *layout.tensors, *cos_sin
-    key = tuple((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors), interleaved
+    tensors = *call[:4], *([] if q is None else [q]), *layout.tensors, *cos_sin
+    key = tuple((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors), layout.text, interleaved
     with on_device(new):
-        _launches.get_or_make(key, lambda: prepare(call))(new.device.index, arguments(call))
+        _launches.get_or_make(key, lambda: prepare(call))(new.device.index, arguments(call, rotated))
+    return rotated
 
 
 _launches: BoundedCache[Any, Launch] = BoundedCache(1024)
 
 
-def arguments(call: Append) -> tuple[Any, ...]:
-    layout, new = call.layout, call.k_new
-    rows = (TensorArgs.of(layout.canonical(x)) for x in (new, call.v_new, call.k_cache, call.v_cache))
-    starts = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.contiguous()
-    cos, sin, positions = (None, None, 1) if call.rotary is None else (*call.rotary[:2], call.rotary.cos.shape[0])
-    pages = page_table(layout, layout.canonical(call.k_cache))
-    return *rows, starts, layout.seqused_k.contiguous(), pages, cos, sin, new.shape[-2], new.shape[-3], positions
+def arguments(call: Append, rotated: Tensor | None) -> tuple[Any, ...]:
+    layout, new, q, view = call.layout, call.k_new, call.q, call.layout.canonical
+    rows = (TensorArgs.of(view(x)) for x in (new, call.v_new, call.k_cache, call.v_cache))
+    queries = (None if x is None else TensorArgs.of(view(x)) for x in (q, rotated))
+    angles = None
+    if call.rotary is not None:
+        angles = Angles(call.rotary.cos, call.rotary.sin, runtime_int(call.rotary.cos.shape[0]))
+    heads = new.shape[-2], 0 if q is None else q.shape[-2]
+    return *rows, *queries, *_places(layout, view(call.k_cache)), angles, *heads, new.shape[-3]
+
+
+def _places(layout: Paged | CacheSlots, cache: Tensor) -> tuple[Any, ...]:
+    """What says where rows go: starts, used, slots, positions, pages."""
+    if isinstance(layout, Paged):
+        starts = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.contiguous()
+        return starts, layout.seqused_k.contiguous(), None, None, page_table(layout, cache)
+    slots, positions = layout.slot_mapping.contiguous(), layout.positions
+    # There is no table: records hold no None on Triton 3.6.
+    pages = PageTable(slots, *map(runtime_int, (0, 0, 0, cache.shape[0])))
+    return None, None, slots, None if positions is None else positions.contiguous(), pages
 
 
 def prepare(call: Append) -> Launch:
     """The launch, one program for each new row."""
     h_k, d, d_v = *call.k_new.shape[-2:], call.v_new.shape[-1]
+    h_q = 1 if call.q is None else call.q.shape[-2]
     pairs, interleaved = (0, False) if call.rotary is None else (call.rotary.cos.shape[1], call.rotary.interleaved)
-    blocks = (next_power_of_2(max(n, 1)) for n in (h_k, d, d_v, pairs))
-    constants = call.k_cache.shape[1], d, d_v, pairs, interleaved, *blocks, many(call.layout)
-    return Launch(append_kernel, (call.k_new.shape[:-2].numel(), 1, 1), constants)
+    blocks = (next_power_of_2(max(n, 1)) for n in (h_k, h_q, d, d_v, pairs))
+    sequences = many(call.layout) if isinstance(call.layout, Paged) else 1
+    shape = AppendShape(*map(tl.constexpr, (call.k_cache.shape[1], d, d_v, pairs, interleaved, *blocks, sequences)))
+    return Launch(append_kernel, (call.k_new.shape[:-2].numel(), 1, 1), (shape,))
 
 
-def compiled(d: int, d_v: int, dtype: torch.dtype) -> Any:
-    """The kernel as the compile gate sees it: packed sequences, and rotated keys."""
+def compiled(d: int, d_v: int, dtype: torch.dtype, by_slot: bool = False) -> Any:
+    """The kernel as the compile gate sees it: packed sequences, or rows by their slots; keys and queries rotate."""
     operands = (torch.empty(*shape, dtype=dtype) for shape in ((9, 16, 8, d), (9, 16, 8, d_v), (4, 8, d), (4, 8, d_v)))
     layout = Paged(torch.zeros(3, 9, dtype=torch.int32), torch.zeros(3).int(), torch.zeros(4).int())
-    call = Append(*operands, layout, Rotary(torch.empty(99, d // 2), torch.empty(99, d // 2), False))
-    return prepare(call).warmup(arguments(call))
+    places = CacheSlots(torch.zeros(4).long(), torch.zeros(4).long()) if by_slot else layout
+    q = torch.empty(4, 32, d, dtype=dtype)
+    call = Append(*operands, places, Rotary(torch.empty(99, d // 2), torch.empty(99, d // 2), False), q)
+    return prepare(call).warmup(arguments(call, torch.empty_like(q)))

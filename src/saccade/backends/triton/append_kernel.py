@@ -1,13 +1,106 @@
 """New keys and values into the pages of a cache: one program for each new row, with all its heads."""
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.records import plain_int
+
+
+class AppendShape(NamedTuple):
+    """The sizes of a program's tiles; all are constexpr."""
+
+    PAGE: Any
+    """rows of a page"""
+    D: Any
+    D_V: Any
+    PAIRS: Any
+    """elements that are rotated, in pairs"""
+    INTERLEAVED: Any
+    BLOCK_H: Any
+    BLOCK_HQ: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_P: Any
+    N: Any
+    """sequences that a program reads at once"""
+
+
+class Angles(NamedTuple):
+    """cos and sin of each position; a kernel takes None where nothing is rotated."""
+
+    cos: Any
+    """(positions, pairs)"""
+    sin: Any
+    positions: Any
+    """a `runtime_int`"""
+
+
+@aggregate
+class NewRow:
+    """One new row, and where it goes."""
+
+    batch: Any
+    i: Any
+    """in tensors (b, h, s, d)"""
+    page: Any
+    row: Any
+    position: Any
+    known: Any
+    """whether it is a sequence's, so that it has a position"""
+    there: Any
+    """whether it is written"""
+
+
+@triton.jit
+def _by_slot(token, s, slots, positions, pages, shape):
+    """The row of which the slot says where it goes."""
+    slot = tl.load(slots + token).to(tl.int64)
+    there = (slot >= 0) & (slot < plain_int(pages.count).to(tl.int64) * shape.PAGE)
+    slot = tl.where(there, slot, 0)
+    position = token * 0
+    if positions is not None:
+        position = tl.load(positions + token)
+    return NewRow(token // s, token % s, slot // shape.PAGE, slot % shape.PAGE, position, token >= 0, there)
+
+
+@triton.jit
+def _by_length(token, s, starts, used, pages, shape):
+    """The row that follows those that its sequence has."""
+    count = plain_int(pages.sequences)
+    if starts is None:
+        b = token // s
+        batch = b
+        i = token % s
+        first = token * 0
+        named = token >= 0
+    else:
+        # [N]
+        n = tl.arange(0, shape.N)
+        start = tl.minimum(tl.maximum(tl.load(starts + tl.minimum(n, count)), -1), 1 << 30).to(tl.int32)
+        earlier = (n <= count) & (start <= token)
+        b = tl.sum(earlier.to(tl.int32), 0) - 1
+        batch = b * 0
+        first = tl.sum(tl.where(n == b, start, 0), 0)
+        i = token
+        # Broken offsets name no sequence.
+        named = (first >= 0) & (first <= token) & (token < tl.sum(tl.where(n == b + 1, start, 0), 0))
+    known = named & (b >= 0) & (b < count)
+    b = tl.minimum(tl.maximum(b, 0), count - 1)
+    length = tl.load(used + b).to(tl.int64)
+    known = known & (length >= 0)
+    there = known & (length + i - first < plain_int(pages.capacity))
+    position = tl.where(there, length + i - first, 0).to(tl.int32)
+    entry = pages.table + b.to(tl.int64) * plain_int(pages.stride) + position // shape.PAGE
+    page = tl.load(entry, mask=there, other=-1)
+    there = there & (page >= 0) & (page < plain_int(pages.count))
+    return NewRow(batch, i, page, position % shape.PAGE, tl.where(known, length + i - first, 0), known, there)
 
 
 @triton.jit
@@ -18,64 +111,57 @@ def _places(x, outer, row, h, column):
 
 
 @triton.jit
-def _copy(cache, new, page, row, batch, i, h, column, there):
-    x = tl.load(_places(new, batch, i, h, column), mask=there)
-    tl.store(_places(cache, page, row, h, column), x, mask=there)
+def _copy(made, new, page, row, at, h, column, there):
+    """Columns of a row, as they are; zero if the row is not known."""
+    x = tl.load(_places(new, at.batch, at.i, h, column), mask=there)
+    tl.store(_places(made, page, row, h, column), tl.where(at.known, x, 0.0), mask=there)
 
 
-@triton.jit(do_not_specialize=["h_k", "s", "positions"])
+@triton.jit
+def _turn(made, new, page, row, at, h, live, angles, shape):
+    """A row of all heads [heads, d], its first pairs by the angles of its position; zero if it is not known."""
+    if shape.PAIRS > 0:
+        # [BLOCK_P]
+        pair = tl.arange(0, shape.BLOCK_P)
+        one = pair * 2 if shape.INTERLEAVED else pair
+        two = one + 1 if shape.INTERLEAVED else one + shape.PAIRS
+        inside = (pair < shape.PAIRS)[None, :]
+        position = tl.minimum(tl.maximum(at.position, 0), plain_int(angles.positions) - 1)
+        angle = position.to(tl.int64) * shape.PAIRS + pair
+        # [1, BLOCK_P]
+        c = tl.load(angles.cos + angle, mask=pair < shape.PAIRS, other=0.0).to(tl.float32)[None, :]
+        t = tl.load(angles.sin + angle, mask=pair < shape.PAIRS, other=0.0).to(tl.float32)[None, :]
+        # [heads, BLOCK_P]
+        turning = live & inside
+        x = tl.load(_places(new, at.batch, at.i, h, one), mask=turning, other=0.0).to(tl.float32)
+        y = tl.load(_places(new, at.batch, at.i, h, two), mask=turning, other=0.0).to(tl.float32)
+        dtype = made.ptr.dtype.element_ty
+        tl.store(_places(made, page, row, h, one), tl.where(at.known, x * c - y * t, 0.0).to(dtype), mask=turning)
+        tl.store(_places(made, page, row, h, two), tl.where(at.known, y * c + x * t, 0.0).to(dtype), mask=turning)
+    column = tl.arange(0, shape.BLOCK_D)
+    if 2 * shape.PAIRS < shape.D:
+        rest = live & ((column >= 2 * shape.PAIRS) & (column < shape.D))[None, :]
+        _copy(made, new, page, row, at, h, column, rest)
+
+
+@triton.jit(do_not_specialize=["h_k", "h_q", "s"])
 def append_kernel(
-    k_new, v_new, k_cache, v_cache, starts, used, pages, cos, sin, h_k, s, positions,
-    PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """starts: where each sequence of new rows begins, (sequences + 1,), or None: all have s. The rest has no page."""
+    k_new, v_new, k_cache, v_cache, q, q_out, starts, used, slots, positions, pages, angles, h_k, h_q, s, shape
+):
+    """TensorArgs (b, h, s, d), caches (pages, h_k, page_size, d); q and q_out: or None. Rows go where `slots` says, one
+    for each, whose positions are `positions`, or None; or, if slots is None, after the `used` ones of their sequences.
+    starts: where each sequence of new rows begins, (sequences + 1,), or None: all have s. The rest has no page."""
     token = tl.program_id(0)
-    count = plain_int(pages.sequences)
-    if starts is None:
-        b = token // s
-        batch = b
-        i = token % s
-        first = token * 0
-        named = token >= 0
+    if slots is None:
+        at = _by_length(token, s, starts, used, pages, shape)
     else:
-        # [N]
-        n = tl.arange(0, N)
-        start = tl.minimum(tl.maximum(tl.load(starts + tl.minimum(n, count)), -1), 1 << 30).to(tl.int32)
-        earlier = (n <= count) & (start <= token)
-        b = tl.sum(earlier.to(tl.int32), 0) - 1
-        batch = b * 0
-        first = tl.sum(tl.where(n == b, start, 0), 0)
-        i = token
-        # Broken offsets name no sequence.
-        named = (first >= 0) & (first <= token) & (token < tl.sum(tl.where(n == b + 1, start, 0), 0))
-    there = named & (b >= 0) & (b < count)
-    b = tl.minimum(tl.maximum(b, 0), count - 1)
-    length = tl.load(used + b).to(tl.int64)
-    there = there & (length >= 0) & (length + i - first < plain_int(pages.capacity))
-    position = tl.where(there, length + i - first, 0).to(tl.int32)
-    entry = pages.table + b.to(tl.int64) * plain_int(pages.stride) + position // PAGE
-    page = tl.load(entry, mask=there, other=-1)
-    there = there & (page >= 0) & (page < plain_int(pages.count))
-    row = position % PAGE
-    # [heads, columns]
-    h = tl.arange(0, BLOCK_H)
-    live = (h < tl.where(there, h_k, 0))[:, None]
-    if PAIRS > 0:
-        pair = tl.arange(0, BLOCK_P)
-        one = pair * 2 if INTERLEAVED else pair
-        two = one + 1 if INTERLEAVED else one + PAIRS
-        turning = live & (pair < PAIRS)[None, :]
-        angle = tl.minimum(position, positions - 1).to(tl.int64) * PAIRS + pair
-        c = tl.load(cos + angle, mask=pair < PAIRS, other=0.0).to(tl.float32)[None, :]
-        t = tl.load(sin + angle, mask=pair < PAIRS, other=0.0).to(tl.float32)[None, :]
-        x = tl.load(_places(k_new, batch, i, h, one), mask=turning, other=0.0).to(tl.float32)
-        y = tl.load(_places(k_new, batch, i, h, two), mask=turning, other=0.0).to(tl.float32)
-        dtype = k_cache.ptr.dtype.element_ty
-        tl.store(_places(k_cache, page, row, h, one), (x * c - y * t).to(dtype), mask=turning)
-        tl.store(_places(k_cache, page, row, h, two), (y * c + x * t).to(dtype), mask=turning)
-    column = tl.arange(0, BLOCK_D)
-    if 2 * PAIRS < D:
-        _copy(k_cache, k_new, page, row, batch, i, h, column, live & ((column >= 2 * PAIRS) & (column < D))[None, :])
-    column = tl.arange(0, BLOCK_DV)
-    _copy(v_cache, v_new, page, row, batch, i, h, column, live & (column < D_V)[None, :])
+        at = _by_slot(token, s, slots, positions, pages, shape)
+    # [heads]
+    h = tl.arange(0, shape.BLOCK_H)
+    live = (h < tl.where(at.there, h_k, 0))[:, None]
+    _turn(k_cache, k_new, at.page, at.row, at, h, live, angles, shape)
+    column = tl.arange(0, shape.BLOCK_DV)
+    _copy(v_cache, v_new, at.page, at.row, at, h, column, live & (column < shape.D_V)[None, :])
+    if q is not None:
+        h = tl.arange(0, shape.BLOCK_HQ)
+        _turn(q_out, q, at.batch, at.i, at, h, (h < h_q)[:, None], angles, shape)

@@ -38,7 +38,7 @@ def features() -> Iterator[str]:
     lists = (name for name in SHARED if name.endswith(("states", "list")))
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
-    yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append"))
+    yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
 
 
@@ -52,8 +52,8 @@ def compiled(name: str) -> tuple[Any, int]:
     row = GateRow.of(name)
     if row.kernel == "paged":
         word, *features = row.words
-        if word == "append":
-            return append.compiled(row.d, row.d_v, row.dtype), 0
+        if word in ("append", "slots"):
+            return append.compiled(row.d, row.d_v, row.dtype, by_slot=word == "slots"), 0
         return paged.compiled(word, row.d, row.d_v, row.dtype, "max_scores" in features), 0
     problem = row.problem()
     if row.kernel in SHARED:
