@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from saccade.compat.alibi import alibi
 from saccade.compat.transformer_engine.call import Call, WrongCall
 from saccade.compat.transformer_engine.masks import Visibility
 from saccade.scores import ScoreMod, bias, compose, score_callback, softcap
@@ -74,15 +74,4 @@ def _alibi(slopes: Tensor | None, visible: Visibility, q: Tensor) -> ScoreMod:
     if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
         raise WrongCall(f"alibi_slopes must be ({heads},) or (b, {heads}), got {tuple(slopes.shape)}")
     offset = visible.offset if visible.bottom_right else 0
-    if isinstance(offset, Tensor):
-        return ScoreMod(partial(_add_alibi, offset=0, causal=visible.causal), slopes, offset)
-    return ScoreMod(partial(_add_alibi, offset=offset, causal=visible.causal), slopes)
-
-
-def _add_alibi(
-    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor, offsets: Tensor | None = None,
-    *, offset: int, causal: bool,
-) -> Tensor:  # fmt: skip
-    distance = kv_idx - q_idx - (offset if offsets is None else offsets[b])
-    slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
-    return score + slope * (distance if causal else -distance.abs())
+    return alibi(slopes, offset, visible.causal)

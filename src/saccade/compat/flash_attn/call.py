@@ -1,0 +1,102 @@
+"""The way from FlashAttention's arguments and back to its results, that all functions share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import arguments
+from saccade.api import ScoreFunction, attention
+from saccade.call import BoundCall, check_call
+from saccade.compat.flash_attn.masks import visible
+from saccade.compat.flash_attn.scores import score_mod
+from saccade.layouts import Dense, Layout, Packed, Paged
+from saccade.masks import Mask
+
+BSHD = Dense("bshd")
+
+
+class Terms(NamedTuple):
+    """The arguments that functions of FlashAttention-2 share, by its names."""
+
+    dropout_p: Any
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    alibi_slopes: Any
+    deterministic: Any
+    return_attn_probs: Any
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms) -> Any:
+    """out, or with return_attn_probs (out, softmax_lse, an empty tensor)."""
+    mask, mod = meaning(q, k, layout, terms)
+    dropout_p, scale, *_, deterministic, return_attn_probs = terms
+    result: Any = attention(
+        q, k, v, mask=mask, score_mod=mod, layout=layout, scale=scale, dropout_p=dropout_p,
+        return_lse=return_attn_probs, deterministic=deterministic or None,
+    )  # fmt: skip
+    return (*result, result[0].new_empty(0)) if return_attn_probs else result
+
+
+def bound_call(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None
+) -> BoundCall:
+    """The call that `attention` would run, for those who run one half of it."""
+    mask, mod = meaning(q, k, layout, terms, leftpad)
+    scale, p, deterministic = terms.softmax_scale, terms.dropout_p, terms.deterministic or None
+    return check_call(q, k, v, mask, mod, layout, scale, None, p, True, False, deterministic, "auto", None)
+
+
+def meaning(
+    q: Tensor, k: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None
+) -> tuple[Mask | None, ScoreFunction | None]:
+    """Mask and score function of a call.
+
+    Raises:
+        NotImplementedError: the probabilities of a call with dropout are asked for.
+        ValueError, TypeError: arguments that mean nothing.
+    """
+    dropout_p, _, causal, window_size, softcap, slopes, deterministic, return_attn_probs = terms
+    arguments.flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
+    if return_attn_probs and dropout_p:
+        raise NotImplementedError(
+            "return_attn_probs with dropout returns S_dmask, (b, h, s_q, s_k) probabilities, which no kernel here "
+            "holds: pass dropout_p=0.0, or omit return_attn_probs"
+        )
+    mask = visible(causal, window_size, leftpad)
+    if slopes is None and softcap == 0.0:
+        return mask, None
+    return mask, score_mod(softcap, slopes, causal or window_size[1] == 0, layout, q, k)
+
+
+def sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any,
+    block_table: Tensor | None = None, seqused_k: Tensor | None = None, num_splits: int = 0,
+) -> Packed | Paged:  # fmt: skip
+    """The layout of sequences end to end, with keys that are too, or that are in the pages of a cache."""
+    if block_table is None:
+        longest = (_longest("q", max_seqlen_q), _longest("k", max_seqlen_k))
+        return Packed(cu_seqlens_q, cu_seqlens_k, *longest, seqused_k=seqused_k)
+    if seqused_k is None:
+        arguments.tensors(cu_seqlens_k=cu_seqlens_k)
+        seqused_k = cu_seqlens_k.diff()
+    return Paged(block_table, seqused_k, cu_seqlens_q, num_splits or None)
+
+
+def _longest(side: str, bound: Any) -> Any:
+    """An upper bound of lengths, as Packed takes it: numpy's integers too."""
+    if isinstance(bound, (Tensor, int, torch.SymInt)):
+        return bound
+    return int(arguments.integer(f"max_seqlen_{side}", bound))
+
+
+def parts(name: str, packed: Any, dim: int, count: int, shape: str) -> tuple[Tensor, ...]:
+    """The operands that one tensor holds, along its dimension `dim` of `count` elements."""
+    arguments.tensors(**{name: packed})
+    if packed.dim() != dim + 3 or packed.shape[dim] != count:
+        raise ValueError(f"{name} must be {shape}, got {tuple(packed.shape)}")
+    return packed.unbind(dim)

@@ -1,0 +1,52 @@
+"""Which keys a query sees, by FlashAttention's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from saccade import arguments
+from saccade.masks import Mask, causal, interval, window
+
+
+def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) -> Mask | None:
+    """Row i sees keys `i + off - left <= j <= i + off + right`, with `off = s_k - s_q` for each sequence.
+
+    Args:
+        is_causal: right is 0.
+        window_size: (left, right); a bound that is negative or None is unbounded.
+        leftpad: (b,) the first key of each sequence.
+
+    Raises:
+        TypeError: bounds that are not two integers.
+        ValueError: another leftpad than an integer vector.
+    """
+    left, right = _bounds(window_size)
+    if is_causal:
+        right = 0
+    if left is None:
+        mask = None if right is None else causal() if right == 0 else window(None, right)
+    else:
+        mask = window(left, right)
+    if leftpad is None:
+        return mask
+    starts = interval(_vector("leftpad", leftpad)[:, None], None)
+    return starts if mask is None else starts & mask
+
+
+def _bounds(window_size: Any) -> tuple[int | None, int | None]:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size is (left, right), got {arguments.told(window_size)}")
+    left, right = (
+        None if bound is None or arguments.integer("window_size", bound, least=None) < 0 else bound
+        for bound in window_size
+    )
+    return left, right
+
+
+def _vector(name: str, x: Any) -> Tensor:
+    arguments.tensors(**{name: x})
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be an integer tensor (b,), got {x.dtype} {tuple(x.shape)}")
+    return x

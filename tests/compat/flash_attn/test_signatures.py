@@ -1,0 +1,72 @@
+"""Names, order and defaults of flash-attn's functions, written down from flash-attn 2.8.4."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from saccade.compat import flash_attn
+from saccade.compat.flash_attn import bert_padding, flash_attn_interface
+
+TAIL = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SHARED = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+PUBLIC = {
+    "flash_attn_func": f"q, k, v, {TAIL}",
+    "flash_attn_qkvpacked_func": f"qkv, {TAIL}",
+    "flash_attn_kvpacked_func": f"q, kv, {TAIL}",
+    "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {TAIL}, block_table=None",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TAIL}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TAIL}",
+}
+PRIVATE = {
+    "_flash_attn_forward": f"q, k, v, {SHARED}, return_softmax",
+    "_flash_attn_varlen_forward": (
+        f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, "
+        "softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, "
+        "zero_tensors=False, num_splits=0"
+    ),
+    "_flash_attn_backward": f"{GRADIENTS}, {SHARED}, deterministic, rng_state=None",
+    "_flash_attn_varlen_backward": (
+        f"{GRADIENTS}, {LENGTHS}, {SHARED}, deterministic, rng_state=None, zero_tensors=False"
+    ),
+}
+PADDING = {
+    "index_first_axis": "input, indices",
+    "index_put_first_axis": "values, indices, first_axis_dim",
+    "index_first_axis_residual": "input, indices",
+    "unpad_input": "hidden_states, attention_mask, unused_mask=None",
+    "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
+    "pad_input": "hidden_states, indices, batch, seqlen",
+}
+
+
+def told(function):
+    """The parameters without their annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    assert all(parameter.kind == parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wanted"),
+    [
+        *((flash_attn, *item) for item in PUBLIC.items()),
+        *((flash_attn_interface, *item) for item in (PUBLIC | PRIVATE).items()),
+        *((bert_padding, *item) for item in PADDING.items()),
+    ],
+    ids=lambda value: getattr(value, "__name__", value).rsplit(".", 1)[-1] if not isinstance(value, str) else value,
+)
+def test_signature(module, name, wanted):
+    assert told(getattr(module, name)) == wanted
+
+
+def test_exports():
+    assert set(flash_attn.__all__) == set(PUBLIC)
+    assert set(flash_attn_interface.__all__) == set(PUBLIC | PRIVATE)
+    assert flash_attn.__version__ == "2.8.4"
