@@ -197,6 +197,7 @@ def _backward(
     if terms.dropout_p:
         if state is None:
             raise ValueError("the backward of a call with dropout needs the rng_state that its forward returned")
+        _check("rng_state", state, (2,), torch.int64, call)
         call = call._replace(dropout=Dropout(state, float(terms.dropout_p)))
     shape = *call.q.shape[:-1], call.v.shape[-1]
     rows = layout.ordered_lse(layout.canonical(call.q)[..., 0]).shape
