@@ -155,6 +155,8 @@ def test_wrong_calls():
     tensors = made.q, made.k, made.v
     with pytest.raises(ValueError, match="one shape"):
         flash_attn_varlen_func(*tensors, cu_q[:-1], cu_k, longest_q, longest_k)
+    with pytest.raises(TypeError, match="cu_seqlens_k must be a tensor, got NoneType"):
+        flash_attn_varlen_func(*tensors, cu_q, None, longest_q, longest_k)
     with pytest.raises(ValueError, match="cu_seqlens_q must be an int32 or int64 tensor"):
         flash_attn_varlen_func(*tensors, cu_q.float(), cu_k, longest_q, longest_k)
     with pytest.raises(TypeError, match=r"max_seqlen_q must be an integer, got 40\.5"):

@@ -78,13 +78,12 @@ def sequences(
     block_table: Tensor | None = None, seqused_k: Tensor | None = None, num_splits: int = 0,
 ) -> Packed | Paged:  # fmt: skip
     """The layout of sequences end to end, with keys that are too, or that are in the pages of a cache."""
+    arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_table is None:
         longest = (_longest("q", max_seqlen_q), _longest("k", max_seqlen_k))
         return Packed(cu_seqlens_q, cu_seqlens_k, *longest, seqused_k=seqused_k)
-    if seqused_k is None:
-        arguments.tensors(cu_seqlens_k=cu_seqlens_k)
-        seqused_k = cu_seqlens_k.diff()
-    return Paged(block_table, seqused_k, cu_seqlens_q, num_splits or None)
+    used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    return Paged(block_table, used, cu_seqlens_q, num_splits or None)
 
 
 def _longest(side: str, bound: Any) -> Any:
