@@ -51,6 +51,13 @@ def _driver(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
 
 
+def test_strides_that_no_address_depends_on():
+    """A dimension of one element has any stride; a bulk copy takes multiples of 16 bytes."""
+    x = torch.zeros(96, 64, dtype=torch.bfloat16)
+    views = x.as_strided((1, 1, 96, 64), (7, 3, 64, 1)), x.as_strided((96, 1, 1, 64), (64, 24, 1, 1))
+    assert [shape_of(view, (1, 1, 32, 64))["strides"] for view in views] == [[0, 0, 64, 1], [64, 24, 0, 1]]
+
+
 def test_second_launch_passes_what_the_wrapper_would():
     seen: list[tuple] = []
     compiled = SimpleNamespace(run=Launcher(seen), function=1, packed_metadata=(4, 1))

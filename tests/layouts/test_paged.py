@@ -25,7 +25,7 @@ from saccade import (
 )
 from saccade.backends import gluon
 from saccade.layouts import from_tensors
-from saccade.problem import Problem
+from saccade.problem import Problem, strides
 from saccade.testing import check, paged
 from saccade.testing.cases import NAMED, Case
 
@@ -92,6 +92,30 @@ def test_pages_that_are_not_there_are_clamped():
             for table in ([2, 1 << 30, -5], [2, 3, 0])
         ]
         assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("cache", paged.CACHES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_how_caches_lie(cache, dtype):
+    """Views that servers hold are right, aligned for the kernels of a GPU, and kept as they are."""
+    case = CASES["one-head-alibi"].replace(cache=cache, dtype=dtype, page_size=16)
+    given = case.inputs()
+    check(given.q, given.k, given.v, **given.keywords).assert_ok()
+    layout = given.keywords["layout"]
+    problem = Problem(*map(layout.canonical, (given.q, given.k, given.v)), None, None, None, layout, 1.0)
+    assert problem.spec().aligned
+    assert cache == "apart" or not given.k.is_contiguous() or not given.v.is_contiguous()
+    assert all(m * given.k.element_size() % 16 == 0 for m in strides(problem.k)[:3])
+
+
+def test_rows_that_begin_anywhere_are_not_aligned():
+    both = torch.randn(3, 8, 2, 59 + 59).half()
+    layout = Paged(torch.arange(3)[None], torch.tensor([20]))
+    for x in (*both.split(59, dim=-1), both[..., 1:60]):
+        q = torch.randn(1, 1, 2, 59).half()
+        problem = Problem(*map(layout.canonical, (q, x, x)), None, None, None, layout, 1.0)
+        assert not problem.spec().aligned
+        check(q, x, x, layout=layout).assert_ok()
 
 
 def test_functions_see_no_index_beyond_the_call():

@@ -36,6 +36,24 @@ def test_page_sizes(d: int, size: int) -> None:
         check(given.q, given.k, given.v, **given.keywords).assert_ok()
 
 
+@pytest.mark.parametrize("cache", paged.CACHES)
+@pytest.mark.parametrize("size", [1, 16, 64, 128])
+@pytest.mark.parametrize("s_q", [1, 300])
+def test_how_caches_lie(s_q: int, size: int, cache: str) -> None:
+    """Decoding and prompts: right, and to the bit what caches that lie apart give."""
+    h_k = 1 if cache == "one-head" else 2
+    case = Case("", dtype="bf16", b=40, h_q=4 * h_k, h_k=h_k, s_q=s_q, s_k=1100, d=128, mask="causal", order="paged",
+                page_size=size, cache=cache)  # fmt: skip
+    given = case.inputs("cuda", seed=size)
+    check(given.q, given.k, given.v, **given.keywords).assert_ok()
+    apart = given.k.clone(memory_format=torch.contiguous_format), given.v.clone(memory_format=torch.contiguous_format)
+    chosen = explain(given.q, given.k, given.v, **given.keywords).backend
+    assert chosen == ("gluon" if s_q > 1 and size > 1 else "triton")
+    assert explain(given.q, *apart, **given.keywords).backend == chosen
+    found = attention(given.q, given.k, given.v, **given.keywords)
+    assert torch.equal(found, attention(given.q, *apart, **given.keywords))
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_case(seed: int) -> None:
     case = paged.draw(seed, ("bf16", "fp16")[seed % 2]).replace(s_k=40 + 97 * seed)

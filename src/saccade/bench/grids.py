@@ -81,6 +81,7 @@ def named(case: Case) -> Case:
     words += ["sink"] if case.sink else []
     words += [case.order] if case.order != "bhsd" else []
     words += [f"page{case.page_size}"] if case.order == "paged" else []
+    words += [f"cache-{case.cache}"] if case.cache != "apart" else []
     words += [f"used-{case.used}"] if case.used != "all" else []
     return case.replace(name=" ".join(words))
 
@@ -188,11 +189,13 @@ _DECODE = [
     *(_paged(b, s_k, page_size=size) for size in (1, 16) for b, s_k in _CACHES),
     _paged(64, 4096, score="alibi"),
     _paged(1, 2048),
+    *(named(_paged(b, s_k, page_size=size).replace(cache="heads")) for size in (64, 16) for b, s_k in _CACHES[1:4]),
 ]
 _PROMPTS = [
     *(_paged(4, 8192 + 2048, page_size=size, s_q=2048) for size in (64, 16)),
     *(_paged(b, s, page_size=size, s_q=new) for b, s, new in ((1, 32768, 2048), (8, 4096, 4096)) for size in (64, 128)),
     _paged(16, 8192, s_q=256),
+    *(named(_paged(4, 8192 + 2048, page_size=size, s_q=2048).replace(cache="heads")) for size in (64, 16)),
 ]
 
 
@@ -274,7 +277,7 @@ GRIDS = {
     "decode": BenchGrid(
         _cells(_DECODE, "decode"),
         ("auto", "fa3"),
-        "one new token over a paged cache, as a CUDA graph: 32 or 64 heads on 8, pages of 64, 16 and 1",
+        "one new token over a paged cache, as a CUDA graph: 32 or 64 heads on 8, pages of 64, 16 and 1, views",
     ),
     "prompts": BenchGrid(
         _cells(_PROMPTS, "forward"),

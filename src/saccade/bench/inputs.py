@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.layouts import Paged
 from saccade.spec import TORCH_DTYPES
+from saccade.testing import paged
 from saccade.testing.cases import Case, Inputs
 
 SHORTEST = 100
@@ -40,7 +41,8 @@ def paged_inputs(case: Case, device: torch.device) -> Inputs:
         return torch.randn(shape, device=device, dtype=TORCH_DTYPES[case.dtype])
 
     q = normal(case.b, case.s_q, case.h_q, case.d)
-    k, v = (normal(int(pages.sum()), case.page_size, case.h_k, d) for d in (case.d, case.d_v))
+    rows = int(pages.sum()), case.page_size, case.h_k
+    k, v = (x.normal_() for x in paged.empty(case.cache, rows, case.d, case.d_v, q))
     layout = Paged(table.to(device), lengths.int().to(device))
     gradients = q.new_empty(0)  # a cache has none
     return Inputs(q, k, v, gradients, gradients, case.keywords(generator, device, layout))

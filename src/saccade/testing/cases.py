@@ -72,6 +72,8 @@ class Case:
     """Packed and paged: rows after the last sequence."""
     page_size: int = 16
     """Paged: rows of a page."""
+    cache: str = "apart"
+    """Paged: how the caches lie: see `paged.CACHES`."""
     splits: int = 0
     """Paged: num_splits; 0 for None."""
     dropout_p: float = 0.0
@@ -158,12 +160,11 @@ class Case:
 
     def _paged(self, generator: torch.Generator, device: torch.device | str) -> Inputs:
         *tensors, layout = paged.operands(self, generator)
-        q, k, v = (x.to(device, TORCH_DTYPES[self.dtype]) for x in tensors)
+        q, *caches = (x.to(device, TORCH_DTYPES[self.dtype]) for x in tensors)
         sink = torch.randn(self.h_q, generator=generator)
         gradients = q.new_empty(0)
-        return Inputs(
-            q, k, v, gradients, gradients, self.keywords(generator, device, paged.moved(layout, device), sink)
-        )
+        keywords = self.keywords(generator, device, paged.moved(layout, device), sink)
+        return Inputs(q, *paged.stored(self.cache, *caches), gradients, gradients, keywords)
 
     def keywords(
         self,

@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade.backends.device.launch import hooked, run
 from saccade.backends.gluon import shim
+from saccade.problem import strides
 
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -120,7 +121,7 @@ def _descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
 def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
     """All of x's descriptor but its pointer."""
     layout = gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[x.dtype])
-    return {"shape": list(x.shape), "strides": list(x.stride()), "block_shape": list(block), "layout": layout}
+    return {"shape": list(x.shape), "strides": strides(x), "block_shape": list(block), "layout": layout}
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
