@@ -13,7 +13,9 @@ from saccade.testing.accuracy import check
 CASES = {case.name: case for case in paged.named()}
 
 
-@pytest.mark.parametrize("name", ["decode-alibi", "mixed", "mixed-fixed", "gpt-oss", "one-head-alibi", "mixed-pages", "no-keys"])
+@pytest.mark.parametrize(
+    "name", ["decode-alibi", "mixed", "mixed-fixed", "gpt-oss", "one-head-alibi", "mixed-pages", "no-keys"]
+)
 def test_named_case(name):
     given = CASES[name].replace(dtype="fp16").inputs()
     check(given.q, given.k, given.v, backend="triton", **given.keywords).assert_ok()
