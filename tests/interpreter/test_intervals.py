@@ -46,6 +46,13 @@ def verify(entry, meets, holds):
         assert not any(holds)
 
 
+def verify_rows(found, start, stop, rows, keys):
+    """Each row's keys; rows that see nothing have none."""
+    lo, hi = start[:rows].clamp(min=0), stop[:rows].clamp(max=keys)
+    seeing = hi > lo
+    torch.testing.assert_close(found[:, :rows], torch.where(seeing, torch.stack([lo, hi]), 0).int())
+
+
 @pytest.mark.parametrize("monotone", [False, True], ids=["any", "ordered"])
 @pytest.mark.parametrize("seed", range(4))
 def test_visits(seed, monotone):
@@ -55,8 +62,11 @@ def test_visits(seed, monotone):
     rows, keys = torch.tensor([s_q, 70, 0]), torch.tensor([s_k, 99, s_k])
     q, k = torch.empty(b, H_Q, s_q, 8), torch.empty(b, H_K, s_k, 8)
     problem = Problem(q, k, k, None, interval(start, stop), None, Dense("bhsd", rows, keys), 1.0)
-    table = block_lists.record(problem, 64, 64, by_keys=True).data[1].table
+    visits = block_lists.record(problem, 128, 64, by_keys=True).data[1]
+    table = visits.table
+    found = torch.stack([visits.lo, visits.hi])[:, :-128].view(2, b, -1)
     for i in range(b):
+        verify_rows(found[:, i], start[i], stop[i], int(rows[i]), int(keys[i]))
         wanted = tiles_of_rows(start[i], stop[i], int(rows[i]), int(keys[i]))
         for entry, tiles in zip(table[i], wanted, strict=False):
             verify(entry, *tiles)
@@ -71,9 +81,11 @@ def test_visits_of_packed_sequences(seed):
     start, stop = bounds((t_q,), 200)
     q, k = torch.empty(1, H_Q, t_q, 8), torch.empty(1, H_K, t_k, 8)
     problem = Problem(q, k, k, None, interval(start, stop), None, Packed(ends_q, ends_k, 150, 200), 1.0)
-    table = block_lists.record(problem, 64, 64, by_keys=True).data[1].table[0]
+    visits = block_lists.record(problem, 128, 64, by_keys=True).data[1]
+    table, found = visits.table[0], torch.stack([visits.lo, visits.hi])
     for i, (rows, keys) in enumerate(zip(*(x.tolist() for x in lengths), strict=True)):
         own = slice(int(ends_q[i]), int(ends_q[i + 1]))
+        verify_rows(found[:, (int(ends_q[i]) // 128 + i) * 128 :], start[own], stop[own], rows, keys)
         first = int(ends_k[i]) // TILE + i
         for entry, tiles in zip(table[first:], tiles_of_rows(start[own], stop[own], rows, keys), strict=False):
             verify(entry, *tiles)

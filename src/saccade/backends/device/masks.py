@@ -43,6 +43,9 @@ class DeviceMask(NamedTuple):
     """constexpr: rows may not see the first keys, so that tiles before the core need the mask"""
     ordered: Any = tl.constexpr(True)
     """constexpr: later rows see neither earlier first keys nor earlier last ones"""
+    bounded: Any = tl.constexpr(False)
+    """constexpr: `data[1].lo` and `data[1].hi` hold each row's keys, which are the whole truth; see
+    `saccade.backends.device.visits`"""
     all_tiles: Any = tl.constexpr(False)
     """constexpr: a predicate all of whose tiles are visited, without lists; for kernels that make such a difference"""
 

@@ -4,6 +4,9 @@ Intervals that tensors hold lead from rows to keys alone. Two small kernels inve
 the hull and the core of each tile of query rows, the second, for each tile of keys, the tiles of rows whose hulls
 meet it and a run of those whose cores hold it. Nothing waits for the host, and a CUDA graph may
 be replayed with other values.
+
+The first kernel also writes down the keys of each row, in whole blocks of rows. Where the hull of a mask is the whole
+truth, a kernel compares with these two numbers, whatever the mask is made of.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -18,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends.device import sequences
+from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.masks import DeviceMask
 from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, tile_of
@@ -42,6 +46,10 @@ class Visits(NamedTuple):
     """int (b + 1): where each packed sequence's keys begin; else some other tensor"""
     packed: Any
     """constexpr"""
+    lo: Any
+    """int32 (b or 1, rows in whole blocks, for each packed sequence too, and a block more): each row's first key"""
+    hi: Any
+    """the same of the key after its last one"""
 
 
 @triton.jit
@@ -65,10 +73,10 @@ def _sees(data, b, h, q_idx, kv_idx, off):
     return data[0].sees(data[0].data, b, h, q_idx, kv_idx, off)
 
 
-@triton.jit(do_not_specialize=["s_q", "s_k", "n_q"])
-def hulls_kernel(hulls, mask, used_q, used_k, s_q, s_k, n_q):
+@triton.jit(do_not_specialize=["s_q", "s_k", "n_q", "blocks"])
+def hulls_kernel(hulls, row_lo, row_hi, mask, used_q, used_k, s_q, s_k, n_q, blocks, BLOCK_Q: tl.constexpr):
     """The hull and the core of one tile of query rows: of hulls the least start and the greatest stop, of cores the
-    greatest start and the least stop."""
+    greatest start and the least stop. And the keys of each of its rows."""
     seq, _, _, start = tile_of(used_q, 1, s_q, TILE, False)
     _, first_row, _, rows = extent(used_q, seq, s_q)
     _, _, _, keys = extent(used_k, seq, s_k)
@@ -83,8 +91,13 @@ def hulls_kernel(hulls, mask, used_q, used_k, s_q, s_k, n_q):
     if start < s_q:  # else the program has no tile
         if is_packed(used_q):
             tile = blocks_before(used_q, seq, first_row, TILE) + start // TILE
+            block = blocks_before(used_q, seq, first_row, BLOCK_Q)
         else:
             tile = seq * n_q + start // TILE
+            block = seq * blocks
+        place = block.to(tl.int64) * BLOCK_Q + q_idx
+        tl.store(row_lo + place, tl.where(seeing, lo, 0))
+        tl.store(row_hi + place, tl.where(seeing, hi, 0))
         entry = hulls + 4 * tile.to(tl.int64)
         tl.store(entry, tl.min(tl.where(seeing, lo, FAR)))
         tl.store(entry + 1, tl.max(tl.where(seeing, hi, 0)))
@@ -109,15 +122,13 @@ def visits_kernel(table, hulls, used_q, used_k, s_q, s_k, n_q, n_k, CHUNK: tl.co
     first = count * 0 + FAR
     end = count * 0
     core = count * 0 + FAR
+    core_end = count
     for i in range(0, count, CHUNK):
         # [CHUNK]
         meets, holds, row = _tiles_of_rows(hulls, base, i, count, start, stop, CHUNK)
         first = tl.minimum(first, tl.min(tl.where(meets, row, FAR)))
         end = tl.maximum(end, tl.max(tl.where(meets, row + 1, 0)))
         core = tl.minimum(core, tl.min(tl.where(holds, row, FAR)))
-    core_end = count
-    for i in range(tl.minimum(core, count) // CHUNK * CHUNK, count, CHUNK):
-        meets, holds, row = _tiles_of_rows(hulls, base, i, count, start, stop, CHUNK)
         core_end = tl.minimum(core_end, tl.min(tl.where((row >= core) & (row < count) & (holds == 0), row, FAR)))
     if start < s_k:  # else the program has no tile
         entry = table + 4 * tile.to(tl.int64)
@@ -142,37 +153,45 @@ def _tiles_of_rows(hulls, base, i, count, start, stop, CHUNK: tl.constexpr):
     return inside & (lo < stop) & (hi > start), inside & (core_lo <= start) & (core_hi >= stop), row
 
 
-def visited(problem: Problem, mask: DeviceMask) -> DeviceMask:
-    """The mask with a table of visits, for kernels whose programs own keys. The table knows whole tiles of rows, so
-    tiles of scores outside the core ask which pairs are visible."""
+def visited(problem: Problem, mask: DeviceMask, block_q: int) -> DeviceMask:
+    """The mask with a table of visits, for kernels whose programs own keys and take `block_q` rows at a time. The table
+    knows whole tiles of rows, so tiles of scores outside the core ask which pairs are visible."""
     s_q, s_k = problem.q.shape[2], problem.k.shape[2]
     spans = by_row = by_key = sequences.spans(problem)
     packed = spans[1] is not None and spans[1].packed.value
     if packed:
         b, n_q, n_k = 1, *(sequences.slots(problem, side, MASK_TILE) for side in (0, 1))
+        blocks = sequences.slots(problem, 0, block_q) + 1
         by_row, by_key = (sequences.spans(problem, sequences.table(problem, side, MASK_TILE)) for side in (0, 1))
     else:
-        b, n_q, n_k = problem.q.shape[0], -(-s_q // MASK_TILE), -(-s_k // MASK_TILE)
-    hulls = torch.empty(b, n_q, 4, dtype=torch.int32, device=problem.q.device)
-    table = torch.empty(b, max(n_k, 1), 4, dtype=torch.int32, device=problem.q.device)
-    if hulls.numel():
-        hulls_kernel[(b * n_q,)](hulls, mask, *by_row, s_q, s_k, n_q, num_warps=1)
+        b, n_q, n_k, blocks = (
+            problem.q.shape[0],
+            *(-(-s // n) for s, n in ((s_q, MASK_TILE), (s_k, MASK_TILE), (s_q, block_q))),
+        )
+    device, q_rows = problem.q.device, (b * blocks + 1) * block_q
+    hulls, table = (torch.empty(b, max(n, 1), 4, dtype=torch.int32, device=device) for n in (n_q, n_k))
+    lo, hi = torch.empty(2, q_rows, dtype=torch.int32, device=device)
+    if b * n_q:
+        key = "hulls", block_q
+        launch = cached_launch(problem, key, lambda: Launch(hulls_kernel, (b * n_q, 1, 1), (block_q,), warps=1))
+        launch(device.index, (hulls, lo, hi, mask, *by_row, s_q, s_k, n_q, blocks))
     if b * n_k:
-        visits_kernel[(b * n_k,)](table, hulls, *by_key, s_q, s_k, n_q, n_k, CHUNK=CHUNK, num_warps=1)
+        launch = cached_launch(problem, "visits", lambda: Launch(visits_kernel, (b * n_k, 1, 1), (CHUNK,), warps=1))
+        launch(device.index, (table, hulls, *by_key, s_q, s_k, n_q, n_k))
     keys_at: Tensor = spans[1].starts if packed else table  # pyright: ignore[reportOptionalMemberAccess]
-    return _with_table(mask, table, keys_at, packed)
+    return _with_table(mask, table, keys_at, packed, lo, hi)
 
 
 def stand_in(problem: Problem, mask: DeviceMask) -> DeviceMask:
     """The same as the compile gate sees it."""
     empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32), sequences.spans(problem)
-    return _with_table(mask, empty, empty, keys is not None and keys.packed.value)
+    return _with_table(mask, empty, empty, keys is not None and keys.packed.value, empty, empty)
 
 
-def _with_table(mask: DeviceMask, table: Tensor, keys_at: Tensor, packed: bool) -> DeviceMask:
+def _with_table(mask: DeviceMask, table: Tensor, keys_at: Tensor, packed: bool, lo: Tensor, hi: Tensor) -> DeviceMask:
     b, n_k, _ = table.shape
-    made = Visits(table, runtime_int(n_k if b > 1 else 0), runtime_int(n_k), keys_at, FLAGS[packed])
-    return DeviceMask(*_FUNCTIONS, FLAGS[False], (mask, made), lower=mask.lower)
+    made = Visits(table, runtime_int(n_k if b > 1 else 0), runtime_int(n_k), keys_at, FLAGS[packed], lo, hi)
+    return DeviceMask(*_FUNCTIONS, FLAGS[False], (mask, made), lower=mask.lower, bounded=mask.exact)
 
 
 _FUNCTIONS = tl.constexpr(_keys_of), tl.constexpr(_rows_of), tl.constexpr(_sees)

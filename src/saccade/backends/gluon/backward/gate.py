@@ -23,7 +23,7 @@ ALLOWED = {
     "gluon backward 16bit d128/128 queued": 16,
     "gluon backward 16bit d128/128 packed": 152,  # 44 in 3.6, but 292 in 3.9
     "gluon backward 16bit d128/128 listed": 132,
-    "gluon backward 16bit d128/128 interval": 52,
+    "gluon backward 16bit d128/128 interval": 24,
     "gluon backward 16bit d128/128 listed packed": 256,  # 24 in 3.6, but 396 in 3.9
     "gluon backward 16bit d128/128 packed dropout": 472,  # 224 in 3.6, but 612 in 3.9
     "gluon backward 16bit d256/256 listed": 12,

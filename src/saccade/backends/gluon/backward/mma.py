@@ -30,7 +30,7 @@ from saccade.backends.gluon.backward.dq_accum import to_register_order
 from saccade.backends.gluon.backward.epilogue import store_keys
 from saccade.backends.gluon.backward.kv_block import KVBlock, next_place
 from saccade.backends.gluon.backward.pipeline import DSExchange, Outbox
-from saccade.backends.gluon.backward.scores import ScoreTile, spread
+from saccade.backends.gluon.backward.scores import ScoreTile, bounds_of_rows, spread
 from saccade.backends.gluon.backward.tile_scheduler import has_work, read_record
 from saccade.backends.gluon.dropout import score_gradient
 from saccade.backends.gluon.pipeline import Ring, Slots
@@ -102,15 +102,19 @@ class Consumer:
         return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
 
     @gluon.jit
-    def step(self, dk, dv, neg_lse, n, h, q_block, MASKED: gl.constexpr):
-        """One more q block: its dk and dv, and dq of the step before. Returns dk, dv and the next step's -lse."""
+    def step(self, dk, dv, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr):
+        """One more q block: its dk and dv, and dq of the step before. Returns dk, dv, and the next step's -lse and
+        bounds, of the q block `following`, if FOLD."""
         c: gl.constexpr = self.c
         shared = self.shared
         FOLD: gl.constexpr = self.args.FOLD
         DTYPE: gl.constexpr = shared.k_tiles.dtype
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
         columns: gl.constexpr = gl.SliceLayout(0, products(BLOCK_Q))
-        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, MASKED)
+        own = bounds
+        if MASKED and not FOLD:  # they come while s is computed
+            own = bounds_of_rows(self.args.kv_blocks, self.block, q_block, columns)
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED)
         zero = gl.zeros([64, BLOCK_Q], gl.float32, products(BLOCK_Q))
         stage = n % 2
         # [64, BLOCK_D]
@@ -158,13 +162,15 @@ class Consumer:
         fence_async_shared()
         shared.ds.give(c, n)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        if MASKED and FOLD:
+            bounds = bounds_of_rows(self.args.kv_blocks, self.block, following, columns)
         dv = warpgroup_mma_wait(1, [dv])
         shared.dout_ring.release(n)
         if FOLD:
             neg_lse = shared.neg_lse.index(shared.q_ring.wait(n + 1, n + 1 < self.end)).load(columns)
         dk = warpgroup_mma_wait(0, [dk])
         shared.q_ring.release(n)
-        return dk, dv, neg_lse
+        return dk, dv, neg_lse, bounds
 
     @gluon.jit
     def steps(self, dk, dv):
@@ -174,28 +180,33 @@ class Consumer:
         first = self.first
         end = self.end
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        columns: gl.constexpr = gl.SliceLayout(0, products(BLOCK_Q))
+        bounds = ()
+        if self.args.MASKED and self.args.FOLD:
+            bounds = bounds_of_rows(self.args.kv_blocks, block, block.edge(gl.to_tensor(0)), columns)
         # [BLOCK_Q]
-        neg_lse = gl.zeros([BLOCK_Q], gl.float32, gl.SliceLayout(0, products(BLOCK_Q)))
+        neg_lse = gl.zeros([BLOCK_Q], gl.float32, columns)
         if self.args.FOLD:
-            neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(neg_lse.type.layout)
+            neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(columns)
         if self.args.MASKED:
             masked = first + block.edges(group)
             blocks = block.edges(1)
             h = block.share * group
             i = gl.to_tensor(0)
             for n in tl.range(first, masked, disable_licm=True):
-                dk, dv, neg_lse = self.step(dk, dv, neg_lse, n, h, block.edge(i), True)
+                place = h, block.edge(i)
                 h, i = next_place(h, i, blocks)
+                dk, dv, neg_lse, bounds = self.step(dk, dv, neg_lse, bounds, n, *place, block.edge(i), True)
             blocks = block.steps(1) - blocks
             h = block.share * group
             i = gl.to_tensor(0)
             for n in tl.range(masked, end, disable_licm=True):
-                dk, dv, neg_lse = self.step(dk, dv, neg_lse, n, h, block.inner(i), False)
+                dk, dv, neg_lse, _ = self.step(dk, dv, neg_lse, (), n, h, block.inner(i), 0, False)
                 h, i = next_place(h, i, blocks)
         else:
             for n in tl.range(first, end, disable_licm=True):
                 h, q_block = block.place(n - first, group)
-                dk, dv, neg_lse = self.step(dk, dv, neg_lse, n, h, q_block, False)
+                dk, dv, neg_lse, _ = self.step(dk, dv, neg_lse, (), n, h, q_block, 0, False)
         return dk, dv
 
 

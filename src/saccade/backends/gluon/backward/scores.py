@@ -22,9 +22,25 @@ def spread(numbers, zero):
 
 
 @gluon.jit
-def apply_mask(x, mask, block, h, row, kv_idx):
+def bounds_of_rows(kv_blocks, block, q_block, layout: gl.constexpr):
+    """Of the rows of a q block the key after the last one, and the first key where rows may not see the first ones:
+    [BLOCK_Q] each, a tuple. () where rows have no bounds in memory."""
+    if kv_blocks.mask.bounded:
+        BLOCK_Q: gl.constexpr = kv_blocks.BLOCK_Q
+        place = block.q_block_number(0, q_block, 1, kv_blocks.q_blocks) * BLOCK_Q + gl.arange(0, BLOCK_Q, layout)
+        hi = gl.load(kv_blocks.mask.data[1].hi + place)
+        if kv_blocks.mask.lower:
+            return hi, gl.load(kv_blocks.mask.data[1].lo + place)
+        else:
+            return (hi,)
+    else:
+        return ()
+
+
+@gluon.jit
+def apply_mask(x, mask, block, h, row, kv_idx, bounds):
     """x [64, BLOCK_Q] where the keys see the rows from `row` on, and -inf elsewhere. Rows that are not in use need no
-    mask: their -lse is -inf."""
+    mask: their -lse is -inf. bounds: see `bounds_of_rows`."""
     off = block.keys - block.rows
     if mask.exact:
         lo, hi, _, _ = mask.rows_of(mask.data, block.b, kv_idx, off)
@@ -32,6 +48,11 @@ def apply_mask(x, mask, block, h, row, kv_idx):
             return between(x, lo - row, gl.where(kv_idx < block.keys, hi, 0) - row, True, True)
         else:  # the last rows see all that any do
             return between(x, gl.where(kv_idx < block.keys, lo, FAR) - row, hi, True, False)
+    elif mask.bounded:
+        seen = kv_idx[:, None] < bounds[0][None, :]
+        if mask.lower:
+            seen = seen & (kv_idx[:, None] >= bounds[1][None, :])
+        return gl.where(seen, x, float("-inf"))
     else:  # only the branch that is taken has a type
         q_idx = row + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
         seen = visible(mask, block.b, h, q_idx[None, :], kv_idx[:, None], block.rows, block.keys, off)
@@ -49,6 +70,8 @@ class ScoreTile:
     h: gl.tensor
     row: gl.tensor
     kv_idx: gl.tensor
+    bounds: Value
+    """if MASKED: see `bounds_of_rows`"""
     MASKED: gl.constexpr
 
     @gluon.jit
@@ -59,7 +82,7 @@ class ScoreTile:
     @gluon.jit
     def apply_mask(self, x):
         if self.MASKED:
-            return apply_mask(x, self.args.kv_blocks.mask, self.block, self.h, self.row, self.kv_idx)
+            return apply_mask(x, self.args.kv_blocks.mask, self.block, self.h, self.row, self.kv_idx, self.bounds)
         else:
             return x
 

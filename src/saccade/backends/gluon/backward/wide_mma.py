@@ -29,7 +29,7 @@ from saccade.backends.gluon.backward.epilogue import store_keys
 from saccade.backends.gluon.backward.kv_block import KVBlock, next_place
 from saccade.backends.gluon.backward.mma import products
 from saccade.backends.gluon.backward.pipeline import PDSExchange
-from saccade.backends.gluon.backward.scores import ScoreTile, spread
+from saccade.backends.gluon.backward.scores import ScoreTile, bounds_of_rows, spread
 from saccade.backends.gluon.dropout import score_gradient
 from saccade.backends.gluon.pipeline import Ring
 from saccade.backends.gluon.ptx import uniform
@@ -173,7 +173,8 @@ class WideConsumer:
         -lse."""
         shared = self.shared
         FOLD: gl.constexpr = self.args.FOLD
-        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK, self.kv_idx, MASKED)
+        bounds = bounds_of_rows(self.args.kv_blocks, self.block, q_block, gl.SliceLayout(0, SCORES)) if MASKED else ()
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK, self.kv_idx, bounds, MASKED)
         zero = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
         stage = n % 2
         # s and p: [64, 64]

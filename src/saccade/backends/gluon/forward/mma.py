@@ -14,7 +14,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from saccade.backends.device.sequences import is_packed, numbered
 from saccade.backends.device.tiles import used_length
 from saccade.backends.gluon.forward.epilogue import store_results
-from saccade.backends.gluon.forward.scores import LOWEST, LOWEST_VAST, ScoreRows, linear_terms, score_rule
+from saccade.backends.gluon.forward.scores import (
+    LOWEST,
+    LOWEST_VAST,
+    ScoreRows,
+    bounds_of_rows,
+    linear_terms,
+    score_rule,
+)
 from saccade.backends.gluon.forward.work_tile import BATCH, KEYS, USED, tile_at, work_tile
 from saccade.backends.gluon.ptx import pack_pairs, unpack_pairs
 from saccade.backends.gluon.shim import aggregate
@@ -125,16 +132,15 @@ def run_of_tiles(
 
 @gluon.jit
 def further_tiles(c: gl.constexpr, pipe, rows, item, state, n):
-    """All tiles before the last one. Without a lower bound those that need the mask come first."""
+    """All tiles before the last one: those after the core, the core, and those before it, where rows may not see the
+    first keys. Each run has a loop of its own: a branch inside one loop costs 8 %, and two loops inside another 1 % or
+    more, as does one in the backward (docs/findings/gluon.md)."""
     place = item.end - 1
     if rows.rule.mask.lower:
-        # Twice through two loops: the tiles after the core, the core, the tiles before it, and none. A branch inside
-        # one loop costs 8 %, and a third loop moves p around. Where there are no tiles before the core, as under a
-        # causal mask, two loops are all: a nest cost the backward 15 % at d = 64.
-        for half in range(2):
-            edge = gl.where(half == 0, gl.minimum(item.core_end, place), item.first)
-            state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, edge, True, True)
-            state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, False, True)
+        edge = gl.minimum(item.core_end, place)
+        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, edge, True, False)
+        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, False, True)
+        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, True, True)
     else:
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, False, False)
@@ -175,7 +181,8 @@ def score_rows(rule, args, pipe, item, at, b):
     i = gl.arange(0, 64, layout)
     q_idx = item.row + i % ROWS
     h = item.h_k * args.group + item.in_group + i // ROWS
-    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys)
+    bounds = bounds_of_rows(rule.mask, b, q_idx, rows, keys)
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys, bounds)
 
 
 @gluon.jit

@@ -65,6 +65,16 @@ def linear_terms(rule, b, h, q_idx, off):
         return 0, 0, 0
 
 
+@gluon.jit
+def bounds_of_rows(mask, b, q_idx, rows, keys):
+    """The first key that each row [64] sees, and the one after the last, where that is the whole mask."""
+    if mask.exact:
+        lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, keys - rows)
+        return lo, gl.minimum(hi, keys)
+    else:
+        return ()
+
+
 @aggregate
 class ScoreRows:
     """64 query rows, and what becomes of the products [64, BLOCK_K] of them and a tile of keys."""
@@ -77,6 +87,8 @@ class ScoreRows:
     q_idx: Value
     rows: Value
     keys: Value
+    bounds: Value
+    """[64] each: the first key and the one after the last, where that is the whole mask"""
 
     @gluon.jit
     def apply_score(self, s, tile):
@@ -99,8 +111,7 @@ class ScoreRows:
         start = tile * s.shape[1]
         off = self.keys - self.rows
         if rule.mask.exact:
-            lo, hi, _, _ = rule.mask.keys_of(rule.mask.data, self.b, self.q_idx, off)
-            return between(s, lo - start, gl.minimum(hi, self.keys) - start, LOWER, True)
+            return between(s, self.bounds[0] - start, self.bounds[1] - start, LOWER, True)
         else:
             if rule.mask.all_tiles:
                 start = opaque(start)
