@@ -23,6 +23,12 @@ PUBLIC = {
     "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {TAIL}, block_table=None",
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TAIL}",
     "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TAIL}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False"
+    ),
 }
 PRIVATE = {
     "_flash_attn_forward": f"q, k, v, {SHARED}, return_softmax",

@@ -8,6 +8,7 @@ pages of any size. Source: https://github.com/Dao-AILab/flash-attention
 """
 
 from saccade.compat.flash_attn.func import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from saccade.compat.flash_attn.kv_cache import flash_attn_with_kvcache
 from saccade.compat.flash_attn.varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -20,4 +21,5 @@ __version__ = "2.8.4"
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]  # fmt: skip

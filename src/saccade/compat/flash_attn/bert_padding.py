@@ -9,6 +9,11 @@ from torch import Tensor
 
 from saccade import arguments
 
+__all__ = [
+    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]  # fmt: skip
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """`input[indices]`: rows of the first dimension.

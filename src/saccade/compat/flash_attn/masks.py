@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from saccade import arguments
+from saccade.compat.flash_attn.lengths import of_rows, offset, row_numbers
+from saccade.layouts import Layout
 from saccade.masks import Mask, causal, interval, window
 
 
@@ -50,3 +52,16 @@ def _vector(name: str, x: Any) -> Tensor:
     if x.dim() != 1:
         raise ValueError(f"{name} must be an integer tensor (b,), got {x.dtype} {tuple(x.shape)}")
     return x
+
+
+def chunked(chunk: int, layout: Layout, q: Tensor, k: Tensor, leftpad: Tensor | None = None) -> Mask:
+    """Row i sees the keys of its own chunk: `floor(r / chunk) <= j' / chunk < floor(r / chunk) + 1`, with j' and
+    `r = i + off` counted from the first key in use.
+
+    Source: FlashAttention-3's attention_chunk.
+    """
+    cu, off = layout.cu_seqlens_q, offset(layout, q, k)
+    first = 0 if leftpad is None else of_rows(_vector("leftpad", leftpad), cu, q)
+    row = row_numbers(cu, q) + (of_rows(off, cu, q) if isinstance(off, Tensor) else off) - first
+    start = row - row % chunk + first
+    return interval(start, start + chunk)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.compat.alibi import alibi
+from saccade.compat.flash_attn.lengths import offset
 from saccade.layouts import Layout
 from saccade.scores import ScoreMod, compose
 from saccade.scores import softcap as capped
@@ -46,13 +47,3 @@ def _bias(slopes: Tensor, causal: bool, layout: Layout, q: Tensor, k: Tensor) ->
         got = f"{slopes.dtype} {tuple(slopes.shape)}"
         raise ValueError(f"alibi_slopes must be floats ({heads},) or ({b}, {heads}), got {got}")
     return alibi(slopes, offset(layout, q, k), causal)
-
-
-def offset(layout: Layout, q: Tensor, k: Tensor) -> int | Tensor:
-    """`off`: keys in use less query rows in use; a tensor (b) where sequences differ."""
-    cu_q, cu_k, used_q, used_k = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.seqused_q, layout.seqused_k
-    if cu_q is not None and cu_q is cu_k and used_q is used_k:
-        return 0
-    rows = used_q if used_q is not None else q.shape[1] if cu_q is None else cu_q.diff()
-    keys = used_k if used_k is not None else k.shape[1] if cu_k is None else cu_k.diff()
-    return keys - rows

@@ -1,0 +1,178 @@
+"""Attention to a cache of keys and values, to which new ones may be appended: what versions 2 and 3 share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import arguments, ops
+from saccade.api import attention
+from saccade.backends import Rotary
+from saccade.backends.cpu.append import rotated
+from saccade.compat.flash_attn.lengths import of_rows, row_numbers
+from saccade.compat.flash_attn.masks import chunked, visible
+from saccade.compat.flash_attn.scores import score_mod
+from saccade.kv_cache import append_kv
+from saccade.layouts import Paged
+from saccade.partial import Partial
+
+
+class CacheTerms(NamedTuple):
+    """The arguments of `flash_attn_with_kvcache` besides the queries and the cache, by its names."""
+
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cache_seqlens: Any
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    page_table: Tensor | None
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    rotary_interleaved: Any
+    num_splits: Any
+    return_softmax_lse: Any
+    alibi_slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    rotary_seqlens: Tensor | None = None
+    attention_chunk: Any = 0
+
+    @property
+    def local(self) -> bool:
+        """Whether queries have places, so that each is rotated by its own."""
+        left, right = self.window_size
+        bounded = any(bound is not None and bound >= 0 for bound in (left, right))
+        return bool(self.causal) or bounded or self.attention_chunk > 0
+
+
+def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> Tensor | Partial:
+    """Appends the new keys and values, if there are any, and attends to all.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit one another.
+        Unsupported: a gradient is needed.
+    """
+    _check(q, k_cache, v_cache, terms)
+    mask = visible(terms.causal, terms.window_size, terms.cache_leftpad)
+    before = _layout(q, k_cache, terms)
+    used = before.seqused_k
+    if terms.k is not None:
+        q = _append(q, k_cache, v_cache, before, terms)
+        cu_new = terms.cu_seqlens_k_new
+        used = used + (terms.k.shape[1] if cu_new is None else cu_new.diff())
+    layout = Paged(before.block_table, used, terms.cu_seqlens_q, terms.num_splits or None)
+    if terms.attention_chunk:
+        own = chunked(terms.attention_chunk, layout, q, k_cache, terms.cache_leftpad)
+        mask = own if mask is None else own & mask
+    mod = score_mod(terms.softcap, terms.alibi_slopes, terms.causal or terms.window_size[1] == 0, layout, q, k_cache)
+    return attention(
+        q, k_cache, v_cache, mask=mask, score_mod=mod, layout=layout, scale=terms.softmax_scale,
+        return_lse=terms.return_softmax_lse,
+    )  # fmt: skip
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> None:
+    arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    arguments.flags(
+        causal=terms.causal, rotary_interleaved=terms.rotary_interleaved, return_softmax_lse=terms.return_softmax_lse
+    )
+    arguments.integer("num_splits", terms.num_splits)
+    arguments.integer("attention_chunk", terms.attention_chunk)
+    if k_cache.dim() != 4 or v_cache.dim() != 4:
+        shapes = f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        raise ValueError(
+            f"k_cache and v_cache must be (b, s, h_k, d), or pages (pages, page_size, h_k, d), got {shapes}"
+        )
+    dims, form = (4, "(b, s_q, h_q, d)") if terms.cu_seqlens_q is None else (3, "(t_q, h_q, d) with cu_seqlens_q")
+    if q.dim() != dims:
+        raise ValueError(f"q must be {form}, got {tuple(q.shape)}")
+    for one, other in (("k", "v"), ("rotary_cos", "rotary_sin")):
+        if (getattr(terms, one) is None) != (getattr(terms, other) is None):
+            raise ValueError(f"{one} and {other} come together: give both or none")
+    if terms.k is None:
+        for name in ("rotary_cos", "rotary_seqlens", "cu_seqlens_k_new"):
+            if getattr(terms, name) is not None:
+                raise ValueError(f"{name} is for new keys and values, k and v, which are None")
+    else:
+        arguments.tensors(k=terms.k, v=terms.v)
+        if terms.cache_seqlens is None:
+            raise ValueError("k and v are appended after the keys of each sequence: give cache_seqlens")
+    if terms.page_table is not None and terms.cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx is for caches without pages: index the rows of the page table with it")
+
+
+def _layout(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> Paged:
+    """The cache as it is before the call. Without pages each row of the cache is a page."""
+    b = q.shape[0] if terms.cu_seqlens_q is None else len(terms.cu_seqlens_q) - 1
+    table = terms.page_table
+    if table is None and terms.cache_batch_idx is not None:
+        arguments.tensors(cache_batch_idx=terms.cache_batch_idx)
+        table = terms.cache_batch_idx[..., None]
+    if table is None:
+        if b > k_cache.shape[0]:
+            raise ValueError(f"{b} sequences need as many rows of the cache, got k_cache {tuple(k_cache.shape)}")
+        table = own_rows(b, q)
+    used = terms.cache_seqlens
+    if not isinstance(used, Tensor):
+        room = table.shape[-1] * k_cache.shape[1]
+        used = room if used is None else arguments.integer("cache_seqlens", used)
+        used = torch.full((b,), used, dtype=torch.int32, device=q.device)
+    return Paged(table, used, terms.cu_seqlens_k_new)
+
+
+def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, before: Paged, terms: CacheTerms) -> Tensor:
+    """Writes new keys and values; returns the queries, rotated if there are angles.
+
+    One launch does all where queries and new keys are the same tokens and are rotated alike.
+    """
+    k, v, cu_q, cu_new, starts = terms.k, terms.v, terms.cu_seqlens_q, terms.cu_seqlens_k_new, terms.rotary_seqlens
+    assert k is not None
+    assert v is not None
+    interleaved = bool(terms.rotary_interleaved)
+    if terms.rotary_cos is None or terms.rotary_sin is None:
+        append_kv(k_cache, v_cache, before, k, v)
+        return q
+    rotary = Rotary(terms.rotary_cos, terms.rotary_sin, interleaved)
+    together = starts is None and cu_q is cu_new and q.shape[:-2] == k.shape[:-2]
+    if together and (terms.local or (cu_q is None and q.shape[1] == 1)):
+        return append_kv(k_cache, v_cache, before, k, v, q=q, rotary=rotary[:2], interleaved=interleaved)
+    if starts is None:
+        append_kv(k_cache, v_cache, before, k, v, rotary=rotary[:2], interleaved=interleaved)
+    else:
+        append_kv(k_cache, v_cache, before, _rotated(k, rotary, cu_new, starts, True), v)
+    return _rotated(q, rotary, cu_q, before.seqused_k if starts is None else starts, terms.local)
+
+
+def _rotated(x: Tensor, rotary: Rotary, cu_seqlens: Tensor | None, starts: Tensor, apart: bool) -> Tensor:
+    """x with its pairs turned: all rows of a sequence by the position where it starts, or each `apart` by its own."""
+    position = of_rows(starts, cu_seqlens, x)
+    if apart:
+        position = position + row_numbers(cu_seqlens, x)
+    return rotated(x.flatten(0, -3), rotary, position.expand(x.shape[:-2]).flatten().long()).view(x.shape)
+
+
+_OWN_ROWS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def own_rows(b: int, like: Tensor) -> Tensor:
+    """(b, 1): row i of the cache is sequence i's.
+
+    A table is kept once the device has it: it comes from the host's memory, and the host waits for the copy. A call
+    that something watches, or that a graph captures, makes its own.
+    """
+    device = like.device
+    if not ops.runs_directly(like) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return torch.arange(b, dtype=torch.int32, device=device)[:, None]
+    size = max(256, 1 << max(b - 1, 0).bit_length())
+    table = _OWN_ROWS.get((device, size))
+    if table is None:
+        with torch.inference_mode(False):
+            table = torch.arange(size, dtype=torch.int32, device="cpu").to(device)[:, None]
+        _OWN_ROWS[device, size] = table
+    return table[:b]
