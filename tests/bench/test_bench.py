@@ -19,6 +19,7 @@ from saccade.bench.grids import GRIDS, MODES, Cell, named
 from saccade.bench.machine import Run
 from saccade.bench.providers import CEILINGS, PROVIDERS, PeerInputs, Prepared, Provider, matching, prepared
 from saccade.bench.providers.flex import predicate
+from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
 from saccade.bench.providers.sdpa import visible_mask
 from saccade.bench.providers.torch_varlen import options
 from saccade.bench.rows import BenchRow
@@ -143,7 +144,26 @@ def test_flex_predicates_are_the_masks(case: Case):
         assert torch.equal(seen(torch.tensor(b), torch.tensor(0), rows_, keys), expected)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", FORMS)
+def test_causal_masks_are_intervals(form: str, mode: str):
+    cell = Cell(TINY, mode)
+    given = CausalInterval(form, "cpu")
+    drawn = given.mask(cell, CPU).draw(TINY.s_q, TINY.s_k).splitlines()[1:]
+    assert drawn == causal().draw(TINY.s_q, TINY.s_k).splitlines()[1:]
+    assert measured(given, cell=cell)[given.name].error_ratio <= 1
+    assert measured(given, cell=Cell(TINY.replace(mask="none"), mode))[given.name].ms is None
+
+
 PACKED = named(TINY.replace(b=3, h_k=4, s_q=9, s_k=9, order="thd", lengths=(4, 9, 1)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_sequences_padded_at_the_left(mode: str):
+    found = measured("saccade-cpu", LeftPadded("cpu"), cell=Cell(PACKED, mode))
+    assert found["left-padded"].error_ratio <= 1
+    assert found["left-padded"].ms > 0
+    assert measured(LeftPadded("cpu"), cell=Cell(TINY, mode))["left-padded"].ms is None
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -177,6 +177,18 @@ def _varlen() -> Iterator[Case]:
     yield _packed([30000, *[300] * 100], 16, 16, 128, "causal")
 
 
+def _uniform(d: int, s: int) -> Case:
+    """Eight causal sequences, the shortest a quarter as long as the longest."""
+    dice = random.Random(0)
+    return _packed([s, *(dice.randint(s // 4, s) for _ in range(7))], 2048 // d, 2048 // d, d, "causal")
+
+
+_INTERVALS = [
+    *(_tokens(d, s, "causal") for d in (64, 128) for s in (2048, 8192)),
+    *(_uniform(d, s) for d in (64, 128) for s in (2048, 8192)),
+]
+
+
 def _paged(b: int, s_k: int, h_q: int = 32, page_size: int = 64, s_q: int = 1, score: str = "none") -> Case:
     """Requests with caches of s_k keys each, or, below 0, of mixed lengths up to -s_k; their last s_q rows attend."""
     case = Case("", b=b, h_q=h_q, h_k=8, s_q=s_q, s_k=abs(s_k), d=128, order="paged", page_size=page_size, score=score)
@@ -253,6 +265,11 @@ GRIDS = {
         _cells(_WINDOW, "forward", "backward"),
         (*FUSED, "flex"),
         "causal window of 1024 at s = 8192: d 128, and d 64 with a sink",
+    ),
+    "intervals": BenchGrid(
+        _cells(_INTERVALS, "forward", "backward"),
+        ("saccade-gluon", "interval-*", "left-padded"),
+        "causal masks as intervals that the device reads: d 64 and 128, s 2048 and 8192; and left padding for packed",
     ),
     "max-scores": BenchGrid(
         _cells([_tokens(128, 8192, mask) for mask in ("none", "causal")], "forward"),

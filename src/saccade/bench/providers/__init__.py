@@ -13,6 +13,7 @@ from saccade.bench.providers.block_masks import BlockMasks, FlexBlockMasks
 from saccade.bench.providers.ceilings import Copy, Matmul
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4
 from saccade.bench.providers.flex import Flex
+from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
 from saccade.bench.providers.saccade import MaxScores, Naive, Saccade
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
 from saccade.bench.providers.torch_varlen import TorchVarlen
@@ -24,6 +25,8 @@ _ALL: list[Provider] = [
     Saccade("auto"),
     MaxScores("gluon"),
     MaxScores("triton"),
+    *(CausalInterval(form) for form in FORMS),
+    LeftPadded(),
     FlashAttention3(),
     FlashAttention4(),
     Sdpa(),
