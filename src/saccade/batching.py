@@ -121,7 +121,8 @@ def _lengths(call: FlatCall, dims: FlatCall) -> int | None:
     header = call.parsed
     order, *used = header.layout.split(",")
     others: Any = [dims.sink, *dims.captures, *dims.tensors[len(used) :]]
-    if order not in ORDERS or header.dropout or any(dim is not None for dim in others) or not _alike(header):
+    offsets = any("offset" in name for name in used)
+    if order not in ORDERS or offsets or header.dropout or any(dim is not None for dim in others) or not _alike(header):
         return None
     return len(used)
 

@@ -37,7 +37,7 @@ def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
     lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (*mask.ints, *mask.floats, problem.layout.text, *states_shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
-    if mask.by_row:
+    if mask.by_row or problem.positions is not None:
         return compute(problem)
     return derived(key, [*mask.tensors, *problem.layout.tensors], lambda: compute(problem))
 

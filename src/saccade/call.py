@@ -58,7 +58,7 @@ class BoundCall(NamedTuple):
         if mask is not None and compiling:
             masks.pin(mask.identity)
         tensors = [*self.layout.tensors, *([] if mask is None else mask.tensors)]
-        ints = [*([] if mask is None else mask.ints), *(score.ints if score else [])]
+        ints = [*self.layout.ints, *([] if mask is None else mask.ints), *(score.ints if score else [])]
         floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
         numbers = bool(floats) and compiling
         if numbers:
@@ -187,8 +187,8 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
 
 
 def _bind_score(score_mod: Any, q: Tensor, k: Tensor, layout: Layout) -> Score:
-    sizes = layout.sizes(q, k)
-    error = scores.complaint(score_mod, sizes._replace(exact=layout.rectangular))
+    sizes = layout.function_sizes(q, k)
+    error = scores.complaint(score_mod, sizes._replace(exact=layout.rectangular and not layout.positioned))
     score = None if error else scores.bind(score_mod, q)
     if score is not None:
         error = scores.short(score.identity, score.tensors, sizes)

@@ -97,6 +97,17 @@ class Dropout:
         return whole[:, :, q_start:q_stop, k_start:k_stop]
 
 
+    def keep_at(self, b: Tensor, h: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        """The same where rows and keys stand at positions: int64 that broadcast to (batch rows, heads, rows, keys)."""
+        seed, offset = self.state
+        counters = (((x >> 4) * 8 + (x & 7)) & _LOW for x in (p, r))
+        words = philox((*counters, (b ^ (offset >> 32)) & _LOW, (h ^ offset) & _LOW), seed)
+        w0, w1, w2, w3 = torch.broadcast_tensors(*words)
+        odd = (r & 8) != 0
+        word = torch.where((p & 8) != 0, torch.where(odd, w3, w2), torch.where(odd, w1, w0))
+        return word >= 2 * self.threshold - (1 << 31)
+
+
 def philox(counters: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, ...]:
     """Four words, int32, for the broadcast of four counters below 2^32, int64. While rounds mix rows with rows and keys
     with keys alone, they are cheap.

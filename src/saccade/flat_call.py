@@ -72,7 +72,7 @@ class FlatCall(NamedTuple):
         return layouts.view_layout(self.parsed.layout)
 
     def layout(self) -> Layout:
-        return layouts.from_tensors(self.parsed.layout, list(self.tensors), self.q.shape[0], self.k.shape[0])
+        return layouts.from_tensors(self.parsed.layout, list(self.tensors), list(self.ints), self.q.shape[0], self.k.shape[0])
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The tensors that may need gradients."""
@@ -98,7 +98,7 @@ class FlatCall(NamedTuple):
         dropout = Dropout(tensors.pop(), floats.pop(0)) if header.dropout else None
         if header.numbers:
             floats = tensors.pop().tolist()
-        layout = layouts.from_tensors(header.layout, tensors, self.q.shape[0], self.k.shape[0])
+        layout = layouts.from_tensors(header.layout, tensors, ints, self.q.shape[0], self.k.shape[0])
         mask = masks.from_tensors(header.mask, ints, tensors, floats)
         score = scores.from_tensors(header.score, list(self.captures), ints, floats)
         q, k, v = map(layout.canonical, self[:3])

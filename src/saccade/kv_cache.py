@@ -130,7 +130,7 @@ def _append(
     interleaved: bool,
 ) -> Tensor:
     tensors = list(tensors)
-    places = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors)
+    places = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors, [])
     assert isinstance(places, (Paged, CacheSlots))
     if k_cache.device.type == "cpu":
         if isinstance(places, CacheSlots):

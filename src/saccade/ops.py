@@ -19,7 +19,9 @@ from saccade.backends import Outputs, Saved
 from saccade.call import BoundCall
 from saccade.flat_call import SCHEMA, FlatCall
 from saccade.layouts import empty_like_rows
+from saccade.masks import MaskMod
 from saccade.problem import Problem
+from saccade.scores import Traced
 
 library = torch.library.Library("saccade", "DEF")
 library.define(f"forward({SCHEMA}, bool lse) -> (Tensor out, Tensor lse, Tensor max_scores)")
@@ -70,6 +72,7 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     layout = problem.layout
     if layout.validate or problem.q.device.type == "cpu":
         layout.check_lengths(problem.q.shape[2], problem.k.shape[2])
+        layout.check_positions(_takes_positions(problem))
     if problem.out is not None:
         aliasing.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
@@ -82,6 +85,12 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
         problem.out.copy_(out)
     row_lse = None if row_lse is None else layout.ordered_lse(row_lse)
     return layout.ordered(out), row_lse, None if max_scores is None else layout.ordered_lse(max_scores)
+
+
+def _takes_positions(problem: Problem) -> bool:
+    """Whether a function of positions is part of the call."""
+    leaves = () if problem.mask is None else problem.mask.leaves()
+    return isinstance(problem.score, Traced) or any(isinstance(leaf, MaskMod) for leaf in leaves)
 
 
 def _out_of_range(problem: Problem, error: IndexError) -> Exception:

@@ -13,7 +13,7 @@ from saccade import hardware, masks, scores
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, empty_like_rows
 from saccade.lazily import lazily
-from saccade.masks import Extent, Mask
+from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
 
@@ -108,15 +108,28 @@ class Problem:
             i = place.number
             q_at, k_at = (place.batch_q, slice(None), place.rows), (place.batch_k, slice(None), place.keys)
             used = (None if x is None else x[i : i + 1] for x in (layout.seqused_q, layout.seqused_k))
+            offsets = layout.sequence_offsets(place, self.q.shape[2])
             mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, place.rows), i)
             operands = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
-            dense = Dense("bhsd", *used)
+            dense = Dense("bhsd", *used, *offsets)
             problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
             yield Sequence(place.rows, place.keys, problem)
 
     @lazily
     def extent(self) -> Extent:
         return self.layout.extent(self.q, self.k)
+
+    @lazily
+    def positions(self) -> Positions | None:
+        """Where rows and keys stand, if the caller says so."""
+        return self.layout.positions(self.q.shape[2])
+
+    @property
+    def by_row(self) -> bool:
+        """Whether tensors give each row its keys: see `Mask.by_row`."""
+        if self.mask is None:
+            return False
+        return self.mask.by_row or (self.positions is not None and self.positions.by_row)
 
     def empty_out(self) -> Tensor:
         """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
@@ -135,6 +148,7 @@ class Problem:
             dropout=self.dropout is not None,
             deterministic=self.deterministic,
             max_scores=self.max_scores,
+            offsets=self.positions is not None,
             aligned=all(map(aligned, self.layout.in_place(self.q, self.k, self.v))),
             device=hardware.name(self.q.device),
         )

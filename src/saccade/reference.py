@@ -60,13 +60,14 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor,
     b_of_score = b + problem.first_b
     h = torch.arange(q.shape[1], device=device)[:, None, None]
     q_idx, kv_idx = torch.arange(extent.s_q, device=device)[:, None], torch.arange(extent.s_k, device=device)
+    p, r = extent.q_position(b, q_idx), extent.k_position(b, kv_idx)  # what functions take for indices
     in_use = _rows_in_use(problem)
     visible = in_use & _keys_in_use(problem)
     if problem.mask is not None:
         visible = visible & problem.mask.sees(extent, b, h, q_idx, kv_idx)
     score = q @ k.mT * problem.scale
     if problem.score is not None:
-        score = problem.score(score, b_of_score, h, q_idx, kv_idx)
+        score = problem.score(score, b_of_score, h, p, r)
     score = torch.where(visible, score, -torch.inf)
     largest = _largest(score)
     if problem.sink is not None:  # one more column, whose value is zero
@@ -93,8 +94,13 @@ def kept(problem: Problem) -> Tensor:
     """Which probabilities dropout keeps, bool (b, h_q, s_q, s_k)."""
     dropout, q = problem.dropout, problem.q
     assert dropout is not None
-    b, h = (torch.arange(n, device=q.device) for n in q.shape[:2])
-    return dropout.keep(b + problem.first_b, h, slice(0, q.shape[2]), slice(0, problem.k.shape[2]))
+    (b, h, s_q, _), s_k, extent = q.shape, problem.k.shape[2], problem.extent
+    b_idx, h_idx, q_idx, kv_idx = (torch.arange(n, device=q.device) for n in (b, h, s_q, s_k))
+    if extent.p is None:
+        return dropout.keep(b_idx + problem.first_b, h_idx, slice(0, s_q), slice(0, s_k))
+    b_idx, h_idx, q_idx = b_idx[:, None, None, None], h_idx[:, None, None], q_idx[:, None]
+    p, r = extent.q_position(b_idx, q_idx), extent.k_position(b_idx, kv_idx)
+    return dropout.keep_at(b_idx + problem.first_b, h_idx, p, r)
 
 
 def _rows_in_use(problem: Problem) -> Tensor:

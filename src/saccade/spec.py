@@ -48,6 +48,8 @@ class Spec:
     deterministic: bool = False
     max_scores: bool = False
     """The largest score of each row is asked for."""
+    offsets: bool = False
+    """Rows and keys have positions, `q_offset` and `k_offset`."""
     aligned: bool = False
     """Pointers and strides of q, k and v are multiples of 16 bytes, as bulk copies need them."""
     device: str = "cpu"

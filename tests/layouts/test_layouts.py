@@ -126,7 +126,7 @@ def test_text_and_records_are_the_whole_layout():
         for order in ORDERS:
             layout = Dense(order, **used)
             tensors = list(layout.tensors)
-            again = from_tensors(layout.text, tensors)
+            again = from_tensors(layout.text, tensors, [])
             assert tensors == []
             assert (again.order, again.seqused_q, again.seqused_k) == (order, layout.seqused_q, layout.seqused_k)
 

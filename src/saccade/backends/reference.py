@@ -15,7 +15,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "aligned"),
     max_d=1 << 20,
 )
 GRADIENT = None

@@ -7,8 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.masks import Extent, Mask
-from saccade.scores import Sizes
+from saccade.layouts.positions import check_positions, of_sequence, offset_error, positions_of
+from saccade.layouts.validate import counts_from_first
+from saccade.masks import FARTHEST, Blocked, Extent, Mask, Positions
+from saccade.scores import LONGEST, Sizes
 
 
 class SequencePlace(NamedTuple):
@@ -33,6 +35,10 @@ class Layout:
     seqused_q: Any
     """(b): how many rows of each sequence are in use, or None for all."""
     seqused_k: Any
+    q_offset: Any = None
+    """Where query rows stand: see `Dense`."""
+    k_offset: Any = None
+    """Where keys do."""
     validate: Any = False
     """Whether to read offsets and lengths before each call on a GPU too."""
     num_splits: Any = None
@@ -56,11 +62,75 @@ class Layout:
     @property
     def tensors(self) -> list[Tensor]:
         """The required tensors, then those that `text` names."""
-        return [x for name in (*self.required, *self.optional) if (x := getattr(self, name)) is not None]
+        return [getattr(self, name) for name in (*self.required, *self._optional(), *self._offsets(Tensor))]
+
+    @property
+    def ints(self) -> list[int]:
+        """The offsets that are numbers, which `text` names too."""
+        return [getattr(self, name) for name in self._offsets((int, torch.SymInt))]
 
     def _optional(self) -> list[str]:
-        """The names of the optional tensors that this layout has."""
+        """The names of the optional tensors that this layout has, but for offsets."""
         return [name for name in self.optional if getattr(self, name) is not None]
+
+    @property
+    def positioned(self) -> bool:
+        """Whether the caller says where rows and keys stand."""
+        return self.q_offset is not None or self.k_offset is not None
+
+    def _offsets(self, kind: Any) -> list[str]:
+        """The names of the offsets of a type."""
+        if not self.positioned:
+            return []
+        return [name for name in ("q_offset", "k_offset") if isinstance(getattr(self, name), kind)]
+
+    def _words(self) -> list[str]:
+        """The words of `text` for optional tensors and offsets."""
+        if not self.positioned:
+            return self._optional()
+        numbers = [f"{name}=" for name in self._offsets((int, torch.SymInt))]
+        return [*self._optional(), *self._offsets(Tensor), *numbers]
+
+    @staticmethod
+    def _fields(words: list[str], tensors: list[Tensor], ints: list[int]) -> dict[str, Any]:
+        """The inverse of `_words`; takes from the front of the lists."""
+        own: dict[str, Any] = {word: tensors.pop(0) for word in words if not word.endswith("=")}
+        return own | {word[:-1]: ints.pop(0) for word in words if word.endswith("=")}
+
+    def positions(self, s_q: int) -> Positions | None:
+        """Where rows and keys stand, of s_q rows; None without offsets."""
+        if not self.positioned:
+            return None
+        return positions_of(self.q_offset, self.k_offset, None if self.cu_seqlens_q is None else s_q)
+
+    def sequence_offsets(self, place: SequencePlace, s_q: int) -> tuple[Any, Any]:
+        """`q_offset` and `k_offset` of one sequence as a batch of one row; s_q as in `positions`."""
+        positions = self.positions(s_q)
+        return (None, None) if positions is None else of_sequence(positions, place.number, place.rows)
+
+    def place_error(self, mask: Mask | None, b: int, rows: int) -> str | None:
+        """What is wrong with the shapes of offsets, or with a mask beside them; `rows` are those of a batch row, or of
+        all sequences end to end."""
+        positions = self.positions(rows)
+        if positions is None:
+            return None
+        if error := offset_error(self.q_offset, self.k_offset, b, rows, self.cu_seqlens_q is not None):
+            return error
+        leaves = [] if mask is None else [mask] if isinstance(mask, Blocked) else mask.leaves()
+        if not positions.counted and (leaf := next(filter(counts_from_first, leaves), None)) is not None:
+            return (
+                f"{leaf!r} counts rows and keys from the first: omit q_offset and k_offset, or write it as "
+                "mask_mod(fn) of positions"
+            )
+        return None
+
+    def check_positions(self, functions: bool) -> None:
+        """Reads offsets; `functions` of positions take shorter ones.
+
+        Raises:
+            ValueError: positions that are too far from 0.
+        """
+        check_positions(LONGEST if functions else FARTHEST, q_offset=self.q_offset, k_offset=self.k_offset)
 
     @property
     def sequences(self) -> int:
@@ -125,7 +195,15 @@ class Layout:
 
     def extent(self, q: Tensor, k: Tensor) -> Extent:
         """The lengths of canonical operands as one padded batch."""
-        return Extent.of(q.shape[2], k.shape[2], self.seqused_q, self.seqused_k, q.device)
+        extent = Extent.of(q.shape[2], k.shape[2], self.seqused_q, self.seqused_k, q.device)
+        return extent.at(self.positions(q.shape[2]))
+
+    def function_sizes(self, q: Tensor, k: Tensor) -> Sizes:
+        """The sizes that tensors must have which functions read at their indices, as far as the host knows."""
+        sizes = self.sizes(q, k)
+        numbers = (x if isinstance(x, (int, torch.SymInt)) else 0 for x in (self.q_offset, self.k_offset))
+        further = (n + max(x, 0) for n, x in zip((sizes.s_q, sizes.s_k), numbers, strict=True))
+        return Sizes(sizes.b, sizes.h, *further, exact=sizes.exact)
 
     def common_offset(self, s_q: int, s_k: int) -> int | None:
         """Keys less query rows, where all sequences share that number and the host knows it without reading tensors."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout
 from saccade.layouts.offsets import check_vector, same_vector, shortened
+from saccade.layouts.positions import check_offset
 from saccade.layouts.validate import interval_error, operand_error
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
@@ -26,13 +27,23 @@ class Dense(Layout):
     Masks are bottom-right aligned per batch row: `off = seqused_k[b] - seqused_q[b]`. Rows beyond the used
     ones are never read; their output and gradients are zero and their LSE is -inf.
 
+    With `q_offset` or `k_offset` rows and keys have positions: row i stands at `p = q_offset + i` and key j at `r =
+    k_offset + j`, one that is not given counts as 0. Masks compare positions (`causal` is `r <= p`), `interval`,
+    mask_mod and score functions take them as their indices, and dropout draws its numbers by them. Only the device
+    reads tensors. A static cache of which `n` rows are filled, where the new ones lie, is `Dense(q_offset=n - s_q)`.
+
     Args:
         order: "bhsd" (default), "bshd" or "sbhd": the order of the dimensions of q, k, v and out.
         seqused_q: (b,) integer tensor on q's device, values in [0, s_q], or None.
         seqused_k: (b,) integer tensor on q's device, values in [0, s_k], or None.
+        q_offset: an int, an int32 or int64 tensor (b,), or a position for each row, (b, s_q) or (1, s_q); from -2^28 to
+            2^28, and from -2^22 to 2^22 where functions take positions. Values beyond are clamped on a GPU.
+        k_offset: an int or a tensor (b,).
 
     Raises:
-        ValueError: an order other than these three, or lengths that are not integer vectors.
+        ValueError: an order other than these three, or lengths or offsets that are not integer tensors of these
+            shapes; where tensors are read, as on a CPU, values out of range.
+        TypeError: offsets that are neither integers nor tensors.
 
     >>> Dense("bshd")
     Dense('bshd')
@@ -41,6 +52,8 @@ class Dense(Layout):
     order: str = "bhsd"
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
+    q_offset: int | Tensor | None = None
+    k_offset: int | Tensor | None = None
 
     cu_seqlens_q = cu_seqlens_k = None
     rectangular = True
@@ -50,26 +63,31 @@ class Dense(Layout):
             raise ValueError(f"unknown order {self.order!r}; a Dense layout has one of {', '.join(map(repr, ORDERS))}")
         for name in self._optional():
             check_vector(name, getattr(self, name), "(b,)")
+        check_offset("q_offset", self.q_offset)
+        check_offset("k_offset", self.k_offset)
 
     @property
     def kind(self) -> str:
-        return "padded" if self.tensors else "dense"
+        return "dense" if self.seqused_q is None and self.seqused_k is None else "padded"
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither a length nor an offset."""
+        return self.seqused_q is self.seqused_k is self.q_offset is self.k_offset is None
 
     @property
     def text(self) -> str:
-        if self.seqused_q is None and self.seqused_k is None:
-            return self.order
-        return ",".join([self.order, *self._optional()])
+        return self.order if self.plain else ",".join([self.order, *self._words()])
 
     @property
     def tensors(self) -> list[Tensor]:
-        if self.seqused_q is None and self.seqused_k is None:
-            return []
-        return [used for used in (self.seqused_q, self.seqused_k) if used is not None]
+        return [] if self.plain else [getattr(self, name) for name in (*self._optional(), *self._offsets(Tensor))]
 
     @staticmethod
-    def from_tensors(order: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Dense:
-        return Dense(order, **{name: tensors.pop(0) for name in names})
+    def from_tensors(
+        order: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int
+    ) -> Dense:
+        return Dense(order, **Layout._fields(words, tensors, ints))
 
     def canonical(self, x: Tensor) -> Tensor:
         return x if self.order == "bhsd" else x.permute(ORDERS[self.order])
@@ -91,8 +109,10 @@ class Dense(Layout):
         for name in self._optional():
             if (used := getattr(self, name)).shape != (b,):
                 return f"{name} must have shape ({b},), got {tuple(used.shape)}"
+        if error := self.place_error(mask, b, s_q):
+            return error
         leaves = list(mask.leaves()) if mask is not None else []
-        if self.tensors and (isinstance(mask, Blocked) or any(leaf.of_shape for leaf in leaves)):
+        if self.kind == "padded" and (isinstance(mask, Blocked) or any(leaf.of_shape for leaf in leaves)):
             return (
                 "block masks are for calls whose rows are all in use: with used lengths pass the mask itself, or for "
                 f"torch's BlockMask mask_mod(fn), got {mask!r}"
@@ -111,7 +131,7 @@ class Dense(Layout):
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         b, h, s, _ = ORDERS[self.order]
-        return Sizes(q.shape[b], q.shape[h], q.shape[s], k.shape[s], exact=not self.tensors)
+        return Sizes(q.shape[b], q.shape[h], q.shape[s], k.shape[s], exact=self.plain)
 
     def common_offset(self, s_q: int, s_k: int) -> int | None:
         if not same_vector(self.seqused_q, self.seqused_k):
@@ -126,8 +146,9 @@ class Dense(Layout):
         return -(-s // block)
 
     def __repr__(self) -> str:
-        used = [f"{name}={list(getattr(self, name).shape)}" for name in self._optional()]
-        return f"Dense({', '.join([repr(self.order), *used])})"
+        shapes = {name: list(getattr(self, name).shape) for name in (*self._optional(), *self._offsets(Tensor))}
+        numbers = {name: getattr(self, name) for name in self._offsets((int, torch.SymInt))}
+        return f"Dense({', '.join([repr(self.order), *(f'{name}={x}' for name, x in (shapes | numbers).items())])})"
 
 
 PLAIN = {order: Dense(order) for order in ORDERS}

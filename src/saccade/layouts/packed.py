@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
+from saccade.layouts.positions import check_offset
 from saccade.layouts.sources import offsets_of_lengths, offsets_of_position_ids
 from saccade.layouts.validate import interval_error, operand_error, sequence_mask_error
 from saccade.masks import Extent, Mask
@@ -38,6 +39,9 @@ class Packed(Layout):
         seqused_k: the same for k and v.
         validate: read the offsets before each call on a GPU too, which waits for them. On a CPU they are always read.
             With wrong offsets a kernel stays inside the tensors, and its results mean nothing.
+        q_offset: where rows stand, as in `Dense`: an int, a tensor (b,) or (b, 1), an offset for each sequence, or
+            (t_q,) or (1, t_q), a position for each row.
+        k_offset: where keys stand: an int or a tensor (b,).
 
     Raises:
         ValueError: offsets or lengths that are not integer vectors of the right shapes, or a negative bound; where
@@ -60,6 +64,8 @@ class Packed(Layout):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     validate: bool = False
+    q_offset: int | Tensor | None = None
+    k_offset: int | Tensor | None = None
 
     kind = "packed"
     order = "thd"
@@ -83,6 +89,8 @@ class Packed(Layout):
             check_vector(name, used, "(b,)")
             if len(used) != self.sequences:
                 raise ValueError(f"{name} must have shape ({self.sequences},), got {tuple(used.shape)}")
+        check_offset("q_offset", self.q_offset)
+        check_offset("k_offset", self.k_offset)
         for name in ("max_seqlen_q", "max_seqlen_k"):
             bound = getattr(self, name)
             if isinstance(bound, Tensor):
@@ -153,13 +161,15 @@ class Packed(Layout):
 
     @property
     def text(self) -> str:
-        return ",".join([self.kind, *self._optional(), *(["validate"] if self.validate else [])])
+        return ",".join([self.kind, *self._words(), *(["validate"] if self.validate else [])])
 
     @staticmethod
-    def from_tensors(word: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Packed:
-        offsets = tensors.pop(0), tensors.pop(0)
-        used = {name: tensors.pop(0) for name in names if name != "validate"}
-        return Packed(*offsets, t_q, t_k, **used, validate="validate" in names)
+    def from_tensors(
+        word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int
+    ) -> Packed:
+        ends = tensors.pop(0), tensors.pop(0)
+        fields = Layout._fields([name for name in words if name != "validate"], tensors, ints)
+        return Packed(*ends, t_q, t_k, validate="validate" in words, **fields)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (1, h, t, d) view of a (t, h, d) tensor."""
@@ -184,6 +194,7 @@ class Packed(Layout):
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "packed sequences do not see one another: make each document a sequence, and omit documents(ids)"
         error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
+        error = error or self.place_error(mask, self.sequences, q.shape[0])
         return error or interval_error(mask, self.sequences, q.shape[0], True)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:

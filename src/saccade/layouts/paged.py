@@ -10,8 +10,9 @@ from torch import Tensor
 
 from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
+from saccade.layouts.positions import check_offset
 from saccade.layouts.validate import cache_error, head_error, interval_error, sequence_mask_error
-from saccade.masks import Extent, Mask
+from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Sizes
 
 
@@ -33,6 +34,9 @@ class Paged(Layout):
         num_splits: into how many parts the keys of a sequence are split, which run in parallel and are merged; None
             lets the backend choose, from shapes and lengths, without waiting for the device. With 1 a row's result has
             the same bits whatever else is in the batch, and however many of its neighbours come in the same call.
+        q_offset: where rows stand, as in `Dense` or, with cu_seqlens_q, in `Packed`. None stands for the keys in use
+            less the query rows: the last row stands where the last key does.
+        k_offset: where keys stand: an int or a tensor (b,).
 
     Raises:
         ValueError: tensors that are not integer ones of these shapes, or num_splits below 1; where lengths are read, as
@@ -50,6 +54,8 @@ class Paged(Layout):
     seqused_k: Tensor
     cu_seqlens_q: Tensor | None = None
     num_splits: int | None = None
+    q_offset: int | Tensor | None = None
+    k_offset: int | Tensor | None = None
 
     kind = "paged"
     order = "paged"
@@ -75,6 +81,8 @@ class Paged(Layout):
             if len(self.cu_seqlens_q) != self.sequences + 1:
                 shapes = tuple(self.cu_seqlens_q.shape), tuple(table.shape)
                 raise ValueError(f"cu_seqlens_q must have shape (b + 1,), got {shapes[0]} with block_table {shapes[1]}")
+        check_offset("q_offset", self.q_offset)
+        check_offset("k_offset", self.k_offset)
         splits = self.num_splits
         if splits is not None and (isinstance(splits, bool) or not isinstance(splits, int) or splits < 1):
             raise ValueError(f"num_splits must be an integer from 1 on, or None, got {splits!r}")
@@ -90,13 +98,16 @@ class Paged(Layout):
     @property
     def text(self) -> str:
         splits = [] if self.num_splits is None else [f"splits={self.num_splits}"]
-        return ",".join([self.kind, *self._optional(), *splits])
+        return ",".join([self.kind, *self._words(), *splits])
 
     @staticmethod
-    def from_tensors(word: str, names: list[str], tensors: list[Tensor], t_q: int, t_k: int) -> Paged:
-        own = [tensors.pop(0) for _ in range(3 if "cu_seqlens_q" in names else 2)]
-        splits = [int(name.removeprefix("splits=")) for name in names if name.startswith("splits=")]
-        return Paged(*own, num_splits=splits[0] if splits else None)
+    def from_tensors(
+        word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int
+    ) -> Paged:
+        own = tensors.pop(0), tensors.pop(0)
+        splits = [name.removeprefix("splits=") for name in words if name.startswith("splits=")]
+        fields = Layout._fields([name for name in words if not name.startswith("splits=")], tensors, ints)
+        return Paged(*own, num_splits=int(splits[0]) if splits else None, **fields)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of q or out, (1, h, t, d) where sequences are end to end; caches: (pages, h, rows, d)."""
@@ -131,7 +142,15 @@ class Paged(Layout):
         no_documents = "documents(ids) needs rows and keys that are the same tokens, which no paged cache has"
         error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
         flat = self.cu_seqlens_q is not None
-        return error or interval_error(mask, self.sequences, q.shape[0 if flat else 1], flat)
+        rows = q.shape[0 if flat else 1]
+        error = error or self.place_error(mask, self.sequences, rows)
+        leaf = next((leaf for leaf in (() if mask is None else mask.leaves()) if leaf.of_shape), None)
+        if leaf is not None and self.positions(rows) is None and error is None:
+            return (
+                f"{leaf!r} counts rows from 0, and the rows of a paged call stand after the keys of the cache: pass "
+                "mask_mod(fn), or Paged(…, q_offset=0) to count from 0"
+            )
+        return error or interval_error(mask, self.sequences, rows, flat)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         """Reads lengths and offsets; s_k is the page size."""
@@ -156,9 +175,17 @@ class Paged(Layout):
         """The lengths of q as a padded batch; reads the offsets."""
         s_k = self.capacity(k.shape[2])
         if self.cu_seqlens_q is None:
-            return Extent.of(q.shape[2], s_k, None, self.seqused_k, q.device)
-        lengths = self.cu_seqlens_q.diff()
-        return Extent.of(max(lengths.tolist(), default=0), s_k, lengths, self.seqused_k, q.device)
+            extent = Extent.of(q.shape[2], s_k, None, self.seqused_k, q.device)
+        else:
+            lengths = self.cu_seqlens_q.diff()
+            extent = Extent.of(max(lengths.tolist(), default=0), s_k, lengths, self.seqused_k, q.device)
+        positions = self.positions(q.shape[2])
+        if positions is None:
+            return extent.at(Positions(extent.keys - extent.rows, 0, False))
+        if positions.by_row and self.cu_seqlens_q is not None:  # as rows of a padded batch
+            rows = self.cu_seqlens_q[:-1, None] + extent.q_idx()
+            return extent.at(positions._replace(q=positions.q[rows.clamp(0, max(len(positions.q) - 1, 0))]))
+        return extent.at(positions)
 
     def pairs(self, q: Tensor, k: Tensor) -> int:
         if not has_values(self.seqused_k):  # those of full tables
@@ -177,6 +204,16 @@ class Paged(Layout):
             return [SequencePlace(b, batch, slice(0, q.shape[2]), batch, keys) for b, batch in enumerate(batches)]
         rows = [slice(*ends) for ends in pairwise(self.cu_seqlens_q.tolist())]
         return [SequencePlace(b, slice(0, 1), rows[b], batch, keys) for b, batch in enumerate(batches)]
+
+    def function_sizes(self, q: Tensor, k: Tensor) -> Sizes:
+        sizes = super().function_sizes(q, k)
+        return sizes if self.positioned else sizes._replace(s_q=sizes.s_k)
+
+    def sequence_offsets(self, place: SequencePlace, s_q: int) -> tuple[Any, Any]:
+        if self.positions(s_q) is not None:
+            return super().sequence_offsets(place, s_q)
+        i = place.number
+        return self.seqused_k[i : i + 1] - (place.rows.stop - place.rows.start), None
 
     def in_place(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The caches: a backend copies queries so that their rows are aligned, and never a cache."""

@@ -16,13 +16,13 @@ CLASSES: dict[str, type[Dense | Packed | Paged]] = {**dict.fromkeys(ORDERS, Dens
 """By the first word of a layout's text."""
 
 
-def from_tensors(text: str, tensors: list[Tensor], t_q: int = 0, t_k: int = 0) -> Layout:
-    """The inverse of `text` and `tensors`; takes what it needs from the front of `tensors`. A packed layout is bounded
-    by the rows of its operands."""
+def from_tensors(text: str, tensors: list[Tensor], ints: list[int], t_q: int = 0, t_k: int = 0) -> Layout:
+    """The inverse of `text`, `tensors` and `ints`; takes what it needs from the front of the lists. A packed layout is
+    bounded by the rows of its operands."""
     if text in PLAIN:
         return PLAIN[text]
-    word, *names = text.split(",")
-    return CLASSES[word].from_tensors(word, names, tensors, t_q, t_k)
+    word, *words = text.split(",")
+    return CLASSES[word].from_tensors(word, words, tensors, ints, t_q, t_k)
 
 
 @lru_cache(maxsize=512)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.masks import Blocked, Documents, KeyInterval, Mask
+from saccade.masks import Blocked, Documents, KeyInterval, Mask, TensorMask
 from saccade.scores import Sizes
 
 
@@ -58,6 +58,11 @@ def sequence_mask_error(mask: Mask | None, sizes: Sizes, no_documents: str) -> s
         if leaf.listed and (error := leaf.shape_error(sizes)):
             return error
     return None
+
+
+def counts_from_first(mask: Mask) -> bool:
+    """Whether a mask is of the call's first row and key on, wherever they stand."""
+    return mask.of_shape or isinstance(mask, (Blocked, Documents, TensorMask))
 
 
 def interval_error(mask: Mask | None, sequences: int, rows: int, end_to_end: bool) -> str | None:

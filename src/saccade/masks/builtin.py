@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks.base import UNBOUNDED, Mask
-from saccade.masks.hull import Extent, Interval
+from saccade.masks.hull import FARTHEST, Extent, Interval
 from saccade.scores.recording.compile_constant import knows_inversion
 
 
@@ -48,12 +48,12 @@ class Window(Mask):
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         left, right = self.bounds
-        diagonal = q_idx + _offset(extent, b)
+        diagonal = extent.diagonal(b, q_idx)
         return (kv_idx >= diagonal - left) & (kv_idx <= diagonal + right)
 
     def hull(self, extent: Extent) -> Interval:
         left, right = self.bounds
-        diagonal = extent.q_idx() + extent.keys - extent.rows
+        diagonal = extent.diagonals()
         return Interval(diagonal - left, diagonal + right + 1)
 
     def __repr__(self) -> str:
@@ -83,12 +83,12 @@ class Prefix(Mask):
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         n = self.n[b] if isinstance(self.n, Tensor) else self.n
-        return (kv_idx < n) | (kv_idx <= q_idx + _offset(extent, b))
+        return (kv_idx < n - extent.first_key(b)) | (kv_idx <= extent.diagonal(b, q_idx))
 
     def hull(self, extent: Extent) -> Interval:
         n = self.n[:, None] if isinstance(self.n, Tensor) else self.n
-        hi = (extent.q_idx() + extent.keys - extent.rows + 1).clamp(min=n)
-        return Interval(torch.zeros_like(hi), hi)
+        hi = torch.maximum(extent.diagonals() + 1, torch.as_tensor(n) - (0 if extent.k is None else extent.k))
+        return Interval(torch.full_like(hi, -FARTHEST), hi)
 
     def __repr__(self) -> str:
         return f"prefix({list(self.n.shape) if isinstance(self.n, Tensor) else self.n})"
@@ -240,11 +240,6 @@ def documents(ids: Tensor) -> Mask:
     start, stop = first.gather(1, compact), last.gather(1, compact) + 1
     solid = stop - start == count.gather(1, compact)
     return Documents(compact.int(), start.int(), stop.int(), solid)
-
-
-def _offset(extent: Extent, b: Tensor) -> Tensor:
-    off = (extent.keys - extent.rows)[:, 0]
-    return off[b] if off.shape[0] > 1 else off[0]
 
 
 def bound(name: str, value: Any) -> Any:

@@ -54,7 +54,7 @@ class TensorMask(PredicateMask):
 
     @property
     def identity(self) -> str:
-        return f"mask_mod[{_identity(self.own)}]"
+        return f"mask_tensor[{_identity(self.own)}]"
 
     @property
     def predicate(self) -> scores.Traced:

@@ -7,9 +7,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FARTHEST = 1 << 28
+"""Positions are from -FARTHEST to FARTHEST, so that sums of a few stay inside int32."""
+
+
+class Positions(NamedTuple):
+    """Query row i stands at p = q + i, or at q[i] where each row has a position; key j stands at r = k + j."""
+
+    q: int | Tensor
+    """an int; a tensor (b or 1, 1), an offset for each sequence; (b or 1, s_q), or (t_q,) for queries end to end, a
+    position for each row"""
+    k: int | Tensor
+    """an int, or (b or 1, 1)"""
+    by_row: bool
+    """Whether q is a position for each row."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether rows and keys have their numbers as positions, as far as the host knows."""
+        return not (isinstance(self.q, Tensor) or isinstance(self.k, Tensor)) and self.q == 0 and self.k == 0
+
 
 class Extent(NamedTuple):
-    """The lengths of one call: query row i of batch row b sits on key `i + keys[b] - rows[b]`, bottom-right aligned."""
+    """The lengths of one call, and where its rows and keys stand: without positions query row i of batch row b is on
+    the diagonal at key `i + keys[b] - rows[b]`, bottom-right aligned, and functions count rows and keys from 0."""
 
     s_q: int
     s_k: int
@@ -17,6 +38,50 @@ class Extent(NamedTuple):
     """(b or 1, 1) integer: query rows in use."""
     keys: Tensor
     """(b or 1, 1) integer: keys in use."""
+    p: Tensor | None = None
+    """(b or 1, s_q) integer: the position of each row, or None"""
+    k: Tensor | None = None
+    """(b or 1, 1) integer: the position of the first key; with `p`"""
+
+    def at(self, positions: Positions | None) -> Extent:
+        """The same with these positions of a batch."""
+        if positions is None:
+            return self
+        q, k = (
+            x.long().clamp(-FARTHEST, FARTHEST) if isinstance(x, Tensor) else torch.full_like(self.rows[:1], x)
+            for x in positions[:2]
+        )
+        return self._replace(p=q if positions.by_row else q + self.q_idx(), k=k)
+
+    @property
+    def differs(self) -> bool:
+        """Whether batch rows have positions of their own."""
+        return self.p is not None and self.k is not None and max(self.p.shape[0], self.k.shape[0]) > 1
+
+    def q_position(self, b: Tensor, q_idx: Tensor) -> Tensor:
+        """What functions of the indices call row q_idx of batch row b; all broadcast."""
+        return q_idx if self.p is None else _at(self.p, b, q_idx)
+
+    def k_position(self, b: Tensor, kv_idx: Tensor) -> Tensor:
+        """The same of a key."""
+        return kv_idx if self.k is None else kv_idx + _at(self.k, b, torch.zeros_like(b))
+
+    def diagonal(self, b: Tensor, q_idx: Tensor) -> Tensor:
+        """The number of the key that stands where the row does."""
+        if self.p is None or self.k is None:
+            off = (self.keys - self.rows)[:, 0]
+            return q_idx + (off[0] if len(off) == 1 else off[b])
+        return _at(self.p, b, q_idx) - _at(self.k, b, torch.zeros_like(b))
+
+    def diagonals(self) -> Tensor:
+        """The same of every row, (b or 1, s_q)."""
+        if self.p is None or self.k is None:
+            return self.q_idx() + self.keys - self.rows
+        return self.p - self.k
+
+    def first_key(self, b: Tensor) -> int | Tensor:
+        """The position of key 0."""
+        return 0 if self.k is None else _at(self.k, b, torch.zeros_like(b))
 
     @staticmethod
     def of(s_q: int, s_k: int, seqused_q: Tensor | None, seqused_k: Tensor | None, device: torch.device) -> Extent:
@@ -30,6 +95,11 @@ class Extent(NamedTuple):
     def q_idx(self) -> Tensor:
         """(1, s_q)"""
         return torch.arange(self.s_q, device=self.rows.device)[None]
+
+
+def _at(x: Tensor, b: Tensor, i: Tensor) -> Tensor:
+    """x[b, i], where one batch row stands for all."""
+    return x[b if x.shape[0] > 1 else torch.zeros_like(b), i]
 
 
 class Interval(NamedTuple):
@@ -59,6 +129,10 @@ class Interval(NamedTuple):
             torch.where(touch, both.lo, torch.where(longer, self.lo, other.lo)),
             torch.where(touch, both.hi, torch.where(longer, self.hi, other.hi)),
         )
+
+    def less(self, first: Tensor | None) -> Interval:
+        """Of positions of keys as one of their numbers; key 0 stands at `first` (b or 1, 1)."""
+        return self if first is None else Interval(*torch.broadcast_tensors(self.lo - first, self.hi - first))
 
     def clipped(self, extent: Extent) -> Interval:
         """Inside the keys in use; empty, at zero, for rows that are not in use."""

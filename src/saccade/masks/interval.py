@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from saccade import arguments
-from saccade.masks.base import UNBOUNDED, Mask
-from saccade.masks.hull import Extent, Interval
+from saccade.masks.base import Mask
+from saccade.masks.hull import FARTHEST, Extent, Interval
 from saccade.scores import Sizes
 from saccade.scores.recording.compile_constant import knows_inversion
 
 
+OPEN = 2 * FARTHEST
+"""Stands for no upper bound; -FARTHEST for no lower one. No key stands there."""
+
+
 @dataclass(frozen=True, eq=False)
 class KeyInterval(Mask):
-    """`start <= j < stop`. Both bounds are integers, or both are tensors."""
+    """`start <= r < stop`, of the position r of a key. Both bounds are integers, or both are tensors."""
 
     kind: ClassVar[str] = "interval"
     start: int | Tensor
@@ -58,13 +62,15 @@ class KeyInterval(Mask):
         return [x for x in bounds if isinstance(x, Tensor)]
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        below = kv_idx < _at(self.stop, b, q_idx)
-        return below if self.open_start else below & (kv_idx >= _at(self.start, b, q_idx))
+        r = extent.k_position(b, kv_idx)
+        below = r < _at(self.stop, b, q_idx)
+        return below if self.open_start else below & (r >= _at(self.start, b, q_idx))
 
     def hull(self, extent: Extent) -> Interval:
         rows = torch.zeros_like(extent.q_idx())  # (1, s_q)
         stop = rows + self.stop
-        return Interval(torch.zeros_like(stop) if self.open_start else rows + self.start, stop)
+        start = torch.full_like(stop, -FARTHEST) if self.open_start else rows + self.start
+        return Interval(start, stop).less(extent.k)
 
     @staticmethod
     def of_tensors(identity: str, ints: list[int], tensors: list[Tensor]) -> KeyInterval:
@@ -72,7 +78,7 @@ class KeyInterval(Mask):
         bounds: list[Any] = ints if identity == KeyInterval.kind else tensors
         start = None if identity == "interval_stops" else bounds.pop(0)
         stop = bounds.pop(0)
-        return KeyInterval(stop if start is None else start, stop, start is None or (bounds is ints and start == 0))
+        return KeyInterval(stop if start is None else start, stop, start is None or (bounds is ints and start == -FARTHEST))
 
     def of_batch_row(self, b: int) -> KeyInterval:
         return self._each(lambda x: x[b : b + 1] if x.dim() == 2 and x.shape[0] > 1 else x)
@@ -113,7 +119,7 @@ class KeyInterval(Mask):
     def __repr__(self) -> str:
         told = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
         start, stop = told
-        return f"interval({'None' if self.open_start else start},{'None' if stop == UNBOUNDED else stop})"
+        return f"interval({'None' if self.open_start else start},{'None' if stop == OPEN else stop})"
 
 
 def _at(bound: int | Tensor, b: Tensor, q_idx: Tensor) -> int | Tensor:
@@ -126,7 +132,8 @@ def _at(bound: int | Tensor, b: Tensor, q_idx: Tensor) -> int | Tensor:
 
 
 def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
-    """Row i sees keys `start <= j < stop`; None is open.
+    """Row i sees the keys that stand at `start <= r < stop`; None is open. r is j, or `k_offset + j` where the layout
+    has one.
 
     Each call reads bounds that are tensors on their device, so that a CUDA graph may be replayed with other values.
     Bounds need no order and may lie outside the keys. A row with `stop <= start` sees nothing: `out = 0` and
@@ -155,12 +162,12 @@ def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
     first, last = (_bound(name, x) for name, x in (("start", start), ("stop", stop)))
     tensors = [x for x in (first, last) if isinstance(x, Tensor)]
     if not tensors:
-        bounds: list[Any] = [first or 0, UNBOUNDED if last is None else last]
+        bounds: list[Any] = [-FARTHEST if first is None else first, OPEN if last is None else last]
         return KeyInterval.of_tensors(KeyInterval.kind, bounds, [])
     if len(places := {x.device for x in tensors}) > 1:
         raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, places)))}")
     like = tensors[0]
-    last = _like(like, UNBOUNDED if last is None else last)
+    last = _like(like, OPEN if last is None else last)
     return KeyInterval(last if first is None else _like(like, first), last, first is None)
 
 
@@ -175,7 +182,7 @@ def _bound(name: str, x: int | Tensor | None) -> int | Tensor | None:
     if x is None:
         return None
     arguments.integer(f"interval's {name}", x, least=None)
-    return min(max(x, 0), UNBOUNDED)
+    return min(max(x, -FARTHEST), OPEN)
 
 
 def _like(like: Tensor, x: int | Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class MaskMod(PredicateMask):
         return scores.short(self.predicate.identity, self.predicate.tensors, sizes)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.predicate.holds(b, h, q_idx, kv_idx)
+        return self.predicate.holds(b, h, extent.q_position(b, q_idx), extent.k_position(b, kv_idx))
 
     def __repr__(self) -> str:
         return f"mask_mod({self.predicate.kind})"
@@ -109,7 +109,7 @@ class Written(MaskMod):
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """By the user's own function."""
-        return scores.evaluated(self.fn, b, h, q_idx, kv_idx)
+        return scores.evaluated(self.fn, b, h, extent.q_position(b, q_idx), extent.k_position(b, kv_idx))
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.fn == self.fn

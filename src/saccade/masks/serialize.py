@@ -15,6 +15,7 @@ from saccade.masks.base import Mask
 from saccade.masks.blocked import Blocked
 from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.combine import And, Combined, Not, Or
+from saccade.masks.convert import TensorMask
 from saccade.masks.interval import KeyInterval
 from saccade.masks.mask_mod import MaskMod, OfRow
 from saccade.scores.recording.compile_constant import compile_constant
@@ -54,7 +55,7 @@ def _parsed(kind: str) -> Any:
 
 
 KINDS = ("causal", "window", "prefix", "prefixes", "interval", "documents", "mask_mod")
-_IDENTITIES = {*KINDS, "interval_rows", "interval_stops"}
+_IDENTITIES = {*KINDS, "interval_rows", "interval_stops", "mask_tensor"}
 
 
 def is_kind(text: str) -> bool:
@@ -91,6 +92,8 @@ def from_tensors(
                 return KeyInterval.of_tensors(tree, ints, tensors)
             case "documents":
                 return Documents(tensors.pop(0), tensors.pop(0), tensors.pop(0), tensors.pop(0))
+            case _ if tree.startswith("mask_tensor"):
+                return TensorMask(tensors.pop(0))
             case _:
                 return MaskMod.of_tensors(tree, ints, [] if floats is None else floats, tensors)
 

@@ -29,10 +29,13 @@ def window_and_rest(problem: Problem, backend: str) -> tuple[Window, Score | Non
     if problem.score is None or backend in WHOLE_SCORES or isinstance(problem.mask, Blocked):
         return None
     split = split_score(problem.score)
-    off = problem.layout.common_offset(problem.q.shape[2], problem.k.shape[2])
+    positioned = problem.positions is not None or problem.layout.has_pages  # functions and windows alike
+    off = 0 if positioned else problem.layout.common_offset(problem.q.shape[2], problem.k.shape[2])
     if split is None or off is None:
         return None
     band, rest = split
+    if positioned and not band.empty_rows:
+        return None
     window = _window(band.left, band.right, off)
     if window is None or not (band.empty_rows or _every_row_sees_a_key(problem, window, off)):
         return None

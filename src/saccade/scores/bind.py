@@ -145,7 +145,7 @@ def predicate(fn: Function, name: str | None = None) -> Any:
 def evaluated(fn: Function, *at: Tensor) -> Tensor:
     """What a predicate returns when it runs itself: a bool tensor of the shape of all four indices."""
     if record(Predicate(fn), torch.float32, at[0].device).tape.rows:
-        score = torch.zeros([x.numel() for x in at], device=at[0].device)
+        score = torch.zeros(torch.broadcast_shapes(*(x.shape for x in at)), device=at[0].device)
         return one_by_one(Predicate(fn))(score, *at) != 0
     return fn(*at) != 0
 

@@ -89,6 +89,8 @@ def one_by_one(fn: Function) -> Function:
 
     def mapped(score: Tensor, *at: Tensor) -> Tensor:
         single = fn
+        if any(x.numel() > n for x, n in zip(at, score.shape, strict=True)):  # positions that differ by batch row
+            return torch.vmap(single)(score.flatten(), *(x.expand(score.shape).flatten() for x in at)).view(score.shape)
         for i in reversed(range(4)):
             dims: list[int | None] = [0, None, None, None, None]
             dims[1 + i] = 0

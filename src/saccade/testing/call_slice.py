@@ -16,7 +16,7 @@ from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, SequencePlace
 from saccade.masks import as_mask, of_rows
 from saccade.problem import Problem
-from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured, places
+from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured
 
 Results = dict[str, Tensor]
 """out, lse, and as far as they are asked for max_scores, dq, dk, dv, dsink."""
@@ -110,7 +110,7 @@ class CheckedCall(NamedTuple):
             k=self.k[keys_at],
             v=self.v[keys_at],
             sink=None if sink is None else sink.detach()[heads],
-            layout=Dense("bhsd", *used),
+            layout=Dense("bhsd", *used, *self.layout.sequence_offsets(place, self.q.shape[2])),
             mask=None if mask is None else ShiftedMask(of_rows(mask, place.rows), b, h),
             score=None if score is None else ShiftedScore(score, b, h),
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
@@ -219,7 +219,7 @@ class CallSlice(NamedTuple):
             if isinstance(problem.score, ShiftedScore) and problem.score.captured():
                 before_term = p_term * before**2 + p**2 * dp_term
                 of_row = p * row_term.sqrt()  # an error in delta, which is common to a row's keys
-                for name, rows in problem.score.squares(before_term, of_row, score.detach()).items():
+                for name, rows in problem.score.squares(before_term, of_row, score.detach(), self.indices()).items():
                     squares[name] = exact[name].double() ** 2 + rows
             ds = p * before * slope
             ds_term = p_term * (before * slope) ** 2 + p**2 * ((dp_term + row_term) * slope**2 + before**2 * slope_term)
@@ -261,11 +261,20 @@ class CallSlice(NamedTuple):
         function = self.problem.score
         assert function is not None
         score = score.detach().requires_grad_()
-        modified = function(score, *places(score))
+        modified = function(score, *self.indices())
         slope: Tensor | None = None
         if modified.requires_grad:
             slope = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)[0]
         return modified.detach(), torch.zeros_like(score) if slope is None else slope
+
+    def indices(self) -> tuple[Tensor, ...]:
+        """b, h and the positions of rows and keys, which broadcast to whole score matrices."""
+        problem = self.problem
+        sizes = *problem.q.shape[:3], problem.k.shape[2]
+        b, h, q_idx, kv_idx = (
+            torch.arange(n, device=problem.q.device).view([-1] + [1] * (3 - i)) for i, n in enumerate(sizes)
+        )
+        return b, h, problem.extent.q_position(b, q_idx), problem.extent.k_position(b, kv_idx)
 
     def _of_groups(self, x: Tensor) -> Tensor:
         """(1, h_q, s, d) summed over the query heads of each key head"""

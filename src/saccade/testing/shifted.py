@@ -32,6 +32,9 @@ class ShiftedDropout(Dropout):
     def keep(self, b: Tensor, h: Tensor, rows: slice, keys: slice) -> Tensor:
         return super().keep(b + self.b, h + self.h, rows, keys)
 
+    def keep_at(self, b: Tensor, h: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return super().keep_at(b + self.b, h + self.h, p, r)
+
 
 class ShiftedScore(scores.Score):
     """A score modification as some batch rows and heads see it, from b and h on."""
@@ -46,11 +49,12 @@ class ShiftedScore(scores.Score):
     def captured(self) -> dict[str, Tensor]:
         return captured(getattr(self.score, "fn", None))
 
-    def squares(self, gradient: Tensor, of_rows: Tensor, score: Tensor) -> dict[str, Tensor]:
+    def squares(
+        self, gradient: Tensor, of_rows: Tensor, score: Tensor, at: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
         """The roundings of what is added up for captured tensors, squared: sum gradient (d modified / d tensor)^2, and
         what a row's keys have in common, of_rows (d modified / d tensor), added up by rows first."""
         leaves, held = self.captured(), self.score.tensors
-        at = places(score)
         at = (at[0] + self.b, at[1] + self.h, *at[2:])
 
         def added(gradient: Tensor, power: int) -> list[Tensor | None]:
@@ -83,8 +87,3 @@ class ShiftedMask(Mask):
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.mask.sees(extent, b + self.b, h + self.h, q_idx, kv_idx)
-
-
-def places(score: Tensor) -> tuple[Tensor, ...]:
-    """b, h, q_idx and kv_idx of whole score matrices."""
-    return tuple(torch.arange(n, device=score.device).view([-1] + [1] * (3 - i)) for i, n in enumerate(score.shape))

@@ -86,7 +86,8 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
             score = product(rows, k.mT, problem.scale, scratch("product", (*rows.shape[:2], len(kv_idx)), products))
             score = scratch.cast("score", score, lse.dtype).view(1, h_q, block.height, -1)
             if problem.score is not None:
-                score = problem.score.tile(score, b_idx, h_idx, q_idx[:, None], kv_idx.clamp(max=keys - 1))
+                p = extent.q_position(b_idx, q_idx[:, None])
+                score = problem.score.tile(score, b_idx, h_idx, p, extent.k_position(b_idx, kv_idx.clamp(max=keys - 1)))
             seen = (kv_idx >= block_lo[:, None]) & (kv_idx < block_hi[:, None])
             if mask is not None and not mask.exact:
                 seen = seen & mask.sees(extent, b_idx, h_idx, q_idx[:, None], kv_idx.clamp(max=keys - 1))

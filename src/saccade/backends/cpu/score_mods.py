@@ -20,9 +20,11 @@ aten = torch.ops.aten
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
-def apply(score: Score, scaled: Tensor, at: tuple[Tensor, ...], slope: bool) -> tuple[Tensor, Tensor | None]:
+def apply(
+    score: Score, scaled: Tensor, at: tuple[Tensor, ...], slope: bool, ranges: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """The modified score, which may be scaled's own memory, and its derivative if asked for, of the float32 or float64
-    `scaled`, at indices that are ranges."""
+    `scaled`, at indices that are `ranges`, or at others."""
     if isinstance(score, Softcap):
         share = tanh(scaled.div_(score.cap))
         derivative = torch.addcmul(torch.ones((), dtype=share.dtype), share, share, value=-1) if slope else None
@@ -30,7 +32,7 @@ def apply(score: Score, scaled: Tensor, at: tuple[Tensor, ...], slope: bool) -> 
     if not isinstance(score, Traced):
         derivative = score.derivative(scaled, *at) if slope else None
         return score.tile(scaled, *at), derivative
-    outputs = score._run(_module(score, slope), scaled, *at)
+    outputs = score._run(_module(score, slope, ranges), scaled, *at)
     modified = _own(score, outputs[0], scaled)
     if not slope:
         return modified, None
@@ -86,11 +88,12 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _module(score: Traced, slope: bool) -> fx.GraphModule:
-    program, key = score.program, ("cpu", slope)
+def _module(score: Traced, slope: bool, ranges: bool = True) -> fx.GraphModule:
+    program, key = score.program, ("cpu", slope, ranges)
     known = program.emitted
     if key not in known:
-        known[key] = _with_views(_both(program.value, program.slope) if slope else program.value)
+        module = _both(program.value, program.slope) if slope else program.value
+        known[key] = _with_views(module) if ranges else module
     return known[key]
 
 

@@ -44,7 +44,8 @@ def _plain(problem: Problem) -> bool:
     """Whether the kernel runs the call, whatever its mask and score are."""
     q, k, v = problem.q, problem.k, problem.v
     same_head_dims = k.shape[3] == v.shape[3]
-    return problem.dropout is None and not problem.layout.tensors and same_head_dims and min(q.numel(), k.numel()) > 0
+    plain = not problem.layout.tensors and problem.positions is None and problem.dropout is None
+    return plain and same_head_dims and min(q.numel(), k.numel()) > 0
 
 
 def _sees_all(problem: Problem) -> bool:

@@ -179,7 +179,7 @@ def tiling_of(problem: Problem) -> Tiling:
     """The Tiling of a call, cached as long as mask, numbers, shape and the tensors of mask and layout are the same."""
     mask, layout, shape = problem.mask, problem.layout, TilingShape.of(problem)
     tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
-    if not tensors and (mask is None or not mask.listed):
+    if not tensors and (mask is None or not mask.listed) and problem.positions is None:
         return _of_numbers(shape, mask)
 
     def make() -> Tiling:
@@ -188,7 +188,7 @@ def tiling_of(problem: Problem) -> Tiling:
             tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else states_shape(problem)
         return Tiling(shape, mask, problem.extent, (tiles[0] > 1, tiles[1] > 1))
 
-    if mask is not None and mask.by_row:
+    if problem.positions is not None or (mask is not None and mask.by_row):
         return make()
     numbers = () if mask is None else (mask.identity, *mask.ints, *mask.floats)
     return derived(("tiling", shape, layout.text, numbers), tensors, make)

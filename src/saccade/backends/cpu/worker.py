@@ -47,7 +47,8 @@ class Worker:
     def __init__(self, problem: Problem, tiling: Tiling) -> None:
         self.problem, self.tiling, self.scratch = problem, tiling, Scratch()
         self.products, self.inside = tiling.shape.products, problem.lse_dtype()
-        self.bias = score_mods.bias(problem) if problem.score is not None else None
+        plain = problem.score is not None and problem.extent.p is None
+        self.bias = score_mods.bias(problem) if plain else None
         self.rescale = 1.0 if problem.dropout is None else problem.dropout.rescale
 
     def pieces(self, tile: Tile) -> list[Tile]:
@@ -91,10 +92,8 @@ class Worker:
             part = (x if n > 1 else slice(None) for x, n in zip(place, self.bias.shape, strict=True))
             tile_score.add_(self.bias[tuple(part)])
         elif modify is not None:
-            b_idx, *rest = self._indices(tile)
-            at = b_idx + self.problem.first_b, *rest
-            scaled = tile_score
-            tile_score, slope = score_mods.apply(modify, scaled, at, derivative)
+            at, scaled = self._function_indices(tile), tile_score
+            tile_score, slope = score_mods.apply(modify, scaled, at, derivative, self.problem.extent.p is None)
             if slope is not None:
                 modification = Modification(modify, scaled, at, slope)
         self._apply_mask(tile_score, tile)
@@ -105,13 +104,23 @@ class Worker:
         b_idx, h_idx, q_idx, kv_idx = (torch.arange(x.start, x.stop) for x in tile.place(self.problem.group))
         return b_idx[:, None, None, None], h_idx[:, None, None], q_idx[:, None], kv_idx
 
+    def _function_indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What score functions and dropout take for a tile's indices: positions, where there are any."""
+        b_idx, h_idx, q_idx, kv_idx = self._indices(tile)
+        extent = self.problem.extent
+        p, r = extent.q_position(b_idx, q_idx), extent.k_position(b_idx, kv_idx)
+        return b_idx + self.problem.first_b, h_idx, p, r
+
     def dropout_mask(self, tile: Tile) -> Tensor | None:
         """1 where dropout keeps a probability, else 0, (n, m, keys); None without dropout."""
         dropout = self.problem.dropout
         if dropout is None:
             return None
-        b_idx, h_idx, _, _ = self._indices(tile)
-        keep = dropout.keep(b_idx.flatten() + self.problem.first_b, h_idx.flatten(), tile.rows, tile.keys)
+        b_idx, h_idx, p, r = self._function_indices(tile)
+        if self.problem.extent.p is None:
+            keep = dropout.keep(b_idx.flatten(), h_idx.flatten(), tile.rows, tile.keys)
+        else:
+            keep = dropout.keep_at(b_idx, h_idx, p, r)
         keep = keep.unflatten(1, (-1, self.problem.group)).flatten(0, 1).flatten(1, 2)
         return self.scratch("keep", keep.shape, self.inside).copy_(keep)
 
@@ -129,7 +138,9 @@ class Worker:
         """-inf where a key is masked, else +inf, (b or 1, h_q or 1, rows, keys)."""
         tiling, mask = self.tiling, self.problem.mask
         tested = mask if mask is not None and not mask.exact else None
-        by_batch = tiling.hull.lo.shape[0] > 1 or (tested is not None and "b" in tested.indices)
+        by_batch = tiling.hull.lo.shape[0] > 1
+        if tested is not None and not by_batch:
+            by_batch = "b" in tested.indices or self.problem.extent.differs
         by_head = tested is not None and "h" in tested.indices
         place = (
             id(tiling),

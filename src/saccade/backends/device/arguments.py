@@ -41,7 +41,7 @@ def common_arguments(
     problem: Problem, mask: masks.DeviceMask, table: Tensor | None = None, fast: bool = False
 ) -> tuple[Any, ...]:
     """The arguments from `used_q` to `scale`. `fast` is as `scores.record` says."""
-    q, records = problem.q, (mask, scores.record(problem.score, fast), dropout.record(problem.dropout))
+    q, records = problem.q, (mask, scores.record(problem, fast), dropout.record(problem))
     return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 
 

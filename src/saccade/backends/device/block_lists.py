@@ -126,8 +126,7 @@ def record(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) 
     """The device form of the Problem's mask for kernels of these tiles."""
     mask = masks.record(problem)
     if problem.mask is None or not problem.mask.listed:
-        by_row = problem.mask is not None and problem.mask.by_row
-        return visits.visited(problem, mask, block_q) if by_keys and by_row else mask
+        return visits.visited(problem, mask, block_q) if by_keys and problem.by_row else mask
     return with_lists(mask, build(problem, block_q, block_k, by_keys))
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import block_d, scores
+from saccade.backends.device import block_d, positions, scores
 from saccade.backends.device.arguments import TileShape, tile_arguments, tile_grid
 from saccade.backends.device.captured_gradients_kernel import (
     as_integers,
@@ -78,7 +78,7 @@ def _accumulate(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[
     if not problem.q.numel() or not problem.k.numel():
         return lambda add, sums: None
     operands, arguments = tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
-    scatter = scores.scatter(score, wanted, fast)
+    scatter = scores.scatter(score, wanted, fast, positions.kind(problem))
 
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
         launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(add), scatter)

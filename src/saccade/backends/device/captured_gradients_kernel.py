@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.block_lists_kernel import tile_start
+from saccade.backends.device.positions import function_positions
 from saccade.backends.device.q_block import (
     edge_length,
     edge_start,
@@ -60,7 +61,12 @@ def _step(
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
     _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx, MASKED)
-    SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, q_idx, kv_idx)
+    if args.score.placed:
+        plain, positions = args.score.data
+        p, r = function_positions(positions, args.b, q_idx, kv_idx)
+        SCATTER(ADD, sums, plain.data, ds, qk * args.scale, args.b, args.h, p, r)
+    else:
+        SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, q_idx, kv_idx)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 
 from saccade import dropout
+from saccade.backends.device import positions
+from saccade.backends.device.positions import first_key, row_position
+from saccade.problem import Problem
 
 ROUNDS = tl.constexpr(dropout.ROUNDS)
 M0, M1 = (tl.constexpr(m) for m in dropout.MULTIPLIERS)
@@ -25,17 +28,31 @@ class DeviceDropout(NamedTuple):
     """A Dropout's threshold less 2^31: negative and odd, so that Triton never makes a constant of it."""
     rescale: Any
     """1 / (1 - p)"""
+    positions: Any = ()
+    """where rows and keys stand, if they are `placed`"""
+    placed: Any = tl.constexpr(False)
+    """constexpr"""
 
 
-def record(x: dropout.Dropout | None) -> DeviceDropout | None:
+def record(problem: Problem) -> DeviceDropout | None:
     """The device form of dropout; None is none."""
-    return None if x is None else DeviceDropout(x.state, x.threshold - (1 << 31), x.rescale)
+    x = problem.dropout
+    if x is None:
+        return None
+    places = positions.record(problem)
+    numbers = x.state, x.threshold - (1 << 31), x.rescale
+    return DeviceDropout(*numbers) if places is None else DeviceDropout(*numbers, places, tl.constexpr(True))
 
 
 @triton.jit
 def opened(dropout):
-    """Seed, offset, threshold and factor in registers, read once."""
-    return tl.load(dropout.state), tl.load(dropout.state + 1), dropout.threshold * 2 + -2147483648, dropout.rescale
+    """Seed, offset, threshold and factor in registers, read once; and the positions, if there are any."""
+    seed = tl.load(dropout.state)
+    offset = tl.load(dropout.state + 1)
+    if dropout.placed:
+        return seed, offset, dropout.threshold * 2 + -2147483648, dropout.rescale, dropout.positions
+    else:
+        return seed, offset, dropout.threshold * 2 + -2147483648, dropout.rescale
 
 
 @triton.jit
@@ -86,6 +103,30 @@ def keep(numbers, like, b, h, q_idx, kv_idx):
     q_idx and kv_idx start at multiples of 16, and h changes there at most. In Gluon the result's layout equals that of
     `like` under another name: the caller converts it, which moves nothing.
     """
+    if len(numbers) == 5:
+        return _keep_at(numbers, like, b, h, q_idx, kv_idx)
+    else:
+        return _keep_quarters(numbers, like, b, h, q_idx, kv_idx)
+
+
+@triton.jit
+def _keep_at(numbers, like, b, h, q_idx, kv_idx):
+    """The same at any positions, which do not come in spans: four words for each probability, of which one counts."""
+    seed, offset, threshold, _, positions = numbers
+    # [M, N]
+    zero = like.to(tl.int32, bitcast=True) * 0
+    p = row_position(positions.q, b, q_idx) + zero
+    r = kv_idx + first_key(positions.k, b) + zero
+    c2 = ((offset >> 32).to(tl.int32) ^ b) + zero
+    c3 = (offset.to(tl.int32) ^ h) + zero
+    w0, w1, w2, w3 = philox(counter(p), counter(r), c2.to(tl.uint32), c3.to(tl.uint32), seed)
+    odd = (r & 8) != 0
+    word = tl.where((p & 8) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+    return _kept(word, threshold)
+
+
+@triton.jit
+def _keep_quarters(numbers, like, b, h, q_idx, kv_idx):
     TRANSPOSED: tl.constexpr = q_idx.shape[0] == 1
     seed, offset, threshold, _ = numbers
     # [M, N]

@@ -92,7 +92,7 @@ def device_mask(problem: Problem, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Problem's mask, with stand-ins for its block lists, or for its table of visits."""
     mask = masks.record(problem)
     if problem.mask is None or not problem.mask.listed:
-        return visits.stand_in(problem, mask) if by_keys and problem.mask is not None and problem.mask.by_row else mask
+        return visits.stand_in(problem, mask) if by_keys and problem.by_row else mask
     empty = torch.empty(16, dtype=torch.int32)
     return block_lists.with_lists(mask, block_lists.BlockLists(empty, empty, *map(runtime_int, (1, 1, 1))))
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int
+from saccade.backends.device.records import FAR, FARTHEST, FLAGS, plain_int, runtime_int
 
 
 class Bound(NamedTuple):
@@ -37,14 +37,20 @@ class Bound(NamedTuple):
 
 
 @triton.jit
-def bound_of(bound, b, q_idx):
-    """The bound of rows `q_idx` of sequence b, int32 from 0 to FAR."""
+def number_at(bound, b, q_idx, most):
+    """The number of rows `q_idx` of sequence b, int32 from -FARTHEST to `most`."""
     row = q_idx
     if bound.end_to_end:
         row += tl.load(bound.starts + b).to(tl.int32)
     row = tl.maximum(tl.minimum(row, plain_int(bound.length) - 1), 0).to(tl.int64)
     place = b * plain_int(bound.stride_b).to(tl.int64) + row * plain_int(bound.stride_row)
-    return tl.minimum(tl.maximum(tl.load(bound.numbers + place), 0), FAR).to(tl.int32)
+    return tl.minimum(tl.maximum(tl.load(bound.numbers + place), -FARTHEST), most).to(tl.int32)
+
+
+@triton.jit
+def bound_of(bound, b, q_idx):
+    """The bound of rows `q_idx` of sequence b."""
+    return number_at(bound, b, q_idx, 2 * FARTHEST)
 
 
 @triton.jit
@@ -62,28 +68,31 @@ def interval_sees(data, b, h, q_idx, kv_idx, off):
 @triton.jit
 def stop_keys(data, b, q_idx, off):
     stop = bound_of(data[0], b, q_idx)
-    return stop * 0, stop, stop * 0, stop
+    start = stop * 0 - FARTHEST
+    return start, stop, start, stop
 
 
 @triton.jit
 def stop_sees(data, b, h, q_idx, kv_idx, off):
-    return (kv_idx >= 0) & (kv_idx < bound_of(data[0], b, q_idx))
+    return (kv_idx >= -FARTHEST) & (kv_idx < bound_of(data[0], b, q_idx))
 
 
 @triton.jit
 def constant_keys(data, b, q_idx, off):
-    lo = q_idx * 0 + plain_int(data[0])
-    hi = q_idx * 0 + plain_int(data[1])
+    lo = q_idx * 0 + (plain_int(data[0]) - FARTHEST)
+    hi = q_idx * 0 + (plain_int(data[1]) - FARTHEST)
     return lo, hi, lo, hi
 
 
 @triton.jit
 def constant_rows(data, b, kv_idx, off):
-    inside = (kv_idx >= plain_int(data[0])) & (kv_idx < plain_int(data[1]))
+    r = kv_idx + FARTHEST
+    inside = (r >= plain_int(data[0])) & (r < plain_int(data[1]))
     hi = tl.where(inside, FAR, 0)
     return FAR - hi, hi, FAR - hi, hi
 
 
 @triton.jit
 def constant_sees(data, b, h, q_idx, kv_idx, off):
-    return (kv_idx >= plain_int(data[0])) & (kv_idx < plain_int(data[1])) & (q_idx >= 0)
+    r = kv_idx + FARTHEST
+    return (r >= plain_int(data[0])) & (r < plain_int(data[1])) & (q_idx == q_idx)

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import masks
-from saccade.backends.device import intervals, scores
-from saccade.backends.device.records import FAR, FLAGS, constants, plain_int, runtime_int
+from saccade.backends.device import intervals, positions, scores
+from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
 from saccade.layouts import Layout
 from saccade.problem import Problem
 from saccade.scores import Traced
@@ -94,7 +94,8 @@ def _window_sees(data, b, h, q_idx, kv_idx, off):
 @triton.jit
 def _anchored_keys(n, q_idx, off):
     hi = tl.maximum(q_idx + off + 1, n)
-    return hi * 0, hi, hi * 0, hi
+    lo = hi * 0 - FARTHEST
+    return lo, hi, lo, hi
 
 
 @triton.jit
@@ -223,6 +224,9 @@ _DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
 _NOT = constants(_open_of, _open_of, _not_sees, False)
+_PLACED = constants(positions.placed_keys, positions.placed_rows, positions.placed_sees)
+_FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
+_INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, positions.shifted_sees)
 _ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
 
 
@@ -232,11 +236,25 @@ def record(problem: Problem) -> DeviceMask:
     mask = problem.mask
     if mask is None:
         return _ALL
-    return _record(mask, FLAGS[mask.lower], problem.layout)._replace(ordered=FLAGS[not mask.by_row])
+    return _record(mask, FLAGS[mask.lower], problem)._replace(ordered=FLAGS[not problem.by_row])
 
 
-def _record(mask: masks.Mask, lower: Any, layout: Layout) -> DeviceMask:
+def _record(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask:
     """The same, with the `lower` of the whole mask, which its parts share."""
+    plain = _leaf(mask, lower, problem)
+    if plain is None:
+        return _combined(mask, lower, problem)
+    functions = isinstance(mask, masks.MaskMod)
+    if problem.positions is None and not (problem.layout.has_pages and functions):
+        return plain
+    if isinstance(mask, masks.Documents | masks.TensorMask):  # they count from the first row and key
+        return plain
+    shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
+    return DeviceMask(*shape, plain.exact, (plain, positions.record(problem)), lower=lower)
+
+
+def _leaf(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask | None:
+    """A mask without parts, of the numbers of rows and keys; None for one that has parts."""
     match mask:
         case masks.Window():
             return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), lower=lower)
@@ -245,7 +263,7 @@ def _record(mask: masks.Mask, lower: Any, layout: Layout) -> DeviceMask:
         case masks.Prefix(n=Tensor() as n):
             return DeviceMask(*_PREFIXES, (n.contiguous(),), lower=lower)
         case masks.KeyInterval():
-            return _interval_record(mask, lower, layout)
+            return _interval_record(mask, lower, problem.layout)
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
@@ -253,14 +271,20 @@ def _record(mask: masks.Mask, lower: Any, layout: Layout) -> DeviceMask:
             data = (*tensors, runtime_int(stride), runtime_int(s))
             return DeviceMask(*_DOCUMENTS, data, lower=lower)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
-            keys_of, rows_of, sees, exact = _predicate(predicate)
+            indices = positions.kind(problem) if isinstance(mask, masks.MaskMod) else "numbers"
+            keys_of, rows_of, sees, exact = _predicate(predicate, indices)
             return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate), lower=lower)
+    return None
+
+
+def _combined(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask:
+    match mask:
         case masks.Not():
-            return DeviceMask(*_NOT, (_record(mask.part, lower, layout),), lower=lower)
+            return DeviceMask(*_NOT, (_record(mask.part, lower, problem),), lower=lower)
         case masks.Blocked():
-            return _record(mask.mask, lower, layout)
+            return _record(mask.mask, lower, problem)
         case masks.And() | masks.Or():
-            first, *rest = (_record(part, lower, layout) for part in mask.parts)
+            first, *rest = (_record(part, lower, problem) for part in mask.parts)
             for other in rest:
                 exact = first.exact.value and other.exact.value
                 functions = _AND[exact] if isinstance(mask, masks.And) else _OR
@@ -272,15 +296,16 @@ def _record(mask: masks.Mask, lower: Any, layout: Layout) -> DeviceMask:
 def _interval_record(mask: masks.KeyInterval, lower: Any, layout: Layout) -> DeviceMask:
     start, stop, starts = mask.start, mask.stop, layout.cu_seqlens_q
     if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
-        return DeviceMask(*_CONSTANT_INTERVAL, (runtime_int(start), runtime_int(stop)), lower=lower)  # pyright: ignore[reportArgumentType]
+        bounds = (runtime_int(x + masks.FARTHEST) for x in (start, stop) if not isinstance(x, Tensor))
+        return DeviceMask(*_CONSTANT_INTERVAL, tuple(bounds), lower=lower)
     if mask.open_start:
         return DeviceMask(*_STOPS, (intervals.Bound.of(stop, starts),), lower=lower)
     return DeviceMask(*_INTERVAL, (intervals.Bound.of(start, starts), intervals.Bound.of(stop, starts)), lower=lower)
 
 
-def _predicate(predicate: Traced) -> tuple[Any, ...]:
+def _predicate(predicate: Traced, indices: str) -> tuple[Any, ...]:
     """The functions of a predicate, emitted once for each program."""
-    key = "sees", scores.form(predicate)
+    key = "sees", scores.form(predicate, indices=indices)
     functions = predicate.program.emitted.get(key)
     if functions is None:
         sees = scores.jit(source.sees_source(predicate.program, key[1]))["sees"]

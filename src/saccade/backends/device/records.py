@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.masks import FARTHEST as _FARTHEST
 from saccade.problem import ALIGNMENT, aligned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no bound" among rows and keys: a sum of two stays inside int32.
 FAR = tl.constexpr(1 << 30)
+FARTHEST = tl.constexpr(_FARTHEST)
 
 
 class TensorArgs(NamedTuple):

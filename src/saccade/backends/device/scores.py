@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 
 from saccade import scores
+from saccade.backends.device import positions
 from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
-from saccade.backends.device.records import LOG2E, NARROW_LIMIT, constants, far_parts, runtime_int
+from saccade.backends.device.records import FLAGS, LOG2E, NARROW_LIMIT, constants, far_parts, runtime_int
+from saccade.problem import Problem
 from saccade.scores import LONGEST
 from saccade.scores.codegen import source
 from saccade.scores.codegen.emitter import EmitOptions
@@ -44,6 +46,8 @@ class DeviceScore(NamedTuple):
     level: Any
     """(data, b, h, q_idx, kv_idx) -> modified score of 0"""
     data: tuple
+    placed: Any = tl.constexpr(False)
+    """constexpr: `data` is the plain DeviceScore, which takes positions for indices, and the positions"""
 
 
 @triton.jit
@@ -107,17 +111,36 @@ _SOFTCAP = {
 }
 
 
-def record(score: scores.Score | None, fast: bool = False) -> DeviceScore:
-    """The device form of a score modification; None is the identity. All kernels of a call are to have the same tanh:
-    `fast`, or to float32's accuracy, as the backward takes exp(score - lse)."""
-    match score:
+@triton.jit
+def _placed_apply(data, score, b, h, q_idx, kv_idx):
+    p, r = positions.function_positions(data[1], b, q_idx, kv_idx)
+    return data[0].apply(data[0].data, score, b, h, p, r)
+
+
+@triton.jit
+def _placed_slope(data, score, b, h, q_idx, kv_idx):
+    p, r = positions.function_positions(data[1], b, q_idx, kv_idx)
+    return data[0].slope(data[0].data, score, b, h, p, r)
+
+
+_PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
+
+
+def record(problem: Problem, fast: bool = False) -> DeviceScore:
+    """The device form of a Problem's score modification; None is the identity. All kernels of a call are to have the
+    same tanh: `fast`, or to float32's accuracy, as the backward takes exp(score - lse)."""
+    match problem.score:
         case None:
             return _SAME
-        case scores.Softcap():
+        case scores.Softcap() as score:
             return DeviceScore(*_SOFTCAP[fast], (score.cap,))
-        case scores.Traced():
-            return DeviceScore(*_emitted(score, form(score, fast)), data(score))
-    raise TypeError(f"no device form of {score!r}")
+        case scores.Traced() as score:
+            plain = DeviceScore(*_emitted(score, form(score, fast, positions.kind(problem))), data(score))
+            places = positions.record(problem)
+            if places is None:
+                return plain
+            return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
+    raise TypeError(f"no device form of {problem.score!r}")
 
 
 def plainly(score: DeviceScore) -> DeviceScore:
@@ -131,14 +154,15 @@ def unit(score: scores.Score | None) -> float:
     return LOG2E.value if score is None else 1.0
 
 
-def weight(score: scores.Score | None) -> str:
+def weight(problem: Problem) -> str:
     """What a score function costs a kernel: nothing that is not measured with it; "linear", one multiply-add; "traced",
     some arithmetic; "table", one load for every score too."""
+    score = problem.score
     if not isinstance(score, scores.Traced):
         return ""
     if source.reads_tiles(score.program):
         return "table"
-    return "linear" if record(score, fast=True).linear.value else "traced"
+    return "linear" if record(problem, fast=True).linear.value else "traced"
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
@@ -157,7 +181,7 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def form(score: scores.Traced, fast: bool = False) -> EmitOptions:
+def form(score: scores.Traced, fast: bool = False, indices: str = "numbers") -> EmitOptions:
     """Tensors are wide that are so large that places in them, or in a contiguous one of their shape, need 64 bits; and
     integers are far that are too large for arithmetic on indices."""
     wide = (
@@ -165,7 +189,8 @@ def form(score: scores.Traced, fast: bool = False) -> EmitOptions:
         for x in score.tensors
     )
     numbers = enumerate(zip(score.numbers, score.program.integral, strict=True))
-    return EmitOptions(tuple(wide), fast, frozenset(i for i, (x, integral) in numbers if integral and abs(x) > LONGEST))
+    wide_integers = frozenset(i for i, (x, integral) in numbers if integral and abs(x) > LONGEST)
+    return EmitOptions(tuple(wide), fast, wide_integers, indices)
 
 
 def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
@@ -183,11 +208,12 @@ def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
     return emitted[key]
 
 
-def scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False) -> Any:
+def scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False, indices: str = "numbers") -> Any:
     """constexpr: what adds to the gradients of captured tensors, emitted once for each choice of them."""
-    key = "scatter", form(score, fast), tuple(wanted)
+    options = form(score, fast, indices)
+    key = "scatter", options, tuple(wanted)
     if key not in score.program.emitted:
-        text = source.scatter_source(score.program, form(score, fast), wanted)
+        text = source.scatter_source(score.program, options, wanted)
         score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
     return score.program.emitted[key]
 

@@ -135,7 +135,7 @@ def arguments(problem: Problem, split: SplitKV) -> tuple[Any, ...]:
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)))
-    records = page_table(layout, k), numbers, masks.record(problem), scores.record(problem.score)
+    records = page_table(layout, k), numbers, masks.record(problem), scores.record(problem)
     return *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
 
 

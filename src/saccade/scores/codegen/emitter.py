@@ -34,6 +34,9 @@ class EmitOptions(NamedTuple):
     """tanh is one instruction, to 11 bits, and a quotient by what is not one number for each score a product."""
     wide_integers: frozenset[int] = frozenset()
     """Which captured numbers are integers above LONGEST, and take 64 bits."""
+    indices: str = "numbers"
+    """`numbers` of rows and keys; their `positions`, which may be negative; `rows`: these, one for each row as it comes,
+    where others follow one another."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,10 @@ class Emitter:
         if name == "score":
             return Value(name, "float", (Q, K))
         if name in TILE:
-            return Value(name, "int", TILE_SHAPES[name], (0, (LONGEST if name in ("q_idx", "kv_idx") else HEADS) - 1))
+            if name in ("q_idx", "kv_idx"):
+                least = 0 if self.options.indices == "numbers" else -LONGEST
+                return Value(name, "int", TILE_SHAPES[name], (least, LONGEST - 1))
+            return Value(name, "int", TILE_SHAPES[name], (0, HEADS - 1))
         i = int(name[1:])
         place = self._start(len(self.program.ranks)) + i
         if i in self.options.wide_integers:

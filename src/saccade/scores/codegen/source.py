@@ -70,7 +70,7 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
         value = emitter.float(emitter.value(local))
         emitter.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         shape = torch.broadcast_shapes((1, 1), *(emitter.value(x).shape for x in at))
-        if shape == (Q, K) and all(map(_by_distance, at)):
+        if options.indices != "rows" and shape == (Q, K) and all(map(_by_distance, at)):
             only = Emitter(program, options)
             text = only.place(read.tensor, at, contiguous=True)
             places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))

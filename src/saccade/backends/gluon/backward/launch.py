@@ -114,8 +114,8 @@ def arguments(
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if problem.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
-    score_args = BackwardScoreArgs(mask, scores.record(problem.score, fast=True), scale)
-    records = score_args, dropout.record(problem.dropout), plan.order, semaphore
+    score_args = BackwardScoreArgs(mask, scores.record(problem, fast=True), scale)
+    records = score_args, dropout.record(problem), plan.order, semaphore
     yield tensors if drawn is not None else tensors[:-1], (packed, own, span_q, span_k, *records)
     yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale
 

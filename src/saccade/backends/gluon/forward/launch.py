@@ -49,7 +49,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         cached = problem.launches.get(key) if tile is None else None
         if cached is None:
             gpu = configs.gpu_name(q.device.index)
-            config = tile or forward_config(problem.spec(), gpu, scores.weight(problem.score))
+            config = tile or forward_config(problem.spec(), gpu, scores.weight(problem))
             cached = prepare(problem, out, config, multiprocessors(q.device)), config
             if tile is None:
                 problem.launches[key] = cached
@@ -74,7 +74,7 @@ def arguments(
     """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles."""
     sink = None if problem.sink is None else problem.sink.contiguous()
     tensors = None if table is None else PackedRowsArgs.of(out), lse, max_scores, sink, drawn
-    records = paged_tma.record(problem), mask, score, dropout.record(problem.dropout)
+    records = paged_tma.record(problem), mask, score, dropout.record(problem)
     return *tensors, *sequences.spans(problem, table), *records
 
 
@@ -168,7 +168,7 @@ def grouped(x: Tensor, group: int) -> Tensor:
 def score_record(problem: Problem) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
-    score = scores.record(problem.score, fast=True)
+    score = scores.record(problem, fast=True)
     return score if problem.scale > LEAST_SCALE else scores.plainly(score)
 
 

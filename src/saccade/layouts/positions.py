@@ -1,0 +1,94 @@
+"""Positions that the caller gives: where query rows and keys stand, instead of alignment at the bottom right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade import arguments
+from saccade.layouts.offsets import described, has_values, shortened
+from saccade.masks import FARTHEST, Positions
+
+Offset = int | Tensor
+
+
+def check_offset(name: str, x: Any) -> None:
+    """
+    Raises:
+        ValueError: a tensor that is not an int32 or int64 one of one or two dimensions, or an int beyond FARTHEST.
+        TypeError: neither an int, a tensor nor None.
+    """
+    if x is None:
+        return
+    if isinstance(x, Tensor):
+        if x.dtype not in (torch.int32, torch.int64) or not 1 <= x.dim() <= 2:
+            rows = ", or a position for each row" if name == "q_offset" else ""
+            raise ValueError(f"{name} must be an int, or an int32 or int64 tensor (b,){rows}, got {described(x)}")
+        return
+    arguments.integer(name, x, least=None)
+    if not -FARTHEST <= x <= FARTHEST:
+        raise ValueError(f"{name} must be from {-FARTHEST} to {FARTHEST}, got {x}")
+
+
+def positions_of(q_offset: Offset | None, k_offset: Offset | None, flat_rows: int | None) -> Positions | None:
+    """The Positions of checked offsets; None where neither is given. `flat_rows`: how many rows there are of queries
+    end to end."""
+    if q_offset is None and k_offset is None:
+        return None
+    q, k, by_row = 0 if q_offset is None else q_offset, 0 if k_offset is None else k_offset, False
+    if isinstance(q, Tensor):
+        by_row = q.shape[-1] == flat_rows if q.dim() == 1 else q.shape[1] != 1
+        if q.dim() == 1 and not by_row:
+            q = q[:, None]
+        elif by_row and flat_rows is not None:
+            q = q.flatten()
+    return Positions(q, k[:, None] if isinstance(k, Tensor) and k.dim() == 1 else k, by_row)
+
+
+def of_sequence(positions: Positions, i: int, rows: slice) -> tuple[Offset, Offset]:
+    """`q_offset` and `k_offset` of one sequence as a Dense batch of one row; `rows` are its of queries end to end."""
+
+    def own(x: Offset) -> Offset:
+        if not isinstance(x, Tensor):
+            return x
+        if x.dim() == 1:
+            return x[None, rows]
+        return x[i : i + 1] if x.shape[0] > 1 else x
+
+    return own(positions.q), own(positions.k)
+
+
+def offset_error(q: Offset | None, k: Offset | None, b: int, rows: int, end_to_end: bool) -> str | None:
+    """What is wrong with the shapes of offsets, for b batch rows of so many rows, or b sequences of so many in all."""
+    if isinstance(k, Tensor) and tuple(k.shape) not in ((b,), (b, 1)):
+        return f"k_offset must have shape ({b},), got {tuple(k.shape)}"
+    if not isinstance(q, Tensor):
+        return None
+    shape = tuple(q.shape)
+    if not end_to_end:
+        if shape in ((b,), (b, 1), (b, rows), (1, rows)):
+            return None
+        wanted = f"({b},), an offset for each batch row, or ({b}, {rows}) or (1, {rows}), a position for each row"
+        return f"q_offset must be {wanted}; got {shape}"
+    if shape == (b,) and b == rows != 1:
+        return (
+            f"q_offset {shape} could be an offset for each of {b} sequences or a position for each of {rows} rows: "
+            "pass q_offset[:, None] for sequences, or q_offset[None] for rows"
+        )
+    if shape in ((b,), (b, 1), (rows,), (1, rows)):
+        return None
+    wanted = f"({b},) or ({b}, 1), an offset for each sequence, or ({rows},) or (1, {rows}), a position for each row"
+    return f"q_offset must be {wanted}; got {shape}"
+
+
+def check_positions(farthest: int = FARTHEST, **offsets: Offset | None) -> None:
+    """Reads offsets that are tensors.
+
+    Raises:
+        ValueError: one that is farther from 0.
+    """
+    for name, x in offsets.items():
+        if isinstance(x, Tensor) and has_values(x) and bool(((x > farthest) | (x < -farthest)).any()):
+            raise ValueError(f"{name} must be from {-farthest} to {farthest}, got {shortened(x.flatten().tolist())}")
