@@ -224,6 +224,8 @@ def test_paged(data):
             cache[table[n, j // size], j % size] = x[n, :, j]
     if getattr(call.score, "kind", None) == "bias":  # of fewer keys than there is room for
         call = call._replace(score=None, modified=lambda x, *pair: x)
+    counted = call.modified  # rows stand after the keys that were there before them
+    call = call._replace(modified=lambda x, n, head, i, j: counted(x, n, head, i + call.keys[n] - s_q, j))
     layout = Paged(table, torch.tensor(call.keys).long(), num_splits=data.draw(st.sampled_from([None, 1, 3])))
     given_ = {"mask": causal(), "score_mod": call.score, "sink": call.sink, "layout": layout}
     out, lse = attention(call.q.transpose(1, 2), *caches, return_lse=True, **given_)

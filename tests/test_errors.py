@@ -145,7 +145,7 @@ VALUE_ERRORS = {
     ),
     "paged mask": (lambda: paged(mask=torch.ones(3, 5, 3, 8).bool()), "got (3, 5, 3, 8)"),
     "paged mask of fewer keys": (lambda: paged(mask=torch.ones(3, 7).bool()), "(1, 2, 3, 8)"),
-    "paged bias": (lambda: paged(score_mod=bias(torch.ones(2, 3, 7))), "(1, 2, 3, 8), or more"),
+    "paged bias": (lambda: paged(score_mod=bias(torch.ones(2, 3, 7))), "(1, 2, 8, 8), or more"),
     "paged rows end to end": (
         lambda: paged(flat=True, mask=torch.ones(2, 8).bool()),
         "(sequences, h_q, queries, keys) = (1, 2, 3, 8)",

@@ -96,12 +96,11 @@ class Dropout:
         )
         return whole[:, :, q_start:q_stop, k_start:k_stop]
 
-
     def keep_at(self, b: Tensor, h: Tensor, p: Tensor, r: Tensor) -> Tensor:
         """The same where rows and keys stand at positions: int64 that broadcast to (batch rows, heads, rows, keys)."""
         seed, offset = self.state
-        counters = (((x >> 4) * 8 + (x & 7)) & _LOW for x in (p, r))
-        words = philox((*counters, (b ^ (offset >> 32)) & _LOW, (h ^ offset) & _LOW), seed)
+        c0, c1 = (((x >> 4) * 8 + (x & 7)) & _LOW for x in (p, r))
+        words = philox((c0, c1, (b ^ (offset >> 32)) & _LOW, (h ^ offset) & _LOW), seed)
         w0, w1, w2, w3 = torch.broadcast_tensors(*words)
         odd = (r & 8) != 0
         word = torch.where((p & 8) != 0, torch.where(odd, w3, w2), torch.where(odd, w1, w0))

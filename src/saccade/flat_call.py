@@ -72,7 +72,8 @@ class FlatCall(NamedTuple):
         return layouts.view_layout(self.parsed.layout)
 
     def layout(self) -> Layout:
-        return layouts.from_tensors(self.parsed.layout, list(self.tensors), list(self.ints), self.q.shape[0], self.k.shape[0])
+        tensors, ints = list(self.tensors), list(self.ints)
+        return layouts.from_tensors(self.parsed.layout, tensors, ints, self.q.shape[0], self.k.shape[0])
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The tensors that may need gradients."""

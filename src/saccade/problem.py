@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade import hardware, masks, scores
 from saccade.dropout import Dropout
-from saccade.layouts import Dense, Layout, empty_like_rows
+from saccade.layouts import Layout, dense_of, empty_like_rows
 from saccade.lazily import lazily
 from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
@@ -107,11 +107,9 @@ class Problem:
         for place in layout.places(self.q, k):
             i = place.number
             q_at, k_at = (place.batch_q, slice(None), place.rows), (place.batch_k, slice(None), place.keys)
-            used = (None if x is None else x[i : i + 1] for x in (layout.seqused_q, layout.seqused_k))
-            offsets = layout.sequence_offsets(place, self.q.shape[2])
             mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, place.rows), i)
             operands = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
-            dense = Dense("bhsd", *used, *offsets)
+            dense = dense_of(layout, place, self.q.shape[2])
             problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
             yield Sequence(place.rows, place.keys, problem)
 

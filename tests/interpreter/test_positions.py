@@ -8,7 +8,7 @@ import torch
 from saccade import Dense, Packed, Paged, alibi, causal, interval, mask_mod, prefix, window
 from saccade.testing.accuracy import check
 
-B, H_Q, H_K, S_Q, S_K, D = 2, 2, 1, 70, 90, 16
+B, H_Q, H_K, S_Q, S_K, D = 2, 2, 1, 40, 70, 16
 
 OFFSETS = {
     "number": lambda: {"q_offset": 20, "k_offset": -7},

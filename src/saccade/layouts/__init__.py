@@ -1,7 +1,7 @@
 """Where the rows of q, k and v live."""
 
 from saccade.layouts.base import Layout, SequencePlace
-from saccade.layouts.dense import ORDERS, Dense
+from saccade.layouts.dense import ORDERS, Dense, dense_of
 from saccade.layouts.nested import unwrap
 from saccade.layouts.packed import Packed
 from saccade.layouts.paged import Paged
@@ -10,6 +10,6 @@ from saccade.layouts.slots import CacheSlots
 from saccade.layouts.strides import empty_like_rows, with_rows
 
 __all__ = [
-    "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "empty_like_rows", "from_tensors",
-    "unwrap", "view_layout", "with_rows",
+    "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "dense_of", "empty_like_rows",
+    "from_tensors", "unwrap", "view_layout", "with_rows",
 ]  # fmt: skip

@@ -201,8 +201,8 @@ class Layout:
     def function_sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """The sizes that tensors must have which functions read at their indices, as far as the host knows."""
         sizes = self.sizes(q, k)
-        numbers = (x if isinstance(x, (int, torch.SymInt)) else 0 for x in (self.q_offset, self.k_offset))
-        further = (n + max(x, 0) for n, x in zip((sizes.s_q, sizes.s_k), numbers, strict=True))
+        numbers: Any = (x if isinstance(x, (int, torch.SymInt)) else 0 for x in (self.q_offset, self.k_offset))
+        further: Any = (n + max(x, 0) for n, x in zip((sizes.s_q, sizes.s_k), numbers, strict=True))
         return Sizes(sizes.b, sizes.h, *further, exact=sizes.exact)
 
     def common_offset(self, s_q: int, s_k: int) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import Layout
+from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_vector, same_vector, shortened
 from saccade.layouts.positions import check_offset
 from saccade.layouts.validate import interval_error, operand_error
@@ -84,9 +84,7 @@ class Dense(Layout):
         return [] if self.plain else [getattr(self, name) for name in (*self._optional(), *self._offsets(Tensor))]
 
     @staticmethod
-    def from_tensors(
-        order: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int
-    ) -> Dense:
+    def from_tensors(order: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Dense:
         return Dense(order, **Layout._fields(words, tensors, ints))
 
     def canonical(self, x: Tensor) -> Tensor:
@@ -149,6 +147,15 @@ class Dense(Layout):
         shapes = {name: list(getattr(self, name).shape) for name in (*self._optional(), *self._offsets(Tensor))}
         numbers = {name: getattr(self, name) for name in self._offsets((int, torch.SymInt))}
         return f"Dense({', '.join([repr(self.order), *(f'{name}={x}' for name, x in (shapes | numbers).items())])})"
+
+
+def dense_of(layout: Layout, place: SequencePlace, s_q: int) -> Dense:
+    """The layout of one sequence as a batch of one row; s_q rows are those of the canonical operand."""
+    i = place.number
+    used = {name: getattr(layout, name) for name in ("seqused_q", "seqused_k")}
+    own = {name: None if x is None else x[i : i + 1] for name, x in used.items()}
+    q_offset, k_offset = layout.sequence_offsets(place, s_q)
+    return Dense("bhsd", **own, q_offset=q_offset, k_offset=k_offset)
 
 
 PLAIN = {order: Dense(order) for order in ORDERS}

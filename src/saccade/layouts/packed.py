@@ -164,9 +164,7 @@ class Packed(Layout):
         return ",".join([self.kind, *self._words(), *(["validate"] if self.validate else [])])
 
     @staticmethod
-    def from_tensors(
-        word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int
-    ) -> Packed:
+    def from_tensors(word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Packed:
         ends = tensors.pop(0), tensors.pop(0)
         fields = Layout._fields([name for name in words if name != "validate"], tensors, ints)
         return Packed(*ends, t_q, t_k, validate="validate" in words, **fields)

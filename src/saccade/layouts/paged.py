@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,9 +102,7 @@ class Paged(Layout):
         return ",".join([self.kind, *self._words(), *splits])
 
     @staticmethod
-    def from_tensors(
-        word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int
-    ) -> Paged:
+    def from_tensors(word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Paged:
         own = tensors.pop(0), tensors.pop(0)
         splits = [name.removeprefix("splits=") for name in words if name.startswith("splits=")]
         fields = Layout._fields([name for name in words if not name.startswith("splits=")], tensors, ints)
@@ -182,8 +181,8 @@ class Paged(Layout):
         positions = self.positions(q.shape[2])
         if positions is None:
             return extent.at(Positions(extent.keys - extent.rows, 0, False))
-        if positions.by_row and self.cu_seqlens_q is not None:  # as rows of a padded batch
-            rows = self.cu_seqlens_q[:-1, None] + extent.q_idx()
+        if positions.by_row and self.cu_seqlens_q is not None and isinstance(positions.q, Tensor):
+            rows = self.cu_seqlens_q[:-1, None] + extent.q_idx()  # of a padded batch
             return extent.at(positions._replace(q=positions.q[rows.clamp(0, max(len(positions.q) - 1, 0))]))
         return extent.at(positions)
 

@@ -15,7 +15,6 @@ from saccade.masks.hull import FARTHEST, Extent, Interval
 from saccade.scores import Sizes
 from saccade.scores.recording.compile_constant import knows_inversion
 
-
 OPEN = 2 * FARTHEST
 """Stands for no upper bound; -FARTHEST for no lower one. No key stands there."""
 
@@ -78,7 +77,8 @@ class KeyInterval(Mask):
         bounds: list[Any] = ints if identity == KeyInterval.kind else tensors
         start = None if identity == "interval_stops" else bounds.pop(0)
         stop = bounds.pop(0)
-        return KeyInterval(stop if start is None else start, stop, start is None or (bounds is ints and start == -FARTHEST))
+        open_start = start is None or (bounds is ints and start == -FARTHEST)
+        return KeyInterval(stop if start is None else start, stop, open_start)
 
     def of_batch_row(self, b: int) -> KeyInterval:
         return self._each(lambda x: x[b : b + 1] if x.dim() == 2 and x.shape[0] > 1 else x)

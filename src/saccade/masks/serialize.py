@@ -92,15 +92,19 @@ def from_tensors(
                 return KeyInterval.of_tensors(tree, ints, tensors)
             case "documents":
                 return Documents(tensors.pop(0), tensors.pop(0), tensors.pop(0), tensors.pop(0))
-            case _ if tree.startswith("mask_tensor"):
-                return TensorMask(tensors.pop(0))
             case _:
-                return MaskMod.of_tensors(tree, ints, [] if floats is None else floats, tensors)
+                return _of_program(tree, ints, [] if floats is None else floats, tensors)
 
     if identity == "none":
         return None
     mask = build(_parsed(identity.removeprefix(Blocked.MARK)))
     return Blocked(mask, tensors.pop(0)) if identity.startswith(Blocked.MARK) else mask
+
+
+def _of_program(word: str, ints: list[int], floats: list[float], tensors: list[Tensor]) -> Mask:
+    if word.startswith("mask_tensor"):
+        return TensorMask(tensors.pop(0))
+    return MaskMod.of_tensors(word, ints, floats, tensors)
 
 
 def _of_leaves(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:

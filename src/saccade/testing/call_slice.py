@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade import reference, scores
 from saccade.dropout import Dropout
-from saccade.layouts import Dense, Layout, SequencePlace
+from saccade.layouts import Dense, Layout, SequencePlace, dense_of
 from saccade.masks import as_mask, of_rows
 from saccade.problem import Problem
 from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured
@@ -102,7 +102,6 @@ class CheckedCall(NamedTuple):
         """One sequence and some heads of a canonical call."""
         b, h, keywords = place.number, heads.start, self.keywords
         rows_at, keys_at = (place.batch_q, heads, place.rows), (place.batch_k, key_heads, place.keys)
-        used = (None if x is None else x[b : b + 1] for x in (self.layout.seqused_q, self.layout.seqused_k))
         sink, mask = keywords.get("sink"), as_mask(keywords.get("mask"))
         score = scores.bind(keywords.get("score_mod"), self.q)
         problem = Problem(
@@ -110,7 +109,7 @@ class CheckedCall(NamedTuple):
             k=self.k[keys_at],
             v=self.v[keys_at],
             sink=None if sink is None else sink.detach()[heads],
-            layout=Dense("bhsd", *used, *self.layout.sequence_offsets(place, self.q.shape[2])),
+            layout=dense_of(self.layout, place, self.q.shape[2]),
             mask=None if mask is None else ShiftedMask(of_rows(mask, place.rows), b, h),
             score=None if score is None else ShiftedScore(score, b, h),
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),

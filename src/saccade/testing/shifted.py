@@ -49,9 +49,7 @@ class ShiftedScore(scores.Score):
     def captured(self) -> dict[str, Tensor]:
         return captured(getattr(self.score, "fn", None))
 
-    def squares(
-        self, gradient: Tensor, of_rows: Tensor, score: Tensor, at: tuple[Tensor, ...]
-    ) -> dict[str, Tensor]:
+    def squares(self, gradient: Tensor, of_rows: Tensor, score: Tensor, at: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The roundings of what is added up for captured tensors, squared: sum gradient (d modified / d tensor)^2, and
         what a row's keys have in common, of_rows (d modified / d tensor), added up by rows first."""
         leaves, held = self.captured(), self.score.tensors

@@ -58,7 +58,7 @@ def compiled(name: str) -> tuple[Any, int]:
     out = torch.empty(*problem.q.shape[:3], row.d_v, dtype=row.dtype)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
-    config = forward_config(problem.spec(), GPU, weight(problem.score))
+    config = forward_config(problem.spec(), GPU, weight(problem))
     mask = launch.mask_record(problem, config) if paged else device_mask(problem)
     arguments = launch.arguments(problem, out, lse, top, counter, table, mask, launch.score_record(problem))
     forward = launch.prepare(problem, out, config, processors=1)

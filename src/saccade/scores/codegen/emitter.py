@@ -35,8 +35,7 @@ class EmitOptions(NamedTuple):
     wide_integers: frozenset[int] = frozenset()
     """Which captured numbers are integers above LONGEST, and take 64 bits."""
     indices: str = "numbers"
-    """`numbers` of rows and keys; their `positions`, which may be negative; `rows`: these, one for each row as it comes,
-    where others follow one another."""
+    """`numbers` of rows and keys; their `positions`, which may be negative; `rows`: positions in any order."""
 
 
 @dataclass(frozen=True)
