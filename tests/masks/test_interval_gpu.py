@@ -49,9 +49,10 @@ MASKS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name, backend):
-    q, k, v = operands(2, 4, 2, 500, 700, 64, torch.float16)
+def test_masks(name, d, backend):
+    q, k, v = operands(2, 4, 2, 500, 700, d, torch.float16)
     check(q, k, v, mask=MASKS[name](), sink=torch.randn(4, device="cuda"), backend=backend).assert_ok()
 
 
