@@ -19,7 +19,8 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 @pytest.mark.parametrize(
-    "page", ["callbacks.md", "masks.md", "scores.md", "packed.md", "contracts.md", "paged.md", "pytorch.md"]
+    "page",
+    ["callbacks.md", "masks.md", "positions.md", "scores.md", "packed.md", "contracts.md", "paged.md", "pytorch.md"],
 )
 def test_examples_run(page):
     result = doctest.testfile(str(ROOT / "docs" / page), module_relative=False, encoding="utf-8")
