@@ -1,4 +1,4 @@
-"""Positions that the caller gives, against an oracle of their own in float64, and on every backend by the shared oracle."""
+"""Positions that the caller gives, against an oracle of their own in float64, and on every backend."""
 
 from __future__ import annotations
 
