@@ -40,7 +40,7 @@ class Spec:
     group: int = 1
     """Query heads per key head."""
     layout: str = "dense"
-    """`dense`; `padded`: dense with used lengths per batch row; `packed`; `paged`."""
+    """`dense`; `padded`: dense with used lengths per batch row; `packed`; `ranges`: packed with `starts_k`; `paged`."""
     mask: str = "none"
     score: str = "none"
     sink: bool = False
@@ -108,5 +108,5 @@ class Spec:
         return Spec(**parsed)
 
 
-LAYOUTS = ("dense", "padded", "packed", "paged")
+LAYOUTS = ("dense", "padded", "packed", "ranges", "paged")
 FLAGS = tuple(field.name for field in fields(Spec) if field.type == "bool")

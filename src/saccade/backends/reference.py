@@ -12,7 +12,7 @@ from saccade.spec import Spec
 SUPPORT = Support(
     devices=("any",),
     dtypes=("fp16", "bf16", "fp32", "fp64"),
-    layouts=("dense", "padded", "packed", "paged"),
+    layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "aligned"),

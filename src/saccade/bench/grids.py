@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        words = {"thd": "packed", "paged": "paged"}
+        words = {"thd": "ranges" if self.case.ranges else "packed", "paged": "paged"}
         return words.get(self.case.order, "dense" if self.case.used == "all" else "padded")
 
     def on_host(self) -> Cell:

@@ -32,6 +32,8 @@ class Layout:
     cu_seqlens_q: Any
     """(b + 1): where each sequence of q starts and the last one ends; None where each has a batch row."""
     cu_seqlens_k: Any
+    starts_k: Any = None
+    """(b): where the keys of each sequence start, of which there are seqused_k; None where cu_seqlens_k says it."""
     seqused_q: Any
     """(b): how many rows of each sequence are in use, or None for all."""
     seqused_k: Any
@@ -56,13 +58,14 @@ class Layout:
         raise NotImplementedError
 
     required: ClassVar[tuple[str, ...]] = ()
-    """The names of the tensors that every layout of the class has."""
+    """The names of the tensors that every layout of the class has, or others in their place."""
     optional: ClassVar[tuple[str, ...]] = ("seqused_q", "seqused_k")
 
     @property
     def tensors(self) -> list[Tensor]:
         """The required tensors, then those that `text` names."""
-        return [getattr(self, name) for name in (*self.required, *self._optional(), *self._offsets(Tensor))]
+        names = *self.required, *self._optional(), *self._offsets(Tensor)
+        return [x for name in names if (x := getattr(self, name)) is not None]
 
     @property
     def ints(self) -> list[int]:
@@ -138,7 +141,7 @@ class Layout:
         raise NotImplementedError
 
     ragged_keys: ClassVar[bool] = False
-    """Whether the keys are sequences end to end."""
+    """Whether the keys of all sequences are one batch row: sequences end to end, or ranges of it."""
 
     # Views
 

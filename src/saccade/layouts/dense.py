@@ -152,7 +152,8 @@ class Dense(Layout):
 def dense_of(layout: Layout, place: SequencePlace, s_q: int) -> Dense:
     """The layout of one sequence as a batch of one row; s_q rows are those of the canonical operand."""
     i = place.number
-    used = {name: getattr(layout, name) for name in ("seqused_q", "seqused_k")}
+    of_keys = layout.seqused_k if layout.starts_k is None else None  # a range has all of its keys in use
+    used = {"seqused_q": layout.seqused_q, "seqused_k": of_keys}
     own = {name: None if x is None else x[i : i + 1] for name, x in used.items()}
     q_offset, k_offset = layout.sequence_offsets(place, s_q)
     return Dense("bhsd", **own, q_offset=q_offset, k_offset=k_offset)

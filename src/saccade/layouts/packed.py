@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,6 +42,9 @@ class Packed(Layout):
         q_offset: where rows stand, as in `Dense`: an int, a tensor (b,) or (b, 1), an offset for each sequence, or
             (t_q,) or (1, t_q), a position for each row.
         k_offset: where keys stand: an int or a tensor (b,).
+        starts_k: (b,) integer tensor in place of cu_seqlens_k: sequence `i` sees the `seqused_k[i]` keys from row
+            `starts_k[i]` on. Ranges may overlap, so that chunks of queries share keys, and leave gaps. Gradients of a
+            key are sums over all sequences that see it, in their order if deterministic; of a key in no range zero.
 
     Raises:
         ValueError: offsets or lengths that are not integer vectors of the right shapes, or a negative bound; where
@@ -58,7 +61,7 @@ class Packed(Layout):
     """
 
     cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor = None  # pyright: ignore[reportAssignmentType] - __post_init__ fills it in
+    cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int | Tensor | None = None
     max_seqlen_k: int | Tensor | None = None
     seqused_q: Tensor | None = None
@@ -66,20 +69,20 @@ class Packed(Layout):
     validate: bool = False
     q_offset: int | Tensor | None = None
     k_offset: int | Tensor | None = None
+    starts_k: Tensor | None = None
 
-    kind = "packed"
     order = "thd"
     ragged_keys = True
     required = "cu_seqlens_q", "cu_seqlens_k"  # and no bounds, which no result needs
+    optional = "starts_k", "seqused_q", "seqused_k"
 
     def __post_init__(self) -> None:
-        if self.cu_seqlens_k is None:
-            object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q)
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        self._settle_keys()
+        for name in ("cu_seqlens_q", "cu_seqlens_k") if self.starts_k is None else ("cu_seqlens_q",):
             check_vector(name, getattr(self, name), "(b + 1,)")
             if not len(getattr(self, name)):
                 raise ValueError(f"{name} must hold b + 1 offsets, the first of them 0, got none")
-        if self.cu_seqlens_q.shape != self.cu_seqlens_k.shape:
+        if self.cu_seqlens_k is not None and self.cu_seqlens_q.shape != self.cu_seqlens_k.shape:
             shapes = [tuple(x.shape) for x in (self.cu_seqlens_q, self.cu_seqlens_k)]
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must have one shape (b + 1,), got {shapes[0]}, {shapes[1]}"
@@ -100,6 +103,18 @@ class Packed(Layout):
                 isinstance(bound, (bool, float)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0
             ):
                 raise ValueError(f"{name} must be an integer from 0 on, a tensor of one, or None, got {bound!r}")
+
+    def _settle_keys(self) -> None:
+        """Which of the fields say where the keys are."""
+        if self.starts_k is None:
+            if self.cu_seqlens_k is None:
+                object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q)
+        elif self.cu_seqlens_k is not None or self.seqused_k is None:
+            got = f"cu_seqlens_k {described(self.cu_seqlens_k)}, seqused_k {described(self.seqused_k)}"
+            raise ValueError(
+                "starts_k takes the place of cu_seqlens_k and needs seqused_k: pass "
+                f"Packed(cu_seqlens_q, starts_k=…, seqused_k=…), got {got}"
+            )
 
     @staticmethod
     def from_lengths(
@@ -160,12 +175,16 @@ class Packed(Layout):
         return len(self.cu_seqlens_q) - 1
 
     @property
+    def kind(self) -> str:
+        return "packed" if self.starts_k is None else "ranges"
+
+    @property
     def text(self) -> str:
-        return ",".join([self.kind, *self._words(), *(["validate"] if self.validate else [])])
+        return ",".join(["packed", *self._words(), *(["validate"] if self.validate else [])])
 
     @staticmethod
     def from_tensors(word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Packed:
-        ends = tensors.pop(0), tensors.pop(0)
+        ends = tensors.pop(0), None if "starts_k" in words else tensors.pop(0)
         fields = Layout._fields([name for name in words if name != "validate"], tensors, ints)
         return Packed(*ends, t_q, t_k, validate="validate" in words, **fields)
 
@@ -196,7 +215,14 @@ class Packed(Layout):
         return error or interval_error(mask, self.sequences, q.shape[0], True)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
-        for side, t in (("q", s_q), ("k", s_k)):
+        if self.starts_k is not None:
+            starts, used = self.starts_k.tolist(), self.seqused_k.tolist()  # pyright: ignore[reportOptionalMemberAccess]
+            if any(start < 0 or n < 0 or start + n > s_k for start, n in zip(starts, used, strict=True)):
+                raise ValueError(
+                    "starts_k and seqused_k must be from 0 on, and no range may end beyond the tensor's "
+                    f"{s_k} rows, got {shortened(starts)} and {shortened(used)}"
+                )
+        for side, t in (("q", s_q), ("k", s_k)) if self.starts_k is None else (("q", s_q),):
             offsets = getattr(self, f"cu_seqlens_{side}")
             lengths = check_offsets(f"cu_seqlens_{side}", offsets.tolist(), t)
             used = getattr(self, f"seqused_{side}")
@@ -208,8 +234,8 @@ class Packed(Layout):
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """With upper bounds of the lengths: a bound that is a tensor is not read, and the rows of q or k replace it."""
-        s_q = _longest(self.max_seqlen_q, self.cu_seqlens_q, q.shape[0])
-        s_k = _longest(self.max_seqlen_k, self.cu_seqlens_k, k.shape[0])
+        s_q = _longest(self.max_seqlen_q, self.cu_seqlens_q.diff, q.shape[0], self.cu_seqlens_q)
+        s_k = _longest(self.max_seqlen_k, self._lengths_k, k.shape[0], self.cu_seqlens_q)
         return Sizes(self.sequences, q.shape[1], s_q, s_k, exact=False)
 
     def extent(self, q: Tensor, k: Tensor) -> Extent:
@@ -220,13 +246,22 @@ class Packed(Layout):
         return 0 if same else None
 
     def pairs(self, q: Tensor, k: Tensor) -> int:
-        if not has_values(self.cu_seqlens_k):  # those of sequences of one length
+        if not has_values(self.cu_seqlens_q):  # those of sequences of one length
             return q.shape[1] * (q.shape[0] * k.shape[0] // max(self.sequences, 1))
-        return q.shape[1] * int((self.cu_seqlens_q.diff().long() * self.cu_seqlens_k.diff()).sum())
+        return q.shape[1] * int((self.cu_seqlens_q.diff().long() * self._lengths_k()).sum())
+
+    def _lengths_k(self) -> Tensor:
+        """(b): how many keys each sequence has, in use or not; of ranges those in use."""
+        return self.seqused_k if self.cu_seqlens_k is None else self.cu_seqlens_k.diff()  # pyright: ignore[reportReturnType]
 
     def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
         row = slice(0, 1)
-        ends = zip(pairwise(self.cu_seqlens_q.tolist()), pairwise(self.cu_seqlens_k.tolist()), strict=True)
+        if self.cu_seqlens_k is not None:
+            keys = pairwise(self.cu_seqlens_k.tolist())
+        else:
+            starts, used = self.starts_k.tolist(), self.seqused_k.tolist()  # pyright: ignore[reportOptionalMemberAccess]
+            keys = [(start, start + n) for start, n in zip(starts, used, strict=True)]
+        ends = zip(pairwise(self.cu_seqlens_q.tolist()), keys, strict=True)
         return [SequencePlace(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(ends)]
 
     def rows_in_use(self, t_q: int) -> Tensor:
@@ -243,7 +278,7 @@ class Packed(Layout):
         return f"Packed({self.sequences} sequences)"
 
 
-def _longest(bound: int | Tensor | None, offsets: Tensor, rows: int) -> int:
+def _longest(bound: int | Tensor | None, lengths: Callable[[], Tensor], rows: int, offsets: Tensor) -> int:
     """The bound of the lengths, or where there is none the longest sequence as far as the host knows it."""
     if isinstance(bound, Tensor):
         return rows
@@ -251,4 +286,4 @@ def _longest(bound: int | Tensor | None, offsets: Tensor, rows: int) -> int:
         return min(bound, rows)
     if len(offsets) < 2 or offsets.device.type != "cpu" or torch.compiler.is_compiling() or not has_values(offsets):
         return rows
-    return min(max(int(offsets.diff().max()), 0), rows)
+    return min(max(int(lengths().max()), 0), rows)

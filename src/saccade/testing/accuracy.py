@@ -130,14 +130,16 @@ def check(
 
     eps = torch.finfo(q.dtype).eps
     tallies = {name: ErrorTally(eps) for name in found}
-    sums = {name: x for name, x in call.differentiated.items() if name not in ("dq", "dk", "dv")}
+    whole = {"dq", "dk", "dv"} if layout.starts_k is None else {"dq"}  # sequences may share keys
+    sums = {name: x for name, x in call.differentiated.items() if name not in whole}
+    sums = {name: layout.canonical(x) if name in ("dk", "dv") else x for name, x in sums.items()}
     totals = {name: torch.zeros(3, *x.shape, dtype=torch.float64, device=q.device) for name, x in sums.items()}
     for part in _slices(call, Precision.of(q.dtype, q.device, chosen.backend)):
         exact, eager = part.exact(), part.eager()
         ways = exact, eager, part.terms(exact)
         for name, tally in tallies.items():
             if name in totals:  # sums over all batch rows, and of captured tensors over all heads
-                at = (slice(None), part.rows_at[1]) if name == "dsink" else ...
+                at = (slice(None), *_place_in_sum(name, part))
                 totals[name][at] += torch.stack([way[name].double() ** (1 + (i == 2)) for i, way in enumerate(ways)])
                 continue
             of_rows = name in ("lse", "max_scores")
@@ -151,12 +153,22 @@ def check(
     for name in tallies.keys() & totals.keys():
         exact, eager, squares = totals[name]
         tallies[name].eps = max(eps, torch.finfo(sums[name].dtype).eps)
-        tallies[name].add(found[name], exact, eager, squares.sqrt())
+        x = found[name]
+        if name in ("dk", "dv"):
+            x, squares = layout.canonical(x), squares + exact**2  # the sum over sequences is rounded too
+        tallies[name].add(x, exact, eager, squares.sqrt())
     ratios = {name: tally.ratio() for name, tally in tallies.items()}
     ratios["out"] = max(ratios["out"], ratios.pop("alone"))
     words = [f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items()]
     words += [f"{name}={list(x.shape) if isinstance(x, Tensor) else repr(x)}" for name, x in keywords.items()]
     return Report(str(chosen.spec), chosen.backend, ", ".join(words), ratios)
+
+
+def _place_in_sum(name: str, part: CallSlice) -> tuple[Any, ...]:
+    """Where a slice adds to a gradient that it shares with others."""
+    if name == "dsink":
+        return (part.rows_at[1],)
+    return part.keys_at if name in ("dk", "dv") else (...,)
 
 
 def _seeded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -70,6 +70,8 @@ class Case:
     """`all` rows and keys, or drawn lengths, at most s, of `q`, `k` or `qk`."""
     tail: int = 0
     """Packed and paged: rows after the last sequence."""
+    ranges: bool = False
+    """Packed: the keys are drawn ranges, which overlap and leave gaps; `used` has no k."""
     page_size: int = 16
     """Paged: rows of a page."""
     cache: str = "apart"
@@ -156,7 +158,7 @@ class Case:
             x.masked_fill_(sides[side].unused[:, None, None], math.nan)
         dlse = torch.randn(self.h_q, len(tensors[0]), generator=generator)
         sink = torch.randn(self.h_q, generator=generator)
-        return tensors, dlse, sink, packed.layout(*sides, device)
+        return tensors, dlse, sink, packed.layout(*sides, device, self.ranges)
 
     def _paged(self, generator: torch.Generator, device: torch.device | str) -> Inputs:
         *tensors, layout = paged.operands(self, generator)

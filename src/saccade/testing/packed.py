@@ -19,11 +19,11 @@ class PackedSide(NamedTuple):
     """The lengths of a drawn problem's queries, or of its keys."""
 
     offsets: Tensor
-    """(b + 1)"""
+    """(b + 1); of ranges (b), where they start"""
     used: Tensor | None
     """(b)"""
     unused: Tensor
-    """(t): rows after the used ones, and after the last sequence"""
+    """(t): rows after the used ones, and after the last sequence; of ranges those in none"""
     longest: int
 
 
@@ -39,9 +39,20 @@ def sides(case: Case, generator: torch.Generator) -> tuple[PackedSide, PackedSid
     """Queries and keys."""
     lengths_q = torch.tensor(case.lengths) if case.lengths else drawn_lengths(case.s_q, case.b, generator)
     lengths_k = lengths_q if case.s_q == case.s_k else drawn_lengths(case.s_k, case.b, generator)
-    return _side(lengths_q, "q" in case.used, case.tail, generator), _side(
-        lengths_k, "k" in case.used, case.tail, generator
-    )
+    queries = _side(lengths_q, "q" in case.used, case.tail, generator)
+    if case.ranges:
+        return queries, _ranges(lengths_k, case.tail, generator)
+    return queries, _side(lengths_k, "k" in case.used, case.tail, generator)
+
+
+def _ranges(lengths: Tensor, tail: int, generator: torch.Generator) -> PackedSide:
+    """Ranges of half again as many rows as the longest has: most overlap, and some rows may be in none."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    t = longest + longest // 2
+    starts = (torch.rand(len(lengths), generator=generator) * (t - lengths + 1)).long()
+    place = torch.arange(t + tail)[:, None]
+    unused = ~((place >= starts) & (place < starts + lengths)).any(1)
+    return PackedSide(starts.int(), lengths.int(), unused, longest)
 
 
 def _side(lengths: Tensor, ragged: bool, tail: int, generator: torch.Generator) -> PackedSide:
@@ -57,8 +68,11 @@ def _side(lengths: Tensor, ragged: bool, tail: int, generator: torch.Generator) 
     )
 
 
-def layout(q: PackedSide, k: PackedSide, device: torch.device | str) -> Packed:
+def layout(q: PackedSide, k: PackedSide, device: torch.device | str, ranges: bool = False) -> Packed:
     used_q, used_k = (None if side.used is None else side.used.to(device) for side in (q, k))
+    if ranges:
+        starts = k.offsets.to(device)
+        return Packed(q.offsets.to(device), None, q.longest, k.longest, used_q, used_k, starts_k=starts)
     return Packed(q.offsets.to(device), k.offsets.to(device), q.longest, k.longest, used_q, used_k)
 
 
@@ -93,7 +107,8 @@ def draw(seed: int, dtype: str) -> Case:
 
 
 def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:
-    """The rows of results after the last sequence, and the value that they must have, to the bit."""
+    """The rows of results after the last sequence, and the value that they must have, to the bit. Of ranges the sums
+    over sequences tell it."""
     q, k = (None if x is None else int(x[-1]) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k))
     for name, end in (("out", q), ("alone", q), ("dq", q), ("dk", k), ("dv", k)):
         if name in found and end is not None:

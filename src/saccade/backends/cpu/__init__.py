@@ -16,13 +16,13 @@ from saccade.spec import Spec
 SUPPORT = Support(
     devices=("cpu",),
     dtypes=("fp16", "bf16", "fp32", "fp64"),
-    layouts=("dense", "padded", "packed", "paged"),
+    layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "aligned"),
     max_d=1 << 20,
 )
-GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
+GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"))
 
 
 def obstacle() -> str | None:

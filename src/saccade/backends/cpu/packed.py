@@ -32,8 +32,11 @@ def forward(problem: Problem, lse: bool, dense: Forward) -> Outputs:
 
 
 def backward(problem: Problem, saved: Saved, dense: Backward) -> Gradients:
-    """dq, dk and dv, and the sums over all sequences of dsink and of captured tensors' gradients."""
+    """dq, dk and dv, and the sums over all sequences of dsink and of captured tensors' gradients. Where sequences may
+    share keys, dk and dv are sums too, in the order of the sequences."""
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
+    shared = problem.layout.starts_k is not None
+    shares = tuple(torch.zeros_like(x, dtype=problem.lse_dtype()) for x in (dk, dv)) if shared else ()
     captures = problem.score.tensors if problem.score else ()
     pairs = zip(captures, saved.wanted, strict=True)
     sums = [torch.zeros(x.shape, dtype=problem.lse_dtype()) if want else None for x, want in pairs]
@@ -42,12 +45,20 @@ def backward(problem: Problem, saved: Saved, dense: Backward) -> Gradients:
         end_q, end_k = rows.stop, keys.stop
         dlse = None if saved.dlse is None else saved.dlse[:, :, rows]
         part = Saved(saved.dout[:, :, rows], dlse, saved.out[:, :, rows], saved.lse[:, :, rows], saved.wanted)
-        dq[:, :, rows], dk[:, :, keys], dv[:, :, keys], _, of_captures = dense(sequence, part)
+        dq[:, :, rows], *more_keys, _, of_captures = dense(sequence, part)
+        for x, share, more in zip((dk, dv), shares or (None, None), more_keys, strict=True):
+            if share is None:
+                x[:, :, keys] = more
+            else:
+                share[:, :, keys] += more
         for total, more in zip(sums, of_captures, strict=False):
             if total is not None and more is not None:
                 total += more
     dq[:, :, end_q:] = 0
-    for x in (dk, dv):
-        x[:, :, end_k:] = 0
+    for x, share in zip((dk, dv), shares or (None, None), strict=True):
+        if share is None:
+            x[:, :, end_k:] = 0
+        else:
+            x.copy_(share)
     dsink = sink.gradient(problem, saved, sink.delta(saved)) if problem.sink is not None else None
     return dq, dk, dv, dsink, [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]

@@ -110,19 +110,36 @@ def keep(numbers, like, b, h, q_idx, kv_idx):
 
 
 @triton.jit
+def keep_unaligned(numbers, like, b, h, q_idx, kv_idx):
+    """The same of indices that start anywhere."""
+    if len(numbers) == 5:
+        return _keep_at(numbers, like, b, h, q_idx, kv_idx)
+    else:
+        zero = like.to(tl.int32, bitcast=True) * 0
+        return _keep_each(numbers, b, h, q_idx + zero, kv_idx + zero, zero)
+
+
+@triton.jit
 def _keep_at(numbers, like, b, h, q_idx, kv_idx):
-    """The same at any positions, which do not come in spans: four words for each probability, of which one counts."""
-    seed, offset, threshold, _, positions = numbers
-    # [M, N]
+    """The same at any positions, which do not come in spans."""
+    positions = numbers[4]
     zero = like.to(tl.int32, bitcast=True) * 0
     p = row_position(positions.q, b, q_idx) + zero
     r = kv_idx + first_key(positions.k, b) + zero
+    return _keep_each(numbers, b, h, p, r, zero)
+
+
+@triton.jit
+def _keep_each(numbers, b, h, p, r, zero):
+    """Of positions [M, N]: four words for each probability, of which one counts. zero [M, N]"""
+    seed = numbers[0]
+    offset = numbers[1]
     c2 = ((offset >> 32).to(tl.int32) ^ b) + zero
     c3 = (offset.to(tl.int32) ^ h) + zero
     w0, w1, w2, w3 = philox(counter(p), counter(r), c2.to(tl.uint32), c3.to(tl.uint32), seed)
     odd = (r & 8) != 0
     word = tl.where((p & 8) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
-    return _kept(word, threshold)
+    return _kept(word, numbers[2])
 
 
 @triton.jit

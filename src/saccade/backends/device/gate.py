@@ -52,7 +52,7 @@ class GateRow(NamedTuple):
         """The Problem of the row: two heads of 512 rows and keys."""
         q, k, v = (torch.empty(1, 2, 512, n, dtype=self.dtype) for n in (self.d, self.d, self.d_v))
         packed = "packed" in self.words
-        layout: Any = PACKED if packed else Dense()
+        layout: Any = PACKED if packed else RANGES if "ranges" in self.words else Dense()
         if "paged" in self.words:  # pages of 16 rows; two sequences, whose queries are packed, or one
             k, v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
             starts, b = (torch.zeros(3, dtype=torch.int32), 2) if packed else (None, 1)
@@ -64,6 +64,7 @@ class GateRow(NamedTuple):
 
 
 PACKED = Packed(*torch.zeros(2, 3, dtype=torch.int32), 512, 512)
+RANGES = Packed(PACKED.cu_seqlens_q, starts_k=PACKED.cu_seqlens_q[1:], seqused_k=PACKED.cu_seqlens_q[1:])
 
 
 def _mask(edges: str) -> Mask | None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
-from saccade.backends.device.dropout import factor, keep, opened
+from saccade.backends.device.dropout import factor, keep, keep_unaligned, opened
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, load_tile, logits, power, store_tile, tile_range, visible
 
@@ -186,13 +186,18 @@ def online_softmax(x, row_max, row_sum, score):
 
 
 @triton.jit
-def weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr):
+def weight_gradient(
+    qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True
+):
     """p after dropout, but for its factor, and ds before the slope of the score function, of one tile. Rows and keys
-    lie whichever way the operands broadcast."""
+    lie whichever way the operands broadcast. ALIGNED: both start at multiples of 16."""
     p = power(masked_scores(qk, args, q_idx, kv_idx, MASKED) - row_lse, args.score)
     if args.dropout is None:
         return p, p * (dp - row_delta)
     else:
-        live = keep(args.dropout, p, args.b, args.h, q_idx, kv_idx)
+        if ALIGNED:
+            live = keep(args.dropout, p, args.b, args.h, q_idx, kv_idx)
+        else:
+            live = keep_unaligned(args.dropout, p, args.b, args.h, q_idx, kv_idx)
         ds = p * (tl.where(live, dp, 0.0) * factor(args.dropout) - row_delta)
         return tl.where(live, p, 0.0), ds

@@ -29,7 +29,7 @@ class SequenceSpans(NamedTuple):
     used: Any
     """int (b): how many rows are in use"""
     starts: Any
-    """int (b + 1): packed: where each sequence begins"""
+    """int (b + 1): packed: where each sequence begins; (b) of ranges"""
     tiles: Any
     """int32 (1 + tiles, 2): packed: how many tiles there are, then each one's sequence and that one's first tile; of
     the operand whose tiles the programs are"""
@@ -37,6 +37,8 @@ class SequenceSpans(NamedTuple):
     """packed or bounded: how many sequences; a runtime_int"""
     bounded: Any
     """constexpr: `used` has `count` numbers, and sequences from `count` on have no rows; not packed"""
+    ranges: Any
+    """constexpr: sequences may share rows: each has the `used` ones from `starts` on; packed"""
     ragged: Any
     """constexpr: `used` says something; else it is some other tensor, as records hold no None on Triton 3.6"""
     packed: Any
@@ -58,6 +60,13 @@ def extent(span, b, s):
             return b, 0, s, tl.where(b < count, tl.minimum(tl.maximum(used, 0), s), 0)
         else:
             return b, 0, s, tl.minimum(tl.maximum(tl.load(span.used + b).to(tl.int32), 0), s)
+    elif span.ranges:  # what no sequence reads is not one more
+        count = plain_int(span.count)
+        number = tl.minimum(b, count - 1)
+        first = tl.minimum(tl.maximum(tl.load(span.starts + number), 0), s).to(tl.int32)
+        used = tl.minimum(tl.maximum(tl.load(span.used + number), 0), s).to(tl.int32)
+        rows = tl.where(b < count, tl.minimum(used, s - first), 0)
+        return b * 0, first, rows, rows
     else:
         count = plain_int(span.count)
         first = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(b, count)), 0), s).to(tl.int32)
@@ -227,14 +236,15 @@ def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[SequenceSpans 
         return _spans_of(None, layout.seqused_q), _spans_of(None, layout.seqused_k)
     count = runtime_int(layout.sequences)
     queries = _spans_of(layout.cu_seqlens_q, layout.seqused_q, tiles, count)
-    keys = _spans_of(layout.cu_seqlens_k, layout.seqused_k, tiles, count)
+    starts = layout.cu_seqlens_k if layout.starts_k is None else layout.starts_k
+    keys = _spans_of(starts, layout.seqused_k, tiles, count, layout.starts_k is not None)
     if keys is not None and tiles is not None and not layout.ragged_keys:
         keys = keys._replace(count=count, bounded=FLAGS[True])
     return queries, keys
 
 
 def _spans_of(
-    starts: Tensor | None, used: Tensor | None, tiles: Tensor | None = None, count: int = 0
+    starts: Tensor | None, used: Tensor | None, tiles: Tensor | None = None, count: int = 0, ranges: bool = False
 ) -> SequenceSpans | None:
     if starts is None and used is None:
         return None
@@ -243,8 +253,9 @@ def _spans_of(
     starts = None if starts is None else starts.contiguous()
     used = starts if used is None else used.contiguous()
     if starts is None:
-        return SequenceSpans(used, used, used, runtime_int(0), FLAGS[False], ragged, packed)
-    return SequenceSpans(used, starts, starts if tiles is None else tiles, count, FLAGS[False], ragged, packed)
+        return SequenceSpans(used, used, used, runtime_int(0), FLAGS[False], FLAGS[False], ragged, packed)
+    tiles = starts if tiles is None else tiles
+    return SequenceSpans(used, starts, tiles, count, FLAGS[False], FLAGS[ranges], ragged, packed)
 
 
 def tiles_of(span: SequenceSpans | None) -> Tensor | None:
@@ -254,7 +265,10 @@ def tiles_of(span: SequenceSpans | None) -> Tensor | None:
 
 def slots(problem: Problem, side: int, block: int) -> int:
     """How many tiles of `block` rows there may be, of queries (0) or keys (1)."""
-    return problem.layout.tiles((problem.q, problem.k)[side].shape[2], block)
+    s, layout = (problem.q, problem.k)[side].shape[2], problem.layout
+    if side and layout.starts_k is not None:  # each sequence may have all keys; and one where there is none
+        return layout.sequences * -(-s // block) + 1
+    return layout.tiles(s, block)
 
 
 def lengths(problem: Problem) -> tuple[int, int]:

@@ -14,14 +14,14 @@ obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
     dtypes=("fp16", "bf16", "fp32"),
-    layouts=("dense", "padded", "packed", "paged"),
+    layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "aligned"),
     max_d=256,
     needs_with=(("paged", "aligned"),),
 )
-GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
+GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"))
 
 
 def workspace(spec: Spec) -> str:

@@ -83,8 +83,10 @@ def _apply_slope(ds, qk, args, q_idx, kv_idx):
 
 
 @triton.jit
-def _dkdv_step(dk, dv, start, k_tile, v_tile, kv_idx, rows, args, shape, MASKED: tl.constexpr):
-    """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v]."""
+def dkdv_step(
+    dk, dv, start, k_tile, v_tile, kv_idx, rows, args, shape, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True
+):
+    """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v]. ALIGNED: as `weight_gradient` says."""
     # [block_q, d], [block_q, d_v]
     q_tile = load_tile(rows.q, rows.first_q, start, args.rows, shape.BLOCK_Q, shape.D, shape.BLOCK_D, MASKED)
     dout_tile = load_tile(
@@ -101,7 +103,9 @@ def _dkdv_step(dk, dv, start, k_tile, v_tile, kv_idx, rows, args, shape, MASKED:
     # [block_k, block_q]
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=shape.PRECISION)
     dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=shape.PRECISION)
-    p, ds = weight_gradient(qk, dp, row_lse[None, :], row_delta[None, :], args, q_idx[None, :], kv_idx[:, None], MASKED)
+    p, ds = weight_gradient(
+        qk, dp, row_lse[None, :], row_delta[None, :], args, q_idx[None, :], kv_idx[:, None], MASKED, ALIGNED
+    )
     ds = _apply_slope(ds, qk, args, q_idx[None, :], kv_idx[:, None])
     dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=shape.PRECISION)
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=shape.PRECISION)
@@ -147,10 +151,10 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
         tiles = TileRange(first, core, core_end, end, block_list)
         for step in range(0, edge_length(tiles), shape.BLOCK_Q):
             start = edge_start(mask, tiles, step, shape.BLOCK_Q)
-            dk_sum, dv_sum = _dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, True)
+            dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, True)
         for step in range(core, core_end, shape.BLOCK_Q):
             start = tile_start(mask, block_list, step, shape.BLOCK_Q)
-            dk_sum, dv_sum = _dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False)
+            dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False)
     if dropout is not None:
         dv_sum *= factor(dropout)
     # Keys that are not in use get zeros.

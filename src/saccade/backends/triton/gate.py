@@ -18,6 +18,8 @@ from saccade.spec import Spec
 
 DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
+RANGES_SPILL = 1400
+"""What sums over sequences cost: those of the sequences before leave the registers, outside of the loops over rows."""
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
 
@@ -31,7 +33,7 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"triton dkdv 16bit d128/128 {edges}" for edges in ("packed", "listed"))
+    yield from (f"triton dkdv 16bit d128/128 {edges}" for edges in ("packed", "ranges", "listed"))
     yield "triton order 16bit d128/128 packed"
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
@@ -65,4 +67,5 @@ def compiled(name: str) -> tuple[Any, int]:
     tile = config(row.kernel, problem.spec(), GPU)
     arguments = common_arguments(problem, device_mask(problem))
     kernel = launch.prepare(row.kernel, problem, tile).warmup((*tensors, *arguments))
-    return kernel, tile.spill + (0 if problem.dropout is None else DROPOUT_SPILL)
+    more = RANGES_SPILL if "ranges" in row.words else 0 if problem.dropout is None else DROPOUT_SPILL
+    return kernel, tile.spill + more

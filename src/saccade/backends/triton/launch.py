@@ -12,14 +12,15 @@ from torch import Tensor
 
 from saccade import configs
 from saccade.backends import Outputs, Saved
-from saccade.backends.device import block_d, scores, sequences
-from saccade.backends.device.arguments import TileShape, precision, tile_arguments, tile_grid
+from saccade.backends.device import block_d, masks, scores, sequences
+from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient
 from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
+from saccade.backends.triton.ranges_kernel import ranges_dkdv_kernel
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
@@ -84,6 +85,8 @@ def operand(problem: Problem, name: str, x: Tensor | None = None) -> TensorArgs:
 
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
+RANGES_KERNELS = KERNELS | {"dkdv": ranges_dkdv_kernel}
+"""The same where sequences may share keys."""
 
 
 def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
@@ -98,13 +101,22 @@ def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles 
         if tiles is None:
             problem.launches[key] = cached
     launch, tile = cached
-    launch(problem.q.device.index, (*tensors, *tile_arguments(problem, tile.block_q, tile.block_k, name == "dkdv")))
+    launch(problem.q.device.index, (*tensors, *_tile_arguments(name, problem, tile)))
+
+
+def _tile_arguments(name: str, problem: Problem, tile: TileConfig) -> tuple[Any, ...]:
+    if name == "dkdv" and problem.layout.starts_k is not None:  # its programs own no sequence's block
+        return common_arguments(problem, masks.record(problem))
+    return tile_arguments(problem, tile.block_q, tile.block_k, name == "dkdv")
 
 
 def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1) -> Launch:
     blocks = tile.block_q, tile.block_k
     grid, shape = tile_grid(problem, *blocks, by_keys=name == "dkdv"), TileShape.of(problem, *blocks)
-    return Launch(KERNELS[name], grid, (shape,), tile.warps, tile.stages, least_stages)
+    if name == "dkdv" and problem.layout.starts_k is not None:
+        grid = problem.k.shape[1] * -(-problem.k.shape[2] // tile.block_k), 1, 1
+    kernels = KERNELS if problem.layout.starts_k is None else RANGES_KERNELS
+    return Launch(kernels[name], grid, (shape,), tile.warps, tile.stages, least_stages)
 
 
 def _config(kernel: str, problem: Problem) -> TileConfig:

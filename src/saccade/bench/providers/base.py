@@ -151,6 +151,7 @@ class PeerInputs(Operands):
         if not isinstance(layout, Packed) or (layout.seqused_q, layout.seqused_k) != (None, None):
             raise TypeError(f"varlen functions take no {layout!r}")
         q, k = layout.cu_seqlens_q, layout.cu_seqlens_k
+        assert k is not None, "ranges have used lengths"
         return q, k, int(q.diff().max()), int(k.diff().max())
 
 

@@ -23,6 +23,7 @@ class Padding:
     def of(inputs: Inputs) -> Padding:
         layout = inputs.keywords["layout"]
         assert isinstance(layout, Packed)
+        assert layout.cu_seqlens_k is not None
         q = PaddedSide.of(layout.cu_seqlens_q, layout.seqused_q, inputs.q.shape[0])
         return Padding(q, PaddedSide.of(layout.cu_seqlens_k, layout.seqused_k, inputs.k.shape[0]))
 

@@ -1,0 +1,261 @@
+"""Packed sequences whose keys are ranges, which overlap and leave gaps: starts_k and seqused_k."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+from saccade import Dense, Packed, Unsupported, attention, causal, explain, mask_mod, plan
+from saccade.layouts import from_tensors
+from saccade.testing import check
+from saccade.testing.cases import Case
+from saccade.testing.packed import draw
+
+OFFSETS = torch.tensor([0, 4, 4, 10])
+STARTS, USED = torch.tensor([2, 0, 5]), torch.tensor([6, 3, 7])
+
+
+def ranges(starts=STARTS, used=USED, **keywords):
+    return Packed(OFFSETS, starts_k=starts, seqused_k=used, **keywords)
+
+
+def operands(**keywords):
+    return torch.randn(10, 4, 16, **keywords), torch.randn(14, 2, 16, **keywords), torch.randn(14, 2, 16, **keywords)
+
+
+# What it takes
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: Packed(OFFSETS, starts_k=STARTS), "needs seqused_k"),
+        (lambda: Packed(OFFSETS, OFFSETS, starts_k=STARTS, seqused_k=USED), "takes the place of cu_seqlens_k"),
+        (lambda: ranges(starts=STARTS.float()), "starts_k must be an int32 or int64 tensor of shape"),
+        (lambda: ranges(starts=STARTS[:2]), r"starts_k must have shape \(3,\), got \(2,\)"),
+        (lambda: ranges(used=USED[None]), r"seqused_k must be an int32 or int64 tensor of shape \(b,\)"),
+    ],
+)
+def test_broken_tensors(made, words):
+    with pytest.raises(ValueError, match=words):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("starts", "used"),
+    [
+        (STARTS - 3, USED),
+        (STARTS, USED - 5),
+        (STARTS, USED + 3),
+        (torch.tensor([2, 1 << 40, 5]), USED),
+        (torch.tensor([2, 15, 5]), torch.tensor([6, 0, 7])),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_ranges_outside_of_the_keys(starts, used, backend):
+    with pytest.raises(ValueError, match="no range may end beyond the tensor's 14 rows, got"):
+        attention(*operands(), layout=ranges(starts, used), backend=backend)
+
+
+def test_validate(place):
+    dtype = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}.get(place.dtype, "float32"))
+    x = [y.to(place.device, dtype) for y in operands()]
+    vectors = {"starts_k": STARTS.to(place.device), "seqused_k": USED.to(place.device) + 3}
+    with pytest.raises(ValueError, match="no range may end beyond"):
+        attention(*x, layout=Packed(OFFSETS.to(place.device), **vectors, validate=True), backend=place.backend)
+
+
+@pytest.mark.parametrize("used", [{}, {"seqused_q": USED - 3, "validate": True}], ids=["", "q"])
+def test_text_and_tensors_are_the_whole_layout(used):
+    layout = ranges(**used)
+    tensors = layout.tensors
+    again = from_tensors(layout.text, tensors, 10, 14)
+    assert tensors == []
+    assert again.text == layout.text
+    assert again.kind == "ranges"
+    assert all(x is y for x, y in zip(again.tensors, layout.tensors, strict=True))
+
+
+def test_words():
+    x = operands()
+    assert str(explain(*x, layout=ranges()).spec) == "fp32 d16 group2 ranges aligned cpu".replace(
+        "d16 group2", "group2 d16"
+    )
+    assert plan("bf16 d64 ranges causal cpu").backend == "cpu"
+    assert ranges().sizes(*x[:2])[2:4] == (6, 7)
+    assert ranges(max_seqlen_k=9).sizes(*x[:2]).s_k == 9
+    with pytest.raises(Unsupported, match=r"cudnn: .*has no ranges layout"):
+        attention(*x, layout=ranges(), backend="cudnn")
+
+
+def test_flops_are_those_of_the_ranges():
+    with FlopCounterMode(display=False) as counter:
+        attention(*operands(), layout=ranges())
+    assert counter.get_total_flops() == 2 * 4 * (4 * 6 + 6 * 7) * (16 + 16)
+
+
+# What it computes
+
+# fmt: off
+CASES = [
+    Case("ranges", b=5, h_q=4, s_q=90, s_k=150, mask="causal", order="thd", ranges=True),
+    Case("plain", b=4, h_q=4, s_q=150, s_k=150, d=128, order="thd", ranges=True, tail=70),
+    Case("used", b=7, h_q=6, s_q=100, s_k=130, d=40, d_v=24, mask="window(30,0)", score="softcap(9)", sink=True,
+         used="q", order="thd", ranges=True, tail=3),
+    Case("intervals", b=4, s_q=100, s_k=100, mask="interval_rows", order="thd", ranges=True),
+    Case("union", b=4, s_q=140, s_k=140, mask="prefixes|window(5,3)", order="thd", ranges=True),
+    Case("bias-dropout", b=4, h_q=4, s_q=70, s_k=130, mask="causal", score="bias", sink=True, dropout_p=0.3,
+         order="thd", ranges=True),
+    Case("d256", b=4, s_q=90, s_k=150, d=256, mask="window(40,0)", order="thd", ranges=True),
+    Case("empty", b=3, lengths=(0, 0, 0), order="thd", ranges=True, tail=5),
+    Case("nothing", b=0, order="thd", ranges=True, tail=5),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, place):
+    made = case.replace(dtype=place.dtype).inputs(place.device, requires_grad=True)
+    check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **made.keywords).assert_ok()
+
+
+def test_each_sequence_is_a_call_of_its_own(place):
+    made = Case("", dtype=place.dtype, b=5, h_q=4, s_q=70, s_k=90, order="thd", ranges=True).inputs(place.device)
+    layout = made.keywords["layout"]
+    leaves = [x.requires_grad_() for x in (made.q, made.k, made.v)]
+    out = attention(*leaves, mask=causal(), layout=layout, backend=place.backend)
+    dk = torch.autograd.grad(out, leaves, made.dout)[1]
+    total = torch.zeros_like(dk, dtype=torch.float64)
+    for b in range(layout.sequences):
+        rows = slice(*layout.cu_seqlens_q[b : b + 2].tolist())
+        keys = slice(int(layout.starts_k[b]), int(layout.starts_k[b] + layout.seqused_k[b]))
+        parts = [x[None, at].detach().requires_grad_() for x, at in zip(leaves, (rows, keys, keys), strict=True)]
+        one = attention(*parts, mask=causal(), layout=Dense("bshd"), backend=place.backend)
+        torch.testing.assert_close(out[rows], one[0])
+        total[keys] += torch.autograd.grad(one, parts, made.dout[None, rows])[1][0]
+    assert not total[made.k[:, 0, 0].isnan()].any()
+    torch.testing.assert_close(dk, total.to(dk.dtype), rtol=0.02, atol=0.1 if place.dtype == "bf16" else 0.02)
+
+
+def test_ranges_end_to_end_are_packed_sequences(place):
+    made = Case("", dtype=place.dtype, b=4, h_q=4, s_q=90, s_k=120, order="thd", used="q", tail=9).inputs(place.device)
+    packed = made.keywords["layout"]
+    layout = Packed(packed.cu_seqlens_q, starts_k=packed.cu_seqlens_k[:-1], seqused_k=packed.cu_seqlens_k.diff(),
+                    seqused_q=packed.seqused_q)  # fmt: skip
+    keywords = {"mask": causal(), "layout": layout, "backend": place.backend}
+    assert torch.equal(
+        attention(made.q, made.k, made.v, **keywords),
+        attention(made.q, made.k, made.v, **keywords | {"layout": packed}),
+    )
+    check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, **keywords).assert_ok()
+
+
+def test_chunks_of_one_sequence_are_the_whole(place):
+    """As context parallelism and shared prefixes have them: each chunk of queries sees all keys up to its last."""
+    x = Case("", dtype=place.dtype, b=1, h_q=4, s_q=300, s_k=300, mask="causal", order="thd", lengths=(300,)).inputs(
+        place.device
+    )
+    cuts = torch.tensor([0, 70, 128, 299, 300], device=place.device)
+    layout = Packed(cuts, starts_k=torch.zeros_like(cuts[1:]), seqused_k=cuts[1:])
+
+    def chunked(q, k, v, **keywords):
+        return attention(q, k, v, **keywords | {"layout": layout})
+
+    keywords = x.keywords | {"mask": causal()}
+    check(x.q, x.k, x.v, dout=x.dout, dlse=x.dlse, backend=place.backend, function=chunked, **keywords).assert_ok()
+
+
+PREDICATES = {
+    "tiles": mask_mod(lambda b, h, i, j: (i // 20 + j // 33 + b) % 3 != 0),
+    "causal": mask_mod(lambda b, h, i, j: (i ^ j) & (h + 1) == 0) & causal(),
+    "not": ~causal(),
+    "nothing": mask_mod(lambda b, h, i, j: i < 0),
+}
+
+
+@pytest.mark.parametrize("name", PREDICATES)
+def test_predicates(name, place):
+    case = Case("", dtype=place.dtype, b=5, h_q=4, s_q=150, s_k=90, d=16, order="thd", tail=3, ranges=True, sink=True)
+    made = case.inputs(place.device, requires_grad=True)
+    keywords = made.keywords | {"mask": PREDICATES[name]}
+    check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_batches(seed, place):
+    case = draw(seed, place.dtype).replace(ranges=True, dropout_p=0.2 * (seed % 2))
+    made = case.inputs(place.device)
+    report = check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **made.keywords)
+    assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+def test_a_broken_sequence_stays_alone(place, poison):
+    """NaN and Inf in the queries of one sequence reach no other, nor the keys that it does not read."""
+    offsets, starts, used = torch.tensor([[0, 40, 170, 300], [3, 60, 75, 0], [100, 90, 120, 0]], device=place.device)
+    made = Case("", dtype=place.dtype, h_q=4, d=64, s_q=300, s_k=200, order="thd", b=1, lengths=(300,)).inputs(
+        place.device
+    )
+    layout = Packed(offsets, starts_k=starts[:3], seqused_k=used[:3])
+    k, v = torch.randn(2, 200, 2, 64, device=place.device).to(made.q.dtype)
+    k[195:], v[195:] = torch.nan, torch.nan  # in no range
+    k[:3], v[:3] = torch.inf, torch.inf
+
+    def results(broken):
+        q, dout = made.q[:, :, :].clone(), made.dout.clone()
+        if broken:
+            q[40:170], dout[40:170] = torch.nan, torch.inf
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, mask=causal(), layout=layout, backend=place.backend, deterministic=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    (out, dq, *keys), (out_b, dq_b, *keys_b) = results(False), results(True)
+    for x, y in ((out, out_b), (dq, dq_b)):
+        assert torch.equal(x[:40], y[:40])
+        assert torch.equal(x[170:], y[170:])
+    for x, y in zip(keys, keys_b, strict=True):
+        assert bool(x.isfinite().all())
+        assert torch.equal(x[:60], y[:60])
+        assert torch.equal(x[150:], y[150:])
+        assert not x[:3].any()
+        assert not x[195:].any()
+
+
+def test_repeats_are_bitwise_equal(place):
+    made = Case("", dtype=place.dtype, b=7, h_q=4, s_q=60, s_k=90, order="thd", ranges=True).inputs(place.device)
+    leaves = [x.requires_grad_() for x in (made.q, made.k, made.v)]
+
+    def gradients():
+        out = attention(*leaves, backend=place.backend, deterministic=True, **made.keywords)
+        return torch.autograd.grad(out, leaves, made.dout)
+
+    first = gradients()
+    for _ in range(3):
+        assert all(torch.equal(x, y) for x, y in zip(first, gradients(), strict=True))
+
+
+# PyTorch
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiles_once_for_all_lengths(gradients):
+    torch._dynamo.reset()
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+
+    def call(q, k, v, offsets, starts, used):
+        return attention(q * 1, k, v, mask=causal(), layout=Packed(offsets, starts_k=starts, seqused_k=used))
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for t, b in ((20, 5), (31, 6), (50, 9)):
+        offsets = torch.cat([torch.zeros(1), torch.rand(b - 1).sort().values * t, torch.tensor([t])]).int()
+        starts = torch.randint(0, t, (b,))
+        q, k, v = (torch.randn(n, h, 16, requires_grad=gradients) for n, h in ((t, 4), (t + 7, 2), (t + 7, 2)))
+        given = q, k, v, offsets, starts, t + 7 - starts
+        got, want = compiled(*given), call(*given)
+        assert torch.equal(got, want)
+        if gradients:
+            for x, y in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (got, want)), strict=True):
+                assert torch.equal(x, y)
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
