@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,17 +61,19 @@ def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTer
     """
     _check(q, k_cache, v_cache, terms)
     mask = visible(terms.causal, terms.window_size, terms.cache_leftpad)
-    before = _layout(q, k_cache, terms)
-    used = before.seqused_k
+    table, used = _table(q, k_cache, terms)
     if terms.k is not None:
-        q = _append(q, k_cache, v_cache, before, terms)
         cu_new = terms.cu_seqlens_k_new
+        q = _append(q, k_cache, v_cache, Paged(table, used, cu_new), terms)
         used = used + (terms.k.shape[1] if cu_new is None else cu_new.diff())
-    layout = Paged(before.block_table, used, terms.cu_seqlens_q, terms.num_splits or None)
+    layout = Paged(table, used, terms.cu_seqlens_q, terms.num_splits or None)
     if terms.attention_chunk:
         own = chunked(terms.attention_chunk, layout, q, k_cache, terms.cache_leftpad)
         mask = own if mask is None else own & mask
-    mod = score_mod(terms.softcap, terms.alibi_slopes, terms.causal or terms.window_size[1] == 0, layout, q, k_cache)
+    mod = None
+    if terms.alibi_slopes is not None or terms.softcap != 0.0:
+        causal = terms.causal or terms.window_size[1] == 0
+        mod = score_mod(terms.softcap, terms.alibi_slopes, causal, layout, q, k_cache)
     return attention(
         q, k_cache, v_cache, mask=mask, score_mod=mod, layout=layout, scale=terms.softmax_scale,
         return_lse=terms.return_softmax_lse,
@@ -79,36 +82,39 @@ def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTer
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> None:
     arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    arguments.flags(
-        causal=terms.causal, rotary_interleaved=terms.rotary_interleaved, return_softmax_lse=terms.return_softmax_lse
-    )
-    arguments.integer("num_splits", terms.num_splits)
-    arguments.integer("attention_chunk", terms.attention_chunk)
+    causal, interleaved, return_lse = terms.causal, terms.rotary_interleaved, terms.return_softmax_lse
+    arguments.flags(causal=causal, rotary_interleaved=interleaved, return_softmax_lse=return_lse)
+    for name, number in (("num_splits", terms.num_splits), ("attention_chunk", terms.attention_chunk)):
+        if number != 0:
+            arguments.integer(name, number)
     if k_cache.dim() != 4 or v_cache.dim() != 4:
         shapes = f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
-        raise ValueError(
-            f"k_cache and v_cache must be (b, s, h_k, d), or pages (pages, page_size, h_k, d), got {shapes}"
-        )
+        raise ValueError(f"k_cache and v_cache must be (b, s, h_k, d) or (pages, page_size, h_k, d), got {shapes}")
     dims, form = (4, "(b, s_q, h_q, d)") if terms.cu_seqlens_q is None else (3, "(t_q, h_q, d) with cu_seqlens_q")
     if q.dim() != dims:
         raise ValueError(f"q must be {form}, got {tuple(q.shape)}")
+    if terms.page_table is not None and terms.cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx is for caches without pages: index the rows of the page table with it")
+    k, v, cos, sin, *_ = terms
+    if not (k is v is cos is sin is terms.cu_seqlens_k_new is terms.rotary_seqlens is None):
+        _check_new(terms)
+
+
+def _check_new(terms: CacheTerms) -> None:
     for one, other in (("k", "v"), ("rotary_cos", "rotary_sin")):
         if (getattr(terms, one) is None) != (getattr(terms, other) is None):
             raise ValueError(f"{one} and {other} come together: give both or none")
     if terms.k is None:
-        for name in ("rotary_cos", "rotary_seqlens", "cu_seqlens_k_new"):
-            if getattr(terms, name) is not None:
-                raise ValueError(f"{name} is for new keys and values, k and v, which are None")
-    else:
-        arguments.tensors(k=terms.k, v=terms.v)
-        if terms.cache_seqlens is None:
-            raise ValueError("k and v are appended after the keys of each sequence: give cache_seqlens")
-    if terms.page_table is not None and terms.cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx is for caches without pages: index the rows of the page table with it")
+        names = "rotary_cos", "cu_seqlens_k_new", "rotary_seqlens"
+        given = next(name for name in names if getattr(terms, name) is not None)
+        raise ValueError(f"{given} is for new keys and values, k and v, which are None")
+    arguments.tensors(k=terms.k, v=terms.v)
+    if terms.cache_seqlens is None:
+        raise ValueError("k and v are appended after the keys of each sequence: give cache_seqlens")
 
 
-def _layout(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> Paged:
-    """The cache as it is before the call. Without pages each row of the cache is a page."""
+def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tensor]:
+    """The pages of each sequence, and how many keys it has before the call. Without pages a row of the cache is one."""
     b = q.shape[0] if terms.cu_seqlens_q is None else len(terms.cu_seqlens_q) - 1
     table = terms.page_table
     if table is None and terms.cache_batch_idx is not None:
@@ -123,7 +129,7 @@ def _layout(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> Paged:
         room = table.shape[-1] * k_cache.shape[1]
         used = room if used is None else arguments.integer("cache_seqlens", used)
         used = torch.full((b,), used, dtype=torch.int32, device=q.device)
-    return Paged(table, used, terms.cu_seqlens_k_new)
+    return table, used
 
 
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, before: Paged, terms: CacheTerms) -> Tensor:
@@ -169,6 +175,11 @@ def own_rows(b: int, like: Tensor) -> Tensor:
     device = like.device
     if not ops.runs_directly(like) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.arange(b, dtype=torch.int32, device=device)[:, None]
+    return _kept_rows(b, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_rows(b: int, device: torch.device) -> Tensor:
     size = max(256, 1 << max(b - 1, 0).bit_length())
     table = _OWN_ROWS.get((device, size))
     if table is None:
