@@ -14,6 +14,7 @@ FACES = {
         "flash_attn.flash_attn_interface": "saccade.compat.flash_attn.flash_attn_interface",
         "flash_attn.bert_padding": "saccade.compat.flash_attn.bert_padding",
     },
+    "flash_attn_interface": {"flash_attn_interface": "saccade.compat.flash_attn_interface"},
 }
 """What `install` takes: names and the modules that they become."""
 
@@ -27,7 +28,7 @@ def install(name: str) -> ModuleType:
     them: call this first.
 
     Args:
-        name: "flash_attn".
+        name: "flash_attn" (2.8), or "flash_attn_interface" (3).
 
     Returns:
         The module of that name. A second call changes nothing.

@@ -171,9 +171,13 @@ def test_a_row_without_keys():
 
 def test_deterministic(monkeypatch):
     """True is asked for; False follows torch, as everywhere in saccade."""
-    seen = []
-    monkeypatch.setattr(call, "attention", lambda *_, **given: seen.append(given["deterministic"]))
-    made = drawn("cpu")
+    made, seen = drawn("cpu"), []
+
+    def watched(*operands, **given):
+        seen.append(given["deterministic"])
+        return attention(*operands, **given)
+
+    monkeypatch.setattr(call, "attention", watched)
     for deterministic in (True, False):
         flash_attn_func(made.q, made.k, made.v, deterministic=deterministic)
     assert seen == [True, None]

@@ -1,4 +1,4 @@
-"""Names, order and defaults of flash-attn's functions, written down from flash-attn 2.8.4."""
+"""Names, order and defaults of flash-attn's functions, written down from flash-attn 2.8.4 and 3."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import pytest
 
 from saccade.compat import flash_attn
+from saccade.compat import flash_attn_interface as version_3
 from saccade.compat.flash_attn import bert_padding, flash_attn_interface
 
 TAIL = (
@@ -50,6 +51,31 @@ PADDING = {
     "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
     "pad_input": "hidden_states, indices, batch, seqlen",
 }
+DESCALES = "q_descale=None, k_descale=None, v_descale=None"
+AHEAD = f"softmax_scale=None, causal=False, qv=None, {DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0"
+TUNING = "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+VERSION_3 = {
+    "flash_attn_func": f"q, k, v, {AHEAD}, {TUNING}",
+    "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, seqused_q=None, seqused_k=None, {AHEAD}, {TUNING}",
+    "flash_attn_qkvpacked_func": (
+        f"qkv, softmax_scale=None, causal=False, {DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+        "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False"
+    ),
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+        f"max_seqlen_q=None, rotary_seqlens=None, {DESCALES}, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, "
+        "pack_gqa=None, sm_margin=0, return_softmax_lse=False"
+    ),
+    "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "get_scheduler_metadata": (
+        "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+        "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, "
+        "page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, "
+        "num_splits=0, pack_gqa=None, sm_margin=0"
+    ),
+}
 
 
 def told(function):
@@ -64,6 +90,7 @@ def told(function):
     [
         *((flash_attn, *item) for item in PUBLIC.items()),
         *((flash_attn_interface, *item) for item in (PUBLIC | PRIVATE).items()),
+        *((version_3, *item) for item in VERSION_3.items()),
         *((bert_padding, *item) for item in PADDING.items()),
     ],
     ids=lambda value: getattr(value, "__name__", value).rsplit(".", 1)[-1] if not isinstance(value, str) else value,
@@ -74,5 +101,6 @@ def test_signature(module, name, wanted):
 
 def test_exports():
     assert set(flash_attn.__all__) == set(PUBLIC)
+    assert set(version_3.__all__) == set(VERSION_3)
     assert set(flash_attn_interface.__all__) == set(PUBLIC | PRIVATE)
     assert flash_attn.__version__ == "2.8.4"

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from saccade import arguments, ops
-from saccade.api import attention
 from saccade.backends import Rotary
 from saccade.backends.cpu.append import rotated
+from saccade.compat.flash_attn.call import Terms, attend
 from saccade.compat.flash_attn.lengths import of_rows, row_numbers
-from saccade.compat.flash_attn.masks import chunked, visible
-from saccade.compat.flash_attn.scores import score_mod
+from saccade.compat.flash_attn.masks import bounds
 from saccade.kv_cache import append_kv
 from saccade.layouts import Paged
 from saccade.partial import Partial
@@ -47,46 +46,36 @@ class CacheTerms(NamedTuple):
     @property
     def local(self) -> bool:
         """Whether queries have places, so that each is rotated by its own."""
-        left, right = self.window_size
-        bounded = any(bound is not None and bound >= 0 for bound in (left, right))
-        return bool(self.causal) or bounded or self.attention_chunk > 0
+        return bool(self.causal) or bounds(self.window_size) != (None, None) or self.attention_chunk != 0
 
 
 def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> Tensor | Partial:
-    """Appends the new keys and values, if there are any, and attends to all.
+    """Appends the new keys and values, if there are any, and attends to all: out, or (out, softmax_lse).
 
     Raises:
         ValueError, TypeError: arguments that do not fit one another.
         Unsupported: a gradient is needed.
     """
     _check(q, k_cache, v_cache, terms)
-    mask = visible(terms.causal, terms.window_size, terms.cache_leftpad)
     table, used = _table(q, k_cache, terms)
     if terms.k is not None:
         cu_new = terms.cu_seqlens_k_new
         q = _append(q, k_cache, v_cache, Paged(table, used, cu_new), terms)
         used = used + (terms.k.shape[1] if cu_new is None else cu_new.diff())
     layout = Paged(table, used, terms.cu_seqlens_q, terms.num_splits or None)
-    if terms.attention_chunk:
-        own = chunked(terms.attention_chunk, layout, q, k_cache, terms.cache_leftpad)
-        mask = own if mask is None else own & mask
-    mod = None
-    if terms.alibi_slopes is not None or terms.softcap != 0.0:
-        causal = terms.causal or terms.window_size[1] == 0
-        mod = score_mod(terms.softcap, terms.alibi_slopes, causal, layout, q, k_cache)
-    return attention(
-        q, k_cache, v_cache, mask=mask, score_mod=mod, layout=layout, scale=terms.softmax_scale,
-        return_lse=terms.return_softmax_lse,
+    own = Terms(
+        0.0, terms.softmax_scale, terms.causal, terms.window_size, terms.softcap, terms.alibi_slopes, False,
+        terms.return_softmax_lse,
     )  # fmt: skip
+    return attend(q, k_cache, v_cache, layout, own, terms.cache_leftpad, terms.attention_chunk)
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> None:
     arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     causal, interleaved, return_lse = terms.causal, terms.rotary_interleaved, terms.return_softmax_lse
     arguments.flags(causal=causal, rotary_interleaved=interleaved, return_softmax_lse=return_lse)
-    for name, number in (("num_splits", terms.num_splits), ("attention_chunk", terms.attention_chunk)):
-        if number != 0:
-            arguments.integer(name, number)
+    if terms.num_splits != 0:
+        arguments.integer("num_splits", terms.num_splits)
     if k_cache.dim() != 4 or v_cache.dim() != 4:
         shapes = f"{tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         raise ValueError(f"k_cache and v_cache must be (b, s, h_k, d) or (pages, page_size, h_k, d), got {shapes}")

@@ -10,10 +10,11 @@ from torch import Tensor
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
 from saccade.call import BoundCall, check_call
-from saccade.compat.flash_attn.masks import visible
+from saccade.compat.flash_attn.masks import chunked, visible
 from saccade.compat.flash_attn.scores import score_mod
 from saccade.layouts import Dense, Layout, Packed, Paged
 from saccade.masks import Mask
+from saccade.partial import Partial
 
 BSHD = Dense("bshd")
 
@@ -31,28 +32,35 @@ class Terms(NamedTuple):
     return_attn_probs: Any
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms) -> Any:
-    """out, or with return_attn_probs (out, softmax_lse, an empty tensor)."""
-    mask, mod = meaning(q, k, layout, terms)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None, chunk: int = 0
+) -> Tensor | Partial:
+    """out, or with return_attn_probs (out, softmax_lse)."""
+    mask, mod = meaning(q, k, layout, terms, leftpad, chunk)
     dropout_p, scale, *_, deterministic, return_attn_probs = terms
-    result: Any = attention(
+    return attention(
         q, k, v, mask=mask, score_mod=mod, layout=layout, scale=scale, dropout_p=dropout_p,
         return_lse=return_attn_probs, deterministic=deterministic or None,
     )  # fmt: skip
-    return (*result, result[0].new_empty(0)) if return_attn_probs else result
+
+
+def attend_with_probabilities(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms) -> Any:
+    """out, or with return_attn_probs (out, softmax_lse, an empty tensor), as FlashAttention-2 returns them."""
+    result = attend(q, k, v, layout, terms)
+    return result if isinstance(result, Tensor) else (*result, result.out.new_empty(0))
 
 
 def bound_call(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None, chunk: int = 0
 ) -> BoundCall:
     """The call that `attention` would run, for those who run one half of it."""
-    mask, mod = meaning(q, k, layout, terms, leftpad)
+    mask, mod = meaning(q, k, layout, terms, leftpad, chunk)
     scale, p, deterministic = terms.softmax_scale, terms.dropout_p, terms.deterministic or None
     return check_call(q, k, v, mask, mod, layout, scale, None, p, True, False, deterministic, "auto", None)
 
 
 def meaning(
-    q: Tensor, k: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None
+    q: Tensor, k: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None, chunk: int = 0
 ) -> tuple[Mask | None, ScoreFunction | None]:
     """Mask and score function of a call.
 
@@ -68,6 +76,9 @@ def meaning(
             "holds: pass dropout_p=0.0, or omit return_attn_probs"
         )
     mask = visible(causal, window_size, leftpad)
+    if chunk != 0:
+        own = chunked(chunk, layout, q, k, leftpad)
+        mask = own if mask is None else own & mask
     if slopes is None and softcap == 0.0:
         return mask, None
     return mask, score_mod(softcap, slopes, causal or window_size[1] == 0, layout, q, k)
@@ -76,12 +87,13 @@ def meaning(
 def sequences(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any,
     block_table: Tensor | None = None, seqused_k: Tensor | None = None, num_splits: int = 0,
+    seqused_q: Tensor | None = None,
 ) -> Packed | Paged:  # fmt: skip
     """The layout of sequences end to end, with keys that are too, or that are in the pages of a cache."""
     arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_table is None:
         longest = (_longest("q", max_seqlen_q), _longest("k", max_seqlen_k))
-        return Packed(cu_seqlens_q, cu_seqlens_k, *longest, seqused_k=seqused_k)
+        return Packed(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k)
     used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     return Paged(block_table, used, cu_seqlens_q, num_splits or None)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.compat.flash_attn.call import BSHD, Terms, attend, parts
+from saccade.compat.flash_attn.call import BSHD, Terms, attend_with_probabilities, parts
 
 
 def flash_attn_func(
@@ -56,7 +56,7 @@ def flash_attn_func(
     terms = Terms(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return attend(q, k, v, BSHD, terms)
+    return attend_with_probabilities(q, k, v, BSHD, terms)
 
 
 def flash_attn_qkvpacked_func(
@@ -79,7 +79,7 @@ def flash_attn_qkvpacked_func(
     terms = Terms(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return attend(q, k, v, BSHD, terms)
+    return attend_with_probabilities(q, k, v, BSHD, terms)
 
 
 def flash_attn_kvpacked_func(
@@ -103,4 +103,4 @@ def flash_attn_kvpacked_func(
     terms = Terms(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return attend(q, k, v, BSHD, terms)
+    return attend_with_probabilities(q, k, v, BSHD, terms)

@@ -71,5 +71,4 @@ def flash_attn_with_kvcache(
         k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softmax_scale, causal,
         window_size, softcap, rotary_interleaved, num_splits, return_softmax_lse, alibi_slopes,
     )  # fmt: skip
-    result = attend_to_cache(q, k_cache, v_cache, terms)
-    return tuple(result) if return_softmax_lse else result
+    return attend_to_cache(q, k_cache, v_cache, terms)

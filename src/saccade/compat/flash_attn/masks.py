@@ -24,7 +24,7 @@ def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) ->
         TypeError: bounds that are not two integers.
         ValueError: another leftpad than an integer vector.
     """
-    left, right = _bounds(window_size)
+    left, right = bounds(window_size)
     if is_causal:
         right = 0
     if left is None:
@@ -37,7 +37,8 @@ def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) ->
     return starts if mask is None else starts & mask
 
 
-def _bounds(window_size: Any) -> tuple[int | None, int | None]:
+def bounds(window_size: Any) -> tuple[int | None, int | None]:
+    """(left, right), None where a bound is negative."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size is (left, right), got {arguments.told(window_size)}")
     left, right = (
@@ -58,8 +59,13 @@ def chunked(chunk: int, layout: Layout, q: Tensor, k: Tensor, leftpad: Tensor | 
     """Row i sees the keys of its own chunk: `floor(r / chunk) <= j' / chunk < floor(r / chunk) + 1`, with j' and
     `r = i + off` counted from the first key in use.
 
+    Raises:
+        ValueError, TypeError: a chunk that is no integer from 1 on.
+
     Source: FlashAttention-3's attention_chunk.
     """
+    arguments.integer("attention_chunk", chunk, least=1)
+    arguments.tensors(q=q, k=k)
     cu, off = layout.cu_seqlens_q, offset(layout, q, k)
     first = 0 if leftpad is None else of_rows(_vector("leftpad", leftpad), cu, q)
     row = row_numbers(cu, q) + (of_rows(off, cu, q) if isinstance(off, Tensor) else off) - first

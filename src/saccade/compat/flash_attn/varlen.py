@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.compat.flash_attn.call import Terms, attend, parts, sequences
+from saccade.compat.flash_attn.call import Terms, attend_with_probabilities, parts, sequences
 
 
 def flash_attn_varlen_func(
@@ -52,7 +52,7 @@ def flash_attn_varlen_func(
     terms = Terms(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return attend(q, k, v, layout, terms)
+    return attend_with_probabilities(q, k, v, layout, terms)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -79,7 +79,7 @@ def flash_attn_varlen_qkvpacked_func(
     terms = Terms(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return attend(q, k, v, layout, terms)
+    return attend_with_probabilities(q, k, v, layout, terms)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -110,4 +110,4 @@ def flash_attn_varlen_kvpacked_func(
     terms = Terms(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return attend(q, k, v, layout, terms)
+    return attend_with_probabilities(q, k, v, layout, terms)
