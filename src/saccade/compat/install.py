@@ -14,6 +14,10 @@ FACES = {
         "flash_attn.flash_attn_interface": "saccade.compat.flash_attn.flash_attn_interface",
         "flash_attn.bert_padding": "saccade.compat.flash_attn.bert_padding",
     },
+    "flash_attn.cute": {
+        "flash_attn.cute": "saccade.compat.flash_attn_cute",
+        "flash_attn.cute.interface": "saccade.compat.flash_attn_cute",
+    },
     "flash_attn_interface": {"flash_attn_interface": "saccade.compat.flash_attn_interface"},
 }
 """What `install` takes: names and the modules that they become."""
@@ -22,13 +26,13 @@ FACES = {
 def install(name: str) -> ModuleType:
     """Puts modules with saccade's functions into `sys.modules`, under another library's names.
 
-    What comes with a name: "flash_attn" brings `flash_attn`, `flash_attn.flash_attn_interface` and
-    `flash_attn.bert_padding`. Other submodules are those of an installed library, `flash_attn.cute` among them; without
-    one, importing them raises ModuleNotFoundError, so that fallbacks work. Modules that imported functions before keep
-    them: call this first.
+    "flash_attn" stands for `flash_attn`, `flash_attn.flash_attn_interface` and `flash_attn.bert_padding`,
+    "flash_attn.cute" for `flash_attn.cute` and `flash_attn.cute.interface`. Other submodules are those of an installed
+    library; without one, importing them raises ModuleNotFoundError, so that fallbacks work. Modules that imported
+    functions before keep them: call this first.
 
     Args:
-        name: "flash_attn" (2.8), or "flash_attn_interface" (3).
+        name: "flash_attn" (2.8), "flash_attn_interface" (3), or "flash_attn.cute" (4).
 
     Returns:
         The module of that name. A second call changes nothing.
@@ -49,26 +53,35 @@ def install(name: str) -> ModuleType:
 
 
 def _put(alias: str, source: ModuleType) -> None:
-    """A module of its own, so that who patches it changes nothing here."""
+    parent, _, child = alias.rpartition(".")
+    if parent and parent not in sys.modules:
+        try:
+            importlib.import_module(parent)
+        except ImportError:
+            sys.modules[parent] = _module(parent, None)
+    sys.modules[alias] = _module(alias, source)
+    if parent:
+        setattr(sys.modules[parent], child, sys.modules[alias])
+
+
+def _module(alias: str, source: ModuleType | None) -> ModuleType:
+    """A module of its own, so that who patches it changes nothing here; an empty one without a source."""
     is_package = any(other.startswith(f"{alias}.") for face in FACES.values() for other in face)
-    spec = ModuleSpec(alias, None, origin=source.__name__, is_package=is_package)
-    if spec.submodule_search_locations is not None:
-        spec.submodule_search_locations = _installed_at(alias)
-    module = ModuleType(alias, source.__doc__)
-    names = [*source.__all__, *(name for name in ("__all__", "__version__") if hasattr(source, name))]
-    vars(module).update({name: getattr(source, name) for name in names})
-    module.__spec__, module.__saccade__ = spec, source.__name__  # pyright: ignore[reportAttributeAccessIssue]
-    if spec.submodule_search_locations is not None:
-        module.__path__ = spec.submodule_search_locations
+    spec = ModuleSpec(alias, None, origin="saccade" if source is None else source.__name__, is_package=is_package)
+    module = ModuleType(alias, None if source is None else source.__doc__)
+    if source is not None:
+        names = [*source.__all__, *(name for name in ("__all__", "__version__") if hasattr(source, name))]
+        vars(module).update({name: getattr(source, name) for name in names})
+    vars(module).update(__spec__=spec, __saccade__=spec.origin)
+    if is_package:
+        spec.submodule_search_locations = module.__path__ = _installed_at(alias)
         for inner in [x for x in sys.modules if x.rpartition(".")[0] == alias]:  # of an installed library
             setattr(module, inner.rpartition(".")[2], sys.modules[inner])
-    sys.modules[alias] = module
-    parent, _, child = alias.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
+    return module
 
 
 def _installed_at(name: str) -> list[str]:
     """The folders of an installed package, all of them where several libraries share its name."""
-    found = PathFinder.find_spec(name)
+    parent = name.rpartition(".")[0]
+    found = PathFinder.find_spec(name, sys.modules[parent].__path__ if parent else None)
     return list(pkgutil.extend_path(list(found.submodule_search_locations or []) if found else [], name))

@@ -1,4 +1,4 @@
-"""Names, order and defaults of flash-attn's functions, written down from flash-attn 2.8.4 and 3."""
+"""Names, order and defaults of flash-attn's functions, written down from flash-attn 2.8.4, 3 and 4.0.0b36."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import pytest
 
 from saccade.compat import flash_attn
+from saccade.compat import flash_attn_cute as version_4
 from saccade.compat import flash_attn_interface as version_3
 from saccade.compat.flash_attn import bert_padding, flash_attn_interface
 
@@ -76,6 +77,21 @@ VERSION_3 = {
         "num_splits=0, pack_gqa=None, sm_margin=0"
     ),
 }
+ASKED = "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0"
+FUNCTIONS = "pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None"
+GATHERED = "gather_bwd_recompute_p=False, gather_bwd_token_chunk=None"
+VERSION_4 = {
+    "flash_attn_func": (
+        f"q, k, v, qv=None, gather_kv_indices=None, {ASKED}, num_splits=1, {FUNCTIONS}, aux_tensors=None, "
+        f"aux_scalars=None, block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False, {GATHERED}"
+    ),
+    "flash_attn_varlen_func": (
+        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+        f"min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, {ASKED}, "
+        f"num_splits=1, {FUNCTIONS}, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
+        f"scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, {GATHERED}"
+    ),
+}
 
 
 def told(function):
@@ -91,6 +107,7 @@ def told(function):
         *((flash_attn, *item) for item in PUBLIC.items()),
         *((flash_attn_interface, *item) for item in (PUBLIC | PRIVATE).items()),
         *((version_3, *item) for item in VERSION_3.items()),
+        *((version_4, *item) for item in VERSION_4.items()),
         *((bert_padding, *item) for item in PADDING.items()),
     ],
     ids=lambda value: getattr(value, "__name__", value).rsplit(".", 1)[-1] if not isinstance(value, str) else value,
@@ -102,5 +119,6 @@ def test_signature(module, name, wanted):
 def test_exports():
     assert set(flash_attn.__all__) == set(PUBLIC)
     assert set(version_3.__all__) == set(VERSION_3)
+    assert set(version_4.__all__) == set(VERSION_4)
     assert set(flash_attn_interface.__all__) == set(PUBLIC | PRIVATE)
     assert flash_attn.__version__ == "2.8.4"

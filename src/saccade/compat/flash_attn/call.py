@@ -100,7 +100,7 @@ def sequences(
 
 def _longest(side: str, bound: Any) -> Any:
     """An upper bound of lengths, as Packed takes it: numpy's integers too."""
-    if isinstance(bound, (Tensor, int, torch.SymInt)):
+    if bound is None or isinstance(bound, (Tensor, int, torch.SymInt)):
         return bound
     return int(arguments.integer(f"max_seqlen_{side}", bound))
 

@@ -55,6 +55,12 @@ def _vector(name: str, x: Any) -> Tensor:
     return x
 
 
+def band(left: int | None, right: int | None, layout: Layout, q: Tensor, k: Tensor) -> Mask:
+    """Row i sees keys `i + off - left <= j <= i + off + right`, as a window does; bounds may be negative."""
+    row = _diagonal(layout, q, k)
+    return interval(None if left is None else row - left, None if right is None else row + right + 1)
+
+
 def chunked(chunk: int, layout: Layout, q: Tensor, k: Tensor, leftpad: Tensor | None = None) -> Mask:
     """Row i sees the keys of its own chunk: `floor(r / chunk) <= j' / chunk < floor(r / chunk) + 1`, with j' and
     `r = i + off` counted from the first key in use.
@@ -65,9 +71,14 @@ def chunked(chunk: int, layout: Layout, q: Tensor, k: Tensor, leftpad: Tensor | 
     Source: FlashAttention-3's attention_chunk.
     """
     arguments.integer("attention_chunk", chunk, least=1)
-    arguments.tensors(q=q, k=k)
-    cu, off = layout.cu_seqlens_q, offset(layout, q, k)
-    first = 0 if leftpad is None else of_rows(_vector("leftpad", leftpad), cu, q)
-    row = row_numbers(cu, q) + (of_rows(off, cu, q) if isinstance(off, Tensor) else off) - first
+    first = 0 if leftpad is None else of_rows(_vector("leftpad", leftpad), layout.cu_seqlens_q, q)
+    row = _diagonal(layout, q, k) - first
     start = row - row % chunk + first
     return interval(start, start + chunk)
+
+
+def _diagonal(layout: Layout, q: Tensor, k: Tensor) -> Tensor:
+    """`i + off` of each row: (b or 1, s_q), or (t_q,) of sequences end to end."""
+    arguments.tensors(q=q, k=k)
+    cu, off = layout.cu_seqlens_q, offset(layout, q, k)
+    return row_numbers(cu, q) + (of_rows(off, cu, q) if isinstance(off, Tensor) else off)

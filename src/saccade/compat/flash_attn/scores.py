@@ -46,4 +46,5 @@ def _bias(slopes: Tensor, causal: bool, layout: Layout, q: Tensor, k: Tensor) ->
     if slopes.shape not in ((heads,), (b, heads)) or not slopes.is_floating_point():
         got = f"{slopes.dtype} {tuple(slopes.shape)}"
         raise ValueError(f"alibi_slopes must be floats ({heads},) or ({b}, {heads}), got {got}")
-    return alibi(slopes, offset(layout, q, k), causal)
+    off = 0 if layout.has_pages else offset(layout, q, k)  # indices of a cache's queries are positions
+    return alibi(slopes, off, causal)
