@@ -111,7 +111,8 @@ def attention(
         backend: "auto", or one name out of `saccade.dispatch.NAMES`: that backend runs or raises.
         out: a tensor of the result's shape and dtype that it is written to, and that is returned; its last dimension
             is contiguous, and it shares no memory with what the call reads; slices of one tensor that lie between one
-            another do not. For calls without gradients.
+            another do not. Over pages, rows after the last sequence of `cu_seqlens_q` stay as they are. For calls
+            without gradients.
 
     Returns:
         out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. With `return_lse`, a Partial whose lse is

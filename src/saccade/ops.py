@@ -82,7 +82,7 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
         except IndexError as error:
             raise _out_of_range(problem, error) from error
     if problem.out is not None and out is not problem.out:
-        problem.out.copy_(out)
+        problem.out.copy_(_with_tail(problem, out))
     row_lse = None if row_lse is None else layout.ordered_lse(row_lse)
     return layout.ordered(out), row_lse, None if max_scores is None else layout.ordered_lse(max_scores)
 
@@ -91,6 +91,14 @@ def _takes_positions(problem: Problem) -> bool:
     """Whether a function of positions is part of the call."""
     leaves = () if problem.mask is None else problem.mask.leaves()
     return isinstance(problem.score, Traced) or any(isinstance(leaf, MaskMod) for leaf in leaves)
+
+
+def _with_tail(problem: Problem, out: Tensor) -> Tensor:
+    """The result, and of rows that the caller's out keeps those."""
+    if not problem.keeps_tail or problem.out is None:
+        return out
+    rows = torch.arange(out.shape[2], device=out.device)
+    return torch.where((rows < problem.layout.cu_seqlens_q[-1])[:, None], out, problem.out)
 
 
 def _out_of_range(problem: Problem, error: IndexError) -> Exception:

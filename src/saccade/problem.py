@@ -129,6 +129,11 @@ class Problem:
             return False
         return self.mask.by_row or (self.positions is not None and self.positions.by_row)
 
+    @property
+    def keeps_tail(self) -> bool:
+        """Whether rows after the last sequence stay as they are in the caller's out: over pages, as servers pad."""
+        return self.out is not None and self.layout.has_pages and self.layout.cu_seqlens_q is not None
+
     def empty_out(self) -> Tensor:
         """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
         return empty_like_rows(self.q, self.v.shape[3]) if self.out is None else self.out

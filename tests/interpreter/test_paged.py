@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Paged, explain
+from saccade import Paged, attention, explain
 from saccade.backends.triton import paged as launches
 from saccade.testing import paged
 from saccade.testing.accuracy import check
@@ -58,3 +58,14 @@ def test_partial_rows(name, d, d_v):
     q, k, v = given.q, *(paged.spaced(x) for x in (given.k, given.v))
     assert explain(q, k, v, backend="triton", **given.keywords).spec.aligned
     check(q, k, v, backend="triton", **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_of_no_sequence_stay_in_out(splits):
+    given = CASES["mixed"].replace(dtype="fp16", splits=splits, lengths=(1, 9, 0, 7, 1), s_k=90).inputs()
+    plain = attention(given.q, given.k, given.v, backend="triton", **given.keywords)
+    out = torch.full_like(plain, 7.0)
+    attention(given.q, given.k, given.v, backend="triton", out=out, **given.keywords)
+    assert torch.equal(out[:18], plain[:18])
+    assert (out[18:] == 7).all()
+    assert not plain[18:].any()

@@ -160,6 +160,8 @@ def test_compiled(name):
         return first, second.lse
 
     buffer = torch.full_like(wanted.out, torch.nan)
+    if name == "mixed":  # whose rows after the last sequence stay
+        buffer[-CASES[name].tail :] = 0
     with torch.no_grad():
         first, lse = call(*tensors, buffer, *layout.tensors)
     for x, y in ((first[0], wanted.out), (first[1], wanted.lse), (buffer, wanted.out), (lse, wanted.lse)):
@@ -192,9 +194,28 @@ def test_out_is_written(case):
     held = torch.full((*wanted.shape[:-1], wanted.shape[-1] + 3), 7.0)
     buffer = held[..., 3:]
     buffer.fill_(torch.nan)
+    if case.name == "mixed":  # whose rows after the last sequence stay
+        buffer[-case.tail :] = 0
     assert attention(given.q, given.k, given.v, out=buffer, **given.keywords) is buffer
     assert torch.equal(buffer, wanted)
     assert (held[..., :3] == 7).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("splits", [0, 1])
+def test_rows_of_no_sequence_stay_in_out(backend, splits):
+    """As servers pad batches: those after the last sequence, NaN in q; without `out` they are zero."""
+    for case in (CASES["mixed"], CASES["no-rows"].replace(tail=5), CASES["no-sequences"].replace(tail=3, s_q=0)):
+        given = case.replace(dtype="fp32", splits=splits).inputs()
+        used = int(given.keywords["layout"].cu_seqlens_q[-1])
+        plain = attention(given.q, given.k, given.v, backend=backend, return_lse=True, **given.keywords)
+        assert not plain.out[used:].any()
+        out = torch.full_like(plain.out, 7.0)
+        found = attention(given.q, given.k, given.v, backend=backend, return_lse=True, out=out, **given.keywords)
+        assert found.out is out
+        assert torch.equal(out[:used], plain.out[:used])
+        assert (out[used:] == 7).all()
+        assert (found.lse[:, used:] == -torch.inf).all()
 
 
 def test_gradients_are_refused():

@@ -41,12 +41,15 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     starts = layout.cu_seqlens_q
     if problem.mask is not None and starts is not None:
         problem = replace(problem, mask=masks.padded(problem.mask, starts, extent.s_q))
-    out = problem.empty_out().zero_()
+    out = problem.empty_out()
+    if not problem.keeps_tail:
+        out.zero_()
     row_lse, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
     in_use = torch.zeros(row_lse.shape[0], row_lse.shape[2], dtype=torch.bool)
     for b, batch, rows, *_ in layout.places(problem.q, problem.k):
         at = batch, slice(None), rows
         in_use[batch, rows] = True
+        out[at].zero_()
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
         _sequence(problem, b, keys, problem.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
     if problem.sink is not None:

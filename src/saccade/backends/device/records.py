@@ -74,10 +74,13 @@ class PackedRowsArgs(NamedTuple):
     """in elements, as all that follows: `runtime_int`s"""
     stride_s: Any
     columns: Any
+    keeps_tail: Any
+    """constexpr: rows after the last sequence stay as they are"""
 
     @staticmethod
-    def of(x: Tensor) -> PackedRowsArgs:
-        return PackedRowsArgs(x, *map(runtime_int, (x.stride(1), x.stride(2), x.shape[3])))
+    def of(x: Tensor, keeps_tail: bool = False) -> PackedRowsArgs:
+        stride_h, stride_s, columns = map(runtime_int, (x.stride(1), x.stride(2), x.shape[3]))
+        return PackedRowsArgs(x, stride_h, stride_s, columns, FLAGS[keeps_tail])
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from saccade.backends import Outputs
 from saccade.backends.device import block_d, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
-from saccade.backends.device.records import TensorArgs, runtime_int
+from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import TileConfig, formula
 from saccade.backends.triton.paged_kernel import PageTable, SplitArgs, merge_kernel, paged_kernel
@@ -106,7 +106,7 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     out = problem.empty_out()
     row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
     if not layout.sequences:
-        return out.zero_(), nothing_seen(row_lse), nothing_seen(top)
+        return out if problem.keeps_tail else out.zero_(), nothing_seen(row_lse), nothing_seen(top)
     if not out.numel():
         return out, row_lse, top
     with on_device(q):
@@ -124,7 +124,8 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
         part_lse = torch.empty(split.splits, *q.shape[:3], dtype=torch.float32, device=q.device)
         part_top = None if top is None else torch.empty_like(part_lse)
         _launch("paged", problem, split, (*operands, parts, part_lse, part_top, sink, *numbers))
-        tensors = parts, part_lse, part_top, target, row_lse, top
+        end = problem.layout.cu_seqlens_q[-1:] if problem.keeps_tail else None
+        tensors = parts, part_lse, part_top, target, row_lse, top, end
         _launch("merge", problem, split, (*tensors, part_lse[0].numel(), split.splits, *q.shape[1:3]))
     return out, row_lse, top
 
@@ -134,7 +135,8 @@ def arguments(problem: Problem, split: SplitKV) -> tuple[Any, ...]:
     q, k, layout = problem.q, problem.k, problem.layout
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)))
+    keeps_tail = FLAGS[problem.keeps_tail and split.splits == 1]
+    numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), keeps_tail)
     records = page_table(layout, k), numbers, masks.record(problem), scores.record(problem)
     return *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
 
@@ -191,7 +193,7 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) 
     top = lse if max_scores else None
     if word == "merge":
         numbers = out[..., 0].numel(), split.splits, *shape[1:]
-        return prepare("merge", problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, *numbers))
+        return prepare("merge", problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
     target = (TensorArgs.of(out), None) if split.splits == 1 else (parts, lse)
     operands = (TensorArgs.of(x) for x in (q, *caches))
     return prepare("paged", problem, split).warmup((*operands, *target, top, None, *arguments(problem, split)))

@@ -50,6 +50,8 @@ class SplitArgs(NamedTuple):
     """b h_q s_q: rows of q, of all heads"""
     slots: Any
     """programs that the GPU runs at a time"""
+    keeps_tail: Any
+    """constexpr: rows of out after the last sequence stay as they are"""
 
 
 @aggregate
@@ -200,6 +202,14 @@ def _store_nothing(x, place, there):
         tl.store(x + place, tl.full(place.shape, float("-inf"), tl.float32), mask=there)
 
 
+@triton.jit
+def _written(split, q_idx, live, there):
+    """[block_q]: which rows of out are written."""
+    if split.keeps_tail:
+        return live
+    return q_idx < there
+
+
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def paged_kernel(
     q, k, v, out, lse, max_scores, sink, used_q, used_k, pages, split, mask, score, h_q, s_q, scale, shape,
@@ -287,7 +297,7 @@ def paged_kernel(
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     columns = tl.arange(0, shape.BLOCK_DV)[None, :]
-    stored = (q_idx < there)[:, None] & (columns < shape.D_V)
+    stored = _written(split, q_idx, live, there)[:, None] & (columns < shape.D_V)
     if SPLIT:
         tl.store(out + place[:, None] * shape.D_V + columns, acc, mask=stored)
     else:
@@ -300,13 +310,14 @@ def paged_kernel(
 
 @triton.jit(do_not_specialize=["rows", "splits", "h_q", "s_q"])
 def merge_kernel(
-    parts, part_lse, part_max, out, lse, max_scores, rows, splits, h_q, s_q, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    parts, part_lse, part_max, out, lse, max_scores, end, rows, splits, h_q, s_q, D_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`lse = log sum_i exp(lse_i)`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts: `saccade.merge`; and the
     largest of their max_scores.
 
-    parts: float32 (splits, b, h_q, s_q, d_v), not written where the part's LSE, (splits, b, h_q, s_q), is -inf.
+    parts: float32 (splits, b, h_q, s_q, d_v), not written where the part's LSE, (splits, b, h_q, s_q), is -inf. end:
+    pointer to the number of rows whose out is written, the first ones, or None: all.
     """
     place = tl.program_id(0).to(tl.int64)
     # [SPLITS]
@@ -332,7 +343,8 @@ def merge_kernel(
     row = place % s_q
     h = place // s_q % h_q
     batch = place // s_q // h_q
-    tl.store(head(out, batch, h, row) + column, acc.to(out.ptr.dtype.element_ty), mask=column < D_V)
+    columns = D_V if end is None else tl.where(row < tl.load(end), D_V, 0)
+    tl.store(head(out, batch, h, row) + column, acc.to(out.ptr.dtype.element_ty), mask=column < columns)
     if lse is not None:
         tl.store(lse + place, tl.where(empty, float("-inf"), top + tl.log(total)))
     if max_scores is not None:

@@ -30,13 +30,20 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
     there = (rows.q_idx < row_count) & (rows.h < item.h_k * args.group + args.group)
     out, lse, top_score = normalize(acc, row_max, row_sum, rows, args, there & (rows.q_idx < rows.rows))
     corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
-    store_out(args, pipe, item.part, out, corner, row_count - item.row)
+    stored = rows.rows if keeps_tail(args.out) else row_count
+    store_out(args, pipe, item.part, out, corner, stored - item.row)
     if args.lse is not None:
         place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
         gl.store(args.lse + place, lse, mask=there)
     if args.max_scores is not None:
         place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
         gl.store(args.max_scores + place, top_score, mask=there)
+
+
+@gluon.constexpr_function
+def keeps_tail(out):
+    """constexpr: out.keeps_tail, whose name Triton 3.6 does not know here"""
+    return out is not None and bool(getattr([*out][-1], "value", [*out][-1]))
 
 
 @gluon.jit

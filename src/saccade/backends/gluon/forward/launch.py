@@ -41,7 +41,8 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         return out, row_lse, top
     packed = packed_sequences(problem)
     if not k.shape[2] or packed == 0:
-        return out.zero_(), _lse_without_keys(problem, row_lse), nothing_seen(top)
+        out = out if problem.keeps_tail else out.zero_()
+        return out, _lse_without_keys(problem, row_lse), nothing_seen(top)
     with on_device(q):
         score = score_record(problem)
         # What is compiled for, and the Problem's key does not hold.
@@ -73,7 +74,8 @@ def arguments(
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles."""
     sink = None if problem.sink is None else problem.sink.contiguous()
-    tensors = None if table is None else PackedRowsArgs.of(out), lse, max_scores, sink, drawn
+    keeps_tail = problem.keeps_tail and out is problem.out
+    tensors = None if table is None else PackedRowsArgs.of(out, keeps_tail), lse, max_scores, sink, drawn
     records = paged_tma.record(problem), mask, score, dropout.record(problem)
     return *tensors, *sequences.spans(problem, table), *records
 
