@@ -171,8 +171,8 @@ def _places(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Page
             raise ValueError("positions go with slot_mapping; those of a layout's rows follow from its lengths")
         if rotary is not None and layout.k_offset is not None:
             raise ValueError(
-                "rotary takes a layout's keys to stand at 0, 1, …, and this layout has a k_offset: give slot_mapping and "
-                "positions=… in its place"
+                "rotary takes a layout's keys to stand at 0, 1, …, and this layout has a k_offset: give slot_mapping "
+                "and positions=… in its place"
             )
         return layout
     if layout is not None:

@@ -177,7 +177,7 @@ SLOTS = torch.tensor([3, -1, 5])
         ),
         (
             {"layout": Paged(TABLE, USED, k_offset=3), "k_new": torch.randn(3, 1, H, D), "rotary": (SLOTS, SLOTS)},
-            "this layout has a k_offset: give slot_mapping and positions",
+            "this layout has a k_offset: give slot_mapping and positions=…",
         ),
         ({"positions": SLOTS, "k_new": torch.randn(3, 1, H, D)}, "positions go with slot_mapping"),
         ({"q": torch.randn(3, 1, H, D), "k_new": torch.randn(3, 1, H, D)}, "q is for rotary=(cos, sin)"),

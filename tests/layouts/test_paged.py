@@ -83,6 +83,27 @@ def test_num_splits_1_is_the_same_for_every_batch(mask, dtype, processor):
     assert torch.equal(attention(q[None, -1:], k, v, mask=mask, layout=batch).flatten(), whole[-1, : h_q * d])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_num_splits_1_is_the_same_for_every_form_of_the_cache(dtype, device):
+    """Bit for bit: pages of any size and in any memory, dense keys as one page for each sequence, and packed keys as
+    pages of one row; queries as a batch and end to end."""
+    b, s, h_k, d = 3, 96, 2, 64
+    k, v = torch.randn(2, b, s, h_k, d, device=device).to(dtype)
+    q = torch.randn(b, 5, 4 * h_k, d, device=device).to(dtype)
+    used, offsets = torch.tensor([96, 70, 5], device=device), torch.arange(0, 16, 5, device=device)
+    found = []
+    for size in (s, 32, 8, 1):
+        pages = torch.randperm(b * s // size, device=device)
+        for cache in ("apart", "heads", "pages"):
+            x, y = (torch.empty_like(z).view(-1, size, h_k, d) for z in (k, v))
+            x[pages], y[pages] = k.view_as(x), v.view_as(y)
+            caches, table = paged.stored(cache, x, y), pages.view(b, -1)
+            for starts in (None, offsets):
+                layout, rows = Paged(table, used, starts, num_splits=1), q if starts is None else q.flatten(0, 1)
+                found.append(attention(rows, *caches, mask=causal(), layout=layout).view_as(q))
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
 def test_pages_that_are_not_there_are_clamped():
     k, v, q = torch.randn(4, 8, 1, 16), torch.randn(4, 8, 1, 16), torch.randn(1, 1, 2, 16)
     used = torch.tensor([20])
