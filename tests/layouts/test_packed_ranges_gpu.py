@@ -145,10 +145,7 @@ def test_a_graph_is_replayed_with_other_ranges(name: str, deterministic: bool, b
             y.fill_(torch.nan)
         graph.replay()
         for of, y, z in zip(("out", "lse", "dq", "dk", "dv"), found, call(), strict=True):
-            if of.startswith("d") and backend == "auto" and not deterministic:  # added up in any order
-                torch.testing.assert_close(y, z, atol=0.1, rtol=0.02)
-            else:
-                assert torch.equal(y, z), (of, cut)
+            assert torch.equal(y, z), (of, cut)
 
 
 def test_nothing_waits_for_the_host(backend: str) -> None:
@@ -195,6 +192,7 @@ def test_broken_ranges_stay_inside(
 
 
 def test_who_runs_it() -> None:
-    """Hopper's kernels where they can, and the portable ones where gradients are to repeat."""
+    """Hopper's forward, and the portable backward."""
     x = [y.requires_grad_() for y in operands(400, 400)]
-    assert explain(*x, layout=chunks([100, 400])).backend in ("gluon", "triton")
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert explain(*x, layout=chunks([100, 400])).backend == ("gluon" if hopper else "triton")
