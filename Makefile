@@ -8,10 +8,10 @@ NEWEST := 3.9.0
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test gate lint types format docs clean
+.PHONY: help install demo test test-transformers test-all gate lint types format docs clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 26
 
 install: .venv/demo.stamp .venv/dev.stamp  ## everything that the other targets need
 
@@ -21,6 +21,15 @@ demo: .venv/demo.stamp  ## train a small byte-level model, saccade beside SDPA, 
 test: .venv/dev.stamp .venv/triton  ## the tests that need no GPU
 	$(BIN)/python -m pytest -q -n logical $(TEST_ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n logical tests/interpreter $(TEST_ARGS)
+
+test-transformers: .venv/dev.stamp .venv/transformers-4 .venv/transformers-5  ## tiny models of transformers 4 and 5
+	for version in 4 5; do \
+	  HF_HUB_OFFLINE=1 PYTHONPATH=.venv/transformers-$$version $(BIN)/python -m pytest -q -n logical \
+	    tests/integrations/transformers $(TEST_ARGS) || exit 1; \
+	done
+
+test-all:  ## the tests that need no GPU, and whole matrices where the others draw a sample
+	$(MAKE) test test-transformers TEST_ARGS="--everything $(TEST_ARGS)"
 
 # Features are left to the newest, whose compiler spills most: GPU tests compile them on the oldest.
 gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton
@@ -34,6 +43,11 @@ gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile
 
 .venv/triton-$(OLDEST): | .venv/bin/pip
 	$(BIN)/python -m pip install --no-deps --target $@ triton==$(OLDEST)
+
+# Without torch, and beside what is in .venv: the two versions exclude each other.
+.venv/transformers-%: tests/integrations/transformers/requirements-%.txt | .venv/bin/pip
+	$(BIN)/python -m pip install --no-deps --upgrade --target $@ -r $<
+	@touch $@
 
 lint: .venv/dev.stamp  ## ruff: rules and formatting
 	$(BIN)/ruff check .

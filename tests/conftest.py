@@ -168,3 +168,7 @@ FORWARD_KERNELS = {"gluon": "gluon.forward.kernel", "triton": "triton.forward_ke
 def forward_kernel():
     """A function that gives a backend's forward kernel."""
     return lambda backend: import_module(f"saccade.backends.{FORWARD_KERNELS[backend]}").forward_kernel
+
+
+def pytest_addoption(parser):
+    parser.addoption("--everything", action="store_true", help="whole matrices, where a sample runs by default")

@@ -18,12 +18,12 @@ PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sort
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["callbacks.md", "masks.md", "positions.md", "scores.md", "packed.md", "contracts.md", "paged.md", "pytorch.md"],
-)
+WITH_EXAMPLES = "callbacks contracts masks packed paged positions pytorch scores transformers"
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES.split())
 def test_examples_run(page):
-    result = doctest.testfile(str(ROOT / "docs" / page), module_relative=False, encoding="utf-8")
+    result = doctest.testfile(str(ROOT / "docs" / f"{page}.md"), module_relative=False, encoding="utf-8")
     assert result.attempted
     assert not result.failed
 

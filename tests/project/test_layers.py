@@ -42,6 +42,7 @@ FOREIGN = {
     "backends/triton": {"triton"},
     "backends/device": {"triton"},
     "backends/gluon": {"triton"},
+    "integrations/transformers": {"transformers"},
     "testing": {"triton"},
     "bench": None,
     "cli": None,
@@ -98,7 +99,7 @@ def test_torch_is_the_one_dependency(file):
 
 WITHOUT_EXTRAS = """
 import sys
-for name in ("triton", "cudnn", "matplotlib", "typer", "rich", "numpy"):
+for name in ("triton", "cudnn", "matplotlib", "typer", "rich", "numpy", "transformers"):
     sys.modules[name] = None  # importing it raises ImportError
 import torch, saccade
 from saccade.testing import check

@@ -1,0 +1,167 @@
+"""The attention function that transformers calls in each layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from saccade import masks, scores
+from saccade.api import attention
+from saccade.integrations.transformers.mask import StructuredMask
+from saccade.layouts import Packed
+from saccade.masks import Mask
+
+REFUSED = ("head_mask", "layer_head_mask", "indices", "block_indices", "sinks", "block_table")
+"""Keywords that would change the result."""
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: StructuredMask | BlockMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`out = dropout(softmax(mask(softcap(scaling q k^T) + position_bias), with s_aux)) v`.
+
+    Args:
+        module: the layer, whose `is_causal` counts where neither a mask nor `is_causal` is given.
+        query: (b, h_q, s_q, d).
+        key: (b, h_k, s_k, d).
+        value: (b, h_k, s_k, d_v).
+        attention_mask: what `attention_mask_of` returns; torch's BlockMask; (b or 1, h_q or 1, s_q, s_k or more), bool,
+            True where a row sees a key, or floats that are added; or None.
+        dropout: the share of probabilities that become zero.
+        scaling: factor on q k^T; 1/sqrt(d) when None.
+        sliding_window: the keys that a row sees, itself included, where no mask says so.
+        softcap: scores become `softcap tanh(score / softcap)`.
+        is_causal: where there is no mask, whether row i sees keys up to itself.
+        s_aux: (h_q) logits of sinks, which get a gradient.
+        position_bias: broadcasts to (b, h_q, s_q, s_k); it gets a gradient.
+        cache: the cache of continuous batching, whose sequences lie end to end.
+        cu_seq_lens_q: (sequences + 1): offsets of sequences that lie end to end, in the batch row or in all of them.
+        cu_seq_lens_k: the same for the keys.
+        others: what does not matter here, such as position_ids.
+
+    Returns:
+        out (b, s_q, h_q, d_v), contiguous, and None for the weights, which nobody can have.
+
+    Raises:
+        ValueError: weights, or a keyword that would change the result and has no meaning; a mask that does not fit.
+    """
+    if others.get("output_attentions"):
+        raise ValueError('saccade never holds the attention weights: output_attentions=True needs "eager"')
+    if given := [name for name in REFUSED if others.get(name) is not None]:
+        raise ValueError(f'the attention function of saccade does not take {", ".join(given)}: use "eager"')
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if cache is not None:
+        key, value, cu_seq_lens_k = _update(cache, key, value, module, cu_seq_lens_k, others)
+        attention_mask = None  # transformers 4 also writes out what the offsets say
+    keywords: dict[str, Any] = {"scale": scaling, "sink": s_aux, "dropout_p": dropout}
+    if cu_seq_lens_q is not None:
+        if position_bias is not None:
+            raise ValueError("position_bias and cu_seq_lens_q do not go together")
+        mask = _within_sequences(module, attention_mask, causal, sliding_window)
+        if softcap is not None:
+            keywords["score_mod"] = scores.softcap(softcap)
+        layout = Packed(cu_seq_lens_q, cu_seq_lens_k)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = attention(q, k, v, mask=mask, layout=layout, **keywords)
+        return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
+    mask, added = _dense_mask(attention_mask, query, key, causal, sliding_window)
+    changes = [scores.softcap(softcap)] if softcap is not None else []
+    changes += [scores.bias(x) for x in (position_bias, added) if x is not None]
+    if changes:
+        keywords["score_mod"] = changes[0] if len(changes) == 1 else scores.compose(*changes)
+    return attention(query, key, value, mask=mask, **keywords).transpose(1, 2).contiguous(), None
+
+
+def _dense_mask(
+    given: StructuredMask | BlockMask | Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None
+) -> tuple[Any, Tensor | None]:
+    """The mask, and what is added to the scores."""
+    if isinstance(given, StructuredMask):
+        b, _, s_q, s_k = given.shape
+        if (s_q, s_k) != (q.shape[2], k.shape[2]):
+            raise ValueError(f"the mask is for {b} x {s_q} rows and {s_k} keys, got {_shapes(q, k)}")
+        return given.mask, None
+    if isinstance(given, Tensor):
+        if given.dim() != 4:
+            raise ValueError(f"attention_mask must have four dimensions, got {tuple(given.shape)} for {_shapes(q, k)}")
+        given = given[..., : k.shape[2]]
+        if given.dtype == torch.bool:
+            return given, None
+        if not given.is_floating_point():
+            raise ValueError(f"attention_mask must be bool or floats that are added, got {given.dtype}")
+        return None, given
+    if given is not None:
+        return given, None
+    s_q, s_k = q.shape[2], k.shape[2]
+    if sliding_window is not None and s_k > sliding_window and not (causal and s_q == s_k):
+        raise ValueError(f"sliding_window={sliding_window} needs a mask for {_shapes(q, k)}, or causal rows and keys")
+    if not causal or s_q == 1:
+        return None, None
+    if s_q != s_k:
+        raise ValueError(f"without a mask a causal call needs as many rows as keys, got {_shapes(q, k)}")
+    return _causal(sliding_window), None
+
+
+def _shapes(q: Tensor, k: Tensor) -> str:
+    return f"query {tuple(q.shape)} and key {tuple(k.shape)}"
+
+
+def _causal(sliding_window: int | None) -> Mask:
+    return masks.causal() if sliding_window is None else masks.window(sliding_window - 1, 0)
+
+
+def _within_sequences(module: torch.nn.Module, given: Any, causal: bool, sliding_window: int | None) -> Mask | None:
+    """The mask of sequences end to end, which transformers tells by keywords alone."""
+    if given is not None and (not isinstance(given, StructuredMask) or given.padded):
+        raise ValueError("cu_seq_lens_q and an attention_mask do not go together: the offsets say what is no padding")
+    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds is not None and layer is not None else "full_attention"
+    if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and sliding_window is None):
+        raise ValueError(f"cu_seq_lens_q does not tell the mask of a layer of {kind}: pass position_ids instead")
+    if causal:
+        return _causal(sliding_window)
+    if sliding_window is not None:
+        raise ValueError("cu_seq_lens_q with sliding_window is for causal layers")
+    return None
+
+
+def _update(
+    cache: Any, key: Tensor, value: Tensor, module: Any, cu_seq_lens_k: Any, others: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes the new rows to the cache of continuous batching; the keys of all sequences, (1, h_k, t_k, d), and their
+    offsets."""
+    if _takes_indices(type(cache).update):  # transformers 4
+        key, value = cache.update(key, value, module.layer_idx, **others)
+        key, value = (x.transpose(0, 1)[None] for x in (key, value))
+        if isinstance(cu_seq_lens_k, dict):
+            kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
+            cu_seq_lens_k = cu_seq_lens_k[kind]
+        return key, value, cu_seq_lens_k
+    keywords = {**others, "cu_seq_lens_k": cu_seq_lens_k}
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)
+    return key, value, keywords["cu_seq_lens_k"]
+
+
+def _takes_indices(update: Callable[..., Any]) -> bool:
+    return "read_index" in inspect.signature(update).parameters

@@ -1,0 +1,59 @@
+"""Saccade's names among the attention implementations of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from saccade.integrations.transformers.attention import attention_forward
+from saccade.integrations.transformers.mask import attention_mask_of
+
+NAME = "saccade"
+FOR_BATCHES = "saccade_flash"
+"""The name for continuous batching, which takes names with "flash" in them alone."""
+
+
+def register() -> None:
+    """Makes `attn_implementation="saccade"` known to transformers: every layer computes
+    `out = dropout(softmax(mask(scale q k^T))) v` here, forward and backward.
+
+    Masks keep their structure: padding, windows, chunks, packed sequences and caches are intervals of keys, and no
+    tensor of rows by keys is made. `generate_batch` of transformers 5 needs the name "saccade_flash". A second call
+    changes nothing.
+
+    Raises:
+        ImportError: transformers is missing, or is older than 4.57.
+        RuntimeError: a version whose loader of flash attention is unknown, for "saccade_flash".
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"saccade.integrations.transformers needs transformers 4.57 or newer: {error}") from error
+    for name in (NAME, FOR_BATCHES):
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, attention_mask_of)
+    _announce()
+
+
+def _announce() -> None:
+    """Transformers 5 loads whatever has "flash" in its name from a package or a hub; ours is loaded already."""
+    from transformers import modeling_flash_attention_utils as loader  # pyright: ignore[reportMissingImports]
+
+    load: Any = getattr(loader, "_lazy_imports", None)
+    if getattr(load, "knows_saccade", False):
+        return
+    if load is None or next(iter(inspect.signature(load).parameters), None) != "implementation":
+        raise RuntimeError(f"cannot announce {FOR_BATCHES!r}: transformers' _lazy_imports is not as expected")
+
+    def lazy_imports(implementation: Any, *arguments: Any, **options: Any) -> Any:
+        if implementation == FOR_BATCHES:
+            return (attention_forward, attention_forward, *[None] * (_count(loader) - 2))
+        return load(implementation, *arguments, **options)
+
+    lazy_imports.knows_saccade = True  # pyright: ignore[reportFunctionMemberAccess]
+    loader._lazy_imports = lazy_imports
+
+
+def _count(loader: Any) -> int:
+    """How many functions an implementation of this version has."""
+    return 5 if hasattr(loader, "_flash_with_kvcache_fn") else 4

@@ -1,0 +1,286 @@
+"""Models of transformers, tiny ones with random weights, on saccade and on their own eager attention.
+
+Logits and all gradients are compared, for every batch row and every token that is no padding. By default each task
+runs on one model, drawn with a fixed seed; with `--everything` each runs on all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from saccade.integrations.transformers import FOR_BATCHES, NAME, StructuredMask, attention, register
+
+transformers = pytest.importorskip("transformers")
+
+FIVE = int(transformers.__version__.partition(".")[0]) >= 5
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 4},
+    "qwen3": {},
+    "gpt_oss": {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 4},
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+}
+TOKENS = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+PADDED = {
+    "left": torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [0] * 7 + [1] * 2]),
+    "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 2 + [0] * 7]),
+    "holes": torch.tensor([[1] * 9, [1, 1, 0, 0, 1, 1, 1, 0, 1], [1] * 8 + [0]]),
+}
+
+
+class Cell(NamedTuple):
+    """A model and what it does."""
+
+    model: str
+    task: str
+
+
+def trained(model, tokens=TOKENS, seen=None, **inputs):
+    """The logits of the tokens that are seen, and the gradients of all parameters."""
+    if model.config.is_encoder_decoder:
+        inputs = {"attention_mask": seen, "decoder_input_ids": TOKENS[: len(tokens), :7], **inputs}
+        seen = torch.ones(len(tokens), 7)
+    elif seen is not None:
+        inputs = {"attention_mask": seen, **inputs}
+    model.zero_grad()
+    logits = model(tokens, use_cache=False, **inputs).logits
+    logits = logits if seen is None else logits[seen.bool()]
+    logits.square().mean().backward()
+    return logits.detach(), *(x.grad for x in model.parameters() if x.grad is not None)
+
+
+def generated(model, seen=None, **options):
+    options = {"max_new_tokens": 7, "do_sample": False, "min_new_tokens": 7, **options}
+    with torch.no_grad():
+        return (model.generate(TOKENS, attention_mask=PADDED["left"] if seen is None else seen, **options),)
+
+
+def plain(model):
+    return trained(model)
+
+
+def left_padding(model):
+    return trained(model, seen=PADDED["left"])
+
+
+def right_padding(model):
+    return trained(model, seen=PADDED["right"])
+
+
+def holes(model):
+    return trained(model, seen=PADDED["holes"])
+
+
+def packed(model):
+    """Several sequences in each batch row, told by their positions."""
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    return trained(model, position_ids=position_ids)
+
+
+def mask_4d(model):
+    """Of the user, added to the scores."""
+    seen = torch.rand(3, 1, 9, 9, generator=torch.Generator().manual_seed(1)) > 0.4
+    seen |= torch.eye(9, dtype=torch.bool)
+    return trained(model, attention_mask=torch.where(seen, 0.0, torch.finfo(torch.float32).min))
+
+
+def checkpointing(model):
+    model.train()
+    model.gradient_checkpointing_enable()
+    try:
+        return trained(model, seen=PADDED["left"])
+    finally:
+        model.gradient_checkpointing_disable()
+        model.eval()
+
+
+def fullgraph(model):
+    """Masks are made in the compiled region."""
+    torch._dynamo.reset()
+    if model.config._attn_implementation == "eager":
+        return trained(model, seen=PADDED["left"])
+    seen = PADDED["left"]
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = compiled(TOKENS, attention_mask=seen, use_cache=False).logits[seen.bool()]
+    logits.square().mean().backward()
+    return logits.detach(), *(x.grad for x in model.parameters() if x.grad is not None)
+
+
+def generate(model):
+    return generated(model)
+
+
+def static_cache(model):
+    return generated(model, cache_implementation="static", disable_compile=True)
+
+
+def static_cache_fullgraph(model):
+    """As generation compiles it; masks are made outside."""
+    torch._dynamo.reset()
+    if model.config._attn_implementation != "eager":
+        model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    try:
+        return static_cache(model)
+    finally:
+        vars(model).pop("forward", None)
+
+
+def chunked_prefill(model):
+    """The prompt in pieces, each after a cache that holds the ones before."""
+    cache, logits = transformers.DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for start in (0, 4, 5):
+            stop = {0: 4, 4: 5, 5: 9}[start]
+            seen = PADDED["left"][:, :stop]
+            logits.append(model(TOKENS[:, start:stop], attention_mask=seen, past_key_values=cache).logits)
+    return (torch.cat(logits, 1)[PADDED["left"].bool()],)
+
+
+def generate_batch(model):
+    """Continuous batching; what generate gives for each prompt alone, or transformers 4, which differs there under
+    windows, for batches by its own attention."""
+    prompts = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    eager = model.config._attn_implementation == "eager"
+    if FIVE and eager:
+        with torch.no_grad():
+            alone = [model.generate(torch.tensor([x]), **options, min_new_tokens=5)[0, len(x) :] for x in prompts]
+        return (torch.stack(alone),)
+    if FIVE or eager:
+        model.set_attn_implementation(FOR_BATCHES if FIVE else "eager_paged")
+    memory = nullcontext()
+    if not FIVE:
+        from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+
+        # It asks a GPU.
+        memory = patch.object(PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 24)
+    with memory:
+        results = model.generate_batch(inputs=prompts, generation_config=transformers.GenerationConfig(**options))
+    by_prompt = {tuple(x.prompt_ids): torch.tensor(x.generated_tokens) for x in results.values()}
+    return (torch.stack([by_prompt[tuple(x)] for x in prompts]),)
+
+
+TASKS = {
+    function.__name__: function
+    for function in (
+        plain, left_padding, right_padding, holes, packed, mask_4d, checkpointing, fullgraph, generate, static_cache,
+        static_cache_fullgraph, chunked_prefill, generate_batch,
+    )
+}  # fmt: skip
+WITHOUT = {  # and why
+    ("t5", "packed"): "has no positions",
+    ("t5", "mask_4d"): "its mask is the encoder's",
+    ("t5", "chunked_prefill"): "has its prompt in the encoder",
+    ("t5", "generate_batch"): "transformers batches decoders alone",
+    ("gpt_oss", "generate_batch"): "transformers 5 puts the kernel that the model names in the place of any other",
+    ("llama4_text", "generate_batch"): "transformers has no chunks in continuous batching",
+}
+
+
+def cells():
+    every = [Cell(model, task) for model in MODELS for task in TASKS if (model, task) not in WITHOUT]
+    if FIVE:
+        return every
+    # Transformers 4: T5's attention is its own, and GPT-OSS's experts are chosen by the host.
+    every += [Cell("gpt_oss", "generate_batch")]
+    return [x for x in every if x.model != "t5" and (x.model != "gpt_oss" or "fullgraph" not in x.task)]
+
+
+def pytest_generate_tests(metafunc):
+    if "cell" in metafunc.fixturenames:
+        chosen, draw = cells(), random.Random(0)
+        if not metafunc.config.getoption("--everything"):
+            chosen = [draw.choice([cell for cell in chosen if cell.task == task]) for task in TASKS]
+        metafunc.parametrize("cell", chosen, ids="-".join)
+
+
+@pytest.fixture
+def made():
+    """Makes a tiny model of a name, on its eager attention."""
+    register()
+
+    def make(name):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(name, **SIZES | MODELS[name])
+        kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+        model = kind.from_config(config, attn_implementation="eager").eval()
+        for parameter in model.parameters():  # biases and sinks too
+            torch.nn.init.normal_(parameter, std=0.2)
+        return model
+
+    return make
+
+
+def test_like_eager(cell, made, monkeypatch):
+    calls, plain_attention = [], attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *args, **kw: calls.append(1) or plain_attention(*args, **kw))
+    model = made(cell.model)
+    wanted = TASKS[cell.task](model)
+    assert not calls
+    model.set_attn_implementation(NAME)
+    found = TASKS[cell.task](model)
+    assert calls
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_no_mask_of_rows_by_keys(made, monkeypatch):
+    """At any length: masks hold intervals."""
+    masks = []
+    forward = attention._dense_mask
+    monkeypatch.setattr(attention, "_dense_mask", lambda given, *rest: masks.append(given) or forward(given, *rest))
+    for name in ("mistral", "llama4_text"):
+        model = made(name)
+        model.set_attn_implementation(NAME)
+        left_padding(model)
+    assert masks
+    assert all(isinstance(mask, StructuredMask) and not mask.mask.listed for mask in masks)
+
+
+@pytest.mark.parametrize("way", ["call", "configuration"])
+def test_weights_are_refused(made, way):
+    model = made("llama")
+    model.set_attn_implementation(NAME)
+    ask = {
+        "call": lambda: model(TOKENS, output_attentions=True),
+        "configuration": lambda: setattr(model.config, "output_attentions", True),
+    }[way]
+    with pytest.raises(ValueError, match="output_attentions"):
+        ask()
+
+
+def test_offsets_of_a_collator(made):
+    """DataCollatorWithFlattening with return_flash_attn_kwargs=True; a model without a cache finds the same sequences
+    by their positions."""
+    model = made("mistral")
+    model.set_attn_implementation(NAME)
+    examples = [{"input_ids": TOKENS[i, :n].tolist()} for i, n in enumerate((4, 9, 2))]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = {name: x for name, x in collate(examples).items() if name != "labels"}
+    assert "cu_seq_lens_q" in batch
+    found = model(**batch, use_cache=False).logits[0]
+    alone = [model(torch.tensor([x["input_ids"]])).logits[0] for x in examples]
+    torch.testing.assert_close(found, torch.cat(alone))
+
+
+def test_saved_and_loaded_by_name(made, tmp_path):
+    made("llama").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    assert model.config._attn_implementation == NAME
+    assert model(TOKENS).logits.isfinite().all()

@@ -1,0 +1,60 @@
+"""Registration, with a stub of transformers where its parts matter alone."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from saccade.integrations.transformers import FOR_BATCHES, NAME, attention_forward, attention_mask_of, register
+
+
+class Interface:
+    def __init__(self):
+        self.known = {}
+
+    def register(self, name, function):
+        self.known[name] = function
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """What registration touches."""
+    package, loader = ModuleType("transformers"), ModuleType("transformers.modeling_flash_attention_utils")
+    package.AttentionInterface, package.AttentionMaskInterface = Interface(), Interface()
+    package.modeling_flash_attention_utils = loader
+    loader._flash_with_kvcache_fn = None
+    loader._lazy_imports = lambda implementation, attention_wrapper=None: f"loads {implementation}"
+    for module in (package, loader):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return package
+
+
+def test_both_names_and_both_functions(stub):
+    register()
+    assert stub.AttentionInterface.known == dict.fromkeys([NAME, FOR_BATCHES], attention_forward)
+    assert stub.AttentionMaskInterface.known == dict.fromkeys([NAME, FOR_BATCHES], attention_mask_of)
+
+
+def test_nothing_else_changes(stub):
+    """A second call changes nothing, and other names are loaded as before."""
+    loader = stub.modeling_flash_attention_utils
+    register()
+    load = loader._lazy_imports
+    register()
+    assert loader._lazy_imports is load
+    assert load("flash_attention_2") == load(implementation="flash_attention_2") == "loads flash_attention_2"
+    assert len(load(FOR_BATCHES)) == 5
+
+
+def test_an_unknown_loader(stub):
+    stub.modeling_flash_attention_utils._lazy_imports = lambda name: name
+    with pytest.raises(RuntimeError, match="_lazy_imports is not as expected"):
+        register()
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers 4\.57 or newer"):
+        register()
