@@ -26,7 +26,7 @@ LAYERS = [
     {"autograd", "batching", "call", "flops"},
     {"ops"},
     {"api", "block_mask", "kv_cache"},
-    {"compat", "parallel"},
+    {"compat", "nn", "parallel"},
     {"integrations"},
     {"__init__"},
     {"testing"},

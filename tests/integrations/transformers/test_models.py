@@ -32,7 +32,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gpt_oss": {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 4},
-    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "t5": {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+    },
 }
 TOKENS = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 PADDED = {
@@ -49,7 +57,7 @@ class Cell(NamedTuple):
     task: str
 
 
-def trained(model, tokens=TOKENS, seen=None, **inputs):
+def trained(model, tokens=TOKENS, seen=None, call=None, **inputs):
     """The logits of the tokens that are seen, and the gradients of all parameters."""
     if model.config.is_encoder_decoder:
         inputs = {"attention_mask": seen, "decoder_input_ids": TOKENS[: len(tokens), :7], **inputs}
@@ -57,7 +65,7 @@ def trained(model, tokens=TOKENS, seen=None, **inputs):
     elif seen is not None:
         inputs = {"attention_mask": seen, **inputs}
     model.zero_grad()
-    logits = model(tokens, use_cache=False, **inputs).logits
+    logits = (model if call is None else call)(tokens, use_cache=False, **inputs).logits
     logits = logits if seen is None else logits[seen.bool()]
     logits.square().mean().backward()
     return logits.detach(), *(x.grad for x in model.parameters() if x.grad is not None)
@@ -111,14 +119,9 @@ def checkpointing(model):
 def fullgraph(model):
     """Masks are made in the compiled region."""
     torch._dynamo.reset()
-    if model.config._attn_implementation == "eager":
-        return trained(model, seen=PADDED["left"])
-    seen = PADDED["left"]
-    model.zero_grad()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    logits = compiled(TOKENS, attention_mask=seen, use_cache=False).logits[seen.bool()]
-    logits.square().mean().backward()
-    return logits.detach(), *(x.grad for x in model.parameters() if x.grad is not None)
+    eager = model.config._attn_implementation == "eager"
+    call = model if eager else torch.compile(model, fullgraph=True, backend="aot_eager")
+    return trained(model, seen=PADDED["left"], call=call)
 
 
 def generate(model):

@@ -1,0 +1,212 @@
+"""Attention as a module, for models that are written anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade import arguments
+from saccade.api import attention
+from saccade.kv_cache import append_kv
+from saccade.layouts import Dense, Layout, Packed, Paged
+from saccade.masks import Mask
+
+__all__ = ["Attention"]
+
+_BSHD = Dense("bshd")
+
+
+class Attention(nn.Module):
+    """`out = o_proj(attention(turned(q_norm(q_proj(x))), turned(k_norm(k_proj(x))), v_proj(x)))`.
+
+    Its parameters have the names that checkpoints have: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_norm`, `k_norm` and
+    `sinks`.
+
+    Args:
+        dim: the size of a token.
+        num_heads: query heads.
+        num_key_heads: key heads, a divisor of num_heads; as many when None.
+        head_dim: of each head; dim / num_heads when None.
+        mask: which keys a query sees, such as `causal()` or `window(1023, 0)`; None is everything. Where the keys of a
+            call need another, pass it to the call.
+        score_mod: how a scaled score changes, as in `attention`.
+        rotary_base: turn queries and keys by their positions, pair i of d / 2 by `position rotary_base^(-2 i / d)`; a
+            pair is the elements i and i + d / 2. None: they are not turned.
+        qk_norm: RMSNorm of each head's queries and keys, before they are turned.
+        sink: one learnable logit for each query head.
+        bias: whether q_proj, k_proj and v_proj have one.
+        out_bias: whether o_proj has one.
+        dropout_p: the share of probabilities that become zero in training.
+        scale: factor on q k^T; 1/sqrt(head_dim) when None.
+        backend: as in `attention`.
+        device: of the parameters.
+        dtype: the same.
+
+    Raises:
+        ValueError: sizes that do not divide one another.
+
+    Sources: RoFormer (arXiv 2104.09864); grouped heads: arXiv 2305.13245; q/k norm: arXiv 2302.05442.
+
+    >>> layer = Attention(64, num_heads=4, num_key_heads=2, mask=causal(), rotary_base=10000.0, qk_norm=True)
+    >>> layer(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    >>> layer(torch.randn(10, 64), layout=Packed(torch.tensor([0, 3, 10]))).shape
+    torch.Size([10, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_key_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        mask: Mask | None = None,
+        score_mod: Callable[..., Tensor] | None = None,
+        rotary_base: float | None = None,
+        qk_norm: bool = False,
+        sink: bool = False,
+        bias: bool = False,
+        out_bias: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        h_q = arguments.integer("num_heads", num_heads, 1)
+        h_k = h_q if num_key_heads is None else arguments.integer("num_key_heads", num_key_heads, 1)
+        if head_dim is None and dim % h_q:
+            raise ValueError(f"num_heads must divide dim, or head_dim be given: got dim {dim} and {h_q} heads")
+        d = dim // h_q if head_dim is None else arguments.integer("head_dim", head_dim, 1)
+        if h_q % h_k:
+            raise ValueError(f"num_heads must be a multiple of num_key_heads, got {h_q} and {h_k}")
+        if rotary_base is not None and d % 2:
+            raise ValueError(f"head_dim must be even where pairs are turned, got {d}")
+        self.num_heads, self.num_key_heads, self.head_dim = h_q, h_k, d
+        self.mask, self.score_mod, self.rotary_base = mask, score_mod, rotary_base
+        self.dropout_p, self.scale, self.backend = dropout_p, scale, backend
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(dim, h_q * d, bias, **made)
+        self.k_proj = nn.Linear(dim, h_k * d, bias, **made)
+        self.v_proj = nn.Linear(dim, h_k * d, bias, **made)
+        self.o_proj = nn.Linear(h_q * d, dim, out_bias, **made)
+        self.q_norm = nn.RMSNorm(d, **made) if qk_norm else None
+        self.k_norm = nn.RMSNorm(d, **made) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(h_q, **made)) if sink else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial values: those of PyTorch's modules, and zeros for sinks."""
+        for part in (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm):
+            if part is not None:
+                part.reset_parameters()
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        layout: Layout | None = None,
+        mask: Mask | Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """The module's formula for tokens x.
+
+        Args:
+            x: (b, s, dim), or (t, dim) for sequences end to end.
+            layout: `Dense("bshd", …)`; None is one without lengths. `Packed(offsets)`. With a cache, `Paged(…)`, with
+                the lengths *before* these tokens.
+            mask: in the place of the module's.
+            positions: (s,), (b, s) or (t,): where tokens stand, for turning them. None: they count from 0, from the
+                layout's `q_offset`, or from the start of their sequence. A cache counts them itself.
+            cache: (k_cache, v_cache), (pages, page_size, h_k, d): new keys and values are written to it. Without
+                gradients.
+
+        Returns:
+            out, of x's shape.
+
+        Raises:
+            ValueError: a layout of another order; a cache without pages, or pages without a cache.
+        """
+        layout = _BSHD if layout is None else layout
+        if isinstance(layout, Dense) and layout.order != "bshd":
+            raise ValueError(
+                f"the module's tokens are (b, s, dim), so a Dense layout is Dense('bshd', …), got {layout!r}"
+            )
+        if (cache is not None) != isinstance(layout, Paged):
+            raise ValueError(f"a cache and a Paged layout go together, got {layout!r} and cache={cache is not None}")
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = (proj(x).unflatten(-1, (self.num_key_heads, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cache is not None:
+            assert isinstance(layout, Paged)
+            if positions is not None:
+                raise ValueError("positions is for calls without a cache, whose lengths say where new tokens stand")
+            q, layout = self._append(cache, layout, q, k, v)
+            k, v = cache
+        elif self.rotary_base is not None:
+            cos, sin = self._angles(_positions(layout, x) if positions is None else positions, x.dtype)
+            q, k = _turned(q, cos, sin), _turned(k, cos, sin)
+        out = attention(
+            q, k, v, mask=self.mask if mask is None else mask, score_mod=self.score_mod, layout=layout,
+            scale=self.scale, sink=self.sinks, dropout_p=self.dropout_p if self.training else 0.0, backend=self.backend,
+        )  # fmt: skip
+        return self.o_proj(out.flatten(-2))
+
+    def _append(
+        self, cache: tuple[Tensor, Tensor], layout: Paged, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Paged]:
+        """Writes to the cache; the queries, turned, and the layout after."""
+        if self.rotary_base is None:
+            append_kv(*cache, layout, k, v)
+        else:
+            longest = layout.block_table.shape[1] * cache[0].shape[1]
+            rotary = self._angles(torch.arange(longest, device=q.device), q.dtype)
+            q = append_kv(*cache, layout, k, v, q=q, rotary=rotary)
+        new = q.shape[1] if layout.cu_seqlens_q is None else layout.cu_seqlens_q.diff()
+        return q, replace(layout, seqused_k=layout.seqused_k + new)
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin (…, d / 2) of positions (…), float32; float64 for such tokens."""
+        assert self.rotary_base is not None
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        pairs = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=wide)
+        angles = positions[..., None].to(wide) * self.rotary_base ** (-pairs / self.head_dim)
+        return angles.cos(), angles.sin()
+
+    def extra_repr(self) -> str:
+        words = [f"heads={self.num_heads}, key_heads={self.num_key_heads}, head_dim={self.head_dim}"]
+        words += [] if self.mask is None else [f"mask={self.mask!r}"]
+        words += [] if self.rotary_base is None else [f"rotary_base={self.rotary_base}"]
+        return ", ".join(words)
+
+
+def _positions(layout: Layout, x: Tensor) -> Tensor:
+    """(s,), (b, s) or (t,): the position of each token in its sequence."""
+    tokens = torch.arange(x.shape[-2], device=x.device)
+    if isinstance(layout, Packed):
+        number = torch.searchsorted(layout.cu_seqlens_q[1:].contiguous(), tokens, right=True)
+        starts = layout.cu_seqlens_q[number.clamp(max=len(layout.cu_seqlens_q) - 1)]
+        tokens = tokens - starts
+    offset = layout.q_offset
+    if isinstance(offset, Tensor):
+        if isinstance(layout, Packed):
+            raise ValueError("packed sequences with a q_offset that is a tensor need positions=…")
+        return offset if offset.dim() == 2 and offset.shape[1] == len(tokens) else offset.reshape(-1, 1) + tokens
+    return tokens if offset is None else tokens + offset
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (…, h, d) turned by angles (…, d / 2), in their dtype."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    one, two = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)
