@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments, ops
+from saccade import arguments
 from saccade.backends import Rotary
 from saccade.backends.cpu.append import rotated
 from saccade.compat.flash_attn.call import Terms, attend
@@ -71,9 +71,8 @@ def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTer
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> None:
-    arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    causal, interleaved, return_lse = terms.causal, terms.rotary_interleaved, terms.return_softmax_lse
-    arguments.flags(causal=causal, rotary_interleaved=interleaved, return_softmax_lse=return_lse)
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if terms.num_splits != 0:
         arguments.integer("num_splits", terms.num_splits)
     if k_cache.dim() != 4 or v_cache.dim() != 4:
@@ -98,6 +97,7 @@ def _check_new(terms: CacheTerms) -> None:
         given = next(name for name in names if getattr(terms, name) is not None)
         raise ValueError(f"{given} is for new keys and values, k and v, which are None")
     arguments.tensors(k=terms.k, v=terms.v)
+    arguments.flags(causal=terms.causal, rotary_interleaved=terms.rotary_interleaved)
     if terms.cache_seqlens is None:
         raise ValueError("k and v are appended after the keys of each sequence: give cache_seqlens")
 
@@ -159,10 +159,11 @@ def own_rows(b: int, like: Tensor) -> Tensor:
     """(b, 1): row i of the cache is sequence i's.
 
     A table is kept once the device has it: it comes from the host's memory, and the host waits for the copy. A call
-    that something watches, or that a graph captures, makes its own.
+    that a compiler or a mode watches, or that a graph captures, makes its own.
     """
     device = like.device
-    if not ops.runs_directly(like) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    watched = type(like) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if watched or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.arange(b, dtype=torch.int32, device=device)[:, None]
     return _kept_rows(b, device)
 
