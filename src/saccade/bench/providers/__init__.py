@@ -11,7 +11,7 @@ from saccade import dispatch
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.bench.providers.block_masks import BlockMasks, FlexBlockMasks
 from saccade.bench.providers.ceilings import Copy, Matmul
-from saccade.bench.providers.flash import FlashAttention3, FlashAttention4
+from saccade.bench.providers.flash import FlashAttention3, FlashAttention4, FlashAttnFace
 from saccade.bench.providers.flex import Flex
 from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
 from saccade.bench.providers.saccade import MaxScores, Naive, Saccade
@@ -29,6 +29,7 @@ _ALL: list[Provider] = [
     LeftPadded(),
     FlashAttention3(),
     FlashAttention4(),
+    FlashAttnFace(),
     Sdpa(),
     Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
     Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),

@@ -1,4 +1,5 @@
-"""FlashAttention-3's operators and FlashAttention-4's functions, both in (b, s, h, d), or packed in (t, h, d)."""
+"""FlashAttention-3's operators, FlashAttention-4's functions, and saccade's face of version 2, all in (b, s, h, d), or
+packed in (t, h, d)."""
 
 from __future__ import annotations
 
@@ -124,6 +125,36 @@ class FlashAttention4(_Flash):
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             result = attend(q, k, v, **options)
             return result[0] if isinstance(result, tuple) else result
+
+        return prepared(function, cell.call, call)
+
+
+class FlashAttnFace(Provider):
+    """`saccade.compat.flash_attn`: what flash-attn's names cost beside the own call of `auto`."""
+
+    name = "flash-attn-face"
+    role = "saccade"
+    layouts = "dense", "packed"
+    masks = Window
+    scores = ("softcap",)
+    deterministic = True
+
+    def available(self, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        from saccade.compat import flash_attn
+
+        call = PeerInputs.of(inputs, "bshd")
+        lengths = _lengths(call)
+        attend = flash_attn.flash_attn_varlen_func if lengths else flash_attn.flash_attn_func
+        window = _window(call.mask, -1)
+        options: dict[str, Any] = {"window_size": window, "deterministic": cell.deterministic, **lengths}
+        if isinstance(call.score, Softcap):
+            options["softcap"] = call.score.cap
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, **options)
 
         return prepared(function, cell.call, call)
 
