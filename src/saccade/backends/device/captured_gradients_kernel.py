@@ -62,9 +62,8 @@ def _step(
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
     _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx, MASKED)
     if args.score.placed:
-        plain, positions = args.score.data
-        p, r = function_positions(positions, args.b, q_idx, kv_idx)
-        SCATTER(ADD, sums, plain.data, ds, qk * args.scale, args.b, args.h, p, r)
+        p, r = function_positions(args.score.data[1], args.b, q_idx, kv_idx)
+        SCATTER(ADD, sums, args.score.data[0].data, ds, qk * args.scale, args.b, args.h, p, r)
     else:
         SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, q_idx, kv_idx)
 

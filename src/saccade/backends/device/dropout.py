@@ -11,6 +11,7 @@ import triton.language as tl
 
 from saccade import dropout
 from saccade.backends.device import positions
+from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.positions import first_key, row_position
 from saccade.problem import Problem
 
@@ -44,21 +45,26 @@ def record(problem: Problem) -> DeviceDropout | None:
     return DeviceDropout(*numbers) if places is None else DeviceDropout(*numbers, places, tl.constexpr(True))
 
 
+@aggregate
+class OpenDropout:
+    """Dropout with its numbers in registers."""
+
+    seed: Any
+    offset: Any
+    threshold: Any
+    factor: Any
+    """1 / (1 - p)"""
+    placed: Any
+    positions: Any
+
+
 @triton.jit
 def opened(dropout):
-    """Seed, offset, threshold and factor in registers, read once; and the positions, if there are any."""
+    """A DeviceDropout with its numbers read."""
+    threshold = dropout.threshold * 2 + -2147483648
     seed = tl.load(dropout.state)
     offset = tl.load(dropout.state + 1)
-    if dropout.placed:
-        return seed, offset, dropout.threshold * 2 + -2147483648, dropout.rescale, dropout.positions
-    else:
-        return seed, offset, dropout.threshold * 2 + -2147483648, dropout.rescale
-
-
-@triton.jit
-def factor(numbers):
-    """1 / (1 - p), of opened numbers."""
-    return numbers[3]
+    return OpenDropout(seed, offset, threshold, dropout.rescale, dropout.placed, dropout.positions)
 
 
 @triton.jit
@@ -103,7 +109,7 @@ def keep(numbers, like, b, h, q_idx, kv_idx):
     q_idx and kv_idx start at multiples of 16, and h changes there at most. In Gluon the result's layout equals that of
     `like` under another name: the caller converts it, which moves nothing.
     """
-    if len(numbers) == 5:
+    if numbers.placed:
         return _keep_at(numbers, like, b, h, q_idx, kv_idx)
     else:
         return _keep_quarters(numbers, like, b, h, q_idx, kv_idx)
@@ -112,7 +118,7 @@ def keep(numbers, like, b, h, q_idx, kv_idx):
 @triton.jit
 def keep_unaligned(numbers, like, b, h, q_idx, kv_idx):
     """The same of indices that start anywhere."""
-    if len(numbers) == 5:
+    if numbers.placed:
         return _keep_at(numbers, like, b, h, q_idx, kv_idx)
     else:
         zero = like.to(tl.int32, bitcast=True) * 0
@@ -122,39 +128,36 @@ def keep_unaligned(numbers, like, b, h, q_idx, kv_idx):
 @triton.jit
 def _keep_at(numbers, like, b, h, q_idx, kv_idx):
     """The same at any positions, which do not come in spans."""
-    positions = numbers[4]
     zero = like.to(tl.int32, bitcast=True) * 0
-    p = row_position(positions.q, b, q_idx) + zero
-    r = kv_idx + first_key(positions.k, b) + zero
+    p = row_position(numbers.positions.q, b, q_idx) + zero
+    r = kv_idx + first_key(numbers.positions.k, b) + zero
     return _keep_each(numbers, b, h, p, r, zero)
 
 
 @triton.jit
 def _keep_each(numbers, b, h, p, r, zero):
     """Of positions [M, N]: four words for each probability, of which one counts. zero [M, N]"""
-    seed = numbers[0]
-    offset = numbers[1]
-    c2 = ((offset >> 32).to(tl.int32) ^ b) + zero
-    c3 = (offset.to(tl.int32) ^ h) + zero
-    w0, w1, w2, w3 = philox(counter(p), counter(r), c2.to(tl.uint32), c3.to(tl.uint32), seed)
+    c2 = ((numbers.offset >> 32).to(tl.int32) ^ b) + zero
+    c3 = (numbers.offset.to(tl.int32) ^ h) + zero
+    w0, w1, w2, w3 = philox(counter(p), counter(r), c2.to(tl.uint32), c3.to(tl.uint32), numbers.seed)
     odd = (r & 8) != 0
     word = tl.where((p & 8) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
-    return _kept(word, numbers[2])
+    return _kept(word, numbers.threshold)
 
 
 @triton.jit
 def _keep_quarters(numbers, like, b, h, q_idx, kv_idx):
     TRANSPOSED: tl.constexpr = q_idx.shape[0] == 1
-    seed, offset, threshold, _ = numbers
+    threshold = numbers.threshold
     # [M, N]
     zero = like.to(tl.int32, bitcast=True) * 0
     # [M / 16, 8, N / 16, 8]
     q, _, _, _ = quarters(q_idx + zero)
     kv, _, _, _ = quarters(kv_idx + zero)
     head, _, _, _ = quarters(h + zero)
-    c2 = (offset >> 32).to(tl.int32) ^ b
-    c3 = offset.to(tl.int32) ^ head
-    w0, w1, w2, w3 = philox(counter(q), counter(kv), (c2 + q * 0).to(tl.uint32), c3.to(tl.uint32), seed)
+    c2 = (numbers.offset >> 32).to(tl.int32) ^ b
+    c3 = numbers.offset.to(tl.int32) ^ head
+    w0, w1, w2, w3 = philox(counter(q), counter(kv), (c2 + q * 0).to(tl.uint32), c3.to(tl.uint32), numbers.seed)
     k0, k1, k2, k3 = _kept(w0, threshold), _kept(w1, threshold), _kept(w2, threshold), _kept(w3, threshold)
     if TRANSPOSED:
         return whole(k0, k2, k1, k3)

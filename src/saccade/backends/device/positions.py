@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends.device.intervals import Bound, number_at
-from saccade.backends.device.records import FAR, FARTHEST, constants, plain_int, runtime_int
+from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
 from saccade.problem import Problem
 from saccade.scores import LONGEST as _LONGEST
 
@@ -26,14 +26,28 @@ class Offset(NamedTuple):
 
     form: Any
     """constexpr"""
-    data: tuple
-    """the number plus FARTHEST, a `runtime_int`; a `Bound`; or what `_aligned` reads"""
+    data: Any
+    """the number plus FARTHEST, a `runtime_int`; a `Bound`; an `Aligned`"""
 
     @staticmethod
     def of(x: int | Tensor, by_row: bool, starts: Tensor | None) -> Offset:
         if not isinstance(x, Tensor):
-            return Offset(NUMBER, (runtime_int(x + FARTHEST.value),))
-        return Offset(ROW if by_row else SEQUENCE, (Bound.of(x, starts),))
+            return Offset(NUMBER, runtime_int(x + FARTHEST.value))
+        return Offset(ROW if by_row else SEQUENCE, Bound.of(x, starts))
+
+
+class Aligned(NamedTuple):
+    """What says how many keys and rows of a paged sequence are in use."""
+
+    used: Any
+    """int (b): keys"""
+    starts: Any
+    """int (b + 1): where its rows begin, if `end_to_end`; else some other tensor"""
+    s_q: Any
+    capacity: Any
+    """keys that it has room for; both `runtime_int`s"""
+    end_to_end: Any
+    """constexpr"""
 
 
 class DevicePositions(NamedTuple):
@@ -52,10 +66,10 @@ def record(problem: Problem) -> DevicePositions | None:
     if not layout.has_pages:
         return None
     used, starts = layout.seqused_k.contiguous(), layout.cu_seqlens_q
-    flag = tl.constexpr(starts is not None)
     numbers = problem.q.shape[2], layout.capacity(problem.k.shape[2])
-    data = used, used if starts is None else starts.contiguous(), *map(runtime_int, numbers), flag
-    return DevicePositions(Offset(ALIGNED, data), Offset.of(0, False, None))
+    given = used if starts is None else starts.contiguous()
+    aligned = Aligned(used, given, *map(runtime_int, numbers), FLAGS[starts is not None])
+    return DevicePositions(Offset(ALIGNED, aligned), Offset.of(0, False, None))
 
 
 def kind(problem: Problem) -> str:
@@ -69,25 +83,25 @@ def kind(problem: Problem) -> str:
 @triton.jit
 def _aligned(data, b):
     """Keys in use less query rows of sequence b."""
-    used, starts, s_q, capacity, flat = data
-    keys = tl.minimum(tl.maximum(tl.load(used + b), 0), plain_int(capacity)).to(tl.int32)
-    if flat:
-        first = tl.minimum(tl.maximum(tl.load(starts + b), 0), plain_int(s_q)).to(tl.int32)
-        stop = tl.minimum(tl.maximum(tl.load(starts + b + 1), 0), plain_int(s_q)).to(tl.int32)
+    keys = tl.minimum(tl.maximum(tl.load(data.used + b), 0), plain_int(data.capacity)).to(tl.int32)
+    s_q = plain_int(data.s_q)
+    if data.end_to_end:
+        first = tl.minimum(tl.maximum(tl.load(data.starts + b), 0), s_q).to(tl.int32)
+        stop = tl.minimum(tl.maximum(tl.load(data.starts + b + 1), 0), s_q).to(tl.int32)
         return keys - tl.maximum(stop - first, 0)
     else:
-        return keys - plain_int(s_q)
+        return keys - s_q
 
 
 @triton.jit
 def row_position(q, b, q_idx):
     """Where rows q_idx of sequence b stand."""
     if q.form == NUMBER:
-        return q_idx + (plain_int(q.data[0]) - FARTHEST)
+        return q_idx + (plain_int(q.data) - FARTHEST)
     elif q.form == SEQUENCE:
-        return q_idx + number_at(q.data[0], b, 0, FARTHEST)
+        return q_idx + number_at(q.data, b, 0, FARTHEST)
     elif q.form == ROW:
-        return number_at(q.data[0], b, q_idx, FARTHEST)
+        return number_at(q.data, b, q_idx, FARTHEST)
     else:
         return q_idx + _aligned(q.data, b)
 

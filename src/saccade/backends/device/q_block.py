@@ -11,7 +11,7 @@ import triton.language as tl
 
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
-from saccade.backends.device.dropout import factor, keep, keep_unaligned, opened
+from saccade.backends.device.dropout import keep, keep_unaligned, opened
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, load_tile, logits, power, store_tile, tile_range, visible
 
@@ -199,5 +199,5 @@ def weight_gradient(
             live = keep(args.dropout, p, args.b, args.h, q_idx, kv_idx)
         else:
             live = keep_unaligned(args.dropout, p, args.b, args.h, q_idx, kv_idx)
-        ds = p * (tl.where(live, dp, 0.0) * factor(args.dropout) - row_delta)
+        ds = p * (tl.where(live, dp, 0.0) * args.dropout.factor - row_delta)
         return tl.where(live, p, 0.0), ds

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
-from saccade.backends.device.dropout import factor, opened
+from saccade.backends.device.dropout import opened
 from saccade.backends.device.q_block import (
     ScoreArgs,
     TileRange,
@@ -156,7 +156,7 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
             start = tile_start(mask, block_list, step, shape.BLOCK_Q)
             dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False)
     if dropout is not None:
-        dv_sum *= factor(dropout)
+        dv_sum *= dropout.factor
     # Keys that are not in use get zeros.
     dk_sum = tl.where(live[:, None], dk_sum * scale, 0.0)
     dv_sum = tl.where(live[:, None], dv_sum, 0.0)

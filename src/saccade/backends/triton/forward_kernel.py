@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.block_lists_kernel import tile_start
-from saccade.backends.device.dropout import factor, keep
+from saccade.backends.device.dropout import keep
 from saccade.backends.device.q_block import (
     edge_length,
     edge_start,
@@ -81,7 +81,7 @@ def forward_kernel(
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     if dropout is not None:
-        acc *= factor(block.args.dropout)
+        acc *= block.args.dropout.factor
     store_q(out, block, acc, shape.D_V, shape.BLOCK_DV, shape)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))

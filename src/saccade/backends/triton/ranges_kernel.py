@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.dropout import factor, opened
+from saccade.backends.device.dropout import opened
 from saccade.backends.device.q_block import ScoreArgs, TileRange, edge_length, edge_start
 from saccade.backends.device.records import FAR, plain_int
 from saccade.backends.device.sequences import extent
@@ -91,7 +91,7 @@ def ranges_dkdv_kernel(
             dv_sum = tl.where(live[:, None], dv_sum, dv_before)
             b = next_reader(used_k, b, chunk, start_k, s_k, shape.BLOCK_K)
     if dropout is not None:
-        dv_sum *= factor(dropout)
+        dv_sum *= dropout.factor
     # Keys that no sequence reads get zeros.
     dk_sum = tl.where(read[:, None], dk_sum * scale, 0.0)
     dv_sum = tl.where(read[:, None], dv_sum, 0.0)

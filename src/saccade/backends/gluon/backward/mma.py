@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from saccade.backends.device.dropout import factor, opened
+from saccade.backends.device.dropout import opened
 from saccade.backends.gluon.backward.args import BackwardArgs
 from saccade.backends.gluon.backward.dq_accum import to_register_order
 from saccade.backends.gluon.backward.epilogue import store_keys
@@ -152,7 +152,7 @@ class Consumer:
         dp = warpgroup_mma_wait(1, [dp])
         if self.dropout is not None:
             delta = gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
-            ds = score_gradient(p, dp, delta, factor(self.dropout)).to(DTYPE)
+            ds = score_gradient(p, dp, delta, self.dropout.factor).to(DTYPE)
         else:
             if not FOLD:
                 dp += gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
@@ -214,9 +214,9 @@ class Consumer:
 def consume(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args):
     """Consumer c: dk and dv of its 64 keys, and its half of every dq, of one item after the other. Steps count on from
     item to item, as all that warps hand over does."""
-    dropout = args.dropout
-    if dropout is not None:
-        dropout = opened(dropout)
+    dropout = None
+    if args.dropout is not None:
+        dropout = opened(args.dropout)
     wait_for_last()
     n = gl.to_tensor(0)
     item = gl.to_tensor(0)
@@ -252,7 +252,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     shared.ds.take(c, end - 1)
     dq = consumer.issue_dq(end - 1)
     if dropout is not None:
-        dv *= factor(dropout)
+        dv *= dropout.factor
     block = read_record(shared.items, item, args.kv_blocks)  # once more: the loops need the registers
     store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, dv, block)
     dq = warpgroup_mma_wait(0, [dq])

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from saccade.backends.device.dropout import factor, opened
+from saccade.backends.device.dropout import opened
 from saccade.backends.gluon.backward.args import BackwardArgs
 from saccade.backends.gluon.backward.dq_accum import add_dq, from_register_order, to_register_order
 from saccade.backends.gluon.backward.dq_semaphore import acquire, release_fenced
@@ -257,9 +257,9 @@ def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constex
     kv_idx = block.start + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
     group = args.group
     steps = block.steps(group)
-    dropout = args.dropout
-    if dropout is not None:
-        dropout = opened(dropout)
+    dropout = None
+    if args.dropout is not None:
+        dropout = opened(args.dropout)
     consumer = WideConsumer(0, args, dropout, shared, block, dq_accum, kv_idx, steps, D, D_V)
     wait_for_last()
     mbarrier.wait(shared.kv_full, 0)
@@ -291,7 +291,7 @@ def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constex
     consumer.add_dq(dq, steps - 1)
     # The last dout has been read by both: the second consumer gave the last ds after it.
     x = None if packed is None else packed.dv
-    rescale = 1.0 if dropout is None else factor(dropout)
+    rescale = 1.0 if dropout is None else dropout.factor
     store(dv_desc, x, dv, rescale, block, shared.dout_ring.tiles, (steps - 1) % 2, D_V)
 
 

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from saccade.backends.device.dropout import factor as dropout_factor
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.device.tiles import largest
@@ -69,7 +68,7 @@ def normalize(acc, row_max, row_sum, rows, args, live):
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     weight = gl.convert_layout(gl.where(seen, share / gl.where(seen, total, 1.0), 0.0), layout)
     if rule.dropout is not None:
-        weight *= dropout_factor(rule.dropout)
+        weight *= rule.dropout.factor
     if args.used_q is not None:  # of rows that are not in use acc may be NaN
         acc = gl.where(gl.convert_layout(live, layout)[:, None], acc, 0.0)
     return acc * weight[:, None], lse, top_score
