@@ -15,7 +15,7 @@ from saccade.layouts import Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.problem import Problem
-from saccade.scores import Score
+from saccade.scores import Score, Traced
 from saccade.spec import DTYPES
 
 _LEARNED_SCALE = (
@@ -192,8 +192,13 @@ def _bind_score(score_mod: Any, q: Tensor, k: Tensor, layout: Layout) -> Score:
     score = None if error else scores.bind(score_mod, q)
     if score is not None:
         error = scores.short(score.identity, score.tensors, sizes)
-    if max(sizes.s_q, sizes.s_k) > scores.LONGEST:
-        error = f"score functions take lengths up to {scores.LONGEST}, got {sizes.s_q} and {sizes.s_k}"
+    given = layout.sizes(q, k)
+    if max(given.s_q, given.s_k) > scores.LONGEST:
+        error = f"score functions take lengths up to {scores.LONGEST}, got {given.s_q} and {given.s_k}"
+    if isinstance(score, Traced):
+        error = error or layout.reach_error(given)
     if error or score is None:
+        if sizes.s_q != layout.sizes(q, k).s_q:
+            error = f"{error} (functions take the positions of rows and keys: {layout!r})"
         raise ValueError(f"{error}: q {tuple(q.shape)}, k {tuple(k.shape)} in order {layout.order}")
     return score

@@ -72,7 +72,7 @@ def test_every_mask_and_score_has_a_device_form() -> None:
         assert record.exact.value == (mask is None or mask.exact)
     for case in SMALL:
         score = case.inputs().keywords.get("score_mod")
-        assert device_scores.record(bind(score, torch.zeros(1))).identity.value == (score is None)
+        assert device_scores.unplaced(bind(score, torch.zeros(1))).identity.value == (score is None)
 
 
 def test_an_unknown_mask_is_refused() -> None:

@@ -113,7 +113,7 @@ def test_linear_scores(name):
     """Of a score that is linear in the key's index, two numbers for each row say all."""
     score = torch.randn(2, 16, 32)
     bound = bind(LINEAR[name], score)
-    record = device_scores.record(bound)
+    record = device_scores.unplaced(bound)
     assert record.linear.value
     value = torch.empty_like(score)
     linear_kernel[(2,)](value, record, 16, 16, 32)
@@ -139,7 +139,7 @@ def test_linear_scores(name):
     ],
 )
 def test_other_scores_are_not_linear(function):
-    assert not device_scores.record(bind(function, torch.randn(4, 4))).linear.value
+    assert not device_scores.unplaced(bind(function, torch.randn(4, 4))).linear.value
 
 
 UNARY = [
@@ -165,7 +165,7 @@ def test_random_functions(unary, join):
     score = torch.randn(16, 32)
     bound = bind(function, score)
     value, slope = torch.empty(2, 16, 32), torch.empty(2, 16, 32)
-    faces_kernel[(2,)](score, value, slope, device_scores.record(bound), 16, 32)
+    faces_kernel[(2,)](score, value, slope, device_scores.unplaced(bound), 16, 32)
     at = torch.zeros(1, 1, 1, dtype=torch.int64), torch.arange(2)[:, None, None], torch.arange(16)[:, None]
     at = (*at, torch.arange(32))
     torch.testing.assert_close(value, bound.tile(score.expand(2, 16, 32), *at), rtol=1e-4, atol=1e-5)
@@ -181,8 +181,8 @@ def test_equal_sources_are_one_function():
 def test_new_values_emit_nothing():
     before = len(device_scores._sources)
     for n in (9, 21, 33):
-        device_scores.record(bind(build_score("relative_bias", 2, n, n), torch.zeros(1)))
-        device_scores.record(bind(lambda score, *at, by=float(n): score * by, torch.zeros(1)))
+        device_scores.unplaced(bind(build_score("relative_bias", 2, n, n), torch.zeros(1)))
+        device_scores.unplaced(bind(lambda score, *at, by=float(n): score * by, torch.zeros(1)))
     assert len(device_scores._sources) <= before + 2
 
 
@@ -244,7 +244,7 @@ def test_integer_division(n):
     score = torch.randn(16, 16)
     bound = bind(divided(n), score)
     value, slope = torch.empty(2, 1, 16, 16)
-    faces_kernel[(1,)](score, value, slope, device_scores.record(bound), 16, 16)
+    faces_kernel[(1,)](score, value, slope, device_scores.unplaced(bound), 16, 16)
     at = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), torch.arange(16)[:, None]
     torch.testing.assert_close(value[0], bound.tile(score, *at, torch.arange(16)[None]))
 
@@ -254,7 +254,7 @@ def test_division_by_zero_stays_inside():
     text = source.value_source(bind(divided(0), torch.zeros(1)).program, EmitOptions((False,)))
     assert "widened(q_idx)" not in text
     value, slope = torch.empty(2, 1, 16, 16)
-    faces_kernel[(1,)](torch.randn(16, 16), value, slope, device_scores.record(bind(divided(0), value)), 16, 16)
+    faces_kernel[(1,)](torch.randn(16, 16), value, slope, device_scores.unplaced(bind(divided(0), value)), 16, 16)
     assert value.isfinite().all()
 
 
@@ -277,7 +277,7 @@ def test_integers_of_64_bits(n):
     score = torch.randn(16, 16)
     bound = bind(far(n, 1 if n > 0 else -1), score)
     value, slope = torch.empty(2, 1, 16, 16)
-    faces_kernel[(1,)](score, value, slope, device_scores.record(bound), 16, 16)
+    faces_kernel[(1,)](score, value, slope, device_scores.unplaced(bound), 16, 16)
     at = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), torch.arange(16)[:, None]
     torch.testing.assert_close(value[0], bound.tile(score, *at, torch.arange(16)[None]))
 

@@ -176,7 +176,11 @@ SLOTS = torch.tensor([3, -1, 5])
             "positions must have the shape of slot_mapping, got (1, 3) and (3,)",
         ),
         (
-            {"layout": Paged(TABLE, USED, k_offset=3), "k_new": torch.randn(3, 1, H, D), "rotary": (SLOTS, SLOTS)},
+            {
+                "layout": Paged(TABLE, USED, q_offset=0, k_offset=3),
+                "k_new": torch.randn(3, 1, H, D),
+                "rotary": (SLOTS, SLOTS),
+            },
             "this layout has a k_offset: give slot_mapping and positions=…",
         ),
         ({"positions": SLOTS, "k_new": torch.randn(3, 1, H, D)}, "positions go with slot_mapping"),

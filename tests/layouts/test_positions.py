@@ -246,6 +246,21 @@ WRONG = {
         ValueError,
         str(1 << 22),
     ),
+    "a number too far for a function": (
+        lambda: call(Dense(q_offset=-(1 << 23)), score_mod=alibi(torch.ones(H_Q))),
+        ValueError,
+        "functions take positions from",
+    ),
+    "a number too far for a predicate": (
+        lambda: call(Dense(k_offset=1 << 22), mask=mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)),
+        ValueError,
+        "functions take positions from",
+    ),
+    "keys of a cache alone": (
+        lambda: Paged(torch.zeros(1, 1).long(), torch.zeros(1).long(), k_offset=3),
+        ValueError,
+        "needs q_offset",
+    ),
     "a bool tensor": (lambda: call(Dense(q_offset=3), mask=SEEN), ValueError, "omit q_offset"),
     "documents": (
         lambda: attention(
@@ -300,3 +315,61 @@ def test_bool_tensors_over_a_cache_count_from_the_first_row():
     torch.testing.assert_close(found, attention(q, k, v, mask=seen, layout=Dense("bshd")))
     compiled = torch.compile(lambda q: attention(q, *cache, mask=seen, layout=layout), backend="aot_eager")
     torch.testing.assert_close(compiled(q), found)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_dropout_draws_by_positions(backend):
+    """The parts of a call, its rows in another order, and packed rows draw the bits that the whole call draws."""
+    s = 40
+    q, k = torch.zeros(1, 2, s, 8), torch.zeros(1, 2, s, 8)
+    v = torch.eye(s).expand(1, 2, s, s)  # out shows which probabilities stay
+
+    def drawn(q, k, v, **keywords):
+        torch.manual_seed(3)
+        return attention(q, k, v, dropout_p=0.4, backend=backend, **keywords) != 0
+
+    whole = drawn(q, k, v)
+    rows = torch.randperm(s)
+    assert torch.equal(drawn(q, k, v, layout=Dense(q_offset=rows[None])), whole[:, :, rows])
+    part = drawn(q[:, :, 7:30], k[:, :, 11:], v[:, :, 11:], layout=Dense(q_offset=7, k_offset=torch.tensor([11])))
+    assert torch.equal(part[..., 11:], whole[:, :, 7:30, 11:])
+    ends = torch.tensor([0, 23])
+    packed = drawn(
+        q[0, :, 7:30].transpose(0, 1),
+        k[0].transpose(0, 1),
+        v[0].transpose(0, 1),
+        layout=Packed(ends, torch.tensor([0, s]), q_offset=torch.tensor([[7]])),
+    )
+    assert torch.equal(packed.transpose(0, 1)[None], whole[:, :, 7:30])
+
+
+def test_offsets_that_are_written_to_are_read_again():
+    q, k, v = operands()
+    offset = torch.tensor([3, 30])
+    mask = causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 != 0)
+    layout = Dense(q_offset=offset)
+    for values in ([3, 30], [20, 1], [3, 30]):
+        offset.copy_(torch.tensor(values))
+        wanted = attention(q, k, v, mask=mask, layout=layout, backend="reference")
+        torch.testing.assert_close(attention(q, k, v, mask=mask, layout=layout), wanted)
+
+
+def test_garbage_in_positions_of_unused_rows_is_not_read():
+    q, k, v = (x[:1, :, :S_Q].transpose(1, 2)[0] for x in operands())
+    rows = torch.tensor([4, 5, 6, 1 << 40, 7, -(1 << 40), 1 << 40])
+    ends, used = torch.tensor([0, 4, 6]), torch.tensor([3, 1])
+    layout = Packed(ends, seqused_q=used, q_offset=rows)
+    clean = Packed(ends, seqused_q=used, q_offset=rows.clamp(0, 7))
+    score = alibi(torch.ones(H_Q))
+    found, wanted = (attention(q, k, v, mask=causal(), score_mod=score, layout=x) for x in (layout, clean))
+    assert torch.equal(found, wanted)
+
+
+def test_nested_tensors_take_numbers():
+    x = torch.nested.nested_tensor([torch.randn(5, 2, 8), torch.randn(3, 2, 8)], layout=torch.jagged)
+    found = attention(x, x, x, mask=causal(), layout=Dense("bshd", q_offset=-2))
+    flat = x.values()
+    wanted = attention(flat, flat, flat, mask=causal(), layout=Packed(x.offsets(), q_offset=-2))
+    torch.testing.assert_close(found.values(), wanted)
+    with pytest.raises(ValueError, match="offsets that are tensors"):
+        attention(x, x, x, layout=Dense("bshd", q_offset=torch.tensor([1, 2])))

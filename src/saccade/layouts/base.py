@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.layouts.positions import check_positions, of_sequence, offset_error, positions_of
+from saccade.layouts.positions import check_positions, of_sequence, offset_error, positions_of, reach_error
 from saccade.layouts.validate import counts_from_first
-from saccade.masks import FARTHEST, Blocked, Extent, Mask, Positions
-from saccade.scores import LONGEST, Sizes
+from saccade.masks import Blocked, Extent, Mask, MaskMod, Positions
+from saccade.scores import Sizes
 
 
 class SequencePlace(NamedTuple):
@@ -111,15 +111,17 @@ class Layout:
         positions = self.positions(s_q)
         return (None, None) if positions is None else of_sequence(positions, place.number, place.rows)
 
-    def place_error(self, mask: Mask | None, b: int, rows: int) -> str | None:
+    def place_error(self, mask: Mask | None, sizes: Sizes, rows: int) -> str | None:
         """What is wrong with the shapes of offsets, or with a mask beside them; `rows` are those of a batch row, or of
         all sequences end to end."""
         positions = self.positions(rows)
         if positions is None:
             return None
-        if error := offset_error(self.q_offset, self.k_offset, b, rows, self.cu_seqlens_q is not None):
+        if error := offset_error(self.q_offset, self.k_offset, sizes.b, rows, self.cu_seqlens_q is not None):
             return error
-        leaves = [] if mask is None else [mask] if isinstance(mask, Blocked) else mask.leaves()
+        leaves = [] if mask is None else [mask] if isinstance(mask, Blocked) else [*mask.leaves()]
+        if any(isinstance(leaf, MaskMod) for leaf in leaves) and (error := self.reach_error(sizes)):
+            return error
         if not positions.counted and (leaf := next(filter(counts_from_first, leaves), None)) is not None:
             return (
                 f"{leaf!r} counts rows and keys from the first: omit q_offset and k_offset, or write it as "
@@ -127,13 +129,32 @@ class Layout:
             )
         return None
 
-    def check_positions(self, functions: bool) -> None:
-        """Reads offsets; `functions` of positions take shorter ones.
+    def reach_error(self, sizes: Sizes) -> str | None:
+        """Why functions do not take the positions of a call of these sizes, as far as offsets are numbers."""
+        error = reach_error("q_offset", self.q_offset, sizes.s_q)
+        return error or reach_error("k_offset", self.k_offset, sizes.s_k)
+
+    def check_positions(self, functions: bool, s_q: int, s_k: int) -> None:
+        """Reads offsets of rows in use, and of keys; `functions` take positions nearer to 0.
 
         Raises:
-            ValueError: positions that are too far from 0.
+            ValueError: positions that are too far from it.
         """
-        check_positions(LONGEST if functions else FARTHEST, q_offset=self.q_offset, k_offset=self.k_offset)
+        positions = self.positions(s_q)
+        if positions is None:
+            return
+        q, rows = (self._in_use(positions.q), 1) if positions.by_row else (self.q_offset, s_q)
+        check_positions("q_offset", q, rows, functions)
+        check_positions("k_offset", self.k_offset, s_k, functions)
+
+    def _in_use(self, q: Tensor) -> Tensor:
+        """The positions of rows in use, of all, (b or 1, s_q) or (t_q,)."""
+        if q.dim() == 1:
+            return q[: int(self.cu_seqlens_q[-1])]
+        if self.seqused_q is None:
+            return q
+        rows = torch.arange(q.shape[1], device=q.device) < self.seqused_q[:, None]
+        return q.expand(rows.shape)[rows]
 
     @property
     def sequences(self) -> int:

@@ -107,7 +107,7 @@ class Dense(Layout):
         for name in self._optional():
             if (used := getattr(self, name)).shape != (b,):
                 return f"{name} must have shape ({b},), got {tuple(used.shape)}"
-        if error := self.place_error(mask, b, s_q):
+        if error := self.place_error(mask, sizes, s_q):
             return error
         leaves = list(mask.leaves()) if mask is not None else []
         if self.kind == "padded" and (isinstance(mask, Blocked) or any(leaf.of_shape for leaf in leaves)):

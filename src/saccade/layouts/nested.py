@@ -43,11 +43,13 @@ def unwrap(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tens
         if x.dim() != 4 or x._ragged_idx != ragged_dim or x.lengths() is not None or layout.tensors:
             raise ValueError(
                 "nested tensors must be (b, h, s, d) with layout=Dense('bhsd'), or (b, s, h, d) with Dense('bshd'), "
-                f"jagged in s, without holes or used lengths; {name} has {x.dim()} dimensions, jagged in dimension "
-                f"{x._ragged_idx}, layout {layout!r}"
+                "jagged in s, without holes, used lengths or offsets that are tensors; "
+                f"{name} has {x.dim()} dimensions, "
+                f"jagged in dimension {x._ragged_idx}, layout {layout!r}"
             )
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise ValueError("nested k and v must have the same offsets")
     q_rows, k_rows, v_rows = (x.values() if ragged_dim == 1 else x.values().transpose(0, 1) for x in (q, k, v))
     bounds = q_rows.shape[0], k_rows.shape[0]
-    return q_rows, k_rows, v_rows, Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order)
+    places = {"q_offset": layout.q_offset, "k_offset": layout.k_offset}
+    return q_rows, k_rows, v_rows, Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order, **places)

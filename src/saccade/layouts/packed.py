@@ -211,7 +211,7 @@ class Packed(Layout):
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "packed sequences do not see one another: make each document a sequence, and omit documents(ids)"
         error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
-        error = error or self.place_error(mask, self.sequences, q.shape[0])
+        error = error or self.place_error(mask, self.sizes(q, k), q.shape[0])
         return error or interval_error(mask, self.sequences, q.shape[0], True)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
@@ -263,6 +263,9 @@ class Packed(Layout):
             keys = [(start, start + n) for start, n in zip(starts, used, strict=True)]
         ends = zip(pairwise(self.cu_seqlens_q.tolist()), keys, strict=True)
         return [SequencePlace(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(ends)]
+
+    def _in_use(self, q: Tensor) -> Tensor:
+        return q[self.rows_in_use(len(q))]
 
     def rows_in_use(self, t_q: int) -> Tensor:
         """bool (t_q): which rows of q are."""

@@ -84,6 +84,10 @@ class Paged(Layout):
                 raise ValueError(f"cu_seqlens_q must have shape (b + 1,), got {shapes[0]} with block_table {shapes[1]}")
         check_offset("q_offset", self.q_offset)
         check_offset("k_offset", self.k_offset)
+        if self.q_offset is None and self.k_offset is not None:
+            raise ValueError(
+                "k_offset of a paged cache needs q_offset: without both the rows stand after the keys of the cache"
+            )
         splits = self.num_splits
         if splits is not None and (isinstance(splits, bool) or not isinstance(splits, int) or splits < 1):
             raise ValueError(f"num_splits must be an integer from 1 on, or None, got {splits!r}")
@@ -142,7 +146,7 @@ class Paged(Layout):
         error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
         flat = self.cu_seqlens_q is not None
         rows = q.shape[0 if flat else 1]
-        error = error or self.place_error(mask, self.sequences, rows)
+        error = error or self.place_error(mask, self.sizes(q, k), rows)
         leaf = next((leaf for leaf in (() if mask is None else mask.leaves()) if leaf.of_shape), None)
         if leaf is not None and self.positions(rows) is None and error is None:
             return (

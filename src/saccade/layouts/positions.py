@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade import arguments
 from saccade.layouts.offsets import described, has_values, shortened
 from saccade.masks import FARTHEST, Positions
+from saccade.scores import LONGEST
 
 Offset = int | Tensor
 
@@ -83,12 +84,19 @@ def offset_error(q: Offset | None, k: Offset | None, b: int, rows: int, end_to_e
     return f"q_offset must be {wanted}; got {shape}"
 
 
-def check_positions(farthest: int = FARTHEST, **offsets: Offset | None) -> None:
-    """Reads offsets that are tensors.
+def reach_error(name: str, x: Offset | None, s: int) -> str | None:
+    """Why functions do not take the positions of s rows or keys, of an offset that is a number."""
+    if x is None or isinstance(x, Tensor) or (x >= -LONGEST and x + s <= LONGEST):
+        return None
+    return f"functions take positions from {-LONGEST} to {LONGEST - 1}, got {name} {x} with {s} rows or keys"
+
+
+def check_positions(name: str, x: Offset | None, s: int, functions: bool) -> None:
+    """Reads an offset of s rows or keys that is a tensor; `functions` take nearer positions.
 
     Raises:
-        ValueError: one that is farther from 0.
+        ValueError: one that is too far from 0.
     """
-    for name, x in offsets.items():
-        if isinstance(x, Tensor) and has_values(x) and bool(((x > farthest) | (x < -farthest)).any()):
-            raise ValueError(f"{name} must be from {-farthest} to {farthest}, got {shortened(x.flatten().tolist())}")
+    least, most = (-LONGEST, LONGEST - s) if functions else (-FARTHEST, FARTHEST)
+    if isinstance(x, Tensor) and has_values(x) and bool(((x > most) | (x < least)).any()):
+        raise ValueError(f"{name} must be from {least} to {most}, got {shortened(x.flatten().tolist())}")

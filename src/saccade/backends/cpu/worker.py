@@ -60,7 +60,8 @@ class Worker:
         place = first_b, first_h, tile.rows.start
         if place not in tiling.pieces:
             tiling.pieces[place] = tiling.split(tiling.runs(states_of(self.problem, compute_states), tile))
-        return tiling.pieces[place]
+        # They were made for the first of the batch rows and heads that share them.
+        return [piece._replace(batch=tile.batch, heads=tile.heads) for piece in tiling.pieces[place]]
 
     def keys(self, x: Tensor, tile: Tile) -> Tensor:
         """All keys of the tile's heads, (n, s_k, d), in the products' dtype."""

@@ -127,20 +127,26 @@ _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_appl
 
 
 def record(problem: Problem, fast: bool = False) -> DeviceScore:
-    """The device form of a Problem's score modification; None is the identity. All kernels of a call are to have the
-    same tanh: `fast`, or to float32's accuracy, as the backward takes exp(score - lse)."""
-    match problem.score:
+    """The device form of a Problem's score modification. All kernels of a call are to have the same tanh: `fast`, or to
+    float32's accuracy, as the backward takes exp(score - lse)."""
+    score = problem.score
+    places = positions.record(problem) if isinstance(score, scores.Traced) else None
+    plain = unplaced(score, fast, positions.kind(problem))
+    if places is None:
+        return plain
+    return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
+
+
+def unplaced(score: scores.Score | None, fast: bool = False, indices: str = "numbers") -> DeviceScore:
+    """The device form of a score modification that takes its indices as they come; None is the identity."""
+    match score:
         case None:
             return _SAME
-        case scores.Softcap() as score:
+        case scores.Softcap():
             return DeviceScore(*_SOFTCAP[fast], (score.cap,))
-        case scores.Traced() as score:
-            plain = DeviceScore(*_emitted(score, form(score, fast, positions.kind(problem))), data(score))
-            places = positions.record(problem)
-            if places is None:
-                return plain
-            return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
-    raise TypeError(f"no device form of {problem.score!r}")
+        case scores.Traced():
+            return DeviceScore(*_emitted(score, form(score, fast, indices)), data(score))
+    raise TypeError(f"no device form of {score!r}")
 
 
 def plainly(score: DeviceScore) -> DeviceScore:
