@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any
 
 from saccade.integrations.transformers.attention import attention_forward
@@ -26,19 +27,19 @@ def register() -> None:
         RuntimeError: a version whose loader of flash attention is unknown, for "saccade_flash".
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
+        transformers: Any = import_module("transformers")
+        interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    except (ImportError, AttributeError) as error:
         raise ImportError(f"saccade.integrations.transformers needs transformers 4.57 or newer: {error}") from error
     for name in (NAME, FOR_BATCHES):
-        AttentionInterface.register(name, attention_forward)
-        AttentionMaskInterface.register(name, attention_mask_of)
+        for interface, function in zip(interfaces, (attention_forward, attention_mask_of), strict=True):
+            interface.register(name, function)
     _announce()
 
 
 def _announce() -> None:
     """Transformers 5 loads whatever has "flash" in its name from a package or a hub; ours is loaded already."""
-    from transformers import modeling_flash_attention_utils as loader  # pyright: ignore[reportMissingImports]
-
+    loader = import_module("transformers.modeling_flash_attention_utils")
     load: Any = getattr(loader, "_lazy_imports", None)
     if getattr(load, "knows_saccade", False):
         return
