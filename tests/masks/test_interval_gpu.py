@@ -113,3 +113,44 @@ def test_a_graph_is_replayed_with_other_values(backend):
         replayed = [x.clone() for x in results]
         for x, y in zip(replayed, run(), strict=True):
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+UNSEEING = {  # rows that see nothing, in whole tiles
+    "left padding": lambda b, s: (
+        interval(torch.tensor([[s], [s - 1], [s - 300], [0]], device="cuda")[:b], None) & causal()
+    ),
+    "starts beyond the keys": lambda b, s: interval(torch.full((b, 1), s + 999, device="cuda"), None),
+    "the middle": lambda b, s: interval((torch.arange(s, device="cuda")[None] - s // 2).abs().lt(s // 3) * 2 * s, None),
+}
+
+
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("name", UNSEEING)
+def test_tiles_that_see_nothing(name, d):
+    q, k, v = operands(4, 4, 2, 900, 900, d)
+    sink, dlse = torch.randn(4, device="cuda"), torch.randn(4, 4, 900, device="cuda")
+    mask = UNSEEING[name](4, 900)
+    check(q, k, v, mask=mask, dlse=dlse, backend="gluon").assert_ok()
+    check(q, k, v, mask=mask, sink=sink, backend="gluon").assert_ok()
+    check(q, k, v, mask=mask, sink=sink, dropout_p=0.3, backend="gluon").assert_ok()
+    check(q, k, v, mask=mask, score_mod=alibi(torch.rand(4, device="cuda")), backend="gluon").assert_ok()
+    used = (torch.tensor(x, device="cuda") for x in ([900, 700, 0, 130], [900, 500, 64, 0]))
+    check(q, k, v, mask=mask, sink=sink, layout=Dense("bhsd", *used), backend="gluon").assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_tiles_that_see_nothing_leave_nothing_of_what_was_there(d):
+    """What memory held before, or in the next launch: the counter that work is drawn from is zero again."""
+    q, k, v = operands(3, 8, 1, 700, 700, d)
+    mask = interval(torch.tensor([[700], [650], [9999]], device="cuda"), None) & causal()
+    junk = torch.full((3, 8, 700, 4 * d), torch.nan, device="cuda", dtype=torch.bfloat16)
+    del junk  # memory that the results are likely to get
+    for _ in range(3):
+        out, lse, top = attention(q, k, v, mask=mask, return_lse=True, return_max_scores=True, backend="gluon")
+        hidden = torch.ones(3, 700, dtype=torch.bool, device="cuda")
+        hidden[1, 650:] = False
+        hidden = hidden[:, None].expand(3, 8, 700)
+        assert (out[hidden] == 0).all()
+        for x in (lse, top):
+            assert (x[hidden] == -torch.inf).all()
+            assert x[~hidden].isfinite().all()

@@ -1,16 +1,19 @@
-"""How the forward's results leave: whole tiles in bulk, the last one of a packed sequence row by row."""
+"""How the forward's results leave: whole tiles in bulk, the last one of a packed sequence row by row, and zeros."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from saccade.backends.device.records import LOG2E
+from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
 from saccade.backends.device.sequences import is_packed
-from saccade.backends.device.tiles import largest
+from saccade.backends.device.tiles import head, largest, used_length
 from saccade.backends.gluon.forward.scores import LOWEST_VAST
 from saccade.backends.gluon.forward.work_tile import FIRST_ROW, THERE
 from saccade.backends.gluon.ptx import fast_log2
@@ -24,12 +27,13 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
     # Where they belong is read here, as registers are few before.
     if is_packed(args.used_q):
         b, first_row, row_count = b * 0, pipe.slots.get(at, FIRST_ROW), pipe.slots.get(at, THERE)
+        stored = rows.rows if keeps_tail(args.out) else row_count
     else:
         first_row, row_count = 0, args.s_q
+        stored = row_count
     there = (rows.q_idx < row_count) & (rows.h < item.h_k * args.group + args.group)
     out, lse, top_score = normalize(acc, row_max, row_sum, rows, args, there & (rows.q_idx < rows.rows))
     corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
-    stored = rows.rows if keeps_tail(args.out) else row_count
     store_out(args, pipe, item.part, out, corner, stored - item.row)
     if args.lse is not None:
         place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
@@ -97,7 +101,7 @@ def store_out(args, pipe, part, x, corner, there):
     ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
     tile = view(pipe.slots.tiles, [ALL, 64, BLOCK_DV], LAYOUT).index(part * OUTS)
     tile.store(x.to(args.out_desc.dtype))
-    if args.out is None:
+    if not is_packed(args.used_q):
         store_bulk(args.out_desc, pipe, part, corner, OUTS)
     else:
         if there >= pipe.shape.ROWS:
@@ -105,3 +109,72 @@ def store_out(args, pipe, part, x, corner, there):
         else:
             h = corner[1] * args.group
             store_rows(tile, args.out, h + corner[2], corner[3], there, h + args.group, BLOCK_DV, pipe.shape.ROWS)
+
+
+class UnseeingRowsArgs(NamedTuple):
+    """out (b, h, s, d), for rows that see no key: the fields of TensorArgs that `head` needs, and how wide it is."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    unit: Any
+    columns: Any
+    """a multiple of 8, a `runtime_int`"""
+
+    @staticmethod
+    def of(out: Tensor) -> UnseeingRowsArgs:
+        x = TensorArgs.of(out)
+        return UnseeingRowsArgs(x.ptr, x.stride_b, x.stride_h, x.stride_s, x.unit, runtime_int(out.shape[3]))
+
+
+@gluon.constexpr_function
+def passes_unseeing(out, packed):
+    """constexpr: out is UnseeingRowsArgs: the producer writes the results of work items that see no key"""
+    return out is not None and not packed
+
+
+@gluon.jit
+def rows_of_item(shape, tile, i):
+    """The heads in their group, and the rows, that are the i-th of all of a work item's."""
+    return tile.in_group + i % 64 // shape.ROWS, tile.row + i // 64 * shape.ROWS + i % shape.ROWS
+
+
+@gluon.jit
+def store_unseeing(args, shape, tile):
+    """For one warp: writes the results of a LoadTile whose rows see no key."""
+    ALL: gl.constexpr = 64 * shape.CONSUMERS
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    first_h = tile.h_k * args.group
+    if args.lse is not None or args.max_scores is not None:
+        used = used_length(args.used_q, tile.b, args.s_q)
+        for start in range(0, ALL, 64):
+            # [64]
+            h, row = rows_of_item(shape, tile, start + gl.arange(0, 64, layout))
+            there = (h < args.group) & (row < args.s_q)
+            place = (tile.b.to(gl.int64) * (args.h_k * args.group) + first_h + h) * args.s_q + row
+            nothing = gl.full([64], float("-inf"), gl.float32, layout)
+            if args.max_scores is not None:
+                gl.store(args.max_scores + place, nothing, mask=there)
+            if args.lse is not None:
+                if args.sink is not None:
+                    column = gl.load(args.sink + first_h + h, mask=there, other=0.0).to(gl.float32)
+                    gl.store(args.lse + place, gl.where(row < used, column, nothing), mask=there)
+                else:
+                    gl.store(args.lse + place, nothing, mask=there)
+    x = args.out
+    columns = plain_int(x.columns)
+    WIDTH: gl.constexpr = min(64, shape.BLOCK_DV)
+    LANES: gl.constexpr = WIDTH // 8
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
+    zeros = gl.zeros([16, WIDTH], x.ptr.dtype.element_ty, wide)
+    for start in range(0, ALL, 16):
+        # [16]
+        h, row = rows_of_item(shape, tile, start + gl.arange(0, 16, gl.SliceLayout(1, wide)))
+        there = (h < args.group) & (row < args.s_q)
+        place = head(x, tile.b, first_h + h, row)
+        for first in gl.static_range(0, shape.BLOCK_DV, WIDTH):
+            # [WIDTH]: eight columns at a time are there or not
+            column = first + gl.arange(0, WIDTH, gl.SliceLayout(0, wide))
+            mask = there[:, None] & (column // 8 * 8 < columns)[None, :]
+            gl.store(place[:, None] + column[None, :], zeros, mask=mask)

@@ -87,7 +87,7 @@ def forward_kernel(
     blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
-    else None.
+    PackedRowsArgs; UnseeingRowsArgs where the producer writes the results of work items that see no key; else None.
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. counter: two zeros, which are

@@ -19,6 +19,7 @@ from saccade.backends.device.launch import multiprocessors, nothing_seen, on_dev
 from saccade.backends.device.records import PackedRowsArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler
 from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
+from saccade.backends.gluon.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, counter, shape_of
 from saccade.layouts import Packed, Paged, empty_like_rows
@@ -75,9 +76,18 @@ def arguments(
     """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles."""
     sink = None if problem.sink is None else problem.sink.contiguous()
     keeps_tail = problem.keeps_tail and out is problem.out
-    tensors = None if table is None else PackedRowsArgs.of(out, keeps_tail), lse, max_scores, sink, drawn
+    unseeing = UnseeingRowsArgs.of(out) if _hides_rows(problem) else None
+    tensors = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail), lse, max_scores, sink, drawn
     records = paged_tma.record(problem), mask, score, dropout.record(problem)
     return *tensors, *sequences.spans(problem, table), *records
+
+
+def _hides_rows(problem: Problem) -> bool:
+    """Whether the producer passes over tiles of rows that see nothing: where tensors hide the first keys, as left
+    padding does. Other masks hide few tiles or none. Producers beside sums of 256 columns have no registers for it."""
+    mask = problem.mask
+    wide = max(problem.q.shape[3], problem.v.shape[3]) > 192
+    return mask is not None and mask.lower and not mask.listed and problem.by_row and not wide
 
 
 def _destination(problem: Problem) -> Tensor:

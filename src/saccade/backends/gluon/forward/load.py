@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.device.sequences import extent, is_packed, numbered, placed
 from saccade.backends.device.tiles import tile_range
+from saccade.backends.gluon.forward.epilogue import passes_unseeing, store_unseeing
 from saccade.backends.gluon.forward.paged_tma import load_pages, pages_of
 from saccade.backends.gluon.forward.tile_scheduler import packed_list, packed_place
 from saccade.backends.gluon.forward.work_tile import (
@@ -78,9 +79,11 @@ def plan_tiles(args, pipe, at, b, row, rows, keys):
             least = gl.minimum(least, end)
         hi = gl.maximum(hi, end)
         put_tiles(pipe.slots, at, c, first // BLOCK_K, core // BLOCK_K, core_end // BLOCK_K, end // BLOCK_K)
-    # Every consumer has a tile, even if its rows see nothing there: no loop has to consider empty ones.
-    hi = gl.maximum(hi // BLOCK_K, 1)
-    lo = gl.minimum(lo // BLOCK_K, hi - 1)
+    # Every consumer has a tile, even if its rows see nothing there: no loop has to consider empty ones. Where the
+    # producer passes over items that see nothing, one consumer's rows see some key.
+    LEAST: gl.constexpr = 0 if passes_unseeing(args.out, is_packed(args.used_q)) else 1
+    hi = gl.maximum(hi // BLOCK_K, LEAST)
+    lo = gl.minimum(lo // BLOCK_K, hi - LEAST)
     return lo, hi, gl.maximum(hi - least // BLOCK_K, 0)
 
 
@@ -138,6 +141,33 @@ def load_queries(args, pipe, drawn, tile):
             q = pipe.slots.tiles.index((slot * CONSUMERS + c) * pipe.slots.CHUNKS + chunk)
             row = tile.row + c * pipe.shape.ROWS
             tma_load(args.q_desc, [b, tile.h_k, tile.in_group, row, chunk * CHUNK], full, q)
+
+
+@gluon.jit
+def open_next(args, pipe, item, items, drawn, tile):
+    """Opens work `drawn`: item `item`, or the first from there on that sees a key. The results of those before are
+    written, and others drawn in their place. Returns its LoadTile, if there is one, and whether there is."""
+    EARLY: gl.constexpr = pipe.slots.SLOTS > 1
+    more = item < items
+    if not passes_unseeing(args.out, is_packed(args.used_q)):
+        if more:
+            tile = open_item(args, pipe, item, drawn)
+            if EARLY:
+                load_queries(args, pipe, drawn, tile)
+    else:
+        passing = more
+        while passing:
+            tile = open_item(args, pipe, item, drawn)
+            passing = tile.hi == tile.lo
+            if passing:
+                store_unseeing(args, pipe.shape, tile)
+                item = count_up(args.counter, "relaxed") + gl.num_programs(0)
+                more = item < items
+                passing = more
+        if EARLY:  # noqa: SIM102 - known when this is compiled, and the next is not
+            if more:
+                load_queries(args, pipe, drawn, tile)
+    return tile, more
 
 
 @gluon.jit
@@ -213,10 +243,13 @@ def load(args, pipe):
         item = gl.minimum(item, items - 1)
     else:
         items = args.scheduler.blocks * args.scheduler.heads
-    tile = open_item(args, pipe, item, 0)
-    if EARLY:
-        load_queries(args, pipe, 0, tile)
     more = gl.to_tensor(True)
+    if not passes_unseeing(args.out, is_packed(args.used_q)):
+        tile = open_item(args, pipe, item, 0)
+        if EARLY:
+            load_queries(args, pipe, 0, tile)
+    else:
+        tile, more = open_next(args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item))
     while more:
         begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
         # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
@@ -235,11 +268,7 @@ def load(args, pipe):
             if j == ahead:
                 drawn += 1
                 item = count_up(counter, "relaxed") + gl.num_programs(0)
-                more = item < items
-                if more:
-                    upcoming = open_item(args, pipe, item, drawn)
-                    if EARLY:
-                        load_queries(args, pipe, drawn, upcoming)
+                upcoming, more = open_next(args, pipe, item, items, drawn, upcoming)
         tile = upcoming
     pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
     mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)
