@@ -154,3 +154,12 @@ def test_tiles_that_see_nothing_leave_nothing_of_what_was_there(d):
         for x in (lse, top):
             assert (x[hidden] == -torch.inf).all()
             assert x[~hidden].isfinite().all()
+
+
+def test_packed_tiles_that_see_nothing():
+    offsets = torch.tensor([0, 700, 700, 1500], device="cuda")
+    q = torch.randn(1500, 4, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1500, 2, 64, device="cuda", dtype=torch.bfloat16)
+    mask = interval(torch.tensor([[699], [0], [9999]], device="cuda"), None) & causal()
+    layout, sink = Packed(offsets, offsets, 800, 800), torch.randn(4, device="cuda")
+    check(q, k, v, mask=mask, layout=layout, sink=sink, backend="gluon").assert_ok()
