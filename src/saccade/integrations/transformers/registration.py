@@ -39,7 +39,7 @@ def register() -> None:
 
 def _announce() -> None:
     """Transformers 5 loads whatever has "flash" in its name from a package or a hub; ours is loaded already."""
-    loader = import_module("transformers.modeling_flash_attention_utils")
+    loader: Any = import_module("transformers.modeling_flash_attention_utils")
     load: Any = getattr(loader, "_lazy_imports", None)
     if getattr(load, "knows_saccade", False):
         return
