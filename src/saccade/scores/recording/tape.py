@@ -35,6 +35,8 @@ _TORCH_FUNCTIONS: Any = (Tensor.__torch_function__.__func__, torch._C._disabled_
 
 
 def _check_operations(x: Tensor) -> None:
+    if type(x) in (Tensor, torch.nn.Parameter):  # Dynamo of PyTorch 2.11 cannot look for methods in a tuple
+        return
     own: Any = type(x).__torch_function__
     if getattr(own, "__func__", own) not in _TORCH_FUNCTIONS:
         raise Refused(
