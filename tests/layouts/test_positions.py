@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,7 +23,10 @@ from saccade import (
     t5_bias,
     window,
 )
+from saccade.backends import gluon
+from saccade.dropout import Dropout
 from saccade.masks import FARTHEST
+from saccade.problem import Problem
 from saccade.testing.accuracy import check
 
 B, H_Q, H_K, S_Q, S_K, D = 2, 4, 2, 7, 50, 8
@@ -373,3 +378,13 @@ def test_nested_tensors_take_numbers():
     torch.testing.assert_close(found.values(), wanted)
     with pytest.raises(ValueError, match="offsets that are tensors"):
         attention(x, x, x, layout=Dense("bshd", q_offset=torch.tensor([1, 2])))
+
+
+def test_gluon_leaves_the_backward_of_positions_beside_dropout_to_triton():
+    """Its warps pass what they are called with through shared memory, where these do not fit."""
+    q, k, v = (x.contiguous() for x in operands(dtype=torch.bfloat16))
+    layout = Dense(q_offset=3)
+    problem = Problem(q, k, v, None, causal(), None, layout, 1.0, dropout=Dropout(torch.zeros(2).long(), 0.5))
+    assert gluon.refusals(problem, True) == ["has no room in shared memory for positions beside dropout"]
+    assert not gluon.refusals(problem, False)
+    assert not gluon.refusals(replace(problem, dropout=None), True)

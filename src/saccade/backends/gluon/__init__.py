@@ -40,6 +40,8 @@ measured."""
 def refusals(problem: Problem, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
     layout = problem.layout
+    if gradient and problem.positions is not None and problem.dropout is not None:
+        return ["has no room in shared memory for positions beside dropout"]
     if gradient or not layout.has_pages:
         return []
     h_k, size = problem.k.shape[1:3]
