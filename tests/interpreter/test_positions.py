@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, Paged, alibi, causal, interval, mask_mod, prefix, window
+from saccade.backends.device import positions
 from saccade.testing.accuracy import check
 
 B, H_Q, H_K, S_Q, S_K, D = 2, 2, 1, 40, 70, 16
@@ -84,3 +85,19 @@ def test_paged(offsets, end_to_end):
     mask = causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 1)
     for m in (mask, window(20, 0), None):
         check(q, *cache, mask=m, score_mod=alibi(torch.rand(2)), layout=layout, backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("given", ["mask", "score", "dropout"])
+def test_positions_that_are_off_by_one_are_rejected(given, monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, H_Q, S_Q, D), *torch.randn(2, B, H_K, S_K, D)
+    keywords = {"mask": {"mask": causal()}, "score": {"score_mod": alibi(torch.ones(2))}, "dropout": {"dropout_p": 0.3}}
+    layout = Dense(q_offset=torch.tensor([13, 20]))
+    assert check(q, k, v, layout=layout, backend="triton", **keywords[given]).ratio <= 1
+    right = positions.record
+
+    def wrong(problem):
+        return right(problem)._replace(k=positions.Offset.of(1, False, None))
+
+    monkeypatch.setattr(positions, "record", wrong)
+    assert check(q, k, v, layout=layout, backend="triton", **keywords[given]).ratio > 1
