@@ -72,7 +72,8 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     layout = problem.layout
     if layout.validate or problem.q.device.type == "cpu":
         layout.check_lengths(problem.q.shape[2], problem.k.shape[2])
-        layout.check_positions(_takes_positions(problem), problem.q.shape[2], layout.capacity(problem.k.shape[2]))
+        if layout.positioned:
+            layout.check_positions(_takes_positions(problem), problem.q.shape[2], layout.capacity(problem.k.shape[2]))
     if problem.out is not None:
         aliasing.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose

@@ -81,7 +81,9 @@ class Dense(Layout):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [] if self.plain else [getattr(self, name) for name in (*self._optional(), *self._offsets(Tensor))]
+        if self.seqused_q is self.seqused_k is self.q_offset is self.k_offset is None:  # in the hot path of small calls
+            return []
+        return [getattr(self, name) for name in (*self._optional(), *self._offsets(Tensor))]
 
     @staticmethod
     def from_tensors(order: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Dense:

@@ -44,7 +44,7 @@ def _plain(problem: Problem) -> bool:
     """Whether the kernel runs the call, whatever its mask and score are."""
     q, k, v = problem.q, problem.k, problem.v
     same_head_dims = k.shape[3] == v.shape[3]
-    plain = not problem.layout.tensors and problem.positions is None and problem.dropout is None
+    plain = not problem.layout.tensors and not problem.layout.positioned and problem.dropout is None
     return plain and same_head_dims and min(q.numel(), k.numel()) > 0
 
 

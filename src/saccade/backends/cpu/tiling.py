@@ -179,7 +179,7 @@ def tiling_of(problem: Problem) -> Tiling:
     """The Tiling of a call, cached as long as mask, numbers, shape and the tensors of mask and layout are the same."""
     mask, layout, shape = problem.mask, problem.layout, TilingShape.of(problem)
     tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
-    if not tensors and (mask is None or not mask.listed) and problem.positions is None:
+    if not tensors and (mask is None or not mask.listed) and not layout.positioned:
         return _of_numbers(shape, mask)
 
     def make() -> Tiling:

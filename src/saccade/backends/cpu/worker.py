@@ -47,8 +47,8 @@ class Worker:
     def __init__(self, problem: Problem, tiling: Tiling) -> None:
         self.problem, self.tiling, self.scratch = problem, tiling, Scratch()
         self.products, self.inside = tiling.shape.products, problem.lse_dtype()
-        plain = problem.score is not None and problem.extent.p is None
-        self.bias = score_mods.bias(problem) if plain else None
+        self.placed = problem.layout.positioned
+        self.bias = score_mods.bias(problem) if problem.score is not None and not self.placed else None
         self.rescale = 1.0 if problem.dropout is None else problem.dropout.rescale
 
     def pieces(self, tile: Tile) -> list[Tile]:
@@ -94,7 +94,7 @@ class Worker:
             tile_score.add_(self.bias[tuple(part)])
         elif modify is not None:
             at, scaled = self._function_indices(tile), tile_score
-            tile_score, slope = score_mods.apply(modify, scaled, at, derivative, self.problem.extent.p is None)
+            tile_score, slope = score_mods.apply(modify, scaled, at, derivative, not self.placed)
             if slope is not None:
                 modification = Modification(modify, scaled, at, slope)
         self._apply_mask(tile_score, tile)
@@ -108,6 +108,8 @@ class Worker:
     def _function_indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What score functions and dropout take for a tile's indices: positions, where there are any."""
         b_idx, h_idx, q_idx, kv_idx = self._indices(tile)
+        if not self.placed:
+            return b_idx + self.problem.first_b, h_idx, q_idx, kv_idx
         extent = self.problem.extent
         p, r = extent.q_position(b_idx, q_idx), extent.k_position(b_idx, kv_idx)
         return b_idx + self.problem.first_b, h_idx, p, r
@@ -118,7 +120,7 @@ class Worker:
         if dropout is None:
             return None
         b_idx, h_idx, p, r = self._function_indices(tile)
-        if self.problem.extent.p is None:
+        if not self.placed:
             keep = dropout.keep(b_idx.flatten(), h_idx.flatten(), tile.rows, tile.keys)
         else:
             keep = dropout.keep_at(b_idx, h_idx, p, r)
