@@ -24,7 +24,7 @@ from saccade import (
     softcap,
     window,
 )
-from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask
+from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, convert
 from saccade.problem import Problem
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
@@ -223,6 +223,12 @@ def test_compiled():
         mask = MASKS[name]
         made = torch.compile(lambda q, k, v, mask=mask: attention(q, k, v, mask=mask), fullgraph=True, backend="eager")
         assert torch.equal(made(q, k, v), attention(q, k, v, mask=mask))
+
+
+def test_tensor_first_used_while_compiling():
+    """Nothing of the process has recorded the reading of such a tensor before."""
+    q, k, v = operands()
+    convert._program.cache_clear()
     made = torch.compile(lambda q, k, v, seen: attention(q, k, v, mask=seen), fullgraph=True, backend="eager")
     seen = MASKS["tensor"]
     assert torch.equal(made(q, k, v, seen), attention(q, k, v, mask=seen))

@@ -97,7 +97,7 @@ def _identity(own: tuple[bool, ...]) -> str:
 def _program(own: tuple[bool, ...]) -> Any:
     """The program of all tensors that have one element in the same dimensions; kept for ever, as there are few."""
     t = torch.zeros((), dtype=torch.bool).expand([7 if mine else 1 for mine in own])
-    return scores.predicate(partial(read, t=t, own=own), "tensor").program
+    return scores.recorded_predicate(partial(read, t=t, own=own), "tensor").program
 
 
 def of_tensor(t: Tensor) -> Mask:

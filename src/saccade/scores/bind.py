@@ -137,6 +137,11 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         from saccade.scores import bind_compiled
 
         return bind_compiled.bind_predicate(fn, name)
+    return recorded_predicate(fn, name)
+
+
+def recorded_predicate(fn: Function, name: str | None = None) -> Traced:
+    """`predicate` of a function that exists outside of compiled regions, also while something else compiles."""
     settings = torch.float32, torch.device("cpu"), name or name_of(fn), "predicate"
     program, tensors, numbers, _ = _recorded(fn, Predicate(fn), settings, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
