@@ -187,18 +187,18 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
 
 
 def _bind_score(score_mod: Any, q: Tensor, k: Tensor, layout: Layout) -> Score:
-    sizes = layout.function_sizes(q, k)
+    given = layout.sizes(q, k)
+    sizes = layout.function_sizes(given)
     error = scores.complaint(score_mod, sizes._replace(exact=layout.rectangular and not layout.positioned))
     score = None if error else scores.bind(score_mod, q)
     if score is not None:
         error = scores.short(score.identity, score.tensors, sizes)
-    given = layout.sizes(q, k)
     if max(given.s_q, given.s_k) > scores.LONGEST:
         error = f"score functions take lengths up to {scores.LONGEST}, got {given.s_q} and {given.s_k}"
     if isinstance(score, Traced):
         error = error or layout.reach_error(given)
     if error or score is None:
-        if sizes.s_q != layout.sizes(q, k).s_q:
+        if sizes.s_q != given.s_q:
             error = f"{error} (functions take the positions of rows and keys: {layout!r})"
         raise ValueError(f"{error}: q {tuple(q.shape)}, k {tuple(k.shape)} in order {layout.order}")
     return score

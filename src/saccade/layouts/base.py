@@ -224,9 +224,9 @@ class Layout:
         extent = Extent.of(q.shape[2], k.shape[2], self.seqused_q, self.seqused_k, q.device)
         return extent.at(self.positions(q.shape[2]))
 
-    def function_sizes(self, q: Tensor, k: Tensor) -> Sizes:
-        """The sizes that tensors must have which functions read at their indices, as far as the host knows."""
-        sizes = self.sizes(q, k)
+    def function_sizes(self, sizes: Sizes) -> Sizes:
+        """The sizes that tensors must have which functions read at their indices, as far as the host knows, in a call
+        of these sizes."""
         numbers: Any = (x if isinstance(x, (int, torch.SymInt)) else 0 for x in (self.q_offset, self.k_offset))
         further: Any = (n + max(x, 0) for n, x in zip((sizes.s_q, sizes.s_k), numbers, strict=True))
         return Sizes(sizes.b, sizes.h, *further, exact=sizes.exact)

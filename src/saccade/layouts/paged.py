@@ -208,8 +208,8 @@ class Paged(Layout):
         rows = [slice(*ends) for ends in pairwise(self.cu_seqlens_q.tolist())]
         return [SequencePlace(b, slice(0, 1), rows[b], batch, keys) for b, batch in enumerate(batches)]
 
-    def function_sizes(self, q: Tensor, k: Tensor) -> Sizes:
-        sizes = super().function_sizes(q, k)
+    def function_sizes(self, sizes: Sizes) -> Sizes:
+        sizes = super().function_sizes(sizes)
         return sizes if self.positioned else sizes._replace(s_q=sizes.s_k)
 
     def sequence_offsets(self, place: SequencePlace, s_q: int) -> tuple[Any, Any]:

@@ -60,18 +60,18 @@ class Extent(NamedTuple):
 
     def q_position(self, b: Tensor, q_idx: Tensor) -> Tensor:
         """What functions of the indices call row q_idx of batch row b; all broadcast."""
-        return q_idx if self.p is None else _at(self.p, b, q_idx)
+        return q_idx if self.p is None else at(self.p, b, q_idx)
 
     def k_position(self, b: Tensor, kv_idx: Tensor) -> Tensor:
         """The same of a key."""
-        return kv_idx if self.k is None else kv_idx + _at(self.k, b, torch.zeros_like(b))
+        return kv_idx if self.k is None else kv_idx + self.first_key(b)
 
     def diagonal(self, b: Tensor, q_idx: Tensor) -> Tensor:
         """The number of the key that stands where the row does."""
         if self.p is None or self.k is None:
             off = (self.keys - self.rows)[:, 0]
             return q_idx + (off[0] if len(off) == 1 else off[b])
-        return _at(self.p, b, q_idx) - _at(self.k, b, torch.zeros_like(b))
+        return at(self.p, b, q_idx) - self.first_key(b)
 
     def diagonals(self) -> Tensor:
         """The same of every row, (b or 1, s_q)."""
@@ -81,7 +81,7 @@ class Extent(NamedTuple):
 
     def first_key(self, b: Tensor) -> int | Tensor:
         """The position of key 0."""
-        return 0 if self.k is None else _at(self.k, b, torch.zeros_like(b))
+        return 0 if self.k is None else at(self.k, b, b)
 
     @staticmethod
     def of(s_q: int, s_k: int, seqused_q: Tensor | None, seqused_k: Tensor | None, device: torch.device) -> Extent:
@@ -97,9 +97,10 @@ class Extent(NamedTuple):
         return torch.arange(self.s_q, device=self.rows.device)[None]
 
 
-def _at(x: Tensor, b: Tensor, i: Tensor) -> Tensor:
-    """x[b, i], where one batch row stands for all."""
-    return x[b if x.shape[0] > 1 else torch.zeros_like(b), i]
+def at(x: Tensor, b: Tensor, i: Tensor) -> Tensor:
+    """x[b, i], where one batch row, or one i, stands for all."""
+    batch, row = (j if n > 1 else torch.zeros_like(j) for j, n in ((b, x.shape[0]), (i, x.shape[1])))
+    return x[batch, row]
 
 
 class Interval(NamedTuple):

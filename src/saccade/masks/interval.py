@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.masks.base import Mask
-from saccade.masks.hull import FARTHEST, Extent, Interval
+from saccade.masks.hull import FARTHEST, Extent, Interval, at
 from saccade.scores import Sizes
 from saccade.scores.recording.compile_constant import knows_inversion
 
@@ -127,8 +127,7 @@ def _at(bound: int | Tensor, b: Tensor, q_idx: Tensor) -> int | Tensor:
         return bound
     if bound.dim() == 1:  # of one sequence
         bound = bound[None]
-    batch, row = (i if n > 1 else torch.zeros_like(i) for i, n in ((b, bound.shape[0]), (q_idx, bound.shape[1])))
-    return bound[batch, row]
+    return at(bound, b, q_idx)
 
 
 def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
