@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from saccade import Packed, attention, causal, compose, softcap, window
 from saccade.integrations.transformers import StructuredMask, attention_forward
+from saccade.partial import Partial
 from saccade.scores import bias
 from saccade.testing import check
 from saccade.testing.cases import Case
@@ -221,3 +223,114 @@ def test_continuous_batching(kind):
     flat = (x[0].transpose(0, 1) for x in (q, k, v))
     wanted = attention(*flat, mask=causal(), layout=Packed(offsets_q, offsets_k))
     torch.testing.assert_close(out, wanted.transpose(0, 1)[None])
+
+
+# A step of transformers 5 in which each request has one token: where its keys are is told by a block table.
+
+PAGE, LAYERS = 4, 2
+
+
+class Tables:
+    """The cache of two layers, whose pages of keys and values alternate.
+
+    Sequences of 1, 6 and 8 keys, of which the last one is new, and a request without keys that only fills up the batch.
+    Memory that nothing uses is NaN.
+    """
+
+    def __init__(self, device, dtype, layer):
+        self.k, self.v = (torch.randn(15, 2, 16, device=device, dtype=dtype) for _ in range(2))  # of all sequences
+        self.lengths, self.blocks = (1, 6, 8, 0), ((5,), (2, 7), (3, 0), ())
+        self.pages = torch.full((10, LAYERS, 2, PAGE, 2, 16), math.nan, device=device, dtype=dtype)
+        self.layer, self.offsets = layer, [0, 1, 7, 15, 15]
+        for at, page, row in self.places():
+            for i, x in enumerate((self.k, self.v)):
+                self.pages[page, layer, i, row] = x[at]
+        self.full = self.pages.clone()
+        for end in (1, 7, 15):  # not yet written
+            _, page, row = self.places()[end - 1]
+            self.pages[page, layer, :, row] = math.nan
+        views = self.pages.view(-1, PAGE, 2, 16)[2 * layer :], self.pages.view(-1, PAGE, 2, 16)[2 * layer + 1 :]
+        self.views = views[0][: len(views[1])], views[1]
+        table = [[2 * LAYERS * page for page in pages] + [-1] * (3 - len(pages)) for pages in self.blocks]
+        self.table = torch.tensor(table, dtype=torch.int32, device=device)
+        self.layer_to_allocator = {0: SimpleNamespace(block_physical_stride=2 * LAYERS * PAGE, tokens_per_page=PAGE)}
+
+    def places(self):
+        """The number of each key, its page and its row there."""
+        rows = (
+            (pages[j // PAGE], j % PAGE) for n, pages in zip(self.lengths, self.blocks, strict=True) for j in range(n)
+        )
+        return [(at, *place) for at, place in enumerate(rows)]
+
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"]["full_attention"]
+        kwargs["block_table"] = kwargs["block_table"][0]
+        kwargs["k_cache"], kwargs["v_cache"] = self.views
+        return key_states, value_states
+
+    def new(self, x):
+        """(1, h, 4, d): the last row of each sequence, and one of none."""
+        return torch.stack([x[0], x[6], x[14], torch.full_like(x[0], 7.0)], 1)[None]
+
+    def keywords(self):
+        device = self.pages.device
+        offsets_k = torch.tensor(self.offsets, dtype=torch.int32, device=device)
+        offsets_q = torch.tensor([0, 1, 2, 3, 3], dtype=torch.int32, device=device)
+        keywords = {"cu_seq_lens_q": offsets_q, "cu_seq_lens_k": {"full_attention": offsets_k}}
+        return {**keywords, "cache": self, "block_table": self.table[None], "read_index": [], "write_index": []}
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("keywords", [{}, {"sliding_window": 3}, {"softcap": 5.0}, {"s_aux": torch.ones(4)}], ids=str)
+def test_block_tables(device, layer, keywords):
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    tables, rows = Tables(device, dtype, layer), torch.randn(3, 4, 16, device=device, dtype=dtype)
+    keywords = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
+    before, new = tables.pages.clone(), (tables.new(tables.k), tables.new(tables.v))
+
+    def function(q, k, v, *, return_lse=False, **given):
+        tables.pages.copy_(before)
+        of_none = torch.full_like(q[:1], 7.0)
+        out = run(torch.cat([q, of_none]).transpose(0, 1)[None], *new, **tables.keywords(), **keywords)
+        assert torch.equal(tables.pages.nan_to_num(9.0), tables.full.nan_to_num(9.0))
+        assert not out[0, :, 3].any()
+        out = out[0, :, :3].transpose(0, 1)
+        return Partial(out, attention(q, k, v, return_lse=True, **given).lse) if return_lse else out
+
+    offsets_q = torch.arange(4, dtype=torch.int32, device=device)
+    layout = Packed(offsets_q, torch.tensor(tables.offsets[:-1], dtype=torch.int32, device=device))
+    mask = window(2, 0) if "sliding_window" in keywords else causal()
+    score = softcap(5.0) if "softcap" in keywords else None
+    options = {"mask": mask, "layout": layout, "score_mod": score, "sink": keywords.get("s_aux")}
+    check(rows, tables.k, tables.v, backward=False, function=function, **options).assert_ok()
+
+
+@pytest.mark.gpu
+def test_block_tables_in_a_graph():
+    """Its replay reads the tables and lengths of that time."""
+    tables = Tables("cuda", torch.float16, 0)
+    q, keywords = torch.randn(1, 4, 4, 16, device="cuda", dtype=torch.float16), tables.keywords()
+    new = tables.new(tables.k), tables.new(tables.v)
+    wanted = run(q, *new, **keywords)
+    pages, table, offsets = tables.pages.clone(), tables.table.clone(), keywords["cu_seq_lens_k"]["full_attention"]
+    lengths = offsets.clone()
+    tables.table.fill_(-1)
+    offsets.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(q, *new, **keywords)
+    tables.pages.fill_(math.nan)
+    tables.pages.copy_(pages)
+    tables.table.copy_(table)
+    offsets.copy_(lengths)
+    graph.replay()
+    assert torch.equal(out, wanted)
+    assert torch.equal(tables.pages.nan_to_num(9.0), tables.full.nan_to_num(9.0))
+
+
+def test_a_cache_or_a_block_table_alone():
+    q, k, v = operands(3, 3, b=1)
+    with pytest.raises(ValueError, match=r"cache \(CacheOf5\) is for sequences end to end: give cu_seq_lens_q"):
+        run(q, k, v, cache=CacheOf5(k, v, None))
+    with pytest.raises(ValueError, match="block_table says where the keys are in a cache"):
+        run(q, k, v, block_table=torch.zeros(1, 1))

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from saccade.integrations.transformers import FOR_BATCHES, NAME, StructuredMask, attention, register
+from saccade.integrations.transformers import FOR_BATCHES, NAME, StructuredMask, attention, cache, register
 
 transformers = pytest.importorskip("transformers")
 
@@ -100,10 +100,17 @@ def packed(model):
 
 
 def mask_4d(model):
-    """Of the user, added to the scores."""
-    seen = torch.rand(3, 1, 9, 9, generator=torch.Generator().manual_seed(1)) > 0.4
-    seen |= torch.eye(9, dtype=torch.bool)
-    return trained(model, attention_mask=torch.where(seen, 0.0, torch.finfo(torch.float32).min))
+    """Of the user, added to the scores; the encoder's is the decoder's too, so its rows see the same."""
+    generator = torch.Generator().manual_seed(1)
+
+    def added(s_q, s_k):
+        seen = torch.rand(3, 1, s_q, s_k, generator=generator) > 0.4
+        seen |= torch.eye(s_q, s_k, dtype=torch.bool)
+        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+    if model.config.is_encoder_decoder:
+        return trained(model, attention_mask=added(1, 9), decoder_attention_mask=added(7, 7))
+    return trained(model, attention_mask=added(9, 9))
 
 
 def checkpointing(model):
@@ -116,9 +123,17 @@ def checkpointing(model):
         model.eval()
 
 
+def without_experts(model):
+    """The host chooses GPT-OSS's experts in transformers 4, which no one graph can: they pass on what they get."""
+    if model.config.model_type == "gpt_oss" and not FIVE:
+        for layer in model.model.layers:
+            layer.mlp.experts.forward = lambda hidden, **_: hidden
+
+
 def fullgraph(model):
     """Masks are made in the compiled region."""
     torch._dynamo.reset()
+    without_experts(model)
     eager = model.config._attn_implementation == "eager"
     call = model if eager else torch.compile(model, fullgraph=True, backend="aot_eager")
     return trained(model, seen=PADDED["left"], call=call)
@@ -135,6 +150,7 @@ def static_cache(model):
 def static_cache_fullgraph(model):
     """As generation compiles it; masks are made outside."""
     torch._dynamo.reset()
+    without_experts(model)
     if model.config._attn_implementation != "eager":
         model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     try:
@@ -145,70 +161,104 @@ def static_cache_fullgraph(model):
 
 def chunked_prefill(model):
     """The prompt in pieces, each after a cache that holds the ones before."""
-    cache, logits = transformers.DynamicCache(config=model.config), []
+    logits, seen, encoded = [], PADDED["left"], {}
     with torch.no_grad():
-        for start in (0, 4, 5):
-            stop = {0: 4, 4: 5, 5: 9}[start]
-            seen = PADDED["left"][:, :stop]
-            logits.append(model(TOKENS[:, start:stop], attention_mask=seen, past_key_values=cache).logits)
-    return (torch.cat(logits, 1)[PADDED["left"].bool()],)
+        if model.config.is_encoder_decoder:
+            encoded = {"encoder_outputs": model.encoder(TOKENS, attention_mask=seen), "attention_mask": seen}
+            cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+        else:
+            cache = transformers.DynamicCache(config=model.config)
+        for start, stop in ((0, 4), (4, 5), (5, 9)):
+            if encoded:
+                inputs = {"decoder_input_ids": TOKENS[:, start:stop], **encoded}
+            else:
+                inputs = {"input_ids": TOKENS[:, start:stop], "attention_mask": seen[:, :stop]}
+            logits.append(model(**inputs, past_key_values=cache).logits)
+    whole = torch.cat(logits, 1)
+    return (whole if encoded else whole[seen.bool()],)
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
 
 
 def generate_batch(model):
     """Continuous batching; what generate gives for each prompt alone, or transformers 4, which differs there under
     windows, for batches by its own attention."""
-    prompts = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
-    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    config = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     eager = model.config._attn_implementation == "eager"
     if FIVE and eager:
         with torch.no_grad():
-            alone = [model.generate(torch.tensor([x]), **options, min_new_tokens=5)[0, len(x) :] for x in prompts]
+            alone = [model.generate(torch.tensor([x]), **config, min_new_tokens=5)[0, len(x) :] for x in PROMPTS]
         return (torch.stack(alone),)
-    if FIVE or eager:
-        model.set_attn_implementation(FOR_BATCHES if FIVE else "eager_paged")
-    memory = nullcontext()
-    if not FIVE:
+    if FIVE:
+        # A model may name the kernels that it takes alone.
+        model._compatible_flash_implementations = [FOR_BATCHES]
+    model.set_attn_implementation(FOR_BATCHES if FIVE else "eager_paged" if eager else NAME)
+    results = batched(model, **config)
+    by_prompt = {tuple(x.prompt_ids): torch.tensor(x.generated_tokens) for x in results.values()}
+    return (torch.stack([by_prompt[tuple(x)] for x in PROMPTS]),)
+
+
+def batched(model, **config):
+    """The results by request; its cache is small."""
+    memory, options = nullcontext(), {}
+    if FIVE:
+        pages = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 64}
+        options["continuous_batching_config"] = transformers.ContinuousBatchingConfig(**pages)
+    else:
         from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 
         # It asks a GPU.
         memory = patch.object(PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 24)
     with memory:
-        results = model.generate_batch(inputs=prompts, generation_config=transformers.GenerationConfig(**options))
-    by_prompt = {tuple(x.prompt_ids): torch.tensor(x.generated_tokens) for x in results.values()}
-    return (torch.stack([by_prompt[tuple(x)] for x in prompts]),)
+        config = transformers.GenerationConfig(**config)
+        return model.generate_batch(inputs=PROMPTS, generation_config=config, **options)
+
+
+def block_tables(model):
+    """Continuous batching of transformers 5 as on a GPU: tokens after the prompt go by block tables."""
+    from transformers.generation.continuous_batching import initialization
+
+    tables, written = [], cache._written
+    with (
+        patch.object(initialization, "ensure_decode_fast_path_is_available", lambda *_: None),
+        patch.object(cache, "_written", lambda *rest: tables.append(1) or written(*rest)),
+    ):
+        result = generate_batch(model)
+    assert bool(tables) == (model.config._attn_implementation != "eager")
+    return result
 
 
 TASKS = {
     function.__name__: function
     for function in (
         plain, left_padding, right_padding, holes, packed, mask_4d, checkpointing, fullgraph, generate, static_cache,
-        static_cache_fullgraph, chunked_prefill, generate_batch,
+        static_cache_fullgraph, chunked_prefill, generate_batch, block_tables,
     )
 }  # fmt: skip
-WITHOUT = {  # and why
-    ("t5", "packed"): "has no positions",
-    ("t5", "mask_4d"): "its mask is the encoder's",
-    ("t5", "chunked_prefill"): "has its prompt in the encoder",
-    ("t5", "generate_batch"): "transformers batches decoders alone",
-    ("gpt_oss", "generate_batch"): "transformers 5 puts the kernel that the model names in the place of any other",
-    ("llama4_text", "generate_batch"): "transformers has no chunks in continuous batching",
-}
+WITHOUT_WINDOWS = {"llama", "qwen3", "llama4_text"}
+"""Transformers has block tables for models whose layers all see everything."""
+WITHOUT_CHUNKS = {"llama4_text": {"layer_types": ["full_attention"] * 2, "attention_chunk_size": 64}}
+"""Transformers has no chunks in continuous batching."""
+
+
+def runs(cell):
+    """Whether transformers has the task; what it has not is refused, see below."""
+    if cell.model == "t5":  # without positions, and no decoder alone
+        return FIVE and cell.task not in ("packed", "generate_batch", "block_tables")
+    return cell.task != "block_tables" or (FIVE and cell.model in WITHOUT_WINDOWS)
 
 
 def cells():
-    every = [Cell(model, task) for model in MODELS for task in TASKS if (model, task) not in WITHOUT]
-    if FIVE:
-        return every
-    # Transformers 4: T5's attention is its own, and GPT-OSS's experts are chosen by the host.
-    every += [Cell("gpt_oss", "generate_batch")]
-    return [x for x in every if x.model != "t5" and (x.model != "gpt_oss" or "fullgraph" not in x.task)]
+    return [cell for cell in (Cell(model, task) for model in MODELS for task in TASKS) if runs(cell)]
 
 
 def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         chosen, draw = cells(), random.Random(0)
         if not metafunc.config.getoption("--everything"):
-            chosen = [draw.choice([cell for cell in chosen if cell.task == task]) for task in TASKS]
+            by_task = [[cell for cell in chosen if cell.task == task] for task in TASKS]
+            chosen = [draw.choice(group) for group in by_task if group]
         metafunc.parametrize("cell", chosen, ids="-".join)
 
 
@@ -217,11 +267,11 @@ def made():
     """Makes a tiny model of a name, on its eager attention."""
     register()
 
-    def make(name):
+    def make(name, attention="eager", **changes):
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(name, **SIZES | MODELS[name])
+        config = transformers.AutoConfig.for_model(name, **SIZES | MODELS[name] | changes)
         kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
-        model = kind.from_config(config, attn_implementation="eager").eval()
+        model = kind.from_config(config, attn_implementation=attention).eval()
         for parameter in model.parameters():  # biases and sinks too
             torch.nn.init.normal_(parameter, std=0.2)
         return model
@@ -232,7 +282,8 @@ def made():
 def test_like_eager(cell, made, monkeypatch):
     calls, plain_attention = [], attention.attention
     monkeypatch.setattr(attention, "attention", lambda *args, **kw: calls.append(1) or plain_attention(*args, **kw))
-    model = made(cell.model)
+    changes = WITHOUT_CHUNKS.get(cell.model, {}) if cell.task in ("generate_batch", "block_tables") else {}
+    model = made(cell.model, **changes)
     wanted = TASKS[cell.task](model)
     assert not calls
     model.set_attn_implementation(NAME)
@@ -254,6 +305,37 @@ def test_no_mask_of_rows_by_keys(made, monkeypatch):
         left_padding(model)
     assert masks
     assert all(isinstance(mask, StructuredMask) and not mask.mask.listed for mask in masks)
+
+
+def test_chunks_have_no_continuous_batching(made):
+    """Transformers refuses them: 5 raises, 4 reports it and has no results."""
+    model = made("llama4_text", FOR_BATCHES if FIVE else NAME)
+    with pytest.raises(ValueError, match="chunked_attention") if FIVE else nullcontext():
+        assert not batched(model, max_new_tokens=2)
+
+
+@pytest.mark.skipif(FIVE, reason="of transformers 4")
+def test_t5_of_transformers_4(made):
+    """Its attention is its own, whatever is asked: it says so when a model is switched, and computes the same."""
+    model = made("t5")
+    wanted = plain(model)
+    model.set_attn_implementation(NAME)
+    assert model.config._attn_implementation == "eager"
+    for ours, theirs in zip(plain(made("t5", NAME)), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(not FIVE, reason="of transformers 5")
+def test_t5_has_no_sequences_end_to_end(made):
+    """A bias for each row and key says nothing of sequences, whether offsets or a cache bring them."""
+    model = made("t5", NAME)
+    with pytest.raises(ValueError, match="position_bias and cu_seq_lens_q do not go together"):
+        trained(model, cu_seq_lens_q=torch.tensor([0, 9, 27]).int(), cu_seq_lens_k=torch.tensor([0, 9, 27]).int())
+    with pytest.raises(ValueError, match="not supported for continuous batching"):
+        batched(model, max_new_tokens=2)
+    model.set_attn_implementation(FOR_BATCHES)
+    results = batched(model, max_new_tokens=2).values()
+    assert all("position_bias and cu_seq_lens_q do not go together" in x.error for x in results)
 
 
 @pytest.mark.parametrize("way", ["call", "configuration"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +10,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from saccade import masks, scores
 from saccade.api import attention
+from saccade.integrations.transformers.cache import updated
 from saccade.integrations.transformers.mask import StructuredMask
-from saccade.layouts import Packed
+from saccade.layouts import Packed, Paged
 from saccade.masks import Mask
 
-REFUSED = ("head_mask", "layer_head_mask", "indices", "block_indices", "sinks", "block_table")
+REFUSED = ("head_mask", "layer_head_mask", "indices", "block_indices", "sinks")
 """Keywords that would change the result."""
 
 
@@ -66,31 +65,42 @@ def attention_forward(
     Raises:
         ValueError: weights, or a keyword that would change the result and has no meaning; a mask that does not fit.
     """
-    if others.get("output_attentions"):
-        raise ValueError('saccade never holds the attention weights: output_attentions=True needs "eager"')
-    if given := [name for name in REFUSED if others.get(name) is not None]:
-        raise ValueError(f'the attention function of saccade does not take {", ".join(given)}: use "eager"')
+    _refuse(others, cache, cu_seq_lens_q)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if cache is not None:
-        key, value, cu_seq_lens_k = _update(cache, key, value, module, cu_seq_lens_k, others)
-        attention_mask = None  # transformers 4 also writes out what the offsets say
     keywords: dict[str, Any] = {"scale": scaling, "sink": s_aux, "dropout_p": dropout}
     if cu_seq_lens_q is not None:
         if position_bias is not None:
             raise ValueError("position_bias and cu_seq_lens_q do not go together")
-        mask = _within_sequences(module, attention_mask, causal, sliding_window)
+        given = attention_mask if cache is None else None  # transformers 4 also writes out what the offsets say
+        keywords["mask"] = _within_sequences(module, given, causal, sliding_window)
         if softcap is not None:
             keywords["score_mod"] = scores.softcap(softcap)
-        layout = Packed(cu_seq_lens_q, cu_seq_lens_k)
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        out = attention(q, k, v, mask=mask, layout=layout, **keywords)
-        return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (t, h, d)
+        if cache is None:
+            layout = Packed(cu_seq_lens_q, cu_seq_lens_k)
+        else:
+            k, v, layout = updated(cache, key, value, module, (cu_seq_lens_q, cu_seq_lens_k), others)
+        if isinstance(layout, Paged):
+            q = q[:, None]  # (sequences, 1, h_q, d)
+        out = attention(q, k, v, layout=layout, **keywords)
+        return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]).contiguous(), None
     mask, added = _dense_mask(attention_mask, query, key, causal, sliding_window)
     changes = [scores.softcap(softcap)] if softcap is not None else []
     changes += [scores.bias(x) for x in (position_bias, added) if x is not None]
     if changes:
         keywords["score_mod"] = changes[0] if len(changes) == 1 else scores.compose(*changes)
     return attention(query, key, value, mask=mask, **keywords).transpose(1, 2).contiguous(), None
+
+
+def _refuse(others: dict[str, Any], cache: Any, offsets: Tensor | None) -> None:
+    if others.get("output_attentions"):
+        raise ValueError('saccade never holds the attention weights: output_attentions=True needs "eager"')
+    if given := [name for name in REFUSED if others.get(name) is not None]:
+        raise ValueError(f'the attention function of saccade does not take {", ".join(given)}: use "eager"')
+    if cache is not None and offsets is None:
+        raise ValueError(f"a cache ({type(cache).__name__}) is for sequences end to end: give cu_seq_lens_q")
+    if cache is None and others.get("block_table") is not None:
+        raise ValueError("block_table says where the keys are in a cache, which is None")
 
 
 def _dense_mask(
@@ -144,24 +154,3 @@ def _within_sequences(module: torch.nn.Module, given: Any, causal: bool, sliding
     if sliding_window is not None:
         raise ValueError("cu_seq_lens_q with sliding_window is for causal layers")
     return None
-
-
-def _update(
-    cache: Any, key: Tensor, value: Tensor, module: Any, cu_seq_lens_k: Any, others: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes the new rows to the cache of continuous batching; the keys of all sequences, (1, h_k, t_k, d), and their
-    offsets."""
-    if _takes_indices(type(cache).update):  # transformers 4
-        key, value = cache.update(key, value, module.layer_idx, **others)
-        key, value = (x.transpose(0, 1)[None] for x in (key, value))
-        if isinstance(cu_seq_lens_k, dict):
-            kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
-            cu_seq_lens_k = cu_seq_lens_k[kind]
-        return key, value, cu_seq_lens_k
-    keywords = {**others, "cu_seq_lens_k": cu_seq_lens_k}
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)
-    return key, value, keywords["cu_seq_lens_k"]
-
-
-def _takes_indices(update: Callable[..., Any]) -> bool:
-    return "read_index" in inspect.signature(update).parameters

@@ -10,8 +10,8 @@ from saccade.integrations.transformers.attention import attention_forward
 from saccade.integrations.transformers.mask import attention_mask_of
 
 NAME = "saccade"
-FOR_BATCHES = "saccade_flash"
-"""The name for continuous batching, which takes names with "flash" in them alone."""
+FOR_BATCHES = "saccade_flash2"
+"""The name for continuous batching, which takes names with "flash" in them alone, and block tables with "flash…2"."""
 
 
 def register() -> None:
@@ -19,12 +19,12 @@ def register() -> None:
     `out = dropout(softmax(mask(scale q k^T))) v` here, forward and backward.
 
     Masks keep their structure: padding, windows, chunks, packed sequences and caches are intervals of keys, and no
-    tensor of rows by keys is made. `generate_batch` of transformers 5 needs the name "saccade_flash". A second call
+    tensor of rows by keys is made. `generate_batch` of transformers 5 needs the name "saccade_flash2". A second call
     changes nothing.
 
     Raises:
         ImportError: transformers is missing, or is older than 4.57.
-        RuntimeError: a version whose loader of flash attention is unknown, for "saccade_flash".
+        RuntimeError: a version whose loader of flash attention is unknown, for "saccade_flash2".
     """
     try:
         transformers: Any = import_module("transformers")
@@ -46,15 +46,12 @@ def _announce() -> None:
     if load is None or next(iter(inspect.signature(load).parameters), None) != "implementation":
         raise RuntimeError(f"cannot announce {FOR_BATCHES!r}: transformers' _lazy_imports is not as expected")
 
+    count = 5 if hasattr(loader, "_flash_with_kvcache_fn") else 4
+
     def lazy_imports(implementation: Any, *arguments: Any, **options: Any) -> Any:
         if implementation == FOR_BATCHES:
-            return (attention_forward, attention_forward, *[None] * (_count(loader) - 2))
+            return (*[attention_forward] * (count - 2), None, None)  # for attention, and for padding
         return load(implementation, *arguments, **options)
 
     lazy_imports.knows_saccade = True  # pyright: ignore[reportFunctionMemberAccess]
     loader._lazy_imports = lazy_imports
-
-
-def _count(loader: Any) -> int:
-    """How many functions an implementation of this version has."""
-    return 5 if hasattr(loader, "_flash_with_kvcache_fn") else 4
