@@ -159,6 +159,28 @@ def test_rotation_by_other_positions():
     torch.testing.assert_close(k_cache, shifted)
 
 
+def test_positions_without_angles():
+    """Nothing is rotated, with and without new keys."""
+    q, cache, new = (torch.randn(3, rows, 2, 16) for rows in (2, 40, 2))
+    for k in (None, new):
+        wanted, found = (
+            flash_attn_with_kvcache(q, cache.clone(), cache.clone(), k, k, cache_seqlens=9, **given)
+            for given in ({}, {"rotary_seqlens": torch.tensor([1, 2, 3])})
+        )
+        assert torch.equal(found, wanted)
+
+
+def test_rows_of_the_page_table(device):
+    """cache_batch_idx says which row is whose; numbers out of range are clamped."""
+    k_cache, v_cache, table, used = pages(device)
+    q = torch.randn(4, 2, 4, 16, device=device, dtype=k_cache.dtype)
+    row = torch.tensor([2, 0, 2, 99], device=device).int()
+    given = {"cache_seqlens": used[[2, 0, 1, 1]], "causal": True}
+    found = flash_attn_with_kvcache(q, k_cache, v_cache, page_table=table, cache_batch_idx=row, **given)
+    wanted = flash_attn_with_kvcache(q, k_cache, v_cache, page_table=table[[2, 0, 2, 2]], **given)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_combine(packed):
     q, k, v = torch.randn(2, 8, 4, 16), torch.randn(2, 30, 4, 16), torch.randn(2, 30, 4, 16)
@@ -211,8 +233,8 @@ def test_wrong_calls():
         flash_attn_qkvpacked_func(x, num_heads_q=3)
     with pytest.raises(ValueError, match=r"q must be \(t_q, h_q, d\) with cu_seqlens_q, got"):
         flash_attn_with_kvcache(x, x, x, cache_seqlens=4, cu_seqlens_q=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="rotary_seqlens is for new keys"):
-        flash_attn_with_kvcache(x, x, x, cache_seqlens=4, rotary_seqlens=torch.tensor([0]))
+    with pytest.raises(ValueError, match="cu_seqlens_k_new is for new keys"):
+        flash_attn_with_kvcache(x, x, x, cache_seqlens=4, cu_seqlens_k_new=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match="attention_chunk must be an integer from 1 on, got -2"):
         flash_attn_func(x, x, x, attention_chunk=-2)
 

@@ -197,7 +197,7 @@ def flash_attn_with_kvcache(
         q: (b, s_q, h_q, d), or with cu_seqlens_q sequences end to end, (t_q, h_q, d).
         k: (b, s_new, h_k, d), or with cu_seqlens_k_new (t_new, h_k, d); and so is v.
         page_table: (b, width), called block_table in version 2.
-        rotary_seqlens: (b,) where the rotation's positions start; cache_seqlens without it.
+        rotary_seqlens: (b,) where the rotation's positions start; cache_seqlens without it. Not read without angles.
         max_seqlen_q: not read, and neither are scheduler_metadata, pack_gqa and sm_margin.
 
     Returns:

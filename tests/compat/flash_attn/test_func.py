@@ -54,6 +54,8 @@ VISIBLE = [
     ({"window_size": (9, -1)}, window(9, None)),
     ({"window_size": (-7, 5)}, window(None, 5)),
     ({"window_size": [0, 0]}, window(0, 0)),
+    ({"window_size": torch.tensor([9, 4])}, window(9, 4)),
+    ({"window_size": torch.tensor([9, -1]), "causal": True}, window(9, 0)),
     ({"window_size": (-3, -2), "causal": True}, causal()),
 ]
 
@@ -189,6 +191,8 @@ WRONG = [
     ({"window_size": 5}, TypeError, r"window_size is \(left, right\), got 5"),
     ({"window_size": (5, 0, 1)}, TypeError, "window_size"),
     ({"window_size": (2.5, 0)}, TypeError, "window_size must be an integer, got 2.5"),
+    ({"window_size": torch.tensor([2.5, 0])}, TypeError, "window_size must be an integer, got 2.5"),
+    ({"window_size": torch.zeros(3).int()}, TypeError, r"window_size is \(left, right\), got torch.int32 \(3,\)"),
     ({"causal": "yes"}, TypeError, "causal must be True or False"),
     ({"softcap": float("inf")}, ValueError, "finite cap"),
     ({"softcap": float("nan")}, ValueError, "finite cap"),

@@ -81,10 +81,8 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> No
     dims, form = (4, "(b, s_q, h_q, d)") if terms.cu_seqlens_q is None else (3, "(t_q, h_q, d) with cu_seqlens_q")
     if q.dim() != dims:
         raise ValueError(f"q must be {form}, got {tuple(q.shape)}")
-    if terms.page_table is not None and terms.cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx is for caches without pages: index the rows of the page table with it")
     k, v, cos, sin, *_ = terms
-    if not (k is v is cos is sin is terms.cu_seqlens_k_new is terms.rotary_seqlens is None):
+    if not (k is v is cos is sin is terms.cu_seqlens_k_new is None):
         _check_new(terms)
 
 
@@ -93,7 +91,7 @@ def _check_new(terms: CacheTerms) -> None:
         if (getattr(terms, one) is None) != (getattr(terms, other) is None):
             raise ValueError(f"{one} and {other} come together: give both or none")
     if terms.k is None:
-        names = "rotary_cos", "cu_seqlens_k_new", "rotary_seqlens"
+        names = "rotary_cos", "cu_seqlens_k_new"
         given = next(name for name in names if getattr(terms, name) is not None)
         raise ValueError(f"{given} is for new keys and values, k and v, which are None")
     arguments.tensors(k=terms.k, v=terms.v)
@@ -103,12 +101,14 @@ def _check_new(terms: CacheTerms) -> None:
 
 
 def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tensor]:
-    """The pages of each sequence, and how many keys it has before the call. Without pages a row of the cache is one."""
+    """The pages of each sequence, and how many keys it has before the call. Without pages a row of the cache is one.
+
+    cache_batch_idx says which row of the cache is whose, or which row of the page table.
+    """
     b = q.shape[0] if terms.cu_seqlens_q is None else len(terms.cu_seqlens_q) - 1
     table = terms.page_table
-    if table is None and terms.cache_batch_idx is not None:
-        arguments.tensors(cache_batch_idx=terms.cache_batch_idx)
-        table = terms.cache_batch_idx[..., None]
+    if terms.cache_batch_idx is not None:
+        table = _rows_of(table, terms.cache_batch_idx)
     if table is None:
         if b > k_cache.shape[0]:
             raise ValueError(f"{b} sequences need as many rows of the cache, got k_cache {tuple(k_cache.shape)}")
@@ -119,6 +119,19 @@ def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tenso
         used = room if used is None else arguments.integer("cache_seqlens", used)
         used = torch.full((b,), used, dtype=torch.int32, device=q.device)
     return table, used
+
+
+def _rows_of(table: Tensor | None, row: Tensor) -> Tensor:
+    """Rows of the page table, or of the cache; numbers out of range are clamped, as pages are."""
+    arguments.tensors(cache_batch_idx=row)
+    if row.dim() != 1 or row.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cache_batch_idx must be int32 or int64 (b,), got {row.dtype} {tuple(row.shape)}")
+    if table is None:
+        return row[:, None]
+    arguments.tensors(page_table=table)
+    if table.dim() != 2 or not len(table):
+        raise ValueError(f"with cache_batch_idx, the page table must be (rows, width), got {tuple(table.shape)}")
+    return table[row.long().clamp(0, len(table) - 1)]
 
 
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, before: Paged, terms: CacheTerms) -> Tensor:

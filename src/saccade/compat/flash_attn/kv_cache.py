@@ -45,7 +45,7 @@ def flash_attn_with_kvcache(
             `cache_seqlens[b] + i` under a causal mask or a window, else by `cache_seqlens[b]`.
         rotary_sin: the same.
         cache_seqlens: how many keys each sequence has before the call, (b,) or one number; None: the cache is full.
-        cache_batch_idx: (b,) which row of the cache is whose; None: row b is sequence b's.
+        cache_batch_idx: (b,) which row of the cache, or of the block_table, is whose; None: row b is sequence b's.
         cache_leftpad: (b,) the first key of each sequence.
         block_table: (b, width): the pages of each sequence, of any size.
         window_size: as of `flash_attn_func`, and so are softmax_scale, causal, softcap and alibi_slopes.

@@ -17,7 +17,7 @@ def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) ->
 
     Args:
         is_causal: right is 0.
-        window_size: (left, right); a bound that is negative or None is unbounded.
+        window_size: (left, right), as a tensor too; a bound that is negative or None is unbounded.
         leftpad: (b,) the first key of each sequence.
 
     Raises:
@@ -38,9 +38,11 @@ def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) ->
 
 
 def bounds(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right), None where a bound is negative."""
+    """(left, right), None where a bound is negative; they may be a tensor of two integers."""
     if window_size == (-1, -1):  # in the hot path of small calls
         return None, None
+    if isinstance(window_size, Tensor) and window_size.shape == (2,):
+        window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size is (left, right), got {arguments.told(window_size)}")
     left, right = (
