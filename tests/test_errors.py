@@ -36,6 +36,7 @@ from saccade import (
 from saccade.compat.cudnn import score_callback
 
 Q, K, V = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+K8 = K.to(torch.float8_e4m3fn)
 SHAPES = "q (2, 4, 6, 8), k (2, 2, 6, 8), v (2, 2, 6, 8) in order bhsd"
 
 
@@ -76,7 +77,7 @@ VALUE_ERRORS = {
     "no head dim": (lambda: attention(Q[..., :0], K[..., :0], V), "q (2, 4, 6, 0)"),
     "no head dim of v": (lambda: attention(Q, K, V[..., :0]), "v (2, 2, 6, 0)"),
     "order": (lambda: attention(Q, K, V, layout=Dense("sbhd")), "in order sbhd"),
-    "dtypes": (lambda: attention(Q, K.half(), V), "torch.float32, torch.float16, torch.float32"),
+    "dtypes": (lambda: attention(Q, K.half(), V), "q torch.float32, k torch.float16, v torch.float32"),
     "integers": (lambda: attention(Q.int(), K.int(), V.int()), "torch.int32"),
     "complex": (lambda: attention(Q.cfloat(), K.cfloat(), V.cfloat()), "torch.complex64"),
     "devices": (lambda: attention(Q, K.to("meta"), V), "cpu, meta, cpu"),
@@ -182,11 +183,15 @@ TYPE_ERRORS = {
 }
 
 UNSUPPORTED = {
-    "fp8": (
-        lambda: attention(*(x.to(torch.float8_e4m3fn) for x in (Q, K, V))),
-        "cpu: takes fp16, bf16, fp32, fp64, not fp8_e4m3",
+    "8-bit keys of a GPU's backend": (lambda: plan("bf16 kv_fp8_e4m3 d64 cpu", backend="gluon"), "gluon: runs on sm90"),
+    "gradients over 8-bit keys": (
+        lambda: attention(Q.clone().requires_grad_(), K8, K8),
+        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(), or pass the dequantised values",
     ),
-    "fp8 of the other kind": (lambda: attention(*(x.to(torch.float8_e5m2) for x in (Q, K, V))), "not fp8_e5m2"),
+    "gradients of 8-bit keys": (
+        lambda: attention(Q, K8.clone().requires_grad_(), K8, backend="reference"),
+        "got q torch.float32",
+    ),
     "a GPU's backend": (lambda: attention(Q, K, V, backend="triton"), "triton: "),
     "a GPU's Spec": (lambda: plan("bf16 d128 sm90", backend="cpu"), "cpu: runs on cpu, not on sm90"),
     "no device of ours": (lambda: attention(*(x.to("meta") for x in (Q, K, V))), "not on meta"),
@@ -296,10 +301,11 @@ def test_unsupported_is_not_implemented():
 
 def test_every_backend_gives_a_reason():
     with pytest.raises(Unsupported) as raised:
-        plan("fp8_e4m3 d64 cpu")
+        plan("fp32 d64 max_scores sm70")
     lines = str(raised.value).splitlines()
-    assert lines[0] == "no backend runs fp8_e4m3 d64 dense cpu"
-    assert [line.split(":")[0].strip() for line in lines[1:]] == ["gluon", "triton", "cpu"]
+    assert lines[0] == "no backend runs fp32 d64 dense max_scores sm70"
+    assert [line.split(":")[0].strip() for line in lines[1:-1]] == ["gluon", "triton", "cpu"]
+    assert lines[-1].startswith('  backend="reference" runs it')
 
 
 def test_explain_names_what_runs():
@@ -309,7 +315,7 @@ def test_explain_names_what_runs():
     assert told.reasons["cpu"] == []
     assert told.reasons["triton"]
     assert told.reasons["gluon"] == ["runs on sm90, not on cpu", "takes fp16, bf16, not fp32"]
-    assert explain("fp8_e4m3 d64 cpu").backend is None
+    assert explain("fp32 d64 sm70").backend is None
     assert explain(Q, K, V, backend="reference").backend == "reference"
 
 

@@ -8,6 +8,7 @@ torch.Size([1, 8, 256, 64])
 
 from saccade.api import Explanation, attention, explain, plan
 from saccade.block_mask import block_mask
+from saccade.descale import Descale
 from saccade.dispatch import Plan, Unsupported
 from saccade.kv_cache import append_kv
 from saccade.layouts import Dense, Packed, Paged
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheInfo",
     "Dense",
+    "Descale",
     "Explanation",
     "Mask",
     "Packed",

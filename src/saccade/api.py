@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import dispatch, ops
 from saccade.call import check_call
+from saccade.descale import Descale
 from saccade.explanation import Explanation
 from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
@@ -37,6 +38,7 @@ class _Options(TypedDict, total=False):
     deterministic: bool | None
     backend: str
     out: Tensor | None
+    descale: Descale | None
 
 
 @overload
@@ -76,6 +78,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
+    descale: Descale | None = None,
 ) -> Tensor | Partial | Scored:
     """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v`, fused, differentiable, in memory linear in the lengths.
 
@@ -84,8 +87,8 @@ def attention(
 
     Args:
         q: (b, h_q, s_q, d) in the order that `layout` says, or packed (t_q, h_q, d); float16, bfloat16, float32, or
-            float64 on the CPU. Any strides.
-        k: (b, h_k, s_k, d), or a cache of pages (pages, page_size, h_k, d); dtype and device of q.
+            float64 on the CPU; float8_e4m3fn or float8_e5m2, as k and v then are. Any strides.
+        k: (b, h_k, s_k, d), or a cache of pages (pages, page_size, h_k, d); dtype and device of q, or 8 bits.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
         mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any
             predicate by `mask_mod(fn)`, combined with `&`, `|` and `~`; a bool tensor that broadcasts to
@@ -113,9 +116,11 @@ def attention(
             is contiguous, and it shares no memory with what the call reads; slices of one tensor that lie between one
             another do not. Over pages, rows after the last sequence of `cu_seqlens_q` stay as they are. For calls
             without gradients.
+        descale: what 8-bit k and v, and 8-bit q, stand for: see `Descale`. Such calls have no gradients.
 
     Returns:
-        out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. With `return_lse`, a Partial whose lse is
+        out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order; of 8-bit q in bfloat16, or in the dtype of
+        `out`, which may be float16. With `return_lse`, a Partial whose lse is
         (b, h_q, s_q) whatever the order, or packed (h_q, t_q): natural log, float32 (float64 for float64 inputs),
         differentiable. A row that sees no key has `out = 0`, `lse = -inf` (or its sink) and zero gradients. With
         `return_max_scores`, a Scored, whose max_scores have the form of lse and no gradient.
@@ -142,7 +147,7 @@ def attention(
     """
     call = check_call(
         q, k, v, mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,
-        out,
+        out, descale,
     )  # fmt: skip
     result, lse, max_scores = ops.run(call, backend, return_lse)
     result = call.layout.wrap_out(result) if out is None else out

@@ -13,6 +13,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from saccade.backends import Unsupported
+from saccade.descale import EIGHT_BITS
 from saccade.flat_call import FlatCall
 
 
@@ -67,6 +68,15 @@ _FIRST = (
     'forward mode (torch.func.jvp, jacfwd, linearize, hessian) pass backend="reference", which holds the whole score '
     "matrix"
 )
+
+
+def eight_bit_gradients(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why a call of 8-bit operands has no gradients, and what has."""
+    got = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    return (
+        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(), or pass the dequantised "
+        f"values, such as k.to(torch.bfloat16) * descale; got {got}"
+    )
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -130,6 +140,8 @@ def forward(*arguments: Any) -> Any:
     if needs_gradient(*tensors):
         if error := call.view_layout.gradient_error:
             raise Unsupported(error)
+        if call.k.dtype in EIGHT_BITS:
+            raise Unsupported(eight_bit_gradients(*call[:3]))
         return _apply(_Attention, call, *tensors, *call.tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.forward.default(*arguments)

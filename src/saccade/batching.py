@@ -121,8 +121,8 @@ def _lengths(call: FlatCall, dims: FlatCall) -> int | None:
     header = call.parsed
     order, *used = header.layout.split(",")
     others: Any = [dims.sink, *dims.captures, *dims.tensors[len(used) :]]
-    offsets = any("offset" in name for name in used)
-    if order not in ORDERS or offsets or header.dropout or any(dim is not None for dim in others) or not _alike(header):
+    own = any("offset" in name for name in used) or header.dropout or header.descale != "-"
+    if order not in ORDERS or own or any(dim is not None for dim in others) or not _alike(header):
         return None
     return len(used)
 

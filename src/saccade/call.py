@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments, layouts, masks, scores
+from saccade import arguments, autograd, layouts, masks, scores
+from saccade.backends import Unsupported
+from saccade.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.dropout import Dropout
 from saccade.flat_call import FlatCall, Header
 from saccade.layouts import Layout, with_rows
@@ -39,6 +41,7 @@ class BoundCall(NamedTuple):
     dropout: Dropout | None
     max_scores: bool
     out: Tensor | None
+    descale: Factors | None = None
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The tensors that may need gradients."""
@@ -47,9 +50,9 @@ class BoundCall(NamedTuple):
         return operands if score is None else (*operands, *score.tensors)
 
     def problem(self) -> Problem:
-        q, k, v, sink, mask, score, layout, scale, deterministic, dropout, max_scores, out = self
+        q, k, v, sink, mask, score, layout, scale, deterministic, dropout, max_scores, out, descale = self
         view = layout.canonical
-        options = deterministic, dropout, 0, None if out is None else view(out), max_scores
+        options = deterministic, dropout, 0, None if out is None else view(out), max_scores, descale
         return Problem(view(q), view(k), view(v), sink, mask, score, layout, scale, *options)
 
     def flattened(self, backend: str) -> FlatCall:
@@ -58,6 +61,8 @@ class BoundCall(NamedTuple):
         if mask is not None and compiling:
             masks.pin(mask.identity)
         tensors = [*self.layout.tensors, *([] if mask is None else mask.tensors)]
+        if self.descale is not None:
+            tensors += self.descale.tensors
         ints = [*self.layout.ints, *([] if mask is None else mask.ints), *(score.ints if score else [])]
         floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
         numbers = bool(floats) and compiling
@@ -72,6 +77,7 @@ class BoundCall(NamedTuple):
             mask="none" if mask is None else mask.identity,
             score="none" if score is None else score.identity,
             backend=backend,
+            descale="-" if self.descale is None else self.descale.names,
             deterministic=self.deterministic,
             dropout=dropout is not None,
             max_scores=self.max_scores,
@@ -96,6 +102,7 @@ def check_call(
     deterministic: bool | None,
     backend: str,
     out: Tensor | None,
+    descale: Descale | None = None,
     runs: bool = True,
 ) -> BoundCall:
     """The call of these arguments of `attention`, or an error that quotes them. In the hot path of small calls.
@@ -121,13 +128,16 @@ def check_call(
     if out is not None:
         _check_out(out, q, v, layout)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else arguments.number("scale", scale, _LEARNED_SCALE)
+    found = None
+    if k.dtype in EIGHT_BITS or descale is not None:
+        found = _check_descale(descale, q, k, v, layout)
     score = None if score_mod is None else _bind_score(score_mod, q, k, layout)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     dropout = None
     if dropout_p:
         dropout = Dropout.draw(dropout_p, q.device) if runs else Dropout.planned(dropout_p)
-    return BoundCall(q, k, v, sink, mask, score, layout, scale, deterministic, dropout, return_max_scores, out)
+    return BoundCall(q, k, v, sink, mask, score, layout, scale, deterministic, dropout, return_max_scores, out, found)
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,15 +145,43 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Te
     arguments.operands(q, k, v)
     q, k, v = _autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        _check_dtypes(q.dtype, k.dtype, v.dtype)
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if q.dtype not in DTYPES:
-        raise ValueError(f"attention takes float16, bfloat16, float32 and float64, got {q.dtype}")
+        raise ValueError(
+            f"attention takes float16, bfloat16, float32 and float64, and float8_e4m3fn and float8_e5m2, got {q.dtype}"
+        )
     if error := layout.shape_error(q.shape, k.shape, v.shape):
         raise ValueError(f"{error}: {_shapes(q, k, v, layout)}")
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
     return with_rows(q), with_rows(k), with_rows(v)
+
+
+def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
+    """Of operands that do not all have one."""
+    if k != v:
+        raise ValueError(f"k and v must share one dtype, got q {q}, k {k}, v {v}")
+    if k not in EIGHT_BITS:
+        raise ValueError(f"q, k and v must share one dtype, got {q}, {k}, {v}; k and v of 8 bits go with a wider q")
+    if q in EIGHT_BITS:
+        raise ValueError(f"8-bit q, k and v must share one dtype, got {q}, {k}, {v}")
+
+
+def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Factors:
+    """What the 8-bit operands of a call stand for."""
+    if descale is not None and not isinstance(descale, Descale):
+        raise TypeError(f"descale must be a Descale record, such as Descale(k=0.5), got {arguments.told(descale)}")
+    if k.dtype not in EIGHT_BITS:
+        raise ValueError(f"descale is for 8-bit operands, got q {q.dtype}, k {k.dtype} and v {v.dtype}: omit it")
+    if torch.is_grad_enabled() and any(x.dtype in EIGHT_BITS and x.requires_grad for x in (q, k, v)):
+        raise Unsupported(autograd.eight_bit_gradients(q, k, v))
+    sizes = layout.sizes(q, k)
+    shape = sizes.b, layout.canonical(k).shape[1], sizes.s_q, sizes.s_k
+    try:
+        return factors(descale, q.device, q.dtype in EIGHT_BITS, shape)
+    except ValueError as error:
+        raise ValueError(f"{error}: {_shapes(q, k, v, layout)}") from None
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
@@ -156,7 +194,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if device not in ("cpu", "cuda", "xpu", "hpu", "mps") or not torch.is_autocast_enabled(device):
         return q, k, v
     low = torch.get_autocast_dtype(device)
-    cast = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    kept = torch.float64, *EIGHT_BITS
+    cast = (x.to(low) if x.is_floating_point() and x.dtype not in kept else x for x in (q, k, v))
     return tuple(cast)  # pyright: ignore[reportReturnType]
 
 
@@ -177,9 +216,10 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
     if error := layout.out_error(out):
         raise TypeError(error)
     shape = (*q.shape[:-1], v.shape[-1])
-    if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
+    dtypes = (torch.bfloat16, torch.float16) if q.dtype in EIGHT_BITS else (q.dtype,)
+    if out.shape != shape or out.dtype not in dtypes or out.device != q.device:
         got = f"{out.dtype} {tuple(out.shape)} on {out.device}"
-        raise ValueError(f"out must be {q.dtype} {shape} on {q.device}, got {got}")
+        raise ValueError(f"out must be {' or '.join(map(str, dtypes))} {shape} on {q.device}, got {got}")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
     if out.stride(-1) != 1 and out.shape[-1] != 1:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade import layouts, masks, scores
+from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Layout
 from saccade.problem import Problem
@@ -22,6 +23,8 @@ class Header(NamedTuple):
     score: str = "none"
     """The identities of mask and score, not their words in a Spec."""
     backend: str = "auto"
+    descale: str = "-"
+    """Which operands have factors, `Factors.names`: these are tensors, before the numbers."""
     deterministic: bool = False
     dropout: bool = False
     """Its state is the last of the tensors, and p the second of the floats."""
@@ -36,13 +39,13 @@ class Header(NamedTuple):
 
     @property
     def text(self) -> str:
-        return " ".join([*self[:4], *(name for name, flag in zip(self._fields[4:], self[4:], strict=True) if flag)])
+        return " ".join([*self[:5], *(name for name, flag in zip(self._fields[5:], self[5:], strict=True) if flag)])
 
     @staticmethod
     @lru_cache(maxsize=512)
     def parse(text: str) -> Header:
-        layout, mask, score, backend, *flags = text.split(" ")
-        return Header(layout, mask, score, backend, **dict.fromkeys(flags, True))
+        layout, mask, score, backend, descale, *flags = text.split(" ")
+        return Header(layout, mask, score, backend, descale, **dict.fromkeys(flags, True))
 
 
 class FlatCall(NamedTuple):
@@ -56,7 +59,7 @@ class FlatCall(NamedTuple):
     captures: Sequence[Tensor]
     """The tensors of the score function, which may need gradients."""
     tensors: Sequence[Tensor]
-    """The tensors of layout, mask and dropout."""
+    """The tensors of layout, mask, descale and dropout."""
     header: str
     ints: Sequence[int]
     floats: Sequence[float]
@@ -99,11 +102,12 @@ class FlatCall(NamedTuple):
         dropout = Dropout(tensors.pop(), floats.pop(0)) if header.dropout else None
         if header.numbers:
             floats = tensors.pop().tolist()
+        descale = Factors.from_tensors(header.descale, tensors) if self.k.dtype in EIGHT_BITS else None
         layout = layouts.from_tensors(header.layout, tensors, ints, self.q.shape[0], self.k.shape[0])
         mask = masks.from_tensors(header.mask, ints, tensors, floats)
         score = scores.from_tensors(header.score, list(self.captures), ints, floats)
         q, k, v = map(layout.canonical, self[:3])
-        options = header.deterministic, dropout, 0, out, header.max_scores and max_scores
+        options = header.deterministic, dropout, 0, out, header.max_scores and max_scores, descale
         return Problem(q, k, v, self.sink, mask, score, layout, scale, *options)
 
 

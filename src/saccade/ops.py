@@ -17,6 +17,7 @@ from saccade import aliasing, autograd, batching, dispatch, flops
 from saccade.autograd import forward_mode, needs_gradient, refuse_gradients
 from saccade.backends import Outputs, Saved
 from saccade.call import BoundCall
+from saccade.descale import EIGHT_BITS
 from saccade.flat_call import SCHEMA, FlatCall
 from saccade.layouts import empty_like_rows
 from saccade.masks import MaskMod
@@ -119,6 +120,7 @@ def _inputs(problem: Problem) -> Iterator[tuple[str, Tensor]]:
     layout, mask, score = problem.layout, problem.mask, problem.score
     yield "q", layout.ordered(problem.q)
     yield from (("k", layout.ordered_keys(problem.k)), ("v", layout.ordered_keys(problem.v)))
+    yield from (() if problem.descale is None else (("a tensor of descale", x) for x in problem.descale.tensors))
     yield from (() if problem.sink is None else [("sink", problem.sink)])
     yield from (("a tensor of the layout", x) for x in layout.tensors)
     yield from (() if mask is None else (("a tensor of the mask", x) for x in mask.tensors))
@@ -179,7 +181,8 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     def of_rows(asked: bool) -> Tensor:
         return layout.ordered_lse(q.new_empty(rows.shape[:-1], dtype=dtype)) if asked else q.new_empty(0, dtype=dtype)
 
-    return layout.ordered(empty_like_rows(rows, call.v.shape[-1])), of_rows(lse), of_rows(call.parsed.max_scores)
+    out = torch.bfloat16 if q.dtype in EIGHT_BITS else q.dtype
+    return layout.ordered(empty_like_rows(rows, call.v.shape[-1], out)), of_rows(lse), of_rows(call.parsed.max_scores)
 
 
 def _fake_forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

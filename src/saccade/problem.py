@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade import hardware, masks, scores
+from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Layout, dense_of, empty_like_rows
 from saccade.lazily import lazily
@@ -42,6 +43,8 @@ class Problem:
     """(b, h_q, s_q, d_v): where the caller wants the result. A backend writes there, or returns another tensor."""
     max_scores: bool = False
     """Whether the forward is asked for the largest score of each row."""
+    descale: Factors | None = None
+    """What 8-bit operands stand for; None where k and v have more bits."""
 
     launches: dict[Any, Any] = field(default_factory=dict)
     """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors. A Plan's."""
@@ -61,13 +64,14 @@ class Problem:
         first_b: int = 0,
         out: Tensor | None = None,
         max_scores: bool = False,
+        descale: Factors | None = None,
         launches: dict[Any, Any] | None = None,
     ) -> None:
         # Every call makes one: what a frozen dataclass generates takes three times as long.
         vars(self).update(
             q=q, k=k, v=v, sink=sink, mask=mask, score=score, layout=layout, scale=scale, deterministic=deterministic,
             dropout=dropout, first_b=first_b, out=out, max_scores=max_scores,
-            launches={} if launches is None else launches,
+            descale=descale, launches={} if launches is None else launches,
         )  # fmt: skip
 
     def planned(self, launches: dict[Any, Any]) -> Problem:
@@ -84,11 +88,12 @@ class Problem:
         if sink is not None:
             tensors = [*tensors, sink]
         return (
-            *(q.dtype, q.device, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
+            *(q.dtype, k.dtype, q.device, None if self.descale is None else self.descale.key),
+            *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
             *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
             *(sink is None, self.deterministic, self.dropout is None, self.max_scores),
-            None if self.out is None else (self.out.stride(), _address(self.out) % ALIGNMENT),
+            None if self.out is None else (self.out.dtype, self.out.stride(), _address(self.out) % ALIGNMENT),
             *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in tensors),
             *([] if mask is None or not mask.listed else [abs(n) > scores.LONGEST for n in mask.ints]),
             *(abs(n) > scores.LONGEST for n in (score.ints if score else ())),
@@ -108,7 +113,9 @@ class Problem:
             i = place.number
             q_at, k_at = (place.batch_q, slice(None), place.rows), (place.batch_k, slice(None), place.keys)
             mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, place.rows), i)
-            operands = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
+            operands: dict[str, Any] = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
+            if self.descale is not None:
+                operands["descale"] = self.descale.of_sequence(i)
             dense = dense_of(layout, place, self.q.shape[2])
             problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
             yield Sequence(place.rows, place.keys, problem)
@@ -134,13 +141,29 @@ class Problem:
         """Whether rows after the last sequence stay as they are in the caller's out: over pages, as servers pad."""
         return self.out is not None and self.layout.has_pages and self.layout.cu_seqlens_q is not None
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """q's; of 8-bit queries the dtype of the caller's out, or bfloat16."""
+        if self.q.dtype not in EIGHT_BITS:
+            return self.q.dtype
+        return torch.bfloat16 if self.out is None else self.out.dtype
+
+    def dequantized(self) -> Problem:
+        """The same call of what 8-bit operands stand for, which are dense, in float32 or float64."""
+        descale, dtype = self.descale, self.lse_dtype()
+        if descale is None:
+            return self
+        q, k, v = (descale.values(name, getattr(self, name), dtype) for name in ("q", "k", "v"))
+        return replace(self, q=q, k=k, v=v, out=None, descale=None, launches={})
+
     def empty_out(self) -> Tensor:
         """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
-        return empty_like_rows(self.q, self.v.shape[3]) if self.out is None else self.out
+        return empty_like_rows(self.q, self.v.shape[3], self.out_dtype) if self.out is None else self.out
 
     def spec(self) -> Spec:
         return Spec(
             dtype=DTYPES[self.q.dtype],
+            kv="" if self.k.dtype == self.q.dtype else DTYPES[self.k.dtype],
             d=self.q.shape[3],
             d_v=self.v.shape[3],
             group=self.group,
@@ -152,6 +175,7 @@ class Problem:
             deterministic=self.deterministic,
             max_scores=self.max_scores,
             offsets=self.positions is not None,
+            block_scales=self.descale is not None and self.descale.blocked,
             aligned=all(map(aligned, self.layout.in_place(self.q, self.k, self.v))),
             device=hardware.name(self.q.device),
         )

@@ -12,7 +12,8 @@ from saccade.problem import Problem
 
 
 def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v` and `lse = log sum exp`, every step in the dtype of q.
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v` and `lse = log sum exp`, every step in the dtype of q,
+    or of the LSE where operands have 8 bits.
 
     Returns:
         out (b, h_q, s_q, d_v) in q's dtype, lse (b, h_q, s_q), natural log, float32 or float64, and the largest score
@@ -20,6 +21,9 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """
     if not problem.layout.rectangular:
         return _by_sequence(problem)
+    if problem.descale is not None:
+        out, lse, largest = attention(problem.dequantized())
+        return out.to(problem.out_dtype), lse, largest
     q, k, v = operands(problem)
     p, lse, largest = probability(problem, q, k)
     if problem.dropout is not None:
@@ -29,16 +33,17 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """One sequence after the other; zeros and -inf in rows after the last."""
-    results = [attention(sequence.problem) for sequence in problem.sequences()]
+    results = [attention(sequence.problem.dequantized()) for sequence in problem.sequences()]
     dim = 2 if problem.layout.cu_seqlens_q is not None else 0
     done = sum(lse.shape[dim] for _, lse, _ in results)
     rest = problem.q.narrow(dim, done, problem.q.shape[dim] - done)
     # Of q, so that gradients exist, and are zero, where there is no sequence at all.
     never = torch.zeros((), dtype=torch.bool, device=problem.q.device)
+    rest = rest if problem.descale is None else rest.to(problem.lse_dtype())
     zeros = torch.where(never, rest[..., :1], 0).expand(*rest.shape[:3], problem.v.shape[3])
     nothing = torch.where(never, rest[..., 0], -torch.inf).to(problem.lse_dtype())
     outs, lses, tops = zip(*results, (zeros, nothing, nothing.detach()), strict=True)
-    return torch.cat(outs, dim), torch.cat(lses, dim), torch.cat(tops, dim)
+    return torch.cat(outs, dim).to(problem.out_dtype), torch.cat(lses, dim), torch.cat(tops, dim)
 
 
 def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

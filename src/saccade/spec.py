@@ -19,6 +19,7 @@ DTYPES = {
     torch.float8_e5m2: "fp8_e5m2",
 }
 TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
+EIGHT_BIT_WORDS = tuple(word for word in TORCH_DTYPES if word.startswith("fp8"))
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Spec:
     """
 
     dtype: str
+    """of q"""
     d: int
     d_v: int = 0
     """0 stands for d_v = d and is replaced by it."""
@@ -48,6 +50,10 @@ class Spec:
     deterministic: bool = False
     max_scores: bool = False
     """The largest score of each row is asked for."""
+    kv: str = ""
+    """The dtype of k and v where it is not q's: 8 bits, printed as `kv_fp8_e4m3`."""
+    block_scales: bool = False
+    """A `Descale` goes by blocks of rows."""
     offsets: bool = False
     """Rows and keys have positions, `q_offset` and `k_offset`."""
     aligned: bool = False
@@ -62,6 +68,8 @@ class Spec:
         words = [self.dtype]
         if self.group != 1:
             words.append(f"group{self.group}")
+        if self.kv:
+            words.append(f"kv_{self.kv}")
         words.append(f"d{self.d}" if self.d == self.d_v else f"d{self.d}/{self.d_v}")
         words.append(self.layout)
         words += [word for word in (self.mask, self.score) if word != "none"]
@@ -79,6 +87,8 @@ class Spec:
         for word in text.split():
             if word in TORCH_DTYPES:
                 parsed["dtype"] = word
+            elif word.removeprefix("kv_") in EIGHT_BIT_WORDS:
+                parsed["kv"] = word.removeprefix("kv_")
             elif match := re.fullmatch(r"group(\d+)", word):
                 parsed["group"] = int(match[1])
             elif match := re.fullmatch(r"d(\d+)(?:/(\d+))?", word):

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "saccade"
 # From the ground up: a module imports from lower layers and from its own folder alone.
 LAYERS = [
     {"arguments", "bounded_cache", "lazily"},
-    {"hardware", "aliasing", "scores", "dropout", "configs"},
+    {"hardware", "aliasing", "scores", "dropout", "configs", "descale"},
     {"masks"},
     {"layouts", "spec"},
     {"partial", "problem"},
@@ -23,7 +23,8 @@ LAYERS = [
     {"backends"},
     {"dispatch"},
     {"flat_call", "explanation"},
-    {"autograd", "batching", "call", "flops"},
+    {"autograd", "batching", "flops"},
+    {"call"},
     {"ops"},
     {"api", "block_mask", "kv_cache"},
     {"compat", "nn", "parallel"},

@@ -39,6 +39,8 @@ class Support:
     """Words of a Spec, ANY_SCORE, or CALLBACKS."""
     flags: tuple[str, ...]
     max_d: int
+    kv: tuple[str, ...] = ()
+    """8-bit dtypes of k and v that go with a wider q."""
     multiple_of: int = 1
     """Of head dims."""
     needs: tuple[str, ...] = ()
@@ -55,6 +57,8 @@ class Support:
             reasons.append(f"runs on {', '.join(self.devices)}, not on {spec.device}")
         if spec.dtype not in self.dtypes:
             reasons.append(f"takes {', '.join(self.dtypes)}, not {spec.dtype}")
+        if spec.kv and spec.kv not in self.kv:
+            reasons.append(f"takes k and v of q's dtype, not {spec.kv}")
         if spec.layout not in self.layouts:
             reasons.append(f"has no {spec.layout} layout")
         if max(spec.d, spec.d_v) > self.max_d:

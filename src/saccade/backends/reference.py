@@ -11,11 +11,12 @@ from saccade.spec import Spec
 
 SUPPORT = Support(
     devices=("any",),
-    dtypes=("fp16", "bf16", "fp32", "fp64"),
+    dtypes=("fp16", "bf16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2"),
+    kv=("fp8_e4m3", "fp8_e5m2"),
     layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "aligned"),
     max_d=1 << 20,
 )
 GRADIENT = None

@@ -56,9 +56,9 @@ class Verifier:
         if not self.names:
             return
         dout = None if cell.call == "forward" else inputs.dout.detach()
-        self.call = CheckedCall(inputs.q, inputs.k, inputs.v, dout, None, inputs.keywords).canonical()
+        self.call = CheckedCall.of(inputs.q, inputs.k, inputs.v, dout, None, inputs.keywords).canonical()
         # Peers are held to what a fused backend of the machine is.
-        self.precision = Precision.of(inputs.q.dtype, inputs.q.device, "auto")
+        self.precision = Precision.of(inputs.q.dtype, inputs.k.dtype, inputs.q.device, "auto")
         places = list(self.call.places())
         if self.layout.ragged_keys:  # the oracle may have room for one sequence: the longest
             places.sort(key=lambda place: place.rows.start - place.rows.stop)

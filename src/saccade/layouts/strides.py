@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 
-def empty_like_rows(x: Tensor, d: int) -> Tensor:
-    """An uninitialised tensor of x's shape with last dimension `d`, dense, its dimensions in x's memory order.
+def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor of x's shape with last dimension `d`, dense, its dimensions in x's memory order; of x's
+    dtype, or another.
 
     So a transposed view in gives a transposed view out, as torch's own attention does.
     """
-    shape = [*x.shape[:-1], d]
+    shape, dtype = [*x.shape[:-1], d], dtype or x.dtype
     if x.is_contiguous():
-        return torch.empty(shape, dtype=x.dtype, device=x.device)
+        return torch.empty(shape, dtype=dtype, device=x.device)
     order = _memory_order(x)
-    out = torch.empty([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
+    out = torch.empty([shape[dim] for dim in order], dtype=dtype, device=x.device)
     return out.permute([order.index(dim) for dim in range(x.dim())])
 
 

@@ -1,8 +1,8 @@
 """The one tolerance policy: how far from the exact answer a backend may be.
 
-`exact` is the oracle in float64 on the same inputs. `eager` is the oracle in the dtype of the backend's scores, float32
-for 16-bit inputs, with results rounded as the backend rounds them. `terms` are the values that are rounded on the way
-to an element. A tensor x passes when
+`exact` is the oracle in float64 on the same inputs, or on what 8-bit ones stand for. `eager` is the oracle in the dtype
+of the backend's scores, float32 for inputs of 16 bits and less, with results rounded as the backend rounds them.
+`terms` are the values that are rounded on the way to an element. A tensor x passes when
 
     max |x - exact| <= 2 (max |eager - exact| + eps/2 max terms)
 
@@ -17,8 +17,8 @@ x - exact along exact, sum (x - exact) exact, may be twice that of eager, plus e
 squares over rows, each sum terms |exact|, plus a quarter of their sum.
 
 Some backends round more, and the tolerance allows for it: the CPU's bfloat16 products are bfloat16, `reference` rounds
-each step to the inputs' dtype, and on a GPU the values of score functions have 11 bits, as its tanh has. See
-`call_slice.Precision`.
+each step to the inputs' dtype, P is rounded to 8 bits where q has 8, and tensor cores add products of such numbers in
+fewer bits; on a GPU the values of score functions have 11 bits, as its tanh has. See `call_slice.Precision`.
 
 `terms` adds roundings as independent errors: by the root of the sum of squares. The sum of absolute values would bound
 the worst case, but it grows with the length where errors grow with its root: at s = 1024 in bfloat16 such a tolerance
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from saccade.api import attention, plan
+from saccade.descale import EIGHT_BITS
 from saccade.dropout import Dropout
 from saccade.layouts import Dense
 from saccade.testing import packed
@@ -115,26 +116,26 @@ def check(
     """
     keywords = {name: value for name, value in keywords.items() if value is not None}
     layout = keywords.get("layout", Dense())
-    if not backward or layout.gradient_error:
+    if not backward or layout.gradient_error or k.dtype in EIGHT_BITS:
         dout = dlse = None
     elif dout is None:
         dout = random((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     chosen = plan(q, k, v, backend=backend, **keywords)
     function = _seeded(partial(function, backend=backend), q.device)
-    call = CheckedCall(q, k, v, dout, dlse, keywords)
+    call = CheckedCall.of(q, k, v, dout, dlse, keywords)
     found = _run(function, call)
     with torch.no_grad():  # without an LSE it is often another path
         alone = function(q.detach(), k.detach(), v.detach(), **keywords)
         found["alone"] = alone if isinstance(alone, Tensor) else alone.out
     _check_form(found, call)
 
-    eps = torch.finfo(q.dtype).eps
+    eps = torch.finfo(found["out"].dtype).eps
     tallies = {name: ErrorTally(eps) for name in found}
     whole = {"dq", "dk", "dv"} if layout.starts_k is None else {"dq"}  # sequences may share keys
     sums = {name: x for name, x in call.differentiated.items() if name not in whole}
     sums = {name: layout.canonical(x) if name in ("dk", "dv") else x for name, x in sums.items()}
     totals = {name: torch.zeros(3, *x.shape, dtype=torch.float64, device=q.device) for name, x in sums.items()}
-    for part in _slices(call, Precision.of(q.dtype, q.device, chosen.backend)):
+    for part in _slices(call, Precision.of(q.dtype, k.dtype, q.device, chosen.backend)):
         exact, eager = part.exact(), part.eager()
         ways = exact, eager, part.terms(exact)
         for name, tally in tallies.items():
@@ -203,7 +204,8 @@ def _run(function: Callable[..., Any], call: CheckedCall) -> Results:
 def _check_form(results: Results, call: CheckedCall) -> None:
     """Shapes, dtypes and devices are those of the contract."""
     q, layout = call.q, call.layout
-    out = (*q.shape[:-1], call.v.shape[-1]), q.dtype
+    dtype = torch.bfloat16 if q.dtype in EIGHT_BITS else q.dtype
+    out = (*q.shape[:-1], call.v.shape[-1]), dtype
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = tuple(layout.ordered_lse(layout.canonical(q)[..., 0]).shape), wide
     forms = {"out": out, "alone": out, "lse": lse, "max_scores": lse}

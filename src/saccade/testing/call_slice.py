@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade import reference, scores
+from saccade.descale import EIGHT_BITS, Factors, factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, SequencePlace, dense_of
 from saccade.masks import as_mask, of_rows
@@ -28,6 +29,12 @@ At = tuple[slice, slice, slice]
 FAR = 1 << 20
 """A score beyond it masks its key, or equals all scores of its row: float32 loses what is added to it."""
 
+TENSOR_CORE_SUMS = 2.0**-13
+"""Hopper's tensor cores add products of 8-bit numbers in so many bits, 32 at a time (docs/findings/fp8.md)."""
+
+P_BITS = 8
+"""P of 8 bits is multiplied by 2 to this power, so that small probabilities are normal numbers."""
+
 BEYOND = 16.0
 """Above this error of a score, nothing is known of its probability."""
 
@@ -43,10 +50,19 @@ class Precision(NamedTuple):
     """What values of score functions are good to."""
     exp: float = 0.0
     """The relative error of exponentials, where it is more than that of the scores' dtype."""
+    probabilities: torch.dtype | None = None
+    """The 8-bit dtype that P is rounded to; None is the inputs'."""
+    sums: float = 0.0
+    """The relative error of each partial sum of a product, where it is more than that of the LSE's dtype."""
 
     @classmethod
-    def of(cls, dtype: torch.dtype, device: torch.device, backend: str) -> Precision:
+    def of(cls, dtype: torch.dtype, kv: torch.dtype, device: torch.device, backend: str) -> Precision:
+        """Of the dtypes of q, and of k and v."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if kv in EIGHT_BITS and (backend == "reference" or device.type == "cpu"):  # read as float32
+            return cls(wide, wide, wide)
+        if dtype in EIGHT_BITS:
+            return cls(wide, wide, torch.float16 if backend != "triton" else wide, 0.0, kv, TENSOR_CORE_SUMS)
         half = dtype in (torch.float16, torch.bfloat16)
         if backend == "reference":  # each of its steps is rounded
             return cls(dtype, dtype, dtype)
@@ -66,6 +82,19 @@ class CheckedCall(NamedTuple):
     dout: Tensor | None
     dlse: Tensor | None
     keywords: dict[str, Any]
+    descale: Factors | None = None
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, keywords: dict[str, Any]
+    ) -> CheckedCall:
+        """The call of these arguments, with what 8-bit operands stand for."""
+        call = CheckedCall(q, k, v, dout, dlse, keywords)
+        if k.dtype not in EIGHT_BITS:
+            return call
+        sizes, h_k = call.layout.sizes(q, k), call.layout.canonical(k).shape[1]
+        shape = sizes.b, h_k, sizes.s_q, sizes.s_k
+        return call._replace(descale=factors(keywords.get("descale"), q.device, q.dtype in EIGHT_BITS, shape))
 
     @property
     def layout(self) -> Layout:
@@ -85,7 +114,7 @@ class CheckedCall(NamedTuple):
         k, v = layout.gathered(k), layout.gathered(v)
         dout = None if dout is None else layout.canonical(dout)
         dlse = None if dlse is None else layout.canonical_lse(dlse)
-        return CheckedCall(q, k, v, dout, dlse, self.keywords)
+        return CheckedCall(q, k, v, dout, dlse, self.keywords, self.descale)
 
     def places(self) -> list[SequencePlace]:
         """Where each sequence of a canonical call is."""
@@ -112,6 +141,7 @@ class CheckedCall(NamedTuple):
             layout=dense_of(self.layout, place, self.q.shape[2]),
             mask=None if mask is None else ShiftedMask(of_rows(mask, place.rows), b, h),
             score=None if score is None else ShiftedScore(score, b, h),
+            descale=None if self.descale is None else self.descale.of_sequence(b).of_heads(key_heads),
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
             dropout=None if dropout is None else ShiftedDropout(dropout.state, dropout.p, b, h),
         )
@@ -136,7 +166,7 @@ class CallSlice(NamedTuple):
 
     def eager(self) -> Results:
         problem = self.problem
-        if problem.q.dtype != torch.float64:
+        if problem.out_dtype != torch.float64:
             plain = self if self.precision.scores == problem.q.dtype else self._wide(self.precision.scores)
             return {name: self._returned(x, name) for name, x in plain._oracle().items()}
         # A plain run in float64 would repeat the exact one bit by bit. This one scales first, and sums the head
@@ -157,7 +187,7 @@ class CallSlice(NamedTuple):
         dlse cancel in g = dp - delta + dlse, so they count one by one. Every result is itself rounded.
         """
         problem = self.problem
-        dtype, sums = problem.q.dtype, problem.lse_dtype()
+        dtype, sums = problem.out_dtype, problem.lse_dtype()
         eps = torch.finfo(dtype).eps
         fine, of_functions = ((torch.finfo(x).eps / eps) ** 2 for x in self.precision[1:3])
         products, scores, *_ = self.precision
@@ -167,11 +197,15 @@ class CallSlice(NamedTuple):
         least = max(torch.finfo(dtype).smallest_normal, 2 / eps * torch.finfo(sums).smallest_normal) ** 2
 
         problem, dout, dlse = self._wide(torch.float64)[2:5]
+        problem = problem.dequantized()
         q, k, v = reference.operands(problem)
         p = reference.probability(problem, q, k)[0].detach()
         more_q, more_k, more_d, more_v = (
             n * (2 * torch.finfo(sums).eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         )
+        if self.precision.sums:
+            of_sums = (2 * self.precision.sums / eps) ** 2
+            more_k, more_d = max(more_k, k.shape[2] * of_sums), max(more_d, q.shape[3] * of_sums)
         kept = reference.kept(problem) * problem.dropout.rescale if problem.dropout else q.new_ones(())
         masked = (exact["lse"] == -torch.inf)[..., None]
         out, lse = exact["out"], torch.where(masked, 0, exact["lse"][..., None])
@@ -195,6 +229,10 @@ class CallSlice(NamedTuple):
             slope_term = slope_term + of_functions * (slope**2 + 4 * (1 - slope) ** 2)
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
+        if self.precision.probabilities is not None:
+            eight = torch.finfo(self.precision.probabilities)
+            smallest_step = p.amax(-1, keepdim=True) * eight.smallest_normal * eight.eps / 2**P_BITS
+            p_rounded = p_rounded + torch.where(p > 0, (p**2 * eight.eps**2 + smallest_step**2) / eps**2, 0)
         p_term = p**2 * ((eps / 2 * score_term.sqrt()).clamp(max=BEYOND).expm1() / (eps / 2)) ** 2
         # Keys that are alike have scores that are rounded alike.
         of_p = 1 + more_k / fine + torch.where(lse.abs() < far, lse**2 + top**2, 0)
@@ -252,8 +290,8 @@ class CallSlice(NamedTuple):
         """As the call returns it: rounded once more."""
         if name in ("lse", "max_scores") or name.startswith("dscore"):
             return x
-        operand = self.problem.sink if name == "dsink" else self.problem.q
-        return x if operand is None else x.to(operand.dtype)
+        sink = self.problem.sink if name == "dsink" else None
+        return x.to(self.problem.out_dtype if sink is None else sink.dtype)
 
     def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """The modified score, and its derivative by the score."""

@@ -15,14 +15,17 @@ from saccade.spec import Spec
 
 SUPPORT = Support(
     devices=("cpu",),
-    dtypes=("fp16", "bf16", "fp32", "fp64"),
+    dtypes=("fp16", "bf16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2"),
+    kv=("fp8_e4m3", "fp8_e5m2"),
     layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "aligned"),
     max_d=1 << 20,
 )
-GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"))
+GRADIENT = replace(
+    SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32", "fp64"), kv=()
+)
 
 
 def obstacle() -> str | None:
@@ -39,7 +42,8 @@ def run_forward(problem: Problem, lse: bool) -> Outputs:
         return packed.forward(problem, lse, _forward)
     if problem.layout.has_pages:
         return paged.forward(problem, lse)
-    return _forward(problem, lse)
+    out, row_lse, top = _forward(problem, lse)
+    return out.to(problem.out_dtype), row_lse, top
 
 
 def run_backward(problem: Problem, saved: Saved) -> Gradients:
@@ -57,6 +61,8 @@ def _without_nan(problem: Problem) -> Problem:
 
 
 def _forward(problem: Problem, lse: bool) -> Outputs:
+    """Of dense operands; the result of 8-bit ones is float32."""
+    problem = problem.dequantized()
     if not problem.max_scores and (result := sdpa.forward(problem)) is not None:
         return *result, None
     return tiled.forward(problem, lse)

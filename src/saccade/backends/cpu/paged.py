@@ -19,6 +19,7 @@ from saccade.backends import Outputs
 from saccade.backends.cpu import sink
 from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
+from saccade.descale import by_row
 from saccade.layouts import Paged
 from saccade.problem import Problem
 
@@ -61,7 +62,7 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
     """Fills out (h_q, rows, d_v), lse and max_scores (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a
     key."""
     out, lse, largest = results
-    mask, extent, group, products = problem.mask, problem.extent, problem.group, products_dtype(problem.q.dtype)
+    mask, extent, group, products = problem.mask, problem.extent, problem.group, _products(problem)
     h_q, s_q, _ = q.shape
     if mask is None:
         lo, hi = torch.zeros(s_q, dtype=torch.int64), torch.full((s_q,), keys)
@@ -80,12 +81,12 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
         q_idx = (torch.arange(block.height) - block.first + block.rows.start).clamp(0, s_q - 1)
         stream = OnlineSoftmax(scratch)
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
-        rows[:, filled] = q[:, block.rows].to(products)
+        rows[:, filled] = _rows(problem, q, b, block.rows).to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
         step = _keys(problem, rows)
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
             kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys))
-            k, v = (_tile(problem, x, b, start, len(kv_idx), keys).to(products) for x in (problem.k, problem.v))
+            k, v = (_tile(problem, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
             score = product(rows, k.mT, problem.scale, scratch("product", (*rows.shape[:2], len(kv_idx)), products))
             score = scratch.cast("score", score, lse.dtype).view(1, h_q, block.height, -1)
             if problem.score is not None:
@@ -98,6 +99,19 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
         out[:, block.rows] = stream.out().view(h_q, block.height, -1)[:, filled].to(out.dtype)
         for whole, part in ((lse, stream.lse()), (largest, stream.top)):
             whole[:, block.rows] = part.view(h_q, block.height)[:, filled].to(whole.dtype)
+
+
+def _products(problem: Problem) -> torch.dtype:
+    """The dtype of matrix products: 8-bit caches are read as float32."""
+    return products_dtype(problem.q.dtype) if problem.descale is None else problem.lse_dtype()
+
+
+def _rows(problem: Problem, q: Tensor, b: int, rows: slice) -> Tensor:
+    """Some query rows of sequence b, of its q (h_q, s_q, d)."""
+    if problem.descale is None or problem.descale.q is None:
+        return q[:, rows]
+    factor = by_row(problem.descale.q[b : b + 1], q[None])[0]
+    return q[:, rows].to(factor.dtype) * (factor[:, rows] if factor.shape[1] > 1 else factor)
 
 
 def _fixed(problem: Problem) -> bool:
@@ -123,12 +137,17 @@ def _keys(problem: Problem, rows: Tensor) -> int:
     return max(FIXED_KEYS, TILE_ELEMENTS // (rows.shape[0] * rows.shape[1]))
 
 
-def _tile(problem: Problem, x: Tensor, b: int, start: int, n: int, keys: int) -> Tensor:
-    """Keys [start, start + n) of sequence b of a cache (pages, h_k, page_size, d): (h_k, n, d), zero from `keys` on."""
-    layout, size = problem.layout, x.shape[2]
+def _tile(problem: Problem, name: str, b: int, start: int, n: int, keys: int) -> Tensor:
+    """Keys [start, start + n) of sequence b, in k or v: (h_k, n, d), zero from `keys` on."""
+    layout, x = problem.layout, getattr(problem, name)  # (pages, h_k, page_size, d)
+    size = x.shape[2]
     assert isinstance(layout, Paged)
     stop = min(start + n, keys)
     first = start // size
     pages = layout.block_table[b, first : -(-stop // size)].long().clamp(0, x.shape[0] - 1)
     tile = x[pages].transpose(0, 1).flatten(1, 2)[:, start - first * size : stop - first * size]
+    if problem.descale is not None:
+        tile = tile.to(problem.lse_dtype())
+        if (factor := getattr(problem.descale, name)) is not None:
+            tile = tile * by_row(factor[b : b + 1], tile[None], start)[0]
     return tile if stop == start + n else torch.nn.functional.pad(tile, (0, 0, 0, start + n - stop))

@@ -1,0 +1,160 @@
+"""What 8-bit numbers stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import arguments
+
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCK = 128
+"""Rows, or keys, that share one number where a Descale goes by blocks."""
+_FORMS = "a number or a float32 tensor (), (h_k,), (b, h_k), or by blocks of 128 rows (b, h_k, n)"
+
+
+@dataclass(frozen=True, eq=False)
+class Descale:
+    """`value = byte * descale`: what the numbers of 8-bit q, k and v stand for.
+
+    Attention over 8-bit operands is attention over these values: the factors of q and k are part of the scores before
+    `scale`, and v's of the result. A factor is a number or a float32 tensor on q's device: (), one for all; (h_k,), one
+    for each key head and its query heads; (b, h_k), one for each sequence's; (b, h_k, n), one for each block of 128
+    rows as well: block j of a sequence has its rows 128 j to 128 j + 127, counted from its first. None is 1.
+
+    Args:
+        q: of 8-bit queries; None with wider ones.
+        k: of keys.
+        v: of values; blocks go by keys.
+
+    Raises:
+        TypeError: neither a number nor a float32 tensor.
+        ValueError: a tensor of more than three dimensions.
+
+    >>> k = v = torch.randn(1, 2, 128, 64).to(torch.float8_e4m3fn)
+    >>> q = torch.randn(1, 4, 128, 64, dtype=torch.bfloat16)
+    >>> out = attention(q, k, v, descale=Descale(k=0.5, v=torch.tensor([1.0, 2.0])))
+    >>> out.dtype
+    torch.bfloat16
+
+    Source: Micikevicius et al., FP8 formats for deep learning (https://arxiv.org/abs/2209.05433).
+    """
+
+    q: Tensor | float | None = None
+    k: Tensor | float | None = None
+    v: Tensor | float | None = None
+
+    def __post_init__(self) -> None:
+        for name in NAMES:
+            x = getattr(self, name)
+            if x is None:
+                continue
+            if not isinstance(x, Tensor):
+                object.__setattr__(self, name, arguments.number(f"the descale of {name}", x))
+            elif x.dtype != torch.float32 or x.dim() > 3:
+                wrong: Any = TypeError if x.dtype != torch.float32 else ValueError
+                raise wrong(f"the descale of {name} must be {_FORMS}, got {arguments.told(x)}")
+
+
+NAMES = ("q", "k", "v")
+
+
+class Factors(NamedTuple):
+    """A Descale as a backend sees it: each factor None, which is 1, or float32 (b, h_k, n), n = 1 without blocks. They
+    are expanded views: any stride may be 0."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a factor goes by blocks."""
+        return any(x is not None and x.shape[2] > 1 for x in self)
+
+    @property
+    def names(self) -> str:
+        """The operands that have a factor, such as `kv`; `-` is none."""
+        return "".join(name for name, x in zip(NAMES, self, strict=True) if x is not None) or "-"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self if x is not None]
+
+    @property
+    def key(self) -> Hashable:
+        """Everything but values."""
+        return tuple([None if x is None else (x.shape, x.stride()) for x in self])
+
+    @staticmethod
+    def from_tensors(names: str, tensors: list[Tensor]) -> Factors:
+        """The inverse of `names` and `tensors`; takes from the end of the list."""
+        return Factors(**{name: tensors.pop() for name in reversed(names) if name in NAMES})
+
+    def of_sequence(self, i: int) -> Factors:
+        """Those of one sequence, as a batch of one."""
+        return Factors(*(None if x is None else x[i : i + 1] for x in self))
+
+    def of_heads(self, heads: slice) -> Factors:
+        """Those of some key heads."""
+        return Factors(*(None if x is None else x[:, heads] for x in self))
+
+    def values(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the operand of this name, (b, h, s, d), stands for, in another dtype."""
+        factor = getattr(self, name)
+        return x.to(dtype) if factor is None else x.to(dtype) * by_row(factor, x).to(dtype)
+
+
+def by_row(factor: Tensor, x: Tensor, first: int = 0) -> Tensor:
+    """A factor (b, h_k, n) at the rows of x (b, h, s, d), which start at row `first`: (b, h, s or 1, 1)."""
+    if factor.shape[2] > 1:
+        rows = torch.arange(first, first + x.shape[2], device=x.device) // BLOCK
+        factor = factor[:, :, rows.clamp(max=factor.shape[2] - 1)]
+    h, h_k = x.shape[1], factor.shape[1]
+    return factor.repeat_interleave(h // max(h_k, 1), dim=1)[..., None] if h != h_k else factor[..., None]
+
+
+def factors(
+    descale: Descale | None, device: torch.device, eight_bits: bool, shape: tuple[int, int, int, int]
+) -> Factors:
+    """The factors of a call whose k and v have 8 bits.
+
+    Args:
+        eight_bits: whether q has as well.
+        shape: sequences, key heads, and the longest sequence's rows and keys as far as the host knows, else 0.
+
+    Raises:
+        ValueError: a shape or device that does not fit, quoted.
+    """
+    if descale is None:
+        return Factors()
+    if descale.q is not None and not eight_bits:
+        raise ValueError("descale=Descale(q=…) is for 8-bit queries: omit it with wider ones")
+    b, h_k, s_q, s_k = shape
+    found = []
+    for name, s in zip(NAMES, (s_q, s_k, s_k), strict=True):
+        x = getattr(descale, name)
+        if isinstance(x, float):
+            x = None if x == 1.0 else torch.full((), x, dtype=torch.float32, device=device)
+        found.append(None if x is None else _expanded(name, x, device, (b, h_k, -(-s // BLOCK))))
+    return Factors(*found)
+
+
+def _expanded(name: str, x: Tensor, device: torch.device, wanted: tuple[int, int, int]) -> Tensor:
+    """(b, h_k, n)"""
+    b, h_k, blocks = wanted
+    if x.device != device:
+        raise ValueError(f"the descale of {name} must be on q's device {device}, got {x.device}")
+    by_blocks = x.dim() == 3
+    fits = x.shape in ((), (h_k,), (b, h_k)) or (by_blocks and x.shape[:2] == (b, h_k) and blocks and x.shape[2])
+    if not fits or (by_blocks and x.shape[2] < blocks):
+        lengths = "which needs the longest sequence's length on the host" if not blocks else f"n = {blocks} of them"
+        raise ValueError(
+            f"the descale of {name} must be (), (h_k,) = ({h_k},), (b, h_k) = ({b}, {h_k}), or (b, h_k, n), {lengths}, "
+            f"got {tuple(x.shape)}"
+        )
+    return x if by_blocks else x.expand(b, h_k)[..., None]

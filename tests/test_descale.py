@@ -1,0 +1,185 @@
+"""8-bit operands: what they stand for, in every layout, by the oracle of what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import Dense, Descale, Packed, Paged, Spec, Unsupported, alibi, attention, causal, explain, softcap, window
+from saccade.testing import check
+
+KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+S, B, H_Q, H_K, D = 200, 2, 4, 2, 16
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def positive(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def operands(kind: torch.dtype, dtype: torch.dtype | None = None, s: int = S) -> tuple[Tensor, Tensor, Tensor]:
+    """q in another dtype, or in 8 bits as k and v are."""
+    q, k, v = random(B, H_Q, s, D), random(B, H_K, s, D, seed=1), random(B, H_K, s, D, seed=2)
+    return q.to(dtype or kind), k.to(kind), v.to(kind)
+
+
+FORMS = {
+    "none": lambda seed: None,
+    "number": lambda seed: 0.5 + seed,
+    "tensor": lambda seed: positive(seed=seed),
+    "head": lambda seed: positive(H_K, seed=seed),
+    "sequence": lambda seed: positive(B, H_K, seed=seed),
+    "block": lambda seed: positive(B, H_K, 2, seed=seed),
+}
+
+
+def descale(form: str, q: bool) -> Descale:
+    of = FORMS[form]
+    return Descale(q=of(3) if q else None, k=of(4), v=of(5))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "8 bits"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_forms(backend: str, kind: str, dtype: str, form: str):
+    wide = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "8 bits": None}[dtype]
+    given = operands(KINDS[kind], wide)
+    keywords = {"mask": causal(), "descale": descale(form, wide is None), "backend": backend}
+    check(*given, **keywords).assert_ok()
+    check(*given, score_mod=softcap(3.0), sink=random(H_Q), return_max_scores=True, **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("form", ["number", "sequence", "block"])
+@pytest.mark.parametrize("eight", [False, True], ids=["bf16", "8 bits"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_layouts(backend: str, eight: bool, form: str):
+    kind = torch.float8_e4m3fn
+    q, k, v = operands(kind, None if eight else torch.bfloat16)
+    keywords = {
+        "mask": window(30, 0),
+        "score_mod": alibi(positive(H_Q)),
+        "descale": descale(form, eight),
+        "backend": backend,
+    }
+    check(
+        q, k, v, layout=Dense(seqused_q=torch.tensor([7, 200]), seqused_k=torch.tensor([150, 0])), **keywords
+    ).assert_ok()
+    check(*(x.transpose(1, 2) for x in (q, k, v)), layout=Dense("bshd", q_offset=3), **keywords).assert_ok()
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    ends = torch.tensor([0, 150, 350])
+    check(*flat, layout=Packed(ends, max_seqlen_q=200), **keywords).assert_ok()
+    table = torch.arange(26).view(2, 13).flip(1)
+    pages = [torch.nn.functional.pad(x, (0, 0, 0, 8)).unflatten(2, (13, 16)) for x in (k, v)]
+    cached = [x.permute(0, 2, 3, 1, 4).flip(1).flatten(0, 1).contiguous() for x in pages]
+    for layout in (Paged(table, torch.tensor([180, 20])), Paged(table, torch.tensor([180, 20]), num_splits=1)):
+        found = check(q.transpose(1, 2), *cached, layout=layout, **keywords)
+        found.assert_ok()
+
+
+def test_values_are_those_of_the_factors():
+    """By hand, in float64."""
+    q, k, v = operands(torch.float8_e4m3fn)
+    of_q, of_k, of_v = positive(B, H_K, 2), positive(H_K), positive(B, H_K, 2, seed=1)
+    rows = torch.arange(S) // 128
+    wide = [x.double() for x in (q, k, v)]
+    wide[0] *= of_q.double().repeat_interleave(2, 1)[:, :, rows, None]
+    wide[1] *= of_k.double()[:, None, None]
+    wide[2] *= of_v.double()[:, :, rows, None]
+    k64, v64 = (x.repeat_interleave(2, 1) for x in wide[1:])
+    wanted = (wide[0] @ k64.mT / D**0.5).softmax(-1) @ v64
+    out = torch.empty(B, H_Q, S, D, dtype=torch.float16)
+    for backend in ("cpu", "reference"):
+        found = attention(q, k, v, descale=Descale(of_q, of_k, of_v), backend=backend, out=out)
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_nan_beyond_the_keys_stays_there():
+    k = torch.full((3, 8, 1, D), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    v = k.clone()
+    for x in (k, v):
+        x[1] = random(8, 1, D).to(x.dtype)
+    layout = Paged(torch.tensor([[1, 2]]), torch.tensor([5]))
+    found = attention(random(1, 1, 2, D).to(torch.bfloat16), k, v, layout=layout, descale=Descale(k=0.5, v=2.0))
+    assert found.isfinite().all()
+
+
+def test_compiled_batched_and_kept():
+    """Factors are tensors of the call: others do not recompile, and cached plans do not keep them."""
+    q, k, v = operands(torch.float8_e4m3fn, torch.bfloat16)
+    made = torch.compile(
+        lambda q, k, v, x, y: attention(q, k, v, descale=Descale(k=x, v=y), return_lse=True),
+        fullgraph=True,
+        backend="eager",
+    )
+    for seed in range(3):
+        factors = positive(B, H_K, seed=seed), positive(seed=seed)
+        plain = attention(q, k, v, descale=Descale(k=factors[0], v=factors[1]), return_lse=True)
+        assert all(map(torch.equal, made(q, k, v, *factors), plain))
+        wide = attention(q.float(), k.float() * factors[0][:, :, None, None], v.float() * factors[1])
+        torch.testing.assert_close(plain.out.float(), wide, atol=2e-2, rtol=2e-2)
+    stacked = [torch.stack([x, x.flip(2)]) for x in (q, k, v)]
+    each = positive(2, H_K)
+    batched = torch.vmap(lambda q, k, v, x: attention(q, k, v, descale=Descale(k=x)))(*stacked, each)
+    for i in range(2):
+        assert torch.equal(batched[i], attention(*(x[i] for x in stacked), descale=Descale(k=each[i])))
+    one = Descale(k=positive(B, H_K))
+    shared = torch.vmap(lambda q, k, v: attention(q, k, v, descale=one))(*stacked)
+    assert torch.equal(shared[0], attention(q, k, v, descale=one))
+
+
+def test_autocast_leaves_8_bits_alone():
+    q, k, v = operands(torch.float8_e4m3fn, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attention(q, k, v, descale=Descale(k=0.5))
+    assert torch.equal(found, attention(q.bfloat16(), k, v, descale=Descale(k=0.5)))
+
+
+def test_spec():
+    q, k, v = operands(torch.float8_e5m2, torch.bfloat16)
+    spec = explain(q, k, v, descale=descale("block", False)).spec
+    assert str(spec) == "bf16 group2 kv_fp8_e5m2 d16 dense block_scales aligned cpu"
+    assert Spec.parse(str(spec)) == spec
+    assert str(explain(*operands(torch.float8_e4m3fn)).spec) == "fp8_e4m3 group2 d16 dense aligned cpu"
+
+
+def run(given, dtype=None):
+    return attention(*operands(torch.float8_e4m3fn, dtype), descale=given)
+
+
+def gradient():
+    q, k, v = operands(torch.float8_e4m3fn, torch.bfloat16)
+    return attention(q.requires_grad_(), k, v)
+
+
+E4, E5 = (operands(kind) for kind in KINDS.values())
+WIDE = [x.float() for x in E4]
+F32 = torch.empty(B, H_Q, S, D)
+ERRORS = {
+    "dtype of a factor": (lambda: Descale(k=torch.ones(2, dtype=torch.float64)), TypeError, "torch.float64 (2,)"),
+    "dimensions of a factor": (lambda: Descale(k=torch.ones(1, 1, 1, 1)), ValueError, "(1, 1, 1, 1)"),
+    "word": (lambda: Descale(v="1"), TypeError, "the descale of v must be a number, got '1'"),
+    "shape": (lambda: run(Descale(k=torch.ones(3))), ValueError, "n = 2 of them, got (3,): q (2, 4,"),
+    "few blocks": (lambda: run(Descale(v=torch.ones(2, 2, 1))), ValueError, "got (2, 2, 1)"),
+    "q": (lambda: run(Descale(q=1.5), torch.float16), ValueError, "descale=Descale(q=…) is for 8-bit queries"),
+    "wide keys": (lambda: attention(*WIDE, descale=Descale()), ValueError, "k torch.float32"),
+    "no record": (lambda: run(0.5), TypeError, "got 0.5"),
+    "mixed": (lambda: attention(*E5[:2], E4[2]), ValueError, "k and v must share"),
+    "8-bit q alone": (lambda: attention(E5[0], *E4[1:]), ValueError, "8-bit q, k"),
+    "device": (lambda: run(Descale(k=torch.ones((), device="meta"))), ValueError, "on q's device cpu, got meta"),
+    "out": (lambda: attention(*E4, out=F32), ValueError, "out must be torch.bfloat16 or torch.float16"),
+    "gradient": (gradient, Unsupported, "no gradients"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str):
+    call, kind, text = ERRORS[name]
+    with pytest.raises(kind) as raised:
+        call()
+    assert text in str(raised.value)
