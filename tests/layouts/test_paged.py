@@ -226,7 +226,8 @@ def test_out_is_written(case):
 @pytest.mark.parametrize("splits", [0, 1])
 def test_rows_of_no_sequence_stay_in_out(backend, splits):
     """As servers pad batches: those after the last sequence, NaN in q; without `out` they are zero."""
-    for case in (CASES["mixed"], CASES["no-rows"].replace(tail=5), CASES["no-sequences"].replace(tail=3, s_q=0)):
+    mixed, none = CASES["mixed"], CASES["no-sequences"].replace(tail=3, s_q=0)
+    for case in (mixed, mixed.replace(sink=True), CASES["no-rows"].replace(tail=5), none):
         given = case.replace(dtype="fp32", splits=splits).inputs()
         used = int(given.keywords["layout"].cu_seqlens_q[-1])
         plain = attention(given.q, given.k, given.v, backend=backend, return_lse=True, **given.keywords)

@@ -46,15 +46,13 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     if not problem.keeps_tail:
         out.zero_()
     row_lse, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
-    in_use = torch.zeros(row_lse.shape[0], row_lse.shape[2], dtype=torch.bool)
     for b, batch, rows, *_ in layout.places(problem.q, problem.k):
         at = batch, slice(None), rows
-        in_use[batch, rows] = True
         out[at].zero_()
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
         _sequence(problem, b, keys, problem.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
-    if problem.sink is not None:
-        row_lse = sink.join(out, row_lse, problem.sink).masked_fill_(~in_use[:, None], -torch.inf)
+        if problem.sink is not None:  # here, since rows of no sequence stay as they are
+            row_lse[at] = sink.join(out[at], row_lse[at], problem.sink)
     return out, row_lse if lse else None, top if problem.max_scores else None
 
 
