@@ -281,6 +281,16 @@ def test_memory_that_is_apart(data):
     assert not aliasing.no_overlap(x) or len(set(places(x))) == x.numel()
 
 
+def test_slices_between_one_another_are_disjoint():
+    """Keys and values of one cache, in pages that are padded to any number of bytes."""
+    cache = torch.empty(9 * 2088).as_strided((9, 2, 16, 64), (2088, 1024, 64, 1))
+    k, v = cache[..., :32], cache[..., 32:]
+    assert aliasing.disjoint(k, v)
+    assert aliasing.disjoint(v, k)
+    assert not aliasing.disjoint(cache[..., :33], v)
+    assert aliasing.disjoint(cache[:, 0], cache[:, 1])
+
+
 @pytest.mark.parametrize("name", TYPE_ERRORS)
 def test_type_errors(name):
     call, words = TYPE_ERRORS[name]

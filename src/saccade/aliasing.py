@@ -10,21 +10,44 @@ from torch import Tensor
 def disjoint(x: Tensor, y: Tensor) -> bool:
     """Whether it is plain that no byte belongs to both.
 
-    So it is where their address ranges do not overlap; or where, for a stride m of one of them, the ranges do not
-    overlap modulo m, omitting strides that are multiples of m, as for two slices of one tensor.
+    So it is where their address ranges do not overlap; or where, for a stride m of one of them, what lies below m of
+    both fits into m bytes, and is plainly disjoint, as for two slices of one tensor.
     """
     if not x.numel() or not y.numel():
         return True
     a, b = _start(x), _start(y)
     if a is None or b is None or x.device != y.device:
         return x.device != y.device or x.untyped_storage()._cdata != y.untyped_storage()._cdata
-    if a + _span(x) <= b or b + _span(y) <= a:
+    return _apart(b - a, (x.element_size(), y.element_size()), list(_steps(x)), list(_steps(y)))
+
+
+_Steps = list[tuple[int, int]]
+"""Length and stride in bytes of each dimension that has more than one element."""
+
+
+def _apart(far: int, size: tuple[int, int], x: _Steps, y: _Steps) -> bool:
+    """Whether y is disjoint from x, which begins `far` bytes before it; `size` has the bytes of an element of each."""
+    if far >= _span(size[0], x) or -far >= _span(size[1], y):
         return True
-    for m in {m for _, m in (*_steps(x), *_steps(y)) if m}:
-        far = (b - a) % m
-        if far >= _span(x, m) and far + _span(y, m) <= m:
-            return True
+    for m in sorted({m for _, m in x + y if m}):
+        below_x, below_y = _below(m, x), _below(m, y)
+        ends = _span(size[0], below_x), _span(size[1], below_y)
+        for rest in (far % m, far % m - m):
+            # Two addresses that are equal modulo m, and both of m bytes that follow one another, are equal.
+            fits = max(ends[0], rest + ends[1]) - min(0, rest) <= m
+            if fits and _apart(rest, size, below_x, below_y):
+                return True
     return False
+
+
+def _span(size: int, steps: _Steps) -> int:
+    """Bytes from the first element to the end of the last."""
+    return size + sum([(n - 1) * m for n, m in steps])
+
+
+def _below(modulus: int, steps: _Steps) -> _Steps:
+    """Without strides that are multiples of the modulus."""
+    return [(n, m) for n, m in steps if m % modulus]
 
 
 def no_overlap(x: Tensor) -> bool:
@@ -61,11 +84,6 @@ def _steps(x: Tensor) -> Iterator[tuple[int, int]]:
     """Length and stride in bytes of each dimension that has more than one element."""
     size = x.element_size()
     return ((n, m * size) for n, m in zip(x.shape, x.stride(), strict=True) if n > 1)
-
-
-def _span(x: Tensor, modulus: int = 0) -> int:
-    """Bytes from the first element to the end of the last, omitting strides that are multiples of the modulus."""
-    return x.element_size() + sum((n - 1) * m for n, m in _steps(x) if not modulus or m % modulus)
 
 
 def _start(x: Tensor) -> int | None:
