@@ -1,0 +1,82 @@
+"""vLLM's classes, or stubs of them: one of both in a process, since a class is derived once."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+INSTALLED = find_spec("vllm") is not None
+OURS = "saccade.integrations.vllm.backend"
+MODULES = "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"
+
+
+@pytest.fixture(scope="package", params=["vllm" if INSTALLED else "stub"])
+def vllm(request):
+    """`ours`: the module of our classes; `theirs`: vLLM's; `registry`."""
+    if INSTALLED:
+        theirs = import_module("vllm.v1.attention.backend")
+        registry = import_module("vllm.v1.attention.backends.registry")
+        yield SimpleNamespace(ours=import_module(OURS), theirs=theirs, registry=registry)
+        return
+    stub, envs = ModuleType("vllm.v1.attention.backend"), ModuleType("vllm.envs")
+    vars(envs)["VLLM_BATCH_INVARIANT"] = False
+    with pytest.MonkeyPatch.context() as patch:
+        for name in MODULES:
+            patch.setitem(sys.modules, name, ModuleType(name))
+        for name in ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry"):
+            patch.setitem(sys.modules, name, stub)
+        patch.setitem(sys.modules, "vllm.envs", envs)
+        path = Path(__file__).parent / "vllm_stub.py"
+        exec(compile(path.read_text(), path, "exec"), vars(stub))
+        yield SimpleNamespace(ours=import_module(OURS), theirs=stub, registry=stub)
+    del sys.modules[OURS]
+
+
+class Layer:
+    """A layer with its cache, as vLLM has them: (pages, h_k, page_size, d + d_v), in any order of memory."""
+
+    def __init__(self, vllm, requests, order=(0, 1, 2, 3), **arguments):
+        heads, backend = requests.heads, vllm.ours.VLLMBackend
+        self.vllm, self.heads = vllm, heads
+        self.impl = backend.get_impl_cls()(heads.q, heads.d, 0.3, heads.k, **arguments)
+        config = SimpleNamespace(speculative_config=None)
+        self.builder = backend.get_builder_cls()(None, ["layer"], config, torch.device(requests.device))
+        shape = requests.pages, heads.k, requests.page_size, heads.d + heads.d_v
+        memory = torch.empty([shape[i] for i in order], device=requests.device, dtype=requests.dtype)
+        self.cache = memory.permute([order.index(i) for i in range(4)]).fill_(torch.nan)
+
+    def common(self, step, actual=None, **changes):
+        """What vLLM's runner tells a builder; `actual` counts tokens, padding for a graph included."""
+        given = {
+            "query_start_loc": step.offsets, "query_start_loc_cpu": step.offsets.cpu(), "seq_lens": step.used,
+            "num_reqs": len(step.used), "num_actual_tokens": step.rows if actual is None else actual,
+            "max_query_len": step.longest, "max_seq_len": 130, "block_table_tensor": step.table,
+            "slot_mapping": step.slots, "causal": True,
+        }  # fmt: skip
+        return self.vllm.theirs.CommonAttentionMetadata(**given | changes)
+
+    def metadata(self, step, **changes):
+        return self.builder.build(0, self.common(step, **changes))
+
+    def update(self, step, slots=None):
+        self.impl.do_kv_cache_update(None, step.k_new, step.v_new, self.cache, step.slots if slots is None else slots)
+
+    def run(self, metadata):
+        """A function of q and out, as `Step.assert_right` takes it."""
+
+        def forward(q, out):
+            assert self.impl.forward(None, q, None, None, self.cache, metadata, out) is out
+            return out
+
+        return forward
+
+
+@pytest.fixture
+def layer_of(vllm):
+    return lambda requests, *order, **arguments: Layer(vllm, requests, *order, **arguments)

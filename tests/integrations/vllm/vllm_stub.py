@@ -1,0 +1,122 @@
+"""What vLLM 0.33.0 gives to a backend and asks of it: names, parameters and fields, without what they do."""
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class AttentionType(enum.StrEnum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class AttentionCGSupport(enum.Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class AttentionBackend:
+    @staticmethod
+    def get_name(): ...
+
+    @staticmethod
+    def get_impl_cls(): ...
+
+    @staticmethod
+    def get_builder_cls(): ...
+
+    @classmethod
+    def supports_head_size(cls, head_size): ...
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype):
+        return kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_attn_type(cls, attn_type):
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_sink(cls): ...
+
+    @classmethod
+    def supports_sliding_window(cls): ...
+
+    @classmethod
+    def supports_non_causal(cls): ...
+
+    @classmethod
+    def supports_batch_invariance(cls): ...
+
+    @classmethod
+    def supports_combination(
+        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+        device_capability,
+    ): ...  # fmt: skip
+
+
+class AttentionMetadata: ...
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: Any
+    query_start_loc_cpu: Any
+    seq_lens: Any
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Any
+    slot_mapping: Any
+    causal: Any = True
+
+
+class AttentionMetadataBuilder:
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device): ...
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
+
+    def update_block_table(self, metadata, blk_table, slot_mapping): ...
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return self.build(0, common_attn_metadata)
+
+    def update_draft_decode_metadata(self, metadata): ...
+
+
+class AttentionImpl:
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None,
+        kv_cache_dtype="auto", logits_soft_cap=None, attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+    ): ...  # fmt: skip
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ): ...
+
+
+class AttentionBackendEnum(enum.Enum):
+    FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+    CUSTOM = None
+
+    def is_overridden(self):
+        return self in OVERRIDES
+
+    def get_path(self):
+        return OVERRIDES[self]
+
+    def clear_override(self):
+        OVERRIDES.pop(self, None)
+
+
+OVERRIDES = {}
+
+
+def register_backend(backend, class_path=None, is_mamba=False):
+    OVERRIDES[backend] = class_path
