@@ -213,16 +213,37 @@ def test_metadata():
     assert torch.equal(found, flash_attn_with_kvcache(q, cache, cache, **given))
 
 
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])
-def test_refused_by_name(name):
+def test_refused_by_name():
     x, offsets = torch.randn(1, 8, 2, 16), torch.tensor([0, 8])
-    given = {name: torch.ones(1)}
-    with pytest.raises(NotImplementedError, match=name):
-        flash_attn_func(x, x, x, **given)
-    with pytest.raises(NotImplementedError, match=name):
-        flash_attn_varlen_func(x[0], x[0], x[0], offsets, offsets, 8, 8, **given)
-    with pytest.raises(NotImplementedError, match=name):
-        flash_attn_with_kvcache(x, x, x, **given)
+    with pytest.raises(NotImplementedError, match="qv"):
+        flash_attn_func(x, x, x, qv=torch.ones(1))
+    with pytest.raises(NotImplementedError, match="qv"):
+        flash_attn_varlen_func(x[0], x[0], x[0], offsets, offsets, 8, 8, qv=torch.ones(1))
+    with pytest.raises(NotImplementedError, match="qv"):
+        flash_attn_with_kvcache(x, x, x, qv=torch.ones(1))
+
+
+def test_eight_bits():
+    """Numbers that are multiplied by a factor of each sequence and key head."""
+    q, k, v = (torch.randn(2, 24, h, 16).to(torch.float8_e4m3fn) for h in (4, 2, 2))
+    names = "q_descale", "k_descale", "v_descale"
+    given = {name: torch.rand(2, 2) + 0.5 for name in names}
+    factors = [given[name].repeat_interleave(h, 1)[:, None, :, None] for name, h in zip(names, (2, 1, 1), strict=True)]
+    wide = [x.float() * factor for x, factor in zip((q, k, v), factors, strict=True)]
+    found, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **given)
+    wanted, wanted_lse = flash_attn_func(*wide, causal=True, return_attn_probs=True)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted.bfloat16(), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse)
+    offsets = torch.tensor([0, 24, 48])
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    assert torch.equal(
+        flash_attn_varlen_func(*flat, offsets, offsets, 24, 24, causal=True, **given), found.flatten(0, 1)
+    )
+    cached = flash_attn_with_kvcache(q, k, v, cache_seqlens=24, causal=True, **given)
+    torch.testing.assert_close(cached, found, atol=1e-2, rtol=1e-2)
+    with pytest.raises(ValueError, match="descale is for 8-bit operands, got q"):
+        flash_attn_func(*wide, **given)
 
 
 def test_wrong_calls():

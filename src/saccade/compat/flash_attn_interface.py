@@ -2,9 +2,10 @@
 
     from saccade.compat.flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
 
-More than there: float32 and float64, any head dim, gradients of the LSE and with attention_chunk. Not there yet, and
-refused by name: FP8 with its scales, and `qv`. Tuning arguments (num_splits, pack_gqa, sm_margin, scheduler_metadata)
-are taken; num_splits is read where keys are in a cache. Source: https://github.com/Dao-AILab/flash-attention, hopper/
+More than there: float32 and float64, 8-bit keys and values beside wider queries, float8_e5m2, any head dim, gradients of
+the LSE and with attention_chunk. Refused by name: `qv`. Tuning arguments (num_splits, pack_gqa, sm_margin,
+scheduler_metadata) are taken; num_splits is read where keys are in a cache.
+Source: https://github.com/Dao-AILab/flash-attention, hopper/
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from saccade import arguments
 from saccade.compat.flash_attn.cache import CacheTerms, attend_to_cache
 from saccade.compat.flash_attn.call import BSHD, Terms, attend, parts, sequences
+from saccade.descale import Descale
 from saccade.layouts import Dense
 from saccade.partial import Partial, merge
 
@@ -51,7 +53,8 @@ def flash_attn_func(
         q: (b, s_q, h_q, d).
         k: (b, s_k, h_k, d).
         v: (b, s_k, h_k, d_v).
-        qv: refused, and so are q_descale, k_descale and v_descale.
+        qv: refused.
+        q_descale: (b, h_k), float32: what 8-bit numbers are multiplied by; and so are k_descale and v_descale.
         attention_chunk: row i sees keys of its own chunk, `floor(j / chunk) = floor((i + off) / chunk)`; 0: all.
         num_splits: not read, and neither are pack_gqa and sm_margin.
         return_attn_probs: return (out, softmax_lse).
@@ -65,8 +68,8 @@ def flash_attn_func(
     >>> out.shape, lse.shape
     (torch.Size([2, 16, 4, 8]), torch.Size([2, 4, 16]))
     """
-    _refuse(qv, q_descale, k_descale, v_descale)
-    terms = Terms(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    descale = _descale(qv, q_descale, k_descale, v_descale)
+    terms = Terms(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, descale)
     return attend(q, k, v, BSHD, terms, None, attention_chunk)
 
 
@@ -90,9 +93,9 @@ def flash_attn_qkvpacked_func(
     >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 4 + 2 + 2, 8), num_heads_q=4).shape
     torch.Size([2, 16, 4, 8])
     """
-    _refuse(None, q_descale, k_descale, v_descale)
+    descale = _descale(None, q_descale, k_descale, v_descale)
     q, k, v = _unpacked(qkv, num_heads_q)
-    terms = Terms(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    terms = Terms(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, descale)
     return attend(q, k, v, BSHD, terms, None, attention_chunk)
 
 
@@ -152,10 +155,10 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(x, x, x, offsets, offsets, 7, 7, causal=True).shape
     torch.Size([10, 2, 16])
     """
-    _refuse(qv, q_descale, k_descale, v_descale)
+    descale = _descale(qv, q_descale, k_descale, v_descale)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     layout = sequences(*lengths, seqused_q=seqused_q, seqused_k=seqused_k)
-    terms = Terms(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    terms = Terms(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, descale)
     return attend(q, k, v, layout, terms, None, attention_chunk)
 
 
@@ -209,11 +212,11 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, cache, cache, causal=True, **given).shape
     torch.Size([5, 4, 8])
     """
-    _refuse(qv, q_descale, k_descale, v_descale)
+    descale = _descale(qv, q_descale, k_descale, v_descale)
     terms = CacheTerms(
         k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, softmax_scale, causal,
         window_size, softcap, rotary_interleaved, num_splits, return_softmax_lse, None, cu_seqlens_q, cu_seqlens_k_new,
-        rotary_seqlens, attention_chunk,
+        rotary_seqlens, attention_chunk, descale,
     )  # fmt: skip
     result = attend_to_cache(q, k_cache, v_cache, terms)
     if isinstance(result, Tensor):
@@ -284,12 +287,11 @@ def get_scheduler_metadata(
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def _refuse(qv: Any, *descales: Any) -> None:
+def _descale(qv: Any, q: Tensor | None, k: Tensor | None, v: Tensor | None) -> Descale | None:
+    """What 8-bit operands stand for."""
     if qv is not None:
         raise NotImplementedError(
             "qv is not supported: scores of scale (q k^T + qv v^T) are those of q = cat([q, qv], -1), "
             "k = cat([k, v], -1) and scale = (d + d_v)^-0.5"
         )
-    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        if x is not None:
-            raise NotImplementedError(f"{name} is for FP8, which is not supported: pass bfloat16 or float16 tensors")
+    return None if q is k is v is None else Descale(q, k, v)

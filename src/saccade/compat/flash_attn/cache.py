@@ -14,6 +14,7 @@ from saccade.backends.cpu.append import rotated
 from saccade.compat.flash_attn.call import Terms, attend
 from saccade.compat.flash_attn.lengths import of_rows, row_numbers
 from saccade.compat.flash_attn.masks import bounds
+from saccade.descale import Descale
 from saccade.kv_cache import append_kv
 from saccade.layouts import Paged
 from saccade.partial import Partial
@@ -42,6 +43,7 @@ class CacheTerms(NamedTuple):
     cu_seqlens_k_new: Tensor | None = None
     rotary_seqlens: Tensor | None = None
     attention_chunk: Any = 0
+    descale: Descale | None = None
 
     @property
     def local(self) -> bool:
@@ -65,7 +67,7 @@ def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTer
     layout = Paged(table, used, terms.cu_seqlens_q, terms.num_splits or None)
     own = Terms(
         0.0, terms.softmax_scale, terms.causal, terms.window_size, terms.softcap, terms.alibi_slopes, False,
-        terms.return_softmax_lse,
+        terms.return_softmax_lse, terms.descale,
     )  # fmt: skip
     return attend(q, k_cache, v_cache, layout, own, terms.cache_leftpad, terms.attention_chunk)
 

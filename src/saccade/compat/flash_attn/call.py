@@ -12,6 +12,7 @@ from saccade.api import ScoreFunction, attention
 from saccade.call import BoundCall, check_call
 from saccade.compat.flash_attn.masks import chunked, visible
 from saccade.compat.flash_attn.scores import score_mod
+from saccade.descale import Descale
 from saccade.layouts import Dense, Layout, Packed, Paged
 from saccade.masks import Mask
 from saccade.partial import Partial
@@ -30,6 +31,8 @@ class Terms(NamedTuple):
     alibi_slopes: Any
     deterministic: Any
     return_attn_probs: Any
+    descale: Descale | None = None
+    """Version 3's."""
 
 
 def attend(
@@ -37,10 +40,10 @@ def attend(
 ) -> Tensor | Partial:
     """out, or with return_attn_probs (out, softmax_lse)."""
     mask, mod = meaning(q, k, layout, terms, leftpad, chunk)
-    dropout_p, scale, *_, deterministic, return_attn_probs = terms
+    dropout_p, scale, *_, deterministic, return_attn_probs, descale = terms
     return attention(
         q, k, v, mask=mask, score_mod=mod, layout=layout, scale=scale, dropout_p=dropout_p,
-        return_lse=return_attn_probs, deterministic=deterministic or None,
+        return_lse=return_attn_probs, deterministic=deterministic or None, descale=descale,
     )  # fmt: skip
 
 
@@ -68,7 +71,7 @@ def meaning(
         NotImplementedError: the probabilities of a call with dropout are asked for.
         ValueError, TypeError: arguments that mean nothing.
     """
-    dropout_p, _, causal, window_size, softcap, slopes, deterministic, return_attn_probs = terms
+    dropout_p, _, causal, window_size, softcap, slopes, deterministic, return_attn_probs, _ = terms
     arguments.flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     if return_attn_probs and dropout_p:
         raise NotImplementedError(
