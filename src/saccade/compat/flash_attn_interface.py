@@ -2,9 +2,10 @@
 
     from saccade.compat.flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
 
-More than there: float32 and float64, 8-bit keys and values beside wider queries, float8_e5m2, any head dim, gradients of
-the LSE and with attention_chunk. Refused by name: `qv`. Tuning arguments (num_splits, pack_gqa, sm_margin,
+More than there: float32 and float64, 8-bit keys and values beside wider queries, float8_e5m2, any head dim, gradients
+of the LSE and with attention_chunk. Refused by name: `qv`. Tuning arguments (num_splits, pack_gqa, sm_margin,
 scheduler_metadata) are taken; num_splits is read where keys are in a cache.
+
 Source: https://github.com/Dao-AILab/flash-attention, hopper/
 """
 
