@@ -57,23 +57,18 @@ def scaled_dot_product_attention(
     dropout_p = arguments.number("dropout_p", dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention takes attn_mask or is_causal=True, not both")
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if min(query.dim(), key.dim(), value.dim()) < 2:
-        raise ValueError(f"query, key and value need two dimensions or more, got {shapes}")
-    try:
-        outer = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-    except RuntimeError:
-        raise ValueError(f"query, key and value must have batch sizes that broadcast, got {shapes}") from None
-    q, k, v = _heads(_four(query, outer), _four(key, outer), _four(value, outer), enable_gqa, shapes)
+    outer = _outer(query, key, value)
+    q, k, v = _heads(_four(query, outer), _four(key, outer), _four(value, outer), enable_gqa)
     mask, score_mod = None, None
     if isinstance(attn_mask, CausalBias):
         lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
         if lengths != (q.shape[2], k.shape[2]):
-            raise ValueError(f"the causal bias is for (s_q, s_k) = {lengths}, got {shapes}")
+            raise ValueError(f"the causal bias is for (s_q, s_k) = {lengths}, got {_shapes(query, key, value)}")
         is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
         mask = None if is_causal else causal()
     if is_causal:
-        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]  # no row sees later keys
+        if k.shape[2] > q.shape[2]:  # no row sees later keys
+            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         mask = window(None, q.shape[2] - k.shape[2])
     elif attn_mask is not None and mask is None:
         tensor = _mask(attn_mask, (*outer, *q.shape[1:3], k.shape[2]))
@@ -81,24 +76,47 @@ def scaled_dot_product_attention(
     p = 0.0 if dropout_p == 1 else dropout_p  # attention cannot drop everything
     out = attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale, dropout_p=p)
     out = torch.dropout(out, 1.0, True) if dropout_p == 1 else out
+    if len(outer) == 1:
+        return out
     shape = (*outer, *out.shape[1:]) if max(x.dim() for x in (query, key, value)) > 2 else out.shape[2:]
     return out.reshape(shape)
 
 
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+
+def _outer(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """The dimensions before heads, of all operands together."""
+    outer = query.shape[:-3]
+    if query.dim() > 2 and key.shape[:-3] == value.shape[:-3] == outer and key.dim() == value.dim() == query.dim():
+        return outer
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise ValueError(f"query, key and value need two dimensions or more, got {_shapes(query, key, value)}")
+    try:
+        return torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    except RuntimeError:
+        shapes = _shapes(query, key, value)
+        raise ValueError(f"query, key and value must have batch sizes that broadcast, got {shapes}") from None
+
+
 def _four(x: Tensor, outer: tuple[int, ...]) -> Tensor:
     """(b, h, s, d), with all outer dimensions in one."""
+    if x.dim() == 4 and x.shape[:1] == outer:
+        return x
     x = x[None] if x.dim() == 2 else x
     return x.expand(*outer, *x.shape[-3:]).reshape(math.prod(outer), *x.shape[-3:])
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool, shapes: str) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Operands with the heads that attention takes; without groups, one head is broadcast to all."""
     counts = {x.shape[1] for x in (q, k, v)}
     if grouped or len(counts) == 1:
         return q, k, v
     if len(counts - {1}) > 1:
         raise ValueError(
-            f"query has {q.shape[1]} heads and key {k.shape[1]}: heads that share keys need enable_gqa=True; {shapes}"
+            f"query has {q.shape[1]} heads and key {k.shape[1]}: heads that share keys need enable_gqa=True; "
+            f"with outer dimensions in one, {_shapes(q, k, v)}"
         )
     (heads,) = counts - {1}
     return q.expand(-1, heads, -1, -1), k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
