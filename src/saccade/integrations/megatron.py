@@ -116,19 +116,22 @@ class CoreAttention(DotProductAttention):
         packed_seq_params: Any = None,
         num_splits: int | None = None,
     ) -> Tensor:
-        packed: dict[str, Any] = {}
+        packed: dict[str, Any] = {}  # and the bias
         if packed_seq_params is not None:
             packed = {name: getattr(packed_seq_params, name, None) for name in _PACKED}
-            self.set_context_parallel_group(getattr(packed_seq_params, "cp_group", None))
+            group = getattr(packed_seq_params, "cp_group", None)
+            if group is not self.cp_group:  # a module is slow to set
+                self.set_context_parallel_group(group)
         mask = self.defaults.attn_mask_type if attn_mask_type is None else attn_mask_type.name
         if packed.get("qkv_format") == "thd":
             mask = _OF_SEQUENCES.get(mask, mask)
         elif mask == "no_mask" and self.config.window_size is not None and len(query) == 1:
             mask = "causal_bottom_right"  # a step of decoding, in which a window ends at the last key
-        bias: dict[str, Any] = {}
         if attention_bias is not None:
-            bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
-        found = super().forward(query, key, value, attention_mask, attn_mask_type=mask, **bias, **packed)
+            packed |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
+        if mask is not None and "padding" not in mask and mask != "arbitrary":
+            attention_mask = None  # which these do not read
+        found = super().forward(query, key, value, attention_mask, attn_mask_type=mask, **packed)
         if isinstance(found, Tensor):
             return found
         out, largest = found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,46 @@ class WrongCall(ValueError, AssertionError):
     """A ValueError, as everywhere in saccade, and an AssertionError, as in TransformerEngine."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Settings(NamedTuple):
+    """What the constructor and a call both take; None in a call stands for the constructor's."""
+
+    qkv_format: Any
+    attn_mask_type: Any
+    window_size: Any
+    bottom_right_diagonal: Any
+    softcap: Any
+
+    def check(self) -> None:
+        """
+        Raises:
+            WrongCall, TypeError, ValueError: something of another type.
+        """
+        for name, x in (("attn_mask_type", self.attn_mask_type), ("qkv_format", self.qkv_format)):
+            if x is not None and not isinstance(x, str):
+                raise WrongCall(f"{name} must be a string, got {arguments.told(x)}")
+        if self.window_size is not None:
+            if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
+                raise WrongCall(f"window_size is (left, right), got {arguments.told(self.window_size)}")
+            for bound in self.window_size:
+                arguments.integer("window_size", bound, -(1 << 62))
+        arguments.flags(bottom_right_diagonal=self.bottom_right_diagonal)
+        if self.softcap is not None and not 0 <= arguments.number("softcap", self.softcap) < math.inf:
+            raise WrongCall(f"softcap must be finite and not negative, got {self.softcap}")
+
+    def within(self, defaults: Settings) -> Settings:
+        """A call's, with the constructor's in the place of None; the constructor has checked those."""
+        if self == _NONE_GIVEN:
+            return defaults
+        self.check()
+        kind = defaults.attn_mask_type if self.attn_mask_type is None else mask_type(self.attn_mask_type)
+        own = self._replace(attn_mask_type=kind)
+        return Settings(*(mine if mine is not None else default for mine, default in zip(own, defaults, strict=True)))
+
+
+_NONE_GIVEN = Settings(None, None, None, None, None)
+
+
+class Call(NamedTuple):
     """What `DotProductAttention`'s forward takes.
 
     Args:
@@ -114,33 +151,33 @@ class Call:
             Unsupported: what saccade does not have yet.
         """
         self._refuse()
-        own = Settings(*(getattr(self, name) for name in Settings._fields))
-        own.check()
         self._check_types()
-        chosen = (mine if mine is not None else default for mine, default in zip(own, defaults, strict=True))
-        settings = Settings(*chosen)
+        own = self.qkv_format, self.attn_mask_type, self.window_size, self.bottom_right_diagonal, self.softcap
+        settings = Settings(*own).within(defaults)
         for name, value, known in (
             ("qkv_format", settings.qkv_format, FORMATS),
             ("core_attention_bias_type", self.core_attention_bias_type, BIAS_TYPES),
         ):
             if value not in known:
                 raise WrongCall(f"{name} is one of {', '.join(known)}, got {value!r}")
-        settings = settings._replace(attn_mask_type=mask_type(settings.attn_mask_type))
-        settled = replace(self, **settings._asdict(), **self._separated())
-        settled._check_bias()
-        settled._check_score_mod()
-        check_tensors(*settled.operands, settled.order)
-        return settled
+        self._check_bias()
+        self._check_score_mod()
+        values = list(self)
+        values[: len(_OPERANDS)] = q, k, v = self._separated()
+        for at, x in zip(_SETTINGS, settings, strict=True):
+            values[at] = x
+        check_tensors(q, k, v, settings.qkv_format)
+        return Call._make(values)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a settled call."""
-        return cast("tuple[Tensor, Tensor, Tensor]", (self.query_layer, self.key_layer, self.value_layer))
+        return self[:3]  # pyright: ignore[reportReturnType]
 
     @property
     def order(self) -> str:
         """qkv_format of a settled call."""
-        return cast("str", self.qkv_format)
+        return self.qkv_format  # pyright: ignore[reportReturnType]
 
     def _check_types(self) -> None:
         for name in _TENSORS:
@@ -161,27 +198,26 @@ class Call:
             if value is not None and value is not False:
                 raise Unsupported(f"DotProductAttention: {reason}")
 
-    def _separated(self) -> dict[str, Tensor]:
-        """q, k and v of projections that come as one tensor."""
-        names = ["query_layer", "key_layer", "value_layer"]
-        given = [name for name in (*names, "qkv_layer", "kv_layer") if getattr(self, name) is not None]
-        if given == names:
-            return {}
-        if given == ["qkv_layer"]:
-            packed = self.qkv_layer
-        elif given == ["query_layer", "kv_layer"]:
-            packed, names = self.kv_layer, names[1:]
+    def _separated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, also of projections that come as one tensor."""
+        names = [name for name in (*_OPERANDS, "qkv_layer", "kv_layer") if getattr(self, name) is not None]
+        if names == list(_OPERANDS):
+            return self.operands
+        if names == ["qkv_layer"]:
+            packed, apart, parts = self.qkv_layer, (), 3
+        elif names == ["query_layer", "kv_layer"]:
+            packed, apart, parts = self.kv_layer, (self.query_layer,), 2
         else:
             raise WrongCall(
                 "give query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer alone, got "
-                f"{', '.join(given) or 'none'}"
+                f"{', '.join(names) or 'none'}"
             )
         at = self.qkv_interleave_dim
         assert packed is not None
-        if at not in (-3, -2) or packed.dim() < 4 or packed.shape[at] != len(names):
+        if at not in (-3, -2) or packed.dim() < 4 or packed.shape[at] != parts:
             shape = tuple(packed.shape)
-            raise WrongCall(f"qkv_interleave_dim={at} must be -3 or -2, and have {len(names)} elements in {shape}")
-        return dict(zip(names, packed.unbind(at), strict=True))
+            raise WrongCall(f"qkv_interleave_dim={at} must be -3 or -2, and have {parts} elements in {shape}")
+        return (*apart, *packed.unbind(at))  # pyright: ignore[reportReturnType]
 
     def _check_bias(self) -> None:
         kind = self.core_attention_bias_type
@@ -214,34 +250,9 @@ class Call:
                 raise WrongCall(f"{name} must be a dict that maps names to tensors, got {type(tensors).__name__}")
 
 
-_TENSORS = tuple(field.name for field in fields(Call) if field.type == "Tensor | None")
-
-
-class Settings(NamedTuple):
-    """What the constructor and a call both take; None in a call stands for the constructor's."""
-
-    qkv_format: Any
-    attn_mask_type: Any
-    window_size: Any
-    bottom_right_diagonal: Any
-    softcap: Any
-
-    def check(self) -> None:
-        """
-        Raises:
-            WrongCall, TypeError, ValueError: something of another type.
-        """
-        for name, x in (("attn_mask_type", self.attn_mask_type), ("qkv_format", self.qkv_format)):
-            if x is not None and not isinstance(x, str):
-                raise WrongCall(f"{name} must be a string, got {arguments.told(x)}")
-        if self.window_size is not None:
-            if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
-                raise WrongCall(f"window_size is (left, right), got {arguments.told(self.window_size)}")
-            for bound in self.window_size:
-                arguments.integer("window_size", bound, -(1 << 62))
-        arguments.flags(bottom_right_diagonal=self.bottom_right_diagonal)
-        if self.softcap is not None and not 0 <= arguments.number("softcap", self.softcap) < math.inf:
-            raise WrongCall(f"softcap must be finite and not negative, got {self.softcap}")
+_OPERANDS = Call._fields[:3]
+_SETTINGS = [Call._fields.index(name) for name in Settings._fields]
+_TENSORS = tuple(name for name, kind in Call.__annotations__.items() if kind == "Tensor | None")
 
 
 def mask_type(name: Any) -> str:
@@ -250,6 +261,8 @@ def mask_type(name: Any) -> str:
     Raises:
         WrongCall: a mask type that does not exist.
     """
+    if name in MASK_TYPES:
+        return name
     spelled = name.replace(",", "_") if isinstance(name, str) else name
     spelled = "padding_causal" if spelled == "causal_padding" else spelled
     if spelled not in MASK_TYPES:
@@ -263,10 +276,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, order: str) -> None:
         Unsupported: FP8.
         WrongCall: tensors of other dimensions than qkv_format says.
     """
-    if any(x.dtype.is_floating_point and x.element_size() < 2 for x in (q, k, v)):
-        raise Unsupported(f"DotProductAttention: {q.dtype} tensors: FP8 is not supported")
-    if any(type(x) not in (Tensor, torch.nn.Parameter) and hasattr(x, "_quantizer") for x in (q, k, v)):
-        raise Unsupported(f"DotProductAttention: {type(q).__name__}: FP8 is not supported")
-    if any(x.dim() != len(order) for x in (q, k, v)):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise WrongCall(f"qkv_format={order!r} wants tensors of {len(order)} dimensions, got {shapes}")
+    right = True
+    for x in (q, k, v):  # in the hot path of small calls
+        right &= x.dim() == len(order) and x.dtype not in _FP8 and not hasattr(x, "_quantizer")
+    if right:
+        return
+    for x in (q, k, v):
+        if x.dtype in _FP8:
+            raise Unsupported(f"DotProductAttention: {x.dtype} tensors: FP8 is not supported")
+        if hasattr(x, "_quantizer"):
+            raise Unsupported(f"DotProductAttention: {type(x).__name__}: FP8 is not supported")
+    shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+    raise WrongCall(f"qkv_format={order!r} wants tensors of {len(order)} dimensions, got {shapes}")
+
+
+_FP8 = {x for x in vars(torch).values() if isinstance(x, torch.dtype) and x.is_floating_point and x.itemsize < 2}

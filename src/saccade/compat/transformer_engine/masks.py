@@ -107,6 +107,9 @@ def window_bounds(kind: str, given: tuple[int, int] | None) -> tuple[int | None,
     return None if left < 0 else left, None if right < 0 else right
 
 
+_DENSE = {order: Dense(order) for order in ("sbhd", "bshd")}
+
+
 def _packed(call: Call, kind: str) -> Lengths:
     cu_q, cu_k, most_q, most_k = call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv
     if "padding" not in kind:
@@ -118,9 +121,17 @@ def _packed(call: Call, kind: str) -> Lengths:
     sides = (cu_q, call.cu_seqlens_q_padded), (cu_k, call.cu_seqlens_kv_padded)
     starts_q, starts_k = (cu if padded is None else padded for cu, padded in sides)
     used_q, used_k = (None if padded is None or padded is cu else cu.diff() for cu, padded in sides)
-    layout = Packed(starts_q, starts_k, most_q or q.shape[0], most_k or k.shape[0], used_q, used_k)
+    layout = layout_of(q, k, starts_q, starts_k, most_q, most_k, used_q, used_k)
     shape = None if most_q is None or most_k is None else (layout.sequences, most_q, most_k)
     return Lengths(layout, 0 if cu_q is cu_k else cu_k.diff() - cu_q.diff(), shape)
+
+
+def layout_of(
+    q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, most_q: int | None, most_k: int | None,
+    used_q: Tensor | None = None, used_k: Tensor | None = None,
+) -> Packed:  # fmt: skip
+    """Sequences end to end."""
+    return Packed(starts_q, starts_k, most_q or q.shape[0], most_k or k.shape[0], used_q, used_k)
 
 
 def _check_offsets(call: Call) -> None:
@@ -140,9 +151,10 @@ def _check_offsets(call: Call) -> None:
 
 def _dense(call: Call, kind: str) -> Lengths:
     (q, k, _), order, masked = call.operands, call.order, call.attention_mask
-    b, (s_q, s_k) = q.shape[order.index("b")], (x.shape[order.index("s")] for x in (q, k))
+    at = order.index("s")
+    b, s_q, s_k = q.shape[1 - at], q.shape[at], k.shape[at]
     if "padding" not in kind:
-        return Lengths(Dense(order), s_k - s_q, (b, s_q, s_k))
+        return Lengths(_DENSE[order], s_k - s_q, (b, s_q, s_k))
     cu_q, cu_k, holes = call.cu_seqlens_q, call.cu_seqlens_kv, None
     _check_offsets(call)
     if cu_q is not None and cu_k is not None:

@@ -14,26 +14,52 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade import arguments
 from saccade.api import Explanation, attention, explain
+from saccade.bounded_cache import BoundedCache
 from saccade.compat.transformer_engine.cache_step import CacheStep
 from saccade.compat.transformer_engine.call import Call, Settings, WrongCall, mask_type
 from saccade.compat.transformer_engine.inference import cached_visibility
-from saccade.compat.transformer_engine.masks import visibility
+from saccade.compat.transformer_engine.masks import layout_of, visibility
 from saccade.compat.transformer_engine.score_mods import combined_score_mod
 from saccade.dispatch import Unsupported
+from saccade.layouts import Layout
+from saccade.masks import Mask
 from saccade.partial import Scored
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
+class Meaning(NamedTuple):
+    """What the words of a call mean."""
+
+    mask: Mask | None
+    score_mod: Any
+    layout: Layout
+    """Of sequences end to end: of that call alone; lengths are of each call."""
+    keys: int | None
+    """No row sees keys from here on."""
+    order: str
+    checkpoint: bool
+    step: CacheStep | None
+    """Where new keys and values go; None without inference parameters."""
+
+
+_MEANINGS: BoundedCache[Any, Meaning] = BoundedCache(1024)
+_WORDS = {str, bool, type(None)}
+_LONGEST = {int, type(None)}
+_LENGTHS = "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"
+_TENSORS = {Tensor, torch.nn.Parameter}
+
+
 class AttentionCall(NamedTuple):
     """One call in saccade's words."""
 
+    new: tuple[Tensor, Tensor, Tensor]
+    """q, k and v"""
     operands: tuple[Tensor, Tensor, Tensor]
-    """q, k and v, or q and the caches"""
+    """The same without keys that no row sees, or q and the caches"""
     keywords: dict[str, Any]
     """`attention`'s"""
-    step: CacheStep | None
-    """Where new keys and values go; None without inference parameters."""
+    meaning: Meaning
 
 
 class DotProductAttention(torch.nn.Module):
@@ -124,6 +150,8 @@ class DotProductAttention(torch.nn.Module):
             arguments.integer(name, n, 1)
         settings = Settings(qkv_format, attn_mask_type, window_size, bottom_right_diagonal, softcap)
         settings.check()
+        if window_size is not None:
+            settings = settings._replace(window_size=tuple(window_size))
         self.attention_dropout = arguments.number("attention_dropout", attention_dropout)
         if softmax_scale is not None:
             arguments.number("softmax_scale", softmax_scale, ": multiply query_layer by it, with softmax_scale=1.0")
@@ -160,11 +188,11 @@ class DotProductAttention(torch.nn.Module):
         self.cp_group = cp_group
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, Tensor]:
-        call = self._settled(*arguments, **keywords)
-        operands, given, step = self._attention_call(call)
+        new, operands, given, meaning = self._attention_call(arguments, keywords)
+        step = meaning.step
         if step is not None:
-            step.append(*call.operands[1:])
-        if call.checkpoint_core_attention:
+            step.append(*new[1:])
+        if meaning.checkpoint:
             found = checkpoint(self._attend, *operands, given, use_reentrant=False)
         else:
             found = self._attend(*operands, given)
@@ -180,10 +208,63 @@ class DotProductAttention(torch.nn.Module):
         with tracker().fork() if tracker is not None else nullcontext():
             return attention(q, k, v, **keywords)
 
-    def _settled(self, *arguments: Any, **keywords: Any) -> Call:
-        """The arguments of a call, checked against the constructor's."""
+    def _attention_call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> AttentionCall:
+        """What a call means; nothing is computed or written."""
         if self.cp_group is not None and (ranks := _ranks(self.cp_group)) > 1:
             raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: context parallelism is not supported")
+        key = self._key(arguments, keywords)
+        meaning, new = None if key is None else _MEANINGS.get(key), arguments[:3]
+        layout = None
+        if meaning is None:
+            call = self._settled(arguments, keywords)
+            meaning, new = self._meaning(call), call.operands
+            # A padded batch has its lengths in the layout.
+            if key is not None and meaning.score_mod is None and (call.order == "thd" or not meaning.layout.tensors):
+                _MEANINGS.put(key, meaning)
+        elif meaning.order == "thd":
+            layout = layout_of(*new[:2], *map(keywords.get, _LENGTHS))
+        q, k, v = new
+        given = {
+            "mask": meaning.mask,
+            "score_mod": meaning.score_mod,
+            "layout": meaning.layout if layout is None else layout,
+            "scale": self.softmax_scale,
+            "sink": None if self.softmax_offset is None else self.softmax_offset.to(q.device),
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "return_max_scores": bool(self.return_max_logit),
+            "backend": self.backend,
+        }
+        if meaning.step is not None:
+            q, k, v = meaning.step.to_rows(q), *meaning.step.params.caches(meaning.step.layer)
+        elif meaning.keys is not None:
+            k, v = (x.narrow(meaning.order.index("s"), 0, meaning.keys) for x in (k, v))
+        return AttentionCall(new, (q, k, v), given, meaning)
+
+    def _key(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """All that a meaning but its lengths depends on, of a call that gives q, k, v, offsets and longest lengths, and
+        else strings, True, False and None alone; None for any other call."""
+        if len(arguments) < 3 or torch.compiler.is_compiling():
+            return None
+        words, lengths = (*arguments[3:], *keywords.values()), None
+        if keywords.get("cu_seqlens_q") is not None:
+            words = *arguments[3:], *(x for name, x in keywords.items() if name not in _LENGTHS)
+            cu_q, cu_k, most_q, most_k = map(keywords.get, _LENGTHS)
+            if (
+                type(cu_q) is not Tensor
+                or type(cu_k) is not Tensor
+                or not _LONGEST.issuperset((type(most_q), type(most_k)))
+            ):
+                return None
+            lengths = cu_q is cu_k, cu_q.dtype, cu_k.dtype, cu_q.shape, cu_k.shape, cu_q.device, cu_k.device
+        q, k, v = arguments[:3]
+        plain = type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
+        if not plain or not _WORDS.issuperset(map(type, words)):
+            return None
+        tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, lengths
+        return *tensors, self.defaults, self.head_dims, self.num_gqa_groups, self.tp_size, tuple(keywords), words
+
+    def _settled(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
+        """The arguments of a call, checked against the constructor's."""
         call = Call(*arguments, **keywords).settled(self.defaults)
         _, k, v = call.operands
         groups = self.num_gqa_groups // self.tp_size
@@ -194,28 +275,14 @@ class DotProductAttention(torch.nn.Module):
             )
         return call
 
-    def _attention_call(self, call: Call) -> AttentionCall:
-        """What a call means; nothing is computed or written."""
-        q, k, v = call.operands
+    def _meaning(self, call: Call) -> Meaning:
         if call.inference_params is None:
             step, visible = None, visibility(call)
         else:
             step, visible = cached_visibility(call, self.layer_number)
-        keywords = {
-            "mask": visible.mask,
-            "score_mod": combined_score_mod(call, visible, self.softmax_scale),
-            "layout": visible.layout,
-            "scale": self.softmax_scale,
-            "sink": None if self.softmax_offset is None else self.softmax_offset.to(q.device),
-            "dropout_p": self.attention_dropout if self.training else 0.0,
-            "return_max_scores": bool(self.return_max_logit),
-            "backend": self.backend,
-        }
-        if step is not None:
-            q, k, v = step.to_rows(q), *step.params.caches(step.layer)
-        elif visible.keys is not None:
-            k, v = (x.narrow(call.order.index("s"), 0, visible.keys) for x in (k, v))
-        return AttentionCall((q, k, v), keywords, step)
+        score_mod = combined_score_mod(call, visible, self.softmax_scale)
+        checkpoint = call.checkpoint_core_attention
+        return Meaning(visible.mask, score_mod, visible.layout, visible.keys, call.order, checkpoint, step)
 
 
 DotProductAttention.forward.__signature__ = inspect.Signature(
@@ -237,7 +304,7 @@ def get_attention_backend(core: DotProductAttention, *arguments: Any, **keywords
     Raises:
         WrongCall, Unsupported: as the call itself.
     """
-    call = core._attention_call(core._settled(*arguments, **keywords))
+    call = core._attention_call(arguments, keywords)
     return explain(*call.operands, **call.keywords)
 
 
