@@ -118,7 +118,9 @@ def test_what_a_cpu_has_not_is_said_in_one_line():
         assert "\n" not in (PROVIDERS[name].available(CPU) or "\n")
 
 
-@pytest.mark.parametrize("name", ["saccade-cpu", "flash-attn-face", "sdpa", "sdpa-flash", "sdpa-padded", "naive"])
+@pytest.mark.parametrize(
+    "name", ["saccade-cpu", "flash-attn-face", "transformers", "sdpa", "sdpa-flash", "sdpa-padded", "naive"]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_providers_are_right(name: str, mode: str):
     row = measured(name, cell=Cell(TINY, mode))[name]
@@ -170,8 +172,9 @@ def test_packed_sequences_padded_at_the_left(mode: str):
 @pytest.mark.parametrize("case", [PACKED, named(NAMED["packed-cross"].replace(dtype="fp32", d=8, d_v=8))], ids=str)
 def test_packed_sequences(case: Case, mode: str):
     """Those that know them, and SDPA on the padded batch."""
-    found = measured("auto", "flash-attn-face", "sdpa-padded", "sdpa", "flex", "naive", cell=Cell(case, mode))
-    for name in ("auto", "flash-attn-face", "sdpa-padded", "naive"):
+    faces = "auto", "flash-attn-face", "transformers"
+    found = measured(*faces, "sdpa-padded", "sdpa", "flex", "naive", cell=Cell(case, mode))
+    for name in (*faces, "sdpa-padded", "naive"):
         assert found[name].reason is None
         assert found[name].error_ratio <= 1
         assert found[name].ms > 0

@@ -316,6 +316,11 @@ GRIDS = {
         ("saccade-*", "sdpa", "sdpa-flash", "sdpa-cudnn", "fa3"),
         "the host's time for one small call",
     ),
+    "faces-host": BenchGrid(
+        _cells([named(_SMALL), named(_SMALL.replace(mask="causal"))], "host"),
+        ("auto", "flash-attn-face", "transformers"),
+        "what the host's time for one small call is by other libraries' names",
+    ),
     "first-call": BenchGrid(
         _cells(map(named, _FIRST), "first forward", "first backward"),
         ("saccade-*", "flex"),

@@ -17,6 +17,7 @@ from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
 from saccade.bench.providers.saccade import MaxScores, Naive, Saccade
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
 from saccade.bench.providers.torch_varlen import TorchVarlen
+from saccade.bench.providers.transformers import Transformers
 
 __all__ = ["CEILINGS", "PROVIDERS", "PeerInputs", "Prepared", "Provider", "matching", "prepared"]
 
@@ -30,6 +31,7 @@ _ALL: list[Provider] = [
     FlashAttention3(),
     FlashAttention4(),
     FlashAttnFace(),
+    Transformers(),
     Sdpa(),
     Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
     Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),

@@ -28,7 +28,7 @@ from saccade.partial import Scored
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
-class Meaning(NamedTuple):
+class CallMeaning(NamedTuple):
     """What the words of a call mean."""
 
     mask: Mask | None
@@ -43,7 +43,7 @@ class Meaning(NamedTuple):
     """Where new keys and values go; None without inference parameters."""
 
 
-_MEANINGS: BoundedCache[Any, Meaning] = BoundedCache(1024)
+_MEANINGS: BoundedCache[Any, CallMeaning] = BoundedCache(1024)
 _WORDS = {str, bool, type(None)}
 _LONGEST = {int, type(None)}
 _LENGTHS = "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"
@@ -59,7 +59,7 @@ class AttentionCall(NamedTuple):
     """The same without keys that no row sees, or q and the caches"""
     keywords: dict[str, Any]
     """`attention`'s"""
-    meaning: Meaning
+    meaning: CallMeaning
 
 
 class DotProductAttention(torch.nn.Module):
@@ -275,14 +275,14 @@ class DotProductAttention(torch.nn.Module):
             )
         return call
 
-    def _meaning(self, call: Call) -> Meaning:
+    def _meaning(self, call: Call) -> CallMeaning:
         if call.inference_params is None:
             step, visible = None, visibility(call)
         else:
             step, visible = cached_visibility(call, self.layer_number)
         score_mod = combined_score_mod(call, visible, self.softmax_scale)
         checkpoint = call.checkpoint_core_attention
-        return Meaning(visible.mask, score_mod, visible.layout, visible.keys, call.order, checkpoint, step)
+        return CallMeaning(visible.mask, score_mod, visible.layout, visible.keys, call.order, checkpoint, step)
 
 
 DotProductAttention.forward.__signature__ = inspect.Signature(
