@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-GROUPS = {"vllm.general_plugins": "vllm"}
+GROUPS = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
 
 
 @pytest.mark.parametrize("group", GROUPS)
