@@ -14,6 +14,7 @@ from saccade.kv_cache import append_kv
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, documents, interval, mask_mod, prefix, window
 from saccade.partial import Partial, Scored, merge
+from saccade.quantization import Quantized, quantize
 from saccade.scores import (
     CacheInfo,
     ScoreMod,
@@ -40,6 +41,7 @@ __all__ = [
     "Paged",
     "Partial",
     "Plan",
+    "Quantized",
     "ScoreMod",
     "Scored",
     "Spec",
@@ -59,6 +61,7 @@ __all__ = [
     "merge",
     "plan",
     "prefix",
+    "quantize",
     "relative_bias",
     "softcap",
     "t5_bias",

@@ -26,7 +26,7 @@ LAYERS = [
     {"autograd", "batching", "flops"},
     {"call"},
     {"ops"},
-    {"api", "block_mask", "kv_cache"},
+    {"api", "block_mask", "kv_cache", "quantization"},
     {"compat", "nn", "parallel"},
     {"integrations"},
     {"__init__"},

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from saccade.layouts import CacheSlots, Paged
@@ -133,6 +134,49 @@ class Append(NamedTuple):
     rotary: Rotary | None
     q: Tensor | None = None
     """(b, s, h_q, d), or (t, h_q, d), to be rotated as well"""
+
+
+class Quantization(NamedTuple):
+    """One operand that becomes 8-bit numbers, as a backend sees it."""
+
+    x: Tensor
+    """(b, h, s, d); sequences end to end are one batch row"""
+    h_k: int
+    """key heads; h is a multiple, and heads that share a key head share its factor"""
+    starts: Tensor | None = None
+    """(sequences + 1,): where each sequence begins; None where each is a batch row"""
+    used: Tensor | None = None
+    """(sequences,): how many rows of each are in use, or None for all"""
+    mean: Tensor | None = None
+    """(sequences, h_k, d) float32: what is subtracted from keys, or what queries are multiplied by for the shift"""
+    subtracts: bool = False
+    per: str = "tensor"
+    dtype: torch.dtype = torch.float8_e4m3fn
+    blocks: int = 1
+    """of a sequence; rows after the last block become NaN"""
+    rotate: bool = False
+    keys_first: bool = False
+    """whether the rows of a head are neighbours in memory, not the elements of a row"""
+    scale: float = 1.0
+    """of the shift"""
+
+    @property
+    def sequences(self) -> int:
+        return self.x.shape[0] if self.starts is None else self.starts.shape[0] - 1
+
+    @property
+    def descale_shape(self) -> tuple[int, ...]:
+        heads = self.sequences, self.h_k
+        return {"tensor": (), "head": heads, "block": (*heads, self.blocks)}[self.per]
+
+
+def rotated_elements(d: int) -> int:
+    """How many neighbouring elements of a row of `d` a Hadamard matrix mixes: the largest power of two that divides d.
+
+    >>> [rotated_elements(d) for d in (128, 96, 80, 63)]
+    [128, 32, 16, 1]
+    """
+    return d & -d
 
 
 class Backend(Protocol):

@@ -31,3 +31,12 @@ def with_rows(x: Tensor) -> Tensor:
         return x
     order = _memory_order(x)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+def empty_bytes(x: Tensor, dtype: torch.dtype, keys_first: bool = False) -> Tensor:
+    """Uninitialised 8-bit numbers of the shape of x (b, h, s, d), in x's memory order; or, with `keys_first`, (b, h, d,
+    s) in memory, where rows of s keys begin at multiples of 16 bytes, as TMA reads them."""
+    if keys_first:
+        b, h, s, d = x.shape
+        return torch.empty((b, h, d, -(-s // 16) * 16), dtype=dtype, device=x.device)[..., :s].transpose(2, 3)
+    return empty_like_rows(x, x.shape[-1], dtype)

@@ -233,17 +233,17 @@ def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[SequenceSpans 
     """Of the queries and of the keys. With a table of `tiles` the keys know of the rows after the last sequence."""
     layout = problem.layout
     if layout.cu_seqlens_q is None:  # the hot path of small calls
-        return _spans_of(None, layout.seqused_q), _spans_of(None, layout.seqused_k)
+        return spans_of(None, layout.seqused_q), spans_of(None, layout.seqused_k)
     count = runtime_int(layout.sequences)
-    queries = _spans_of(layout.cu_seqlens_q, layout.seqused_q, tiles, count)
+    queries = spans_of(layout.cu_seqlens_q, layout.seqused_q, tiles, count)
     starts = layout.cu_seqlens_k if layout.starts_k is None else layout.starts_k
-    keys = _spans_of(starts, layout.seqused_k, tiles, count, layout.starts_k is not None)
+    keys = spans_of(starts, layout.seqused_k, tiles, count, layout.starts_k is not None)
     if keys is not None and tiles is not None and not layout.ragged_keys:
         keys = keys._replace(count=count, bounded=FLAGS[True])
     return queries, keys
 
 
-def _spans_of(
+def spans_of(
     starts: Tensor | None, used: Tensor | None, tiles: Tensor | None = None, count: int = 0, ranges: bool = False
 ) -> SequenceSpans | None:
     if starts is None and used is None:

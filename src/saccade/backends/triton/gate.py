@@ -11,7 +11,7 @@ from saccade.backends.device import gate as device_gate
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.triton import append, launch, paged
+from saccade.backends.triton import append, launch, paged, quantize
 from saccade.backends.triton.config import KERNELS, config, key
 from saccade.configs import table
 from saccade.spec import Spec
@@ -20,6 +20,14 @@ DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
 RANGES_SPILL = 1400
 """What sums over sequences cost: those of the sequences before leave the registers, outside of the loops over rows."""
+QUANTIZE = (
+    "16bit d128/128 quantize block", "16bit d64/64 quantize block packed e5m2", "16bit d128/128 quantize head grouped",
+    "16bit d128/128 quantize block grouped shifted", "16bit d128/128 quantize block centred rotated",
+    "16bit d256/256 quantize block grouped shifted rotated", "32bit d256/256 quantize head rotated",
+    "16bit d128/128 quantize block keys_first", "16bit d128/128 largest head", "16bit d128/128 largest tensor rotated",
+    "16bit d128/128 parts", "16bit d256/256 mean rotated",
+)  # fmt: skip
+"""A kernel, and what a call has: see `quantize.compiled`."""
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
 
@@ -42,6 +50,7 @@ def features() -> Iterator[str]:
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
+    yield from (f"triton quantize {words}" for words in QUANTIZE)
 
 
 def combinations() -> Iterator[str]:
@@ -52,6 +61,8 @@ def combinations() -> Iterator[str]:
 def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     row = GateRow.of(name)
+    if row.kernel == "quantize":
+        return quantize.compiled(row.words[0], row.d, row.dtype, row.words[1:]), 0
     if row.kernel == "paged":
         word, *features = row.words
         if word in ("append", "slots"):
