@@ -86,7 +86,7 @@ def prepare(name: str, call: Quantization) -> Launch:
         "parts": b * h * _tiles(call, kernels.PARTS.value),
         "mean": call.sequences * h,
     }.get(name, b * (h // heads) * _tiles(call))
-    warps = 4 if d <= 64 else 8 if d <= 128 else 16
+    warps = 4 if d <= 64 else 8 if d <= 128 or call.x.dtype == torch.float32 else 16
     return Launch(_KERNELS[name], (programs, 1, 1), (shape,), warps)
 
 

@@ -237,7 +237,7 @@ def _store_shift(shift, x, mean, scale, at, h, sizes, shape):
 def _entry(at, sizes, shape):
     """Where the factor of a head, or of everything, is."""
     if shape.PER == TENSOR:
-        return 0
+        return at.number.to(tl.int64) * 0
     return at.sequence.to(tl.int64) * (plain_int(sizes.heads) // shape.GROUP) + at.key_head
 
 
