@@ -27,8 +27,8 @@ class SGLangBackend(_base.AttentionBackend):
     """`out = softmax(mask(score_mod(scale q k^T)), with sink) v` of all layers, keys and values from SGLang's pool.
 
     Windows, soft caps, sinks, other head dims for values, layers that see all keys, the LSE, CUDA graphs of tokens and
-    of prompts, and deterministic inference, by `num_splits=1`; any `--page-size`. The host reads no length of the device
-    and does the same work for one request and for many.
+    of prompts, and deterministic inference, by `num_splits=1`; any `--page-size`. The host waits for no device and does
+    the same work for one request and for many.
 
     Args:
         model_runner: SGLang's ModelRunner.
