@@ -131,6 +131,7 @@ def test_groups_share_a_batch(device, requests_of, layer_of):
     layer = layer_of(requests)
     step = requests.step([30, 7])
     first = layer.metadata(step)
+    first.noted = "by a builder that is derived from ours"
     requests.tables = torch.randperm(requests.pages)[: requests.tables.numel()].view_as(requests.tables)
     requests.cached = [0, 0]
     step = requests.step([30, 7])
@@ -139,6 +140,7 @@ def test_groups_share_a_batch(device, requests_of, layer_of):
     assert metadata.block_table is step.table
     assert metadata.slot_mapping is step.slots
     assert first.block_table is not step.table
+    assert metadata.noted == first.noted
     step.assert_right(layer.run(metadata), **meant())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar
@@ -156,9 +157,10 @@ class VLLMMetadataBuilder(_vllm.AttentionMetadataBuilder):
         )
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> VLLMMetadata:
-        """The same batch over another group's pages."""
-        layout = replace(metadata.layout, block_table=blk_table)
-        return replace(metadata, layout=layout, slot_mapping=slot_mapping)
+        """The same batch over another group's pages, with whatever vLLM has noted on it."""
+        other = copy(metadata)
+        other.layout, other.slot_mapping = replace(metadata.layout, block_table=blk_table), slot_mapping
+        return other
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Nothing: the metadata holds vLLM's own tensors, and kernels read them in each replay."""
