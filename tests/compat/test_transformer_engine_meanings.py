@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -88,6 +90,16 @@ def test_lengths_are_of_each_call(meanings):
     apart = made(q, k, v, cu_seqlens_q=offsets(3, 10), cu_seqlens_kv=offsets(3, 10))
     wanted = attention(q, k, v, mask=causal(), layout=Packed(offsets(3, 10)))
     torch.testing.assert_close(apart, wanted.flatten(-2))
+
+
+def test_no_tensor_of_a_call_is_kept_alive():
+    made, (q, k, v), cu = core("thd", "padding_causal"), (torch.randn(10, H, D) for _ in range(3)), offsets(3, 10)
+    alive = [weakref.ref(x) for x in (q, cu)]
+    for _ in range(2):
+        made(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    del q, cu
+    gc.collect()
+    assert [x() for x in alive] == [None, None]
 
 
 def test_offsets_of_a_padded_batch_are_of_each_call():

@@ -33,8 +33,8 @@ class CallMeaning(NamedTuple):
 
     mask: Mask | None
     score_mod: Any
-    layout: Layout
-    """Of sequences end to end: of that call alone; lengths are of each call."""
+    layout: Layout | None
+    """None where it was kept without the lengths of sequences end to end, which are of each call."""
     keys: int | None
     """No row sees keys from here on."""
     order: str
@@ -48,6 +48,14 @@ _WORDS = {str, bool, type(None)}
 _LONGEST = {int, type(None)}
 _LENGTHS = "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"
 _TENSORS = {Tensor, torch.nn.Parameter}
+
+
+def _keep(key: Any, meaning: CallMeaning) -> None:
+    """For later calls, unless tensors of this one are a part of it: of a score, or lengths of a padded batch."""
+    if meaning.order == "thd":
+        meaning = meaning._replace(layout=None)
+    if meaning.score_mod is None and (meaning.layout is None or not meaning.layout.tensors):
+        _MEANINGS.put(key, meaning)
 
 
 class AttentionCall(NamedTuple):
@@ -214,20 +222,20 @@ class DotProductAttention(torch.nn.Module):
             raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: context parallelism is not supported")
         key = self._key(arguments, keywords)
         meaning, new = None if key is None else _MEANINGS.get(key), arguments[:3]
-        layout = None
         if meaning is None:
             call = self._settled(arguments, keywords)
             meaning, new = self._meaning(call), call.operands
-            # A padded batch has its lengths in the layout.
-            if key is not None and meaning.score_mod is None and (call.order == "thd" or not meaning.layout.tensors):
-                _MEANINGS.put(key, meaning)
-        elif meaning.order == "thd":
-            layout = layout_of(*new[:2], *map(keywords.get, _LENGTHS))
+            if key is not None:
+                _keep(key, meaning)
+        layout = meaning.layout
+        if layout is None:
+            lengths: list[Any] = [keywords.get(name) for name in _LENGTHS]
+            layout = layout_of(new[0], new[1], *lengths)
         q, k, v = new
         given = {
             "mask": meaning.mask,
             "score_mod": meaning.score_mod,
-            "layout": meaning.layout if layout is None else layout,
+            "layout": layout,
             "scale": self.softmax_scale,
             "sink": None if self.softmax_offset is None else self.softmax_offset.to(q.device),
             "dropout_p": self.attention_dropout if self.training else 0.0,
