@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, attention, causal, mask_mod, softcap, window
+from saccade import Dense, Unsupported, attention, causal, mask_mod, softcap, window
 from saccade.compat.flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from saccade.partial import Partial
 from saccade.scores import ScoreMod
@@ -156,6 +156,19 @@ def test_pages(ragged, given, device):
     meaning = {"layout": Dense("bshd", None, used), "mask": mask, "score_mod": counted}
     with torch.no_grad():
         check(q, keys, values, backward=False, function=face, **meaning).assert_ok()
+
+
+def test_pages_and_operands_that_require_gradients():
+    """A learned sink is one: the call runs, and a backward through it is refused."""
+    k, v = torch.randn(2, 4, 8, 2, 16)
+    q, table, used = torch.randn(2, 5, 4, 16), torch.tensor([[2, 0], [1, 3]]).int(), torch.tensor([13, 6])
+    given = {"page_table": table, "seqused_k": used, "causal": True}
+    sink = torch.randn(4)
+    wanted, _ = flash_attn_varlen_func(q, k, v, learnable_sink=sink, **given)
+    found, _ = flash_attn_varlen_func(q, k, v, learnable_sink=sink.requires_grad_(), **given)
+    assert torch.equal(found, wanted)
+    with pytest.raises(Unsupported, match="a cache of keys has no gradients"):
+        found.sum().backward()
 
 
 def test_a_mask_mod_over_pages():

@@ -32,7 +32,7 @@ def pytest_configure(config: Any) -> None:
         install(name)
     if config.getoption("--upstream-device") == "cpu":
         _stand_in_for_a_gpu()
-    if "flash_attn" in sys.modules:
+    if "flash_attn" in config.getoption("--face"):
         _complete(sys.modules["flash_attn"])
 
 
@@ -42,13 +42,13 @@ def _stand_in_for_a_gpu() -> None:
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_properties = lambda *_: SimpleNamespace(total_memory=80 << 30, multi_processor_count=132)
     cuda.synchronize = cuda.empty_cache = lambda *_: None
-    module: Any = ModuleType("flash_attn.ops.triton.rotary")
-    module.apply_rotary = rotary.apply_rotary
-    sys.modules["flash_attn.ops.triton.rotary"] = module
 
 
 def _complete(module: Any) -> None:
-    """What tests use of the library besides its functions: its kernel's block size, and the dropped probabilities."""
+    """What tests use besides these functions: rotation, a kernel's block size, and the dropped probabilities."""
+    stand_in: Any = ModuleType("flash_attn.ops.triton.rotary")
+    stand_in.apply_rotary = rotary.apply_rotary
+    sys.modules["flash_attn.ops.triton.rotary"] = stand_in
     module.flash_attn_interface._get_block_size_n = lambda *_: 64
     for name in module.__all__:
         if "kvcache" not in name:

@@ -1,4 +1,4 @@
-"""Rotary embedding by PyTorch's operations, where flash-attn's tests call its Triton kernel and there is no GPU."""
+"""Rotary embedding by PyTorch's operations, where flash-attn's tests call its Triton kernel."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade import arguments, masks
 from saccade.api import ScoreFunction, attention
 from saccade.compat.flash_attn.call import BSHD, sequences
+from saccade.compat.flash_attn.gradients import without_gradients
 from saccade.compat.flash_attn.lengths import offset
 from saccade.compat.flash_attn.masks import band
 from saccade.layouts import Dense, Layout, Paged
@@ -151,7 +152,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (b + 1,): 0, then where each sequence of q ends; cu_seqlens_k the same for k and v.
         max_seqlen_q: a bound that nothing reads, as are max_seqlen_k and min_seqlen_k.
         seqused_q: (b,) how many rows of each sequence are in use; seqused_k the same for k and v.
-        page_table: (b, width): the pages of each sequence; with seqused_k or cu_seqlens_k, and without gradients.
+        page_table: (b, width): the pages of each sequence; with seqused_k or cu_seqlens_k; a backward is refused.
         num_splits: with page_table, into how many parts the keys are split; 0 lets the backend choose.
         scheduler_metadata: not read, and neither is disable_scheduler_metadata.
 
@@ -220,6 +221,15 @@ def _paged(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: _Terms) -> tuple[Tensor, Tensor | None]:
+    result: Any
+    if layout.has_pages:
+        result = without_gradients(lambda: _run(q, k, v, layout, terms), q, k, v, terms.learnable_sink)
+    else:
+        result = _run(q, k, v, layout, terms)
+    return result if isinstance(result, Partial) else (result, None)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: _Terms) -> Any:
     scale, causal, window_size, sink, softcap, deterministic, score_mod, mask_mod, return_lse = terms
     arguments.flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     mask = _mask(causal, window_size, mask_mod, (layout, q, k))
@@ -229,11 +239,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: _Terms) -> t
         score_mod = capped(softcap)
     elif score_mod is not None:
         score_mod = _of_rows(score_mod, layout, q, k)
-    result: Any = attention(
+    return attention(
         q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, return_lse=return_lse,
         deterministic=deterministic or None,
     )  # fmt: skip
-    return result if isinstance(result, Partial) else (result, None)
 
 
 def _mask(causal: Any, window_size: Any, mask_mod: Any, call: tuple[Layout, Tensor, Tensor]) -> masks.Mask | None:

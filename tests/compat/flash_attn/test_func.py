@@ -192,6 +192,7 @@ WRONG = [
     ({"window_size": (5, 0, 1)}, TypeError, "window_size"),
     ({"window_size": (2.5, 0)}, TypeError, "window_size must be an integer, got 2.5"),
     ({"window_size": torch.tensor([2.5, 0])}, TypeError, "window_size must be an integer, got 2.5"),
+    ({"window_size": torch.zeros(2).numpy()}, TypeError, r"window_size is \(left, right\), got"),
     ({"window_size": torch.zeros(3).int()}, TypeError, r"window_size is \(left, right\), got torch.int32 \(3,\)"),
     ({"causal": "yes"}, TypeError, "causal must be True or False"),
     ({"softcap": float("inf")}, ValueError, "finite cap"),

@@ -197,6 +197,12 @@ def test_against_the_oracle(step, device):
             torch.testing.assert_close(x.nan_to_num(), wanted)
 
 
+def test_a_gradient_by_torch_func():
+    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
+    with pytest.raises(Unsupported, match="attention to a cache of keys has no gradients"):
+        torch.func.grad(lambda q: flash_attn_with_kvcache(q, k, v, cache_seqlens=5).sum())(q)
+
+
 def test_results():
     drawn = Drawn(Step(s_q=3), "cpu")
     out, lse = flash_attn_with_kvcache(drawn.q, *drawn.stored(), return_softmax_lse=True, **drawn.given)
@@ -259,8 +265,19 @@ def test_wrong_operands():
         flash_attn_with_kvcache(drawn.q, k[0], v)
     with pytest.raises(ValueError, match="3 sequences need as many rows of the cache"):
         flash_attn_with_kvcache(drawn.q, k[:2], v[:2])
-    with pytest.raises(Unsupported, match="a paged cache has no gradients"):
-        flash_attn_with_kvcache(drawn.q.requires_grad_(), k, v)
+
+
+@pytest.mark.parametrize("step", [Step(s_new=1, pairs=8, view="causal"), Step(s_q=4, s_new=4, paged=True)], ids=str)
+def test_operands_that_require_gradients(step):
+    """The call runs, also outside torch.no_grad(); a backward through it is refused, not silently nothing."""
+    drawn = Drawn(step, "cpu")
+    wanted = flash_attn_with_kvcache(drawn.q, *drawn.stored(), return_softmax_lse=True, **drawn.given)
+    drawn.given |= {"k": drawn.new[0].requires_grad_(), "v": drawn.new[1].requires_grad_()}
+    found = flash_attn_with_kvcache(drawn.q.requires_grad_(), *drawn.stored(), return_softmax_lse=True, **drawn.given)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x, y)
+        with pytest.raises(Unsupported, match="attention to a cache of keys has no gradients"):
+            x.sum().backward()
 
 
 @pytest.mark.parametrize("step", [Step(s_new=1, pairs=8, view="causal"), Step(s_q=4, s_new=4, paged=True)], ids=str)

@@ -145,8 +145,10 @@ def test_block_table(given, device):
     wanted = attention(q, k, v, mask=mask, layout=Paged(table, used, cu_q), return_lse=True)
     assert torch.equal(out, wanted.out)
     assert torch.equal(lse, wanted.lse)
-    with pytest.raises(Unsupported, match="paged cache has no gradients"):
-        flash_attn_varlen_func(q.requires_grad_(), k, v, cu_q, cu_k, 3, 20, block_table=table)
+    found = flash_attn_varlen_func(q.requires_grad_(), k, v, cu_q, cu_k, 3, 20, block_table=table, **given)
+    assert torch.equal(found, out)
+    with pytest.raises(Unsupported, match="a cache of keys has no gradients"):
+        found.sum().backward()
 
 
 def test_wrong_calls():

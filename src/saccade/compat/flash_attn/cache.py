@@ -12,6 +12,7 @@ from saccade import arguments
 from saccade.backends import Rotary
 from saccade.backends.cpu.append import rotated
 from saccade.compat.flash_attn.call import Terms, attend
+from saccade.compat.flash_attn.gradients import without_gradients
 from saccade.compat.flash_attn.lengths import of_rows, row_numbers
 from saccade.compat.flash_attn.masks import bounds
 from saccade.descale import Descale
@@ -56,9 +57,16 @@ def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTer
 
     Raises:
         ValueError, TypeError: arguments that do not fit one another.
-        Unsupported: a gradient is needed.
+        Unsupported: in a backward.
     """
     _check(q, k_cache, v_cache, terms)
+    if not torch.is_grad_enabled():
+        return _attend_to_cache(q, k_cache, v_cache, terms)
+    operands = q, k_cache, v_cache, terms.k, terms.v, terms.alibi_slopes
+    return without_gradients(lambda: _attend_to_cache(q, k_cache, v_cache, terms), *operands)
+
+
+def _attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> Tensor | Partial:
     table, used = _table(q, k_cache, terms)
     if terms.k is not None:
         cu_new = terms.cu_seqlens_k_new
@@ -83,6 +91,8 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> No
     dims, form = (4, "(b, s_q, h_q, d)") if terms.cu_seqlens_q is None else (3, "(t_q, h_q, d) with cu_seqlens_q")
     if q.dim() != dims:
         raise ValueError(f"q must be {form}, got {tuple(q.shape)}")
+    if terms.rotary_seqlens is not None:
+        arguments.tensors(rotary_seqlens=terms.rotary_seqlens)
     k, v, cos, sin, *_ = terms
     if not (k is v is cos is sin is terms.cu_seqlens_k_new is None):
         _check_new(terms)

@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
 from saccade.call import BoundCall, check_call
+from saccade.compat.flash_attn.gradients import without_gradients
 from saccade.compat.flash_attn.masks import chunked, visible
 from saccade.compat.flash_attn.scores import score_mod
 from saccade.descale import Descale
@@ -39,6 +40,14 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None, chunk: int = 0
 ) -> Tensor | Partial:
     """out, or with return_attn_probs (out, softmax_lse)."""
+    if layout.has_pages:
+        return without_gradients(lambda: _attend(q, k, v, layout, terms, leftpad, chunk), q, k, v, terms.alibi_slopes)
+    return _attend(q, k, v, layout, terms, leftpad, chunk)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None, chunk: int
+) -> Tensor | Partial:
     mask, mod = meaning(q, k, layout, terms, leftpad, chunk)
     dropout_p, scale, *_, deterministic, return_attn_probs, descale = terms
     return attention(

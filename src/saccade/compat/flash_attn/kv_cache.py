@@ -58,7 +58,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError, TypeError: arguments that do not fit one another.
-        Unsupported: an operand requires a gradient: call inside torch.no_grad().
+        Unsupported: in a backward, where an operand requires a gradient.
 
     >>> cache = torch.zeros(2, 32, 1, 8), torch.zeros(2, 32, 1, 8)
     >>> q, new, lengths = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 1, 8), torch.tensor([3, 20], dtype=torch.int32)

@@ -39,7 +39,7 @@ def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) ->
 
 def bounds(window_size: Any) -> tuple[int | None, int | None]:
     """(left, right), None where a bound is negative; they may be a tensor of two integers."""
-    if window_size == (-1, -1):  # in the hot path of small calls
+    if type(window_size) is tuple and window_size == (-1, -1):  # in the hot path of small calls
         return None, None
     if isinstance(window_size, Tensor) and window_size.shape == (2,):
         window_size = window_size.tolist()

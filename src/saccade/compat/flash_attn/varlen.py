@@ -38,7 +38,7 @@ def flash_attn_varlen_func(
         max_seqlen_q: an upper bound of q's lengths, an integer or a tensor of one, which nothing reads.
         max_seqlen_k: the same for k and v.
         alibi_slopes: (h_q) or (b, h_q).
-        block_table: (b, width): the pages of each sequence, of any size; without gradients.
+        block_table: (b, width): the pages of each sequence, of any size; a backward is refused.
 
     The other arguments, results and errors are those of `flash_attn_func`; softmax_lse is (h_q, t_q). Rows after the
     last sequence are zero.
