@@ -200,7 +200,7 @@ UNSUPPORTED = {
     "a newer GPU": (lambda: plan("bf16 d64 aligned sm100", backend="gluon"), "gluon: runs on sm90, not on sm100"),
     "fp32 on Hopper": (
         lambda: plan("fp32 d64 aligned sm90", backend="gluon"),
-        "gluon: takes fp16, bf16, not fp32",
+        "gluon: takes fp16, bf16, fp8_e4m3, fp8_e5m2, not fp32",
     ),
     "odd head dims": (
         lambda: plan("bf16 d64/60 sm90", backend="gluon"),
@@ -324,7 +324,7 @@ def test_explain_names_what_runs():
     assert str(told).startswith("fp32 group2 d8 dense causal softcap")
     assert told.reasons["cpu"] == []
     assert told.reasons["triton"]
-    assert told.reasons["gluon"] == ["runs on sm90, not on cpu", "takes fp16, bf16, not fp32"]
+    assert told.reasons["gluon"] == ["runs on sm90, not on cpu", "takes fp16, bf16, fp8_e4m3, fp8_e5m2, not fp32"]
     assert explain("fp32 d64 sm70").backend is None
     assert explain(Q, K, V, backend="reference").backend == "reference"
 

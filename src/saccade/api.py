@@ -167,7 +167,7 @@ def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: 
 
     >>> print(explain("fp32 d64 causal cpu"))
     fp32 d64 dense causal cpu
-      gluon: runs on sm90, not on cpu; takes fp16, bf16, not fp32
+      gluon: runs on sm90, not on cpu; takes fp16, bf16, fp8_e4m3, fp8_e5m2, not fp32
       triton: runs on sm80+, gfx90a, gfx942, gfx950, not on cpu
       cpu: chosen
       cudnn: runs on sm80+, not on cpu; takes fp16, bf16, not fp32

@@ -359,7 +359,7 @@ def test_float32_goes_to_triton() -> None:
     q, k, v = operands(2, (2, 2), (50, 50), 64, dtype=torch.float32)
     told = explain(q, k, v)
     assert told.backend == "triton"
-    assert told.reasons["gluon"] == ["takes fp16, bf16, not fp32"]
+    assert told.reasons["gluon"] == ["takes fp16, bf16, fp8_e4m3, fp8_e5m2, not fp32"]
 
 
 def test_everything_else_is_gluon_s() -> None:

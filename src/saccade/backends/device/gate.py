@@ -19,6 +19,7 @@ from saccade.backends.device.captured_gradients_kernel import captured_gradients
 from saccade.backends.device.records import runtime_int
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.backends.device.scores import scatter
+from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, interval, mask_mod, window
@@ -29,7 +30,7 @@ GPU = "h200"
 SCORED = [(128, "full", "alibi"), (64, "masked", "relative_bias")]
 DROPPED = [(64, "full dropout"), (256, "masked dropout")]
 """Head dims and words of the rows with a score function, and with dropout."""
-DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
+DTYPES = {"8bit": torch.float8_e4m3fn, "16bit": torch.bfloat16, "32bit": torch.float32}
 
 
 class GateRow(NamedTuple):
@@ -60,7 +61,15 @@ class GateRow(NamedTuple):
         dropout = Dropout(torch.zeros(2, dtype=torch.int64), 0.5) if "dropout" in self.words else None
         mask, score = _mask(self.words[0]), _score(self.words)
         score = None if score is None else scores.bind(score, q)
-        return Problem(q, k, v, None, mask, score, layout, 1.0, "queued" in self.words, dropout)
+        queued = "queued" in self.words
+        return Problem(q, k, v, None, mask, score, layout, 1.0, queued, dropout, descale=self.descale())
+
+    def descale(self) -> Factors | None:
+        """Of 8-bit operands: a factor for each, of each sequence's heads, or by `blocks`."""
+        if self.dtype not in EIGHT_BITS:
+            return None
+        b = 2 if "packed" in self.words else 1
+        return Factors(*torch.ones(3, b, 2, 4 if "blocks" in self.words else 1))
 
 
 PACKED = Packed(*torch.zeros(2, 3, dtype=torch.int32), 512, 512)

@@ -6,23 +6,24 @@ from dataclasses import replace
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
+from saccade.descale import EIGHT_BITS
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
-from saccade.spec import Spec
+from saccade.spec import EIGHT_BIT_WORDS, Spec
 
 obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm90",),
-    dtypes=("fp16", "bf16"),
+    dtypes=("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
     layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "max_scores", "deterministic", "offsets", "aligned"),
+    flags=("sink", "dropout", "max_scores", "deterministic", "offsets", "block_scales", "aligned"),
     max_d=256,
     multiple_of=8,
     needs=("aligned",),
 )
-GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed"))
+GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), layouts=("dense", "padded", "packed"))
 
 
 # Which paged calls the forward takes.
@@ -42,6 +43,9 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
     layout = problem.layout
     if gradient and problem.positions is not None and problem.dropout is not None:
         return ["has no room in shared memory for positions beside dropout"]
+    eight_bits = problem.q.dtype in EIGHT_BITS
+    if eight_bits and (layout.has_pages or layout.starts_k is not None):
+        return [f"has no {layout.kind} layout for 8-bit q, k and v: it transposes values in whole sequences"]
     if gradient or not layout.has_pages:
         return []
     h_k, size = problem.k.shape[1:3]
@@ -66,6 +70,8 @@ def workspace(spec: Spec) -> str:
     shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
     turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
     turns += score_workspace(spec)
+    if spec.dtype in EIGHT_BIT_WORDS:
+        return "forward: 8 bytes for every stream, and v once more"
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 

@@ -11,7 +11,7 @@ import torch
 from saccade.backends.device.gate import DROPPED, GPU, SCORED, GateRow, device_mask
 from saccade.backends.device.scores import weight
 from saccade.backends.gluon.backward import gate as backward_gate
-from saccade.backends.gluon.forward import launch
+from saccade.backends.gluon.forward import launch, transpose
 from saccade.backends.gluon.forward.config import forward_config, key
 from saccade.configs import table
 from saccade.spec import Spec
@@ -28,7 +28,8 @@ _DIMS = (64, 64), (128, 128), (256, 256), (192, 128)
 def configs() -> Iterator[str]:
     """Every row of the table, then formulas where the table is silent."""
     yield from (row for row in table(GPU) if row.startswith("gluon "))
-    silent = (key(Spec("bf16", d, d_v, mask=mask)) for d, d_v in _DIMS for mask in ("none", "causal"))
+    dtypes = "bf16", "fp8_e4m3"
+    silent = (key(Spec(word, d, d_v, mask=mask)) for word in dtypes for d, d_v in _DIMS for mask in ("none", "causal"))
     yield from (row for row in silent if row not in table(GPU))
     yield from backward_gate.configs()
 
@@ -39,12 +40,16 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
     yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged"))
+    yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks"))
+    yield "gluon transpose 8bit d128/128 full"
     yield from backward_gate.features()
 
 
 def combinations() -> Iterator[str]:
     """Several of these in one call."""
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[1:])
+    yield from (f"gluon forward 8bit d128/128 {words}" for words in ("full alibi blocks", "listed packed blocks"))
+    yield "gluon transpose 8bit d128/128 full packed"
     yield from (
         f"gluon forward 16bit d128/128 {words}"
         for words in ("listed packed", "listed paged packed", "causal paged packed tail")
@@ -55,11 +60,14 @@ def combinations() -> Iterator[str]:
 def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     row = GateRow.of(name)
-    if row.kernel != "forward":
+    if row.kernel not in ("forward", "transpose"):
         return backward_gate.compiled(name)
     problem = row.problem()
+    if row.kernel == "transpose":
+        kernel, arguments = transpose.transpose_launch(problem, transpose.empty(problem, problem.v.device))
+        return kernel.warmup(arguments), 0
     packed, paged = "packed" in row.words, "paged" in row.words
-    out = torch.empty(*problem.q.shape[:3], row.d_v, dtype=row.dtype)
+    out = torch.empty(*problem.q.shape[:3], row.d_v, dtype=problem.out_dtype)
     if "tail" in row.words:  # of the caller's, whose rows after the last sequence stay
         problem = replace(problem, out=out)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)

@@ -51,6 +51,33 @@ def unpack_pairs(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def pack_quads(x):
+    """float32 [M, N] as int32 [M, N / 4], four numbers in e4m3 in each, so that an accumulator has them where the left
+    operand of the next product wants them: of each 16 columns, 8 h + 2 q + e comes to place 4 q + 2 h + e."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    # [M, N / 4, h, e]
+    x = x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N // 4, 2, 2])
+    even, odd = gl.split(x)
+    even_0, even_1 = gl.split(even)
+    odd_0, odd_1 = gl.split(odd)
+    text: gl.constexpr = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }"
+    )
+    numbers = [even_0, odd_0, even_1, odd_1]
+    return gl.inline_asm_elementwise(text, "=r,f,f,f,f", numbers, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def unpack_quads(x):
+    """What pack_quads made as e4m3 [M, N]."""
+    even = gl.join(x.to(gl.int8), (x >> 16).to(gl.int8))
+    odd = gl.join((x >> 8).to(gl.int8), (x >> 24).to(gl.int8))
+    return gl.join(even, odd).reshape([x.shape[0], x.shape[1] * 4]).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
 def fast_log2(x):
     """To 22 bits, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -61,12 +61,13 @@ _PRIVATE_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"
 
 
 @gluon.jit
-def view(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The bytes of `tile`, and of what follows it, as a tile of another shape and layout."""
+def view(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr = None):
+    """The bytes of `tile`, and of what follows it, as a tile of another shape and layout, and of another dtype."""
+    KIND: gl.constexpr = tile.dtype if DTYPE is None else DTYPE
     if _PRIVATE_VIEW:
-        return tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
+        return tile._reinterpret(KIND, SHAPE, LAYOUT)
     else:
-        return tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
+        return tile.reinterpret(KIND, SHAPE, LAYOUT)
 
 
 def unwrapped(run: Any) -> tuple[Any, list[dict[str, Any]], Any, Any] | None:

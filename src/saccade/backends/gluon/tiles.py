@@ -74,6 +74,23 @@ def between(s, lo, hi, LOWER: gl.constexpr, UPPER: gl.constexpr):
 
 
 @gluon.constexpr_function
+def product_layout(columns, dtype):
+    """The layout of a product [64, columns] of operands of this dtype, by one group of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.constexpr_function
+def bytes_of(dtype):
+    return dtype.primitive_bitwidth // 8
+
+
+@gluon.constexpr_function
+def is_eight_bit(dtype):
+    """constexpr: operands have 8 bits, of which the tensor cores add up products in too few: sums are of two levels"""
+    return dtype.primitive_bitwidth == 8
+
+
+@gluon.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
 

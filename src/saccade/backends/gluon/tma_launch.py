@@ -23,7 +23,12 @@ from saccade.backends.device.launch import hooked, run
 from saccade.backends.gluon import shim
 from saccade.problem import strides
 
-ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+ELEMENTS = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 LEAST_SCALE = 1e-6
 """Below, numbers that are divided by the scale may leave float32."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from saccade import configs
-from saccade.spec import Spec
+from saccade.spec import EIGHT_BIT_WORDS, Spec
 
 SHARED_BYTES = 232_448
 """What one program may have on sm_90."""
@@ -29,6 +29,11 @@ class ForwardConfig:
     loader_registers: int
     spill: int = 0
     """Bytes that ptxas may spill; its row in the table says why that is the fastest all the same."""
+    overlap: int = 1
+    """0: a consumer waits for the products with the values of a tile before it begins the scores of the next one. Of
+    8-bit operands; others always overlap."""
+    parts: int = 1
+    """Of 8-bit operands: pieces of out's columns, whose products are in registers of their own one after the other."""
 
 
 def chunk(d: int) -> int:
@@ -41,9 +46,10 @@ def chunks(d: int) -> int:
     return -(-d // chunk(d))
 
 
-def last_chunk(d: int) -> int:
-    """Columns that the last one's product has: a power of two, and at least the 16 of one instruction."""
-    return max(16, 1 << ((d - 1) % chunk(d)).bit_length())
+def last_chunk(d: int, size: int = 2) -> int:
+    """Columns that the last one's product has: a power of two, and at least the 32 bytes of one instruction; of
+    operands of `size` bytes."""
+    return max(32 // size, 1 << ((d - 1) % chunk(d)).bit_length())
 
 
 def block_dv(d_v: int) -> int:
@@ -51,26 +57,35 @@ def block_dv(d_v: int) -> int:
     return max(16, 1 << (d_v - 1).bit_length())
 
 
-def shared_bytes(d: int, d_v: int, config: ForwardConfig) -> int:
-    """Shared memory of 16-bit operands, without the barriers."""
+def shared_bytes(d: int, d_v: int, config: ForwardConfig, size: int = 2) -> int:
+    """Shared memory of operands of `size` bytes, without the barriers. out has two."""
     columns = chunks(d) * chunk(d)
-    wider = max(chunk(d), block_dv(d_v))
-    slot = -(-columns // wider) * wider * 64 * 2
-    stage = config.block_k * (columns + block_dv(d_v)) * 2
+    wider = max(chunk(d), block_dv(d_v) * 2 // size)
+    slot = -(-columns // wider) * wider * 64 * size
+    stage = config.block_k * (columns + block_dv(d_v)) * size
     return config.slots * config.consumers * slot + config.stages * stage
+
+
+def size_of(spec: Spec) -> int:
+    """Bytes of an element of q, k and v."""
+    return 1 if spec.dtype in EIGHT_BIT_WORDS else 2
 
 
 def key(spec: Spec, score: str = "") -> str:
     """A row of the table: what a schedule depends on; `score` is a word of `backends.device.scores.weight`."""
     edges = "full" if spec.mask == "none" else "masked"
     words = (edges, *filter(None, (score, "dropout" if spec.dropout else "")))
-    return f"gluon forward 16bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {' '.join(words)}"
+    return (
+        f"gluon forward {8 * size_of(spec)}bit d{chunks(spec.d) * chunk(spec.d)}/{block_dv(spec.d_v)} {' '.join(words)}"
+    )
 
 
 @lru_cache(maxsize=1024)
 def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
     """The ForwardConfig for a Spec: from the table of that GPU, else by formula."""
     row = configs.table(gpu).get(key(spec, score))
+    if size_of(spec) == 1:
+        return eight_bit(spec, score, row)
     if row is None and spec.dropout:
         return dropping(forward_config(replace(spec, dropout=False), gpu, score), spec, score)
     if row is None and score:
@@ -110,6 +125,23 @@ def dropping(config: ForwardConfig, spec: Spec, score: str) -> ForwardConfig:
         return ForwardConfig(2, 128, 3, 2, 0, 232, 40, SCORE_SPILL)
     block_k = 64 if score and wide <= 128 else config.block_k
     return replace(config, block_k=block_k, registers=240, loader_registers=24, spill=SCORE_SPILL)
+
+
+def eight_bit(spec: Spec, score: str, row: dict[str, int] | None) -> ForwardConfig:
+    """Of 8-bit operands: products with the values have registers of their own, beside the sums. Three consumers in
+    turns are faster than two that overlap their own products (docs/findings/fp8.md), but have registers for plain calls
+    alone."""
+    wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
+    plain = spec.mask in ("none", "causal") and not (score or spec.dropout or spec.block_scales)
+    if wide <= 128 and not plain:
+        return ForwardConfig(2, 128, 3, 2, 1, 232, 40, SCORE_SPILL, overlap=0, parts=2)
+    if row:
+        return ForwardConfig(**row)
+    if wide <= 64:
+        return ForwardConfig(3, 128, 3, 2, 0, 160, 32, 8)
+    if wide <= 128:
+        return ForwardConfig(3, 128, 3, 2, 1, 160, 32, 8, overlap=0, parts=2)
+    return ForwardConfig(2, 128, 2, 1, 0, 240, 24, 8, overlap=0, parts=2)
 
 
 SCORE_SPILL = 160

@@ -11,14 +11,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from saccade.backends.device.descale import factor_at
 from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.device.tiles import head, largest, used_length
 from saccade.backends.gluon.forward.scores import LOWEST_VAST
 from saccade.backends.gluon.forward.work_tile import FIRST_ROW, THERE
 from saccade.backends.gluon.ptx import fast_log2
-from saccade.backends.gluon.shim import tma_store, view
-from saccade.backends.gluon.tiles import store_rows
+from saccade.backends.gluon.shim import thread_barrier, tma_store, view
+from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, store_rows
+
+# Of 8-bit operands: 2^-EXTRA.
+ONE_WEIGHT = gl.constexpr(1 / 256)
 
 
 @gluon.jit
@@ -32,7 +36,9 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
         first_row, row_count = 0, args.s_q
         stored = row_count
     there = (rows.q_idx < row_count) & (rows.h < item.h_k * args.group + args.group)
-    out, lse, top_score = normalize(acc, row_max, row_sum, rows, args, there & (rows.q_idx < rows.rows))
+    live = there & (rows.q_idx < rows.rows)
+    weight, lse, top_score = normalize(row_max, row_sum, rows, args, live)
+    out = outputs(acc, weight, args, live)
     corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
     store_out(args, pipe, item.part, out, corner, stored - item.row)
     if args.lse is not None:
@@ -50,11 +56,27 @@ def keeps_tail(out):
 
 
 @gluon.jit
-def normalize(acc, row_max, row_sum, rows, args, live):
-    """out [64, BLOCK_DV], lse and max_scores [64] from the sums. The sink is one more column, and no score."""
+def outputs(acc, weight, args, live):
+    """out [64, BLOCK_DV], in as many parts as acc has."""
+    layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    weight = gl.convert_layout(weight, layout)
+    out = ()
+    for i in gl.static_range(len(acc)):
+        part = acc[i]
+        if args.used_q is not None:  # of rows that are not in use it may be NaN
+            part = gl.where(gl.convert_layout(live, layout)[:, None], part, 0.0)
+        out = out + (part * weight[:, None],)  # noqa: RUF005 - Triton has no starred tuples
+    return out
+
+
+@gluon.jit
+def normalize(row_max, row_sum, rows, args, live):
+    """By what acc becomes out, lse and max_scores [64] from the sums. The sink is one more column, and no score."""
     rule = rows.rule
     row_max = row_max * rule.natural
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    if len(rows.factors) == 1:
+        total = total * ONE_WEIGHT
     if rule.score.linear:  # -inf for all of a row masks it, and what is NaN stays NaN
         level = rows.terms[2]
         total = gl.where(level == float("-inf"), 0.0, total + level * 0)
@@ -69,13 +91,15 @@ def normalize(acc, row_max, row_sum, rows, args, live):
         row_max = top
     seen = live & (total != 0)  # a NaN counts as seen, and stays one
     lse = gl.where(seen, row_max + fast_log2(gl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
-    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    weight = gl.convert_layout(gl.where(seen, share / gl.where(seen, total, 1.0), 0.0), layout)
+    weight = gl.where(seen, share / gl.where(seen, total, 1.0), 0.0)
     if rule.dropout is not None:
         weight *= rule.dropout.factor
-    if args.used_q is not None:  # of rows that are not in use acc may be NaN
-        acc = gl.where(gl.convert_layout(live, layout)[:, None], acc, 0.0)
-    return acc * weight[:, None], lse, top_score
+    if len(rows.factors) == 1:
+        weight *= ONE_WEIGHT
+        factors = rows.factors[0]
+        if not factors.descale.v.blocked:
+            weight *= factor_at(factors.descale.v, factors.b, factors.h_k, 0)
+    return weight, lse, top_score
 
 
 @gluon.jit
@@ -85,8 +109,9 @@ def store_bulk(out_desc, pipe, part, corner, OUTS: gl.constexpr):
     ROWS: gl.constexpr = pipe.shape.ROWS
     ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
     LAYOUT: gl.constexpr = out_desc.layout
+    DTYPE: gl.constexpr = out_desc.dtype
     fence_async_shared()
-    tile = view(pipe.slots.tiles, [ALL, 1, 1, 64 // ROWS, ROWS, BLOCK_DV], LAYOUT).index(part * OUTS)
+    tile = view(pipe.slots.tiles, [ALL, 1, 1, 64 // ROWS, ROWS, BLOCK_DV], LAYOUT, DTYPE).index(part * OUTS)
     tma_store(out_desc, corner, tile)
 
 
@@ -95,12 +120,22 @@ def store_out(args, pipe, part, x, corner, there):
     """Writes x [64, BLOCK_DV], of whose rows so many are `there`: after those of a packed sequence comes the next one,
     which a bulk copy would overwrite."""
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], args.out_desc.dtype)
-    # A consumer's part of a slot, where q was, as tiles of out. Every warp overwrites rows that it alone has read.
-    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK // BLOCK_DV
+    DTYPE: gl.constexpr = args.out_desc.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], DTYPE)
+    # A consumer's part of a slot, where q was, as tiles of out. Every warp overwrites rows that it alone has read; with
+    # bytes as q, others' too.
+    SIZE: gl.constexpr = bytes_of(pipe.slots.tiles.dtype)
+    OUTS: gl.constexpr = pipe.slots.CHUNKS * pipe.shape.D_CHUNK * SIZE // (BLOCK_DV * bytes_of(DTYPE))
     ALL: gl.constexpr = pipe.slots.SLOTS * pipe.shape.CONSUMERS * OUTS
-    tile = view(pipe.slots.tiles, [ALL, 64, BLOCK_DV], LAYOUT).index(part * OUTS)
-    tile.store(x.to(args.out_desc.dtype))
+    tile = view(pipe.slots.tiles, [ALL, 64, BLOCK_DV], LAYOUT, DTYPE).index(part * OUTS)
+    if is_eight_bit(pipe.slots.tiles.dtype):
+        thread_barrier()
+    PARTS: gl.constexpr = pipe.shape.PARTS
+    if PARTS == 1:
+        tile.store(x[0].to(DTYPE))
+    else:
+        for i in gl.static_range(PARTS):
+            tile.slice(i * (BLOCK_DV // PARTS), BLOCK_DV // PARTS, 1).store(x[i].to(DTYPE))
     if not is_packed(args.used_q):
         store_bulk(args.out_desc, pipe, part, corner, OUTS)
     else:

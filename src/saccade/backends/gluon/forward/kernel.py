@@ -33,6 +33,7 @@ from saccade.backends.gluon.pipeline import (
     new_ring,
 )
 from saccade.backends.gluon.shim import Value, aggregate
+from saccade.backends.gluon.tiles import bytes_of, is_eight_bit
 
 
 class ForwardShape(NamedTuple):
@@ -52,6 +53,8 @@ class ForwardShape(NamedTuple):
     TURNS: Any
     REGISTERS: Any
     LOADER_REGISTERS: Any
+    OVERLAP: Any
+    PARTS: Any
 
 
 @aggregate
@@ -73,6 +76,7 @@ class ForwardArgs:
     mask: Value
     score: Value
     dropout: Value
+    descale: Value
     scheduler: TileScheduler
     h_k: gl.tensor
     group: gl.tensor
@@ -83,15 +87,16 @@ class ForwardArgs:
 
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "h_k", "group", "s_q", "s_k"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask, score, dropout,
-    blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
+    q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, rules, dropout,
+    descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     PackedRowsArgs; UnseeingRowsArgs where the producer writes the results of work items that see no key; else None.
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
-    v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. counter: two zeros, which are
-    zeros again in the end. blocks, heads, section: see TileScheduler.
+    v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
+    factors are `descale`, v_desc is what `transpose` makes of v. counter: two zeros, which are zeros again in the end.
+    rules: the mask and the score. blocks, heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
@@ -103,18 +108,19 @@ def forward_kernel(
     STAGES: gl.constexpr = shape.STAGES
     scheduler = TileScheduler(blocks, heads, section, h_k, (group + 64 // ROWS - 1) // (64 // ROWS))
     args = ForwardArgs(
-        q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask, score,
-        dropout, scheduler, h_k, group, s_q, s_k, scale,
+        q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, rules[0],
+        rules[1], dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
     # A consumer's part of a slot holds its q and later its out: whole tiles of both.
-    WIDER: gl.constexpr = max(D_CHUNK, BLOCK_DV)
+    WIDER: gl.constexpr = max(D_CHUNK, BLOCK_DV * bytes_of(out_desc.dtype) // bytes_of(DTYPE))
     CHUNKS: gl.constexpr = (D_CHUNKS * D_CHUNK + WIDER - 1) // WIDER * WIDER // D_CHUNK
     q_shape: gl.constexpr = [SLOTS * CONSUMERS * CHUNKS, 1, 1, 64 // ROWS, ROWS, D_CHUNK]
     q_tiles = gl.allocate_shared_memory(DTYPE, q_shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, shape.BLOCK_K, D_CHUNK], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, shape.BLOCK_K, BLOCK_DV], v_desc.layout)
-    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.block_sparse)
+    v_shape: gl.constexpr = [BLOCK_DV, shape.BLOCK_K] if is_eight_bit(DTYPE) else [shape.BLOCK_K, BLOCK_DV]
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, v_shape[0], v_shape[1]], v_desc.layout)
+    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), rules[0].block_sparse)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pipe = Pipeline(
         Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, HELD, CHUNKS),

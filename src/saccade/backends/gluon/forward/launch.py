@@ -13,11 +13,11 @@ from torch import Tensor
 
 from saccade import configs
 from saccade.backends import Outputs
-from saccade.backends.device import block_lists, dropout, masks, scores, sequences
+from saccade.backends.device import block_lists, descale, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import PackedRowsArgs
-from saccade.backends.gluon.forward import paged_tma, tile_scheduler
+from saccade.backends.gluon.forward import paged_tma, tile_scheduler, transpose
 from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
 from saccade.backends.gluon.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
@@ -59,6 +59,8 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         rows = rows_of_a_consumer(problem, config.consumers) * config.consumers
         table, mask = None if packed is None else sequences.table(problem, 0, rows), mask_record(problem, config)
         call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score)
+        if problem.descale is not None:
+            v = transpose.transposed(problem)
         launch(q.device.index, (q, k, v, out), call, problem.scale)
     return out, row_lse, top
 
@@ -78,7 +80,7 @@ def arguments(
     keeps_tail = problem.keeps_tail and out is problem.out
     unseeing = UnseeingRowsArgs.of(out) if _hides_rows(problem) else None
     tensors = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail), lse, max_scores, sink, drawn
-    records = paged_tma.record(problem), mask, score, dropout.record(problem)
+    records = paged_tma.record(problem), (mask, score), dropout.record(problem), descale.record(problem)
     return *tensors, *sequences.spans(problem, table), *records
 
 
@@ -94,7 +96,7 @@ def _destination(problem: Problem) -> Tensor:
     """Memory for the result: of a paged call the caller's, where bulk copies can write there."""
     if problem.layout.has_pages and problem.out is not None and aligned(problem.out):
         return problem.out
-    return empty_like_rows(problem.q, problem.v.shape[3])
+    return empty_like_rows(problem.q, problem.v.shape[3], problem.out_dtype)
 
 
 def mask_record(problem: Problem, config: ForwardConfig) -> masks.DeviceMask:
@@ -117,10 +119,13 @@ def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: in
     columns = block_dv(d_v)
     # Of pages, in whose boxes one stripe of columns comes at a time.
     box, width = (paged_tma.box_rows(k.shape[2], config.block_k), STRIPE) if paged else (config.block_k, 256)
+    values = shape_of(v, (1, 1, box, min(columns, width)))
+    if problem.descale is not None:
+        values = shape_of(transpose.empty(problem, torch.device("meta")), (1, 1, columns, config.block_k))
     shapes = [
         shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
         shape_of(k, (1, 1, box, min(chunk(d), width))),
-        shape_of(v, (1, 1, box, min(columns, width))),
+        values,
         shape_of(grouped(out, problem.group), (1, 1, heads, rows, columns)),
     ]
     blocks = -(-s_q // (rows * config.consumers))
@@ -133,10 +138,10 @@ def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: in
         section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
     numbers = blocks, b * h_k * packs, section, h_k, problem.group, s_q, s_k
     sizes = {
-        "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d), "BLOCK_K": config.block_k,
-        "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": config.consumers, "SLOTS": config.slots,
-        "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
-        "LOADER_REGISTERS": config.loader_registers,
+        "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d, q.element_size()),
+        "BLOCK_K": config.block_k, "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": config.consumers,
+        "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
+        "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "PARTS": config.parts,
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     grid = min(blocks * b * h_k * packs, processors), 1, 1

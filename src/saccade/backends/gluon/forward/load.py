@@ -7,11 +7,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.device.sequences import extent, is_packed, numbered, placed
+from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, placed
 from saccade.backends.device.tiles import tile_range
 from saccade.backends.gluon.forward.epilogue import passes_unseeing, store_unseeing
 from saccade.backends.gluon.forward.paged_tma import load_pages, pages_of
 from saccade.backends.gluon.forward.tile_scheduler import packed_list, packed_place
+from saccade.backends.gluon.forward.transpose import SEQUENCE_BLOCK
 from saccade.backends.gluon.forward.work_tile import (
     BATCH,
     BLOCK,
@@ -29,8 +30,8 @@ from saccade.backends.gluon.forward.work_tile import (
     tile_at,
 )
 from saccade.backends.gluon.ptx import count_up
-from saccade.backends.gluon.shim import aggregate, tma_load
-from saccade.backends.gluon.tiles import zero_tail
+from saccade.backends.gluon.shim import Value, aggregate, tma_load
+from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, zero_tail
 
 
 @aggregate
@@ -47,6 +48,8 @@ class LoadTile:
     hi: gl.tensor
     skipped: gl.tensor
     """how many tiles a consumer may have to skip before the first that it sees"""
+    place: Value
+    """of packed sequences of 8 bits: where the sequence's first value is in what `transpose` made"""
 
 
 @gluon.jit
@@ -119,9 +122,12 @@ def open_item(args, pipe, item, drawn):
         pipe.slots.put(at, THERE, there)
         pipe.slots.put(at, USED, rows)
         pipe.slots.put(at, KEYS, keys)
-        if is_packed(args.used_k):
-            b = first_key
-    return LoadTile(b, h_k, in_group, row + first_row, keys, lo, hi, skipped)
+    place = 0
+    if is_packed(args.used_k):
+        if is_eight_bit(pipe.values.tiles.dtype):
+            place = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
+        b = first_key
+    return LoadTile(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, place)
 
 
 @gluon.jit
@@ -135,7 +141,7 @@ def load_queries(args, pipe, drawn, tile):
         b = b * 0
     slot = pipe.slots.claim(drawn)
     full = pipe.slots.full.index(slot)
-    mbarrier.expect(full, CONSUMERS * CHUNKS * CHUNK * 64 * 2)
+    mbarrier.expect(full, CONSUMERS * CHUNKS * CHUNK * 64 * bytes_of(pipe.slots.tiles.dtype))
     for c in gl.static_range(CONSUMERS):
         for chunk in gl.static_range(CHUNKS):
             q = pipe.slots.tiles.index((slot * CONSUMERS + c) * pipe.slots.CHUNKS + chunk)
@@ -179,7 +185,7 @@ def load_keys(args, pipe, n, tile, start):
     page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)
     b, row = placed(args.used_k, tile.b, start)
     stage = pipe.keys.claim(n)
-    full = pipe.keys.announce(stage, BLOCK_K * CHUNKS * CHUNK * 2)
+    full = pipe.keys.announce(stage, BLOCK_K * CHUNKS * CHUNK * bytes_of(pipe.keys.tiles.dtype))
     if args.pages is None:
         for chunk in gl.static_range(CHUNKS):
             k = pipe.keys.tiles.index(stage * CHUNKS + chunk)
@@ -192,7 +198,12 @@ def load_keys(args, pipe, n, tile, start):
 @gluon.jit
 def load_stage(args, pipe, stage, tile, start, page, barrier):
     """Fills a stage with values from `start` on, and counts them in at `barrier`."""
-    if args.pages is None:
+    if is_eight_bit(pipe.values.tiles.dtype):
+        b = tile.b
+        if is_packed(args.used_k):
+            b = b * 0
+        tma_load(args.v_desc, [b, tile.h_k, 0, tile.place + start], barrier, pipe.values.tiles.index(stage))
+    elif args.pages is None:
         b, row = placed(args.used_k, tile.b, start)
         tma_load(args.v_desc, [b, tile.h_k, row, 0], barrier, pipe.values.tiles.index(stage))
     else:
@@ -210,7 +221,10 @@ def load_values(args, pipe, n, tile, start, tails):
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)  # once more: what a loader holds, it spills
     stage = pipe.values.claim(n)
-    if args.used_k is not None and start + BLOCK_K > tile.keys:
+    if is_eight_bit(pipe.values.tiles.dtype):  # which has the zeros already
+        full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV)
+        load_stage(args, pipe, stage, tile, start, page, full)
+    elif args.used_k is not None and start + BLOCK_K > tile.keys:
         landing = pipe.values.landing()
         mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
         load_stage(args, pipe, stage, tile, start, page, landing)
@@ -249,7 +263,7 @@ def load(args, pipe):
         if EARLY:
             load_queries(args, pipe, 0, tile)
     else:
-        tile, more = open_next(args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item))
+        tile, more = open_next(args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item, 0))
     while more:
         begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
         # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it

@@ -19,26 +19,31 @@ from saccade.backends.gluon.forward.scores import (
     LOWEST_VAST,
     ScoreRows,
     bounds_of_rows,
+    factors_of_rows,
     linear_terms,
     score_rule,
 )
 from saccade.backends.gluon.forward.work_tile import BATCH, KEYS, USED, tile_at, work_tile
-from saccade.backends.gluon.ptx import pack_pairs, unpack_pairs
-from saccade.backends.gluon.shim import aggregate
-from saccade.backends.gluon.tiles import row_sums
+from saccade.backends.gluon.ptx import pack_pairs, pack_quads, unpack_pairs, unpack_quads
+from saccade.backends.gluon.shim import Value, aggregate
+from saccade.backends.gluon.tiles import is_eight_bit, product_layout, row_sums
 
 
 @aggregate
 class SoftmaxState:
     """What the online softmax carries from tile to tile."""
 
-    acc: gl.tensor
-    """[64, BLOCK_DV]: p v of all tiles but the last"""
+    acc: Value
+    """PARTS of [64, BLOCK_DV / PARTS]: p v of all tiles but the last"""
     row_max: gl.tensor
     row_sum: gl.tensor
     """[64, 8]"""
     p: gl.tensor
-    """[64, BLOCK_K / 2]: the last tile's weights, as 16-bit pairs"""
+    """[64, BLOCK_K / 2]: the last tile's weights, as 16-bit pairs; or [64, BLOCK_K / 4], as 8-bit quads"""
+    decay: Value
+    """of 8 bits: [64], as a tuple: by what acc shrinks before the last tile is added to it"""
+    factor: Value
+    """the descale of the last tile's values, as a tuple, where it goes by blocks"""
 
 
 @gluon.jit
@@ -48,7 +53,7 @@ def issue_scores(pipe, part, stage):
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
     CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
     LAST: gl.constexpr = pipe.shape.D_LAST
-    s = gl.zeros([64, BLOCK_K], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    s = gl.zeros([64, BLOCK_K], gl.float32, product_layout(BLOCK_K, pipe.slots.tiles.dtype))
     for chunk in gl.static_range(CHUNKS):
         # [64, CHUNK]
         q = pipe.slots.tiles.index(part * pipe.slots.CHUNKS + chunk).reshape([64, CHUNK])
@@ -62,13 +67,68 @@ def issue_scores(pipe, part, stage):
 
 
 @gluon.jit
-def issue_values(pipe, p, stage, acc):
-    """Starts acc += p v; p comes from registers."""
-    # [64, BLOCK_K]
-    p = gl.convert_layout(unpack_pairs(p, pipe.slots.tiles.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
-    # [BLOCK_K, BLOCK_DV]
-    v = pipe.values.tiles.index(stage).reshape([pipe.shape.BLOCK_K, pipe.shape.BLOCK_DV])
-    return warpgroup_mma(p, v, acc, is_async=True)
+def pack_weights(weights, DTYPE: gl.constexpr):
+    """Weights [64, BLOCK_K] as what stays in a register over loops."""
+    if is_eight_bit(DTYPE):
+        return pack_quads(weights)
+    else:
+        return pack_pairs(weights, DTYPE)
+
+
+@gluon.jit
+def no_sums(pipe):
+    """PARTS of [64, BLOCK_DV / PARTS]: zeros."""
+    WIDTH: gl.constexpr = pipe.shape.BLOCK_DV // pipe.shape.PARTS
+    acc = ()
+    for _ in gl.static_range(pipe.shape.PARTS):
+        part = gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH, pipe.slots.tiles.dtype))
+        acc = acc + (part,)  # noqa: RUF005 - Triton has no starred tuples
+    return acc
+
+
+@gluon.jit
+def issue_values(pipe, state, stage, PART: gl.constexpr):
+    """Starts acc += p v; p comes from registers. Of 8-bit operands p v alone, in columns of PART: the tensor cores add
+    8-bit products up in so few bits that the sum of a long row would be lost (docs/findings/fp8.md)."""
+    acc = state.acc[PART]
+    if is_eight_bit(pipe.slots.tiles.dtype):
+        WIDTH: gl.constexpr = pipe.shape.BLOCK_DV // pipe.shape.PARTS
+        # [64, BLOCK_K]
+        p = gl.convert_layout(unpack_quads(state.p), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
+        # [BLOCK_DV, BLOCK_K]
+        v = pipe.values.tiles.index(stage).reshape([pipe.shape.BLOCK_DV, pipe.shape.BLOCK_K])
+        v = v.slice(PART * WIDTH, WIDTH, 0).permute((1, 0))
+        part = gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH, pipe.slots.tiles.dtype))
+        return warpgroup_mma(p, v, part, use_acc=False, is_async=True)
+    else:
+        # [64, BLOCK_K]
+        p = gl.convert_layout(unpack_pairs(state.p, pipe.slots.tiles.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+        # [BLOCK_K, BLOCK_DV]
+        v = pipe.values.tiles.index(stage).reshape([pipe.shape.BLOCK_K, pipe.shape.BLOCK_DV])
+        return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def add_part(state, part, PART: gl.constexpr):
+    """[64, BLOCK_DV / PARTS]: a part of acc, with the last tile's p v in float32."""
+    if len(state.factor) == 1:
+        part = part * state.factor[0]
+    acc = state.acc[PART]
+    return acc * gl.convert_layout(state.decay[0], gl.SliceLayout(1, acc.type.layout))[:, None] + part
+
+
+@gluon.jit
+def finish_values(pipe, state, stage, part):
+    """acc with the last tile's values, of which the first `part` is under way."""
+    part = warpgroup_mma_wait(0, [part])
+    if is_eight_bit(pipe.slots.tiles.dtype):
+        acc = (add_part(state, part, 0),)
+        for i in gl.static_range(1, pipe.shape.PARTS):
+            part = warpgroup_mma_wait(0, [issue_values(pipe, state, stage, i)])
+            acc = acc + (add_part(state, part, i),)  # noqa: RUF005 - Triton has no starred tuples
+        return acc
+    else:
+        return (part,)
 
 
 @gluon.jit
@@ -76,7 +136,8 @@ def first_softmax(pipe, rows, item, s):
     """The state after the scores of the last tile, the first to come."""
     place = item.end - 1
     tile = tile_at(rows.rule.mask, item.block_list, item.hi, place)
-    s = rows.apply_score(s, tile)
+    unit = rows.key_factor(tile, pipe.shape.BLOCK_K)
+    s = rows.apply_score(s, tile, unit)
     if place >= item.core_end:
         s = rows.apply_mask(s, tile, False)
     elif rows.rule.mask.lower:  # noqa: SIM102 - known when this is compiled, and the next is not
@@ -84,38 +145,56 @@ def first_softmax(pipe, rows, item, s):
             s = rows.apply_mask(s, tile, True)
     LEAST: gl.constexpr = LOWEST_VAST if rows.rule.score.vast else LOWEST
     least = gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s.type.layout))
-    weights, _, row_max = rows.softmax_weights(s, tile, least)
+    weights, alpha, row_max = rows.softmax_weights(s, tile, least, unit)
     row_sum = row_sums(weights)
-    p = pack_pairs(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
-    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-    acc = gl.zeros([64, BLOCK_DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]))
-    return SoftmaxState(acc, row_max, row_sum, p)
+    p = pack_weights(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
+    decay = (alpha,) if is_eight_bit(pipe.slots.tiles.dtype) else ()
+    return SoftmaxState(no_sums(pipe), row_max, row_sum, p, decay, rows.value_factor(tile, pipe.shape.BLOCK_K))
 
 
 @gluon.jit
 def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr, LOWER: gl.constexpr):
     """The state after one more tile of keys: its scores, and the values of the tile before."""
-    stage = pipe.keys.wait(n + 1)
-    pipe.turns.take(c)
-    s = issue_scores(pipe, item.part, stage)
-    acc = issue_values(pipe, state.p, pipe.values.wait(n), state.acc)
-    pipe.turns.give(c)
-    # [64, BLOCK_K]
-    s = warpgroup_mma_wait(1, [s])
+    unit = rows.key_factor(tile, pipe.shape.BLOCK_K)
+    factor = rows.value_factor(tile, pipe.shape.BLOCK_K)
+    if pipe.shape.OVERLAP:
+        stage = pipe.keys.wait(n + 1)
+        pipe.turns.take(c)
+        s = issue_scores(pipe, item.part, stage)
+        values = pipe.values.wait(n)
+        part = issue_values(pipe, state, values, 0)
+        pipe.turns.give(c)
+        # [64, BLOCK_K]
+        s = warpgroup_mma_wait(1, [s])
+    else:
+        values = pipe.values.wait(n)
+        pipe.turns.take(c)
+        acc = finish_values(pipe, state, values, issue_values(pipe, state, values, 0))
+        pipe.values.release(n)
+        stage = pipe.keys.wait(n + 1)
+        s = issue_scores(pipe, item.part, stage)
+        pipe.turns.give(c)
+        # [64, BLOCK_K]
+        s = warpgroup_mma_wait(0, [s])
     pipe.keys.release(n + 1)
-    s = rows.apply_score(s, tile)
+    s = rows.apply_score(s, tile, unit)
     if MASKED:
         s = rows.apply_mask(s, tile, LOWER)
-    weights, alpha, row_max = rows.softmax_weights(s, tile, state.row_max)
+    weights, alpha, row_max = rows.softmax_weights(s, tile, state.row_max, unit)
     # [64, 8]
     decay = gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * decay[:, None] + row_sums(weights)
-    # [64, BLOCK_DV]
-    acc = warpgroup_mma_wait(0, [acc])
-    pipe.values.release(n)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p = pack_pairs(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
-    return SoftmaxState(acc, row_max, row_sum, p)
+    if pipe.shape.OVERLAP:
+        # [64, BLOCK_DV], or PARTS of it
+        acc = finish_values(pipe, state, values, part)
+        pipe.values.release(n)
+    if is_eight_bit(pipe.slots.tiles.dtype):
+        p = pack_weights(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
+        return SoftmaxState(acc, row_max, row_sum, p, (alpha,), factor)
+    else:
+        shrunk = acc[0] * gl.convert_layout(alpha, gl.SliceLayout(1, acc[0].type.layout))[:, None]
+        p = pack_weights(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
+        return SoftmaxState((shrunk,), row_max, row_sum, p, (), ())
 
 
 @gluon.jit
@@ -176,13 +255,16 @@ def score_rows(rule, args, pipe, item, at, b):
         rows, keys, b = pipe.slots.get(at, USED), pipe.slots.get(at, KEYS), numbered(args.used_q, b)
     else:
         rows, keys = used_length(args.used_q, b, args.s_q), used_length(args.used_k, b, args.s_k)
-    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_K, pipe.slots.tiles.dtype))
     # [64]
     i = gl.arange(0, 64, layout)
     q_idx = item.row + i % ROWS
     h = item.h_k * args.group + item.in_group + i // ROWS
     bounds = bounds_of_rows(rule.mask, b, q_idx, rows, keys)
-    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys, bounds)
+    factors = factors_of_rows(args.descale, b, item.h_k, item.row)
+    if args.descale is not None:
+        rule = score_rule(args.mask, args.score, args.dropout, args.scale * factors[0].products)
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys, bounds, factors)
 
 
 @gluon.jit
@@ -209,8 +291,8 @@ def consume(c: gl.constexpr, args, pipe):
         pipe.keys.release(n)
         state = first_softmax(pipe, rows, item, s)
         state, n = further_tiles(c, pipe, rows, item, state, n)
-        acc = issue_values(pipe, state.p, pipe.values.wait(n), state.acc)
-        acc = warpgroup_mma_wait(0, [acc])
+        values = pipe.values.wait(n)
+        acc = finish_values(pipe, state, values, issue_values(pipe, state, values, 0))
         pipe.values.release(n)
         n = skip_tiles(c, pipe, n + 1, item.first - item.lo)
         done += 1

@@ -6,6 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.backends.device.descale import factor_at
 from saccade.backends.device.dropout import opened
 from saccade.backends.device.pointwise import index_float
 from saccade.backends.device.records import LOG2E
@@ -75,6 +76,41 @@ def bounds_of_rows(mask, b, q_idx, rows, keys):
         return ()
 
 
+# Of 8-bit operands: weights come times 2^8, so that small ones are normal numbers of e4m3; the largest has 448.
+EXTRA = gl.constexpr(8.0)
+# A factor of 0 counts as this one, which makes as much of any product: 0 times a masked score would be NaN.
+LEAST_FACTOR = gl.constexpr(1e-20)
+
+
+@aggregate
+class RowFactors:
+    """What the bytes of a work item stand for."""
+
+    descale: Value
+    b: Value
+    h_k: Value
+    products: Value
+    """a factor of all products, of q and, where it does not go by blocks, of k"""
+
+
+@gluon.jit
+def factors_of_rows(descale, b, h_k, row):
+    """The RowFactors of rows from `row` on, which are in one block, as a tuple, which is empty for 16-bit operands."""
+    if descale is None:
+        return ()
+    else:
+        products = gl.to_tensor(1.0) * factor_at(descale.q, b, h_k, row)
+        if not descale.k.blocked:
+            products = products * factor_at(descale.k, b, h_k, row)
+        return (RowFactors(descale, b, h_k, positive(products)),)
+
+
+@gluon.jit
+def positive(factor):
+    """A factor that is not 0, and NaN instead of one below: the largest product is to be the largest score."""
+    return gl.where(factor >= 0, gl.maximum(factor, LEAST_FACTOR), float("nan"))
+
+
 @aggregate
 class ScoreRows:
     """64 query rows, and what becomes of the products [64, BLOCK_K] of them and a tile of keys."""
@@ -89,12 +125,38 @@ class ScoreRows:
     keys: Value
     bounds: Value
     """[64] each: the first key and the one after the last, where that is the whole mask"""
+    factors: Value
+    """RowFactors of 8-bit operands, as a tuple"""
 
     @gluon.jit
-    def apply_score(self, s, tile):
-        """The core of the score modification; what nothing modifies stays as it is. Of a linear score's core a number
-        for each row is missing: see `add_row_terms`."""
+    def key_factor(self, tile, BLOCK_K: gl.constexpr):
+        """The descale of a tile's keys, as a tuple, where it goes by blocks."""
+        if len(self.factors) == 0:
+            return ()
+        elif self.factors[0].descale.k.blocked:
+            factors = self.factors[0]
+            return (positive(factor_at(factors.descale.k, factors.b, factors.h_k, tile * BLOCK_K)),)
+        else:
+            return ()
+
+    @gluon.jit
+    def value_factor(self, tile, BLOCK_K: gl.constexpr):
+        """The same of its values."""
+        if len(self.factors) == 0:
+            return ()
+        elif self.factors[0].descale.v.blocked:
+            factors = self.factors[0]
+            return (factor_at(factors.descale.v, factors.b, factors.h_k, tile * BLOCK_K),)
+        else:
+            return ()
+
+    @gluon.jit
+    def apply_score(self, s, tile, unit):
+        """The core of the score modification; what nothing modifies stays as it is, and keeps its `unit`, which is what
+        `key_factor` says. Of a linear score's core a number for each row is missing: see `add_row_terms`."""
         rule = self.rule
+        if len(unit) == 1 and not rule.score.identity:
+            s = s * unit[0]
         if rule.score.identity:
             return s
         elif rule.score.linear:
@@ -129,17 +191,28 @@ class ScoreRows:
             return row
 
     @gluon.jit
-    def softmax_weights(self, s, tile, old_max):
-        """exp(s - new_max) of scores as `apply_score` leaves them, by what earlier sums shrink, and new_max [64]."""
+    def softmax_weights(self, s, tile, old_max, unit):
+        """exp(s - new_max) of scores as `apply_score` leaves them, by what earlier sums shrink, and new_max [64]; times
+        2^EXTRA of 8-bit operands."""
         factor = self.rule.factor
-        new_max = gl.maximum(old_max, self.add_row_terms(row_maxima(s), tile, 1, s.shape[1]))
+        row_max = row_maxima(s)
+        inner = factor
+        if len(unit) == 1 and self.rule.score.identity:
+            row_max = row_max * unit[0]
+            inner = factor * unit[0]
+        new_max = gl.maximum(old_max, self.add_row_terms(row_max, tile, 1, s.shape[1]))
         # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
         alpha = gl.exp2((old_max - new_max) * factor)
         if self.rule.score.vast:  # the difference first: see `tiles.power`
-            weights = gl.exp2((s - new_max[:, None]) * factor)
+            exponents = (s - new_max[:, None]) * factor
+            if len(self.factors) == 1:
+                exponents = exponents + EXTRA
         else:
-            weights = gl.exp2(s * factor - (self.add_row_terms(new_max, tile, -1, s.shape[1]) * factor)[:, None])
-        return weights, alpha, new_max
+            shift = self.add_row_terms(new_max, tile, -1, s.shape[1]) * factor
+            if len(self.factors) == 1:
+                shift = shift - EXTRA
+            exponents = s * inner - shift[:, None]
+        return gl.exp2(exponents), alpha, new_max
 
     @gluon.jit
     def apply_dropout(self, weights, tile):
