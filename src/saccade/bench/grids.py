@@ -135,6 +135,12 @@ def _gqa(s: int, mask: str) -> Case:
 
 
 _GQA = [_gqa(s, mask) for mask in ("none", "causal") for s in (2048, 4096, 8192, 16384, 32768)]
+_FP8 = [
+    named(Case("", "fp8_e4m3", b=16384 // s, h_q=64, h_k=8, s_q=s, s_k=s, d=d, mask=mask))
+    for d in (64, 128, 256)
+    for mask in ("none", "causal")
+    for s in (2048, 4096, 8192, 16384)
+]
 _WINDOW = [
     named(Case("", b=2, h_q=2048 // d, h_k=2048 // d, s_q=8192, s_k=8192, d=d, mask="window(1023,0)", sink=sink))
     for d, sink in ((128, False), (64, True))
@@ -260,6 +266,11 @@ GRIDS = {
         ),
         FUSED,
         "64 query heads on 8 key heads, d 128, one row of s = 2k to 32k",
+    ),
+    "fp8": BenchGrid(
+        _cells(_FP8, "forward"),
+        ("saccade-gluon", "saccade-gluon-bf16", "cudnn-fp8"),
+        "8-bit q, k and v against 16-bit ones of their values and cuDNN's, with its error: 16k tokens, 64 heads on 8",
     ),
     "window": BenchGrid(
         _cells(_WINDOW, "forward", "backward"),

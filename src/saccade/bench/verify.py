@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Results
+from saccade.descale import EIGHT_BITS
 from saccade.layouts import ORDERS, Dense, SequencePlace
 from saccade.testing.call_slice import At, CheckedCall, Precision
 from saccade.testing.cases import Inputs
@@ -52,7 +53,8 @@ class Verifier:
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
         self.cell, self.names = cell, NAMES[cell.call]
         self.answers: list[_Answer] = []
-        self.eps, self.layout = torch.finfo(inputs.q.dtype).eps, inputs.keywords.get("layout", Dense())
+        self.layout = inputs.keywords.get("layout", Dense())
+        self.eps = torch.finfo(torch.bfloat16 if inputs.q.dtype in EIGHT_BITS else inputs.q.dtype).eps
         if not self.names:
             return
         dout = None if cell.call == "forward" else inputs.dout.detach()

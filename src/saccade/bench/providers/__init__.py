@@ -11,6 +11,7 @@ from saccade import dispatch
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.bench.providers.block_masks import BlockMasks, FlexBlockMasks
 from saccade.bench.providers.ceilings import Copy, Matmul
+from saccade.bench.providers.eight_bits import CudnnFp8, WiderValues
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4, FlashAttnFace
 from saccade.bench.providers.flex import Flex
 from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
@@ -28,6 +29,8 @@ _ALL: list[Provider] = [
     MaxScores("triton"),
     *(CausalInterval(form) for form in FORMS),
     LeftPadded(),
+    WiderValues("gluon"),
+    CudnnFp8(),
     FlashAttention3(),
     FlashAttention4(),
     FlashAttnFace(),

@@ -55,6 +55,8 @@ class Provider:
     deterministic = False
     module = ""
     """What `available` imports."""
+    timed_if_wrong = False
+    """Whether it is timed with an error above the tolerance, which is in its row, because that is its choice."""
 
     def available(self, device: torch.device) -> str | None:
         """Why it does not run on this machine at all."""
