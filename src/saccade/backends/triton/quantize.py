@@ -94,12 +94,14 @@ def _shape(call: Quantization, heads: int) -> tuple[Any, ...]:
     """The fields of a QuantizeShape."""
     d = call.x.shape[3]
     block_d = max(next_power_of_2(max(d, 1)), 16)
-    chunk = min(block_d, 32 if call.x.dtype == torch.float32 else 64)
+    chunk = min(block_d, 16 if call.x.dtype == torch.float32 else 64)
     mixed = rotated_elements(d) if call.rotate else 1
     group = call.x.shape[1] // call.h_k
     per, kind = _PER[call.per].value, _TYPES[call.dtype].value
     flags = _converts(call.x.device), call.subtracts, call.keys_first
-    return d, block_d, chunk, mixed, 1 / math.sqrt(mixed), heads, group, per, kind, *flags
+    # Few at once take few registers, so that a multiprocessor has many programs. Products and columns want more.
+    rows = BLOCK if mixed > 1 or call.keys_first else 32
+    return d, block_d, chunk, mixed, 1 / math.sqrt(mixed), heads, rows, group, per, kind, *flags
 
 
 def _heads(name: str, call: Quantization) -> int:

@@ -39,6 +39,8 @@ class QuantizeShape(NamedTuple):
     """1 / sqrt(MIXED)"""
     HEADS: Any
     """heads of one program"""
+    ROWS: Any
+    """rows that it converts at once"""
     GROUP: Any
     """heads that share a factor"""
     PER: Any
@@ -116,27 +118,6 @@ def _signs(row, column, MIXED: tl.constexpr):
 
 
 @triton.jit
-def _values(x, at, h, shape):
-    """float32 [BLOCK, BLOCK_D]: the block's rows of head h, rotated; zero in rows that are not in use."""
-    base = head(x, at.batch, h, at.first)
-    start = at.number * BLOCK
-    if shape.MIXED == 1:
-        return load_tile(x, base, start, at.used, BLOCK, shape.D, shape.BLOCK_D, True).to(tl.float32)
-    made = tl.zeros([BLOCK, shape.BLOCK_D], tl.float32)
-    column = tl.arange(0, shape.BLOCK_D)
-    row = (start + tl.arange(0, BLOCK) < at.used)[:, None]
-    for chunk in tl.range(0, shape.D, shape.CHUNK, num_stages=1):
-        inner = chunk + tl.arange(0, shape.CHUNK)
-        # [BLOCK, CHUNK]
-        place = places(x, base + chunk, start, BLOCK, shape.CHUNK)
-        part = tl.load(place, mask=row & (inner < shape.D)[None, :], other=0.0)
-        # [CHUNK, BLOCK_D]; both are exact in every dtype, so that only sums round.
-        signs = _signs(inner, column, shape.MIXED).to(part.dtype)
-        made = tl.dot(part, signs, made, input_precision="ieee")
-    return made * shape.FACTOR
-
-
-@triton.jit
 def _of_head(mean, at, sizes, shape):
     """[BLOCK_D]: the mean of the sequence's keys."""
     d = tl.arange(0, shape.BLOCK_D)
@@ -146,21 +127,52 @@ def _of_head(mean, at, sizes, shape):
 
 
 @triton.jit
-def _centred(x, mean, at, sizes, shape):
+def _values(x, mean, at, h, start, sizes, shape, N: tl.constexpr):
+    """float32 [N, BLOCK_D]: rows [start, start + N) of the sequence in head h, rotated, zero where they are not in use;
+    less the mean if that is subtracted."""
+    base = head(x, at.batch, h, at.first)
+    if shape.MIXED == 1:
+        made = load_tile(x, base, start, at.used, N, shape.D, shape.BLOCK_D, True).to(tl.float32)
+    else:
+        made = tl.zeros([N, shape.BLOCK_D], tl.float32)
+        column = tl.arange(0, shape.BLOCK_D)
+        row = (start + tl.arange(0, N) < at.used)[:, None]
+        for chunk in tl.range(0, shape.D, shape.CHUNK, num_stages=1):
+            inner = chunk + tl.arange(0, shape.CHUNK)
+            # [N, CHUNK]
+            place = places(x, base + chunk, start, N, shape.CHUNK)
+            part = tl.load(place, mask=row & (inner < shape.D)[None, :], other=0.0)
+            # [CHUNK, BLOCK_D]; both are exact in every dtype, so that only sums round.
+            signs = _signs(inner, column, shape.MIXED).to(part.dtype)
+            made = tl.dot(part, signs, made, input_precision="ieee")
+        made *= shape.FACTOR
     if shape.SUBTRACTS:
-        return x - _of_head(mean, at, sizes, shape)[None, :]
-    return x
+        made -= _of_head(mean, at, sizes, shape)[None, :]
+    return made
 
 
 @triton.jit
-def _largest(x, at, shape):
-    """The largest absolute value of the numbers in rows in use."""
+def _sizes(x, at, shape):
+    """The absolute values of the numbers in rows in use, else zero."""
     size = tl.abs(x)
     size = tl.where(size < INFINITY, size, 0.0)
     if shape.SUBTRACTS:  # other rows are zero only before
         row = at.number * BLOCK + tl.arange(0, BLOCK)
         size = tl.where((row < at.used)[:, None], size, 0.0)
-    return tl.max(tl.max(size, 1), 0)
+    return size
+
+
+@triton.jit
+def _largest(x, mean, at, sizes, shape):
+    """The largest absolute value in the program's heads. They are read again afterwards: their numbers would fill the
+    registers, and a block of one head still is in the first cache then."""
+    start = at.number * BLOCK
+    # [BLOCK]; rows are joined last, for which warps wait for one another.
+    largest = tl.zeros([BLOCK], tl.float32)
+    for i in range(shape.HEADS):
+        values = _values(x, mean, at, at.h + i, start, sizes, shape, BLOCK)
+        largest = tl.maximum(largest, tl.max(_sizes(values, at, shape), 1))
+    return tl.max(largest, 0)
 
 
 @triton.jit
@@ -204,10 +216,10 @@ def _encoded(x, shape):
 
 
 @triton.jit
-def _store(out, at, h, x, shape):
-    """Rows that are there; zero in those that are not in use."""
-    row = at.number * BLOCK + tl.arange(0, BLOCK)
-    # [BLOCK, BLOCK_D]
+def _store(out, at, h, start, x, shape):
+    """Rows from `start` on, as far as they are there; zero in those that are not in use."""
+    row = start + tl.arange(0, shape.ROWS)
+    # [ROWS, BLOCK_D]
     code = tl.where((row < at.used)[:, None], _encoded(x, shape), 0).to(tl.uint8)
     d = tl.arange(0, shape.BLOCK_D)
     there = (row < at.stop)[:, None] & (d < shape.D)[None, :]
@@ -224,10 +236,10 @@ def _store(out, at, h, x, shape):
 
 
 @triton.jit
-def _store_shift(shift, x, mean, scale, at, h, sizes, shape):
+def _store_shift(shift, x, mean, scale, at, h, start, sizes, shape):
     """scale q . mean, of each row, float32 (b, h, s)."""
     total = tl.sum(x * _of_head(mean, at, sizes, shape)[None, :], 1) * scale
-    row = at.number * BLOCK + tl.arange(0, BLOCK)
+    row = start + tl.arange(0, shape.ROWS)
     s = plain_int(sizes.s)
     place = shift + (at.batch.to(tl.int64) * plain_int(sizes.heads) + h) * s + at.first + row
     tl.store(place, tl.where(row < at.used, total, 0.0), mask=row < at.stop)
@@ -246,7 +258,7 @@ def largest_kernel(x, mean, found, span, sizes, shape):
     """The largest absolute values by sequence and key head, or of all, as the bits of float32, which are ordered as
     integers; found holds zeros."""
     at = _block_at(span, sizes, shape)
-    largest = _largest(_centred(_values(x, at, at.h, shape), mean, at, sizes, shape), at, shape)
+    largest = _largest(x, mean, at, sizes, shape)
     place = found + _entry(at, sizes, shape)
     tl.atomic_max(place, largest.to(tl.int32, bitcast=True), mask=at.known & (largest > 0), sem="relaxed")
 
@@ -256,12 +268,8 @@ def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, scale, sha
     """x: TensorArgs (b, h, s, d); out: the same of bytes. mean: float32 (sequences, h_k, d), or None. found: what
     `largest_kernel` found, or None by blocks. descale: float32. shift: float32 (b, h, s), or None."""
     at = _block_at(span, sizes, shape)
-    heads: tl.constexpr = shape.HEADS
-    values = _centred(_values(x, at, at.h, shape), mean, at, sizes, shape)
     if shape.PER == BY_BLOCK:
-        largest = _largest(values, at, shape)
-        for i in range(1, heads):
-            largest = tl.maximum(largest, _largest(_values(x, at, at.h + i, shape), at, shape))
+        largest = _largest(x, mean, at, sizes, shape)
         blocks = plain_int(sizes.blocks)
         place = _entry(at, sizes, shape) * blocks + at.number
         mine = at.known & (at.number < blocks)
@@ -273,12 +281,14 @@ def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, scale, sha
     tl.store(descale + place, factor, mask=mine)
     if shape.PER == BY_BLOCK:  # of a sequence that is longer than it may be, bytes without a factor
         factor = tl.where(mine | (not at.known), factor, float("nan"))
-    for i in range(heads):
-        if heads > 1:
-            values = _values(x, at, at.h + i, shape)
+    pieces: tl.constexpr = BLOCK // shape.ROWS
+    for piece in range(shape.HEADS * pieces):
+        h = at.h + piece // pieces
+        start = at.number * BLOCK + piece % pieces * shape.ROWS
+        values = _values(x, mean, at, h, start, sizes, shape, shape.ROWS)
         if shift is not None:
-            _store_shift(shift, values, mean, scale, at, at.h + i, sizes, shape)
-        _store(out, at, at.h + i, _quotient(values, factor), shape)
+            _store_shift(shift, values, mean, scale, at, h, start, sizes, shape)
+        _store(out, at, h, start, _quotient(values, factor), shape)
 
 
 @triton.jit
