@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saccade import Dense, Packed, Paged, attention, causal, quantize
+from saccade import Dense, Descale, Packed, Paged, attention, causal, quantize, softcap
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}
@@ -186,6 +186,29 @@ def test_smoothing(per, rotate, device):
     assert errors[True][0] < errors[False][0]
     assert errors[True][1] < errors[False][1]
     assert errors[True][1] < 0.05
+
+
+def test_attention_adds_the_shift():
+    """To the LSE and the largest scores, of dense and of packed calls; where it cannot, it refuses."""
+    shared = 6 * torch.randn(1, 2, 1, 32)
+    q, k, v = torch.randn(2, 4, 150, 32), torch.randn(2, 2, 150, 32) + shared, torch.randn(2, 2, 150, 32)
+    wanted = attention(q, k, v, mask=causal(), return_lse=True, return_max_scores=True)
+    made = quantize(q, k, v, per="block", smooth_k=True, rotate=True)
+    assert made.shift is made.descale.shift
+    options = {"descale": made.descale, "mask": causal(), "backend": "cpu"}
+    found = attention(*made[:3], **options, return_lse=True, return_max_scores=True)
+    assert (found.lse - wanted.lse).abs().max() < 0.2
+    assert (found.max_scores - wanted.max_scores).abs().max() < 0.6
+    for name, x in (("sink", torch.zeros(4)), ("score_mod", softcap(20.0))):
+        with pytest.raises(ValueError, match=f"lack a number, and {name} needs the scores themselves"):
+            attention(*made[:3], **options, **{name: x})
+    with pytest.raises(ValueError, match=re.escape("the LSE's shape (1, 4, 150) on q's device cpu, got (2, 4, 150)")):
+        attention(*(x[:1] for x in made[:3]), descale=Descale(shift=made.shift))
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    layout = Packed(torch.tensor([0, 150, 300]))
+    packed = quantize(*rows, per="block", smooth_k=True, rotate=True, layout=layout)
+    lse = attention(*packed[:3], descale=packed.descale, mask=causal(), layout=layout, return_lse=True).lse
+    torch.testing.assert_close(lse.view(4, 2, 150).transpose(0, 1), found.lse, rtol=1e-4, atol=1e-3)
 
 
 def dequantized(made, group: int = 2) -> list[Tensor]:

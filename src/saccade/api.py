@@ -150,6 +150,9 @@ def attention(
         out, descale,
     )  # fmt: skip
     result, lse, max_scores = ops.run(call, backend, return_lse)
+    if descale is not None and descale.shift is not None:  # of smoothed keys
+        lse = cast(Tensor, lse) + descale.shift if return_lse else None
+        max_scores = cast(Tensor, max_scores) + descale.shift if return_max_scores else None
     result = call.layout.wrap_out(result) if out is None else out
     if return_max_scores:
         return Scored(result, lse if return_lse else None, cast(Tensor, max_scores))

@@ -131,6 +131,8 @@ def check_call(
     found = None
     if k.dtype in EIGHT_BITS or descale is not None:
         found = _check_descale(descale, q, k, v, layout)
+        if descale is not None and descale.shift is not None:
+            _check_shift(descale.shift, q, layout, {"sink": sink, "score_mod": score_mod})
     score = None if score_mod is None else _bind_score(score_mod, q, k, layout)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -182,6 +184,20 @@ def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, lay
         return factors(descale, q.device, q.dtype in EIGHT_BITS, shape)
     except ValueError as error:
         raise ValueError(f"{error}: {_shapes(q, k, v, layout)}") from None
+
+
+def _check_shift(shift: Tensor, q: Tensor, layout: Layout, others: dict[str, Any]) -> None:
+    """What smoothed keys go with."""
+    for name, x in others.items():
+        if x is not None:
+            raise ValueError(
+                f"descale.shift says that each row's scores lack a number, and {name} needs the scores themselves: "
+                f"omit {name}, or quantize(…, smooth_k=False)"
+            )
+    shape = tuple(layout.ordered_lse(layout.canonical(q)[..., 0]).shape)
+    if shift.shape != shape or shift.device != q.device:
+        got = f"{tuple(shift.shape)} on {shift.device}"
+        raise ValueError(f"descale.shift must have the LSE's shape {shape} on q's device {q.device}, got {got}")
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:

@@ -30,6 +30,9 @@ class Descale:
         q: of 8-bit queries; None with wider ones.
         k: of keys.
         v: of values; blocks go by keys.
+        shift: float32 in the LSE's shape, which `quantize` makes for smoothed keys: what their scores lack in each row.
+            It is added to the LSE and to `max_scores`. Sinks and score functions, to which the scores themselves
+            matter, are refused beside it.
 
     Raises:
         TypeError: neither a number nor a float32 tensor.
@@ -47,8 +50,12 @@ class Descale:
     q: Tensor | float | None = None
     k: Tensor | float | None = None
     v: Tensor | float | None = None
+    shift: Tensor | None = None
 
     def __post_init__(self) -> None:
+        shift = self.shift
+        if shift is not None and (not isinstance(shift, Tensor) or shift.dtype != torch.float32):
+            raise TypeError(f"the shift must be a float32 tensor in the LSE's shape, got {arguments.told(shift)}")
         for name in NAMES:
             x = getattr(self, name)
             if x is None:

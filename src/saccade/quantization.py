@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
     descale: Descale
     """for `attention(…, descale=…)`"""
     shift: Tensor | None
-    """with `smooth_k`: float32 in the LSE's shape; `lse + shift` is the LSE of the unsmoothed keys"""
+    """with `smooth_k`: `descale.shift`, which `attention` adds to the LSE itself, for kernels that do not"""
 
 
 def quantize(
@@ -77,10 +77,10 @@ def quantize(
             (b, h_k); "block", one for each 128 rows or keys of a sequence besides, (b, h_k, n). More factors cost
             attention little, and outliers then harm only their own block.
         dtype: torch.float8_e4m3fn, four bits of precision, or torch.float8_e5m2, three of them.
-        smooth_k: subtract the mean of each sequence's keys. All scores of a row become less by one number, which
-            softmax does not see; scores are small numbers then, where keys share a large part. That number is
-            `shift`. For calls without sink and score function, to which the scores themselves matter; `max_scores` are
-            those of smoothed keys.
+        smooth_k: subtract the mean of each sequence's keys. All scores of a row become less by one number, the shift
+            `scale q · mean`, which softmax does not see; keys that share a large part are small numbers then. The
+            factors carry the shift: attention adds it to the LSE, and refuses sinks and score functions, to which the
+            scores themselves matter.
         rotate: multiply q and k by an orthogonal Hadamard matrix, which spreads an outlier over the elements of its
             row. `q kᵀ` stays as it is. It mixes the largest power of two that divides the head dim: all of 64, 128 or
             256, groups of 32 of 96, nothing where d is odd. One NaN makes its row NaN.
@@ -92,7 +92,8 @@ def quantize(
 
     Returns:
         `Quantized(q, k, v, descale, shift)`: 8-bit tensors of the operands' shapes, a `Descale`, and with `smooth_k`
-        the shift of the LSE, float32 (b, h_q, s_q), or packed (h_q, t_q), zero in rows that are not in use; else None.
+        the shift that it holds, float32 (b, h_q, s_q), or packed (h_q, t_q), zero in rows that are not in use; else
+        None.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit one another, an unknown `per`, `dtype` or `v_order`, an
@@ -136,7 +137,7 @@ def quantize(
     k8, of_k, _ = made(k, rows_k, mean, rotate, False)
     v8, of_v, _ = made(v, rows_k, None, False, v_order == "keys")
     shift = layout.ordered_lse(shift) if smooth_k and shift is not None else None
-    return Quantized(q8, k8, v8, Descale(of_q, of_k, of_v), shift)
+    return Quantized(q8, k8, v8, Descale(of_q, of_k, of_v, shift), shift)
 
 
 class _Places(NamedTuple):

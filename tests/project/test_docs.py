@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sort
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
-WITH_EXAMPLES = "adoption callbacks contracts flash_attn masks packed paged positions pytorch scores transformers"
+WITH_EXAMPLES = "adoption callbacks contracts flash_attn fp8 masks packed paged positions pytorch scores transformers"
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES.split())

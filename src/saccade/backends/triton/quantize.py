@@ -100,7 +100,7 @@ def _shape(call: Quantization, heads: int) -> tuple[Any, ...]:
     per, kind = _PER[call.per].value, _TYPES[call.dtype].value
     flags = _converts(call.x.device), call.subtracts, call.keys_first
     # Few at once take few registers, so that a multiprocessor has many programs. Products and columns want more.
-    rows = BLOCK if mixed > 1 or call.keys_first else 32
+    rows = BLOCK if (mixed > 1 and call.x.dtype != torch.float32) or call.keys_first else 32
     return d, block_d, chunk, mixed, 1 / math.sqrt(mixed), heads, rows, group, per, kind, *flags
 
 

@@ -281,14 +281,12 @@ def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, scale, sha
     tl.store(descale + place, factor, mask=mine)
     if shape.PER == BY_BLOCK:  # of a sequence that is longer than it may be, bytes without a factor
         factor = tl.where(mine | (not at.known), factor, float("nan"))
-    pieces: tl.constexpr = BLOCK // shape.ROWS
-    for piece in range(shape.HEADS * pieces):
-        h = at.h + piece // pieces
-        start = at.number * BLOCK + piece % pieces * shape.ROWS
-        values = _values(x, mean, at, h, start, sizes, shape, shape.ROWS)
-        if shift is not None:
-            _store_shift(shift, values, mean, scale, at, h, start, sizes, shape)
-        _store(out, at, h, start, _quotient(values, factor), shape)
+    for h in range(at.h, at.h + shape.HEADS):
+        for start in range(at.number * BLOCK, at.number * BLOCK + BLOCK, shape.ROWS):
+            values = _values(x, mean, at, h, start, sizes, shape, shape.ROWS)
+            if shift is not None:
+                _store_shift(shift, values, mean, scale, at, h, start, sizes, shape)
+            _store(out, at, h, start, _quotient(values, factor), shape)
 
 
 @triton.jit

@@ -1,0 +1,100 @@
+"""What 8 bits lose, on a CPU in float64: the rows of benchmarks/tables/cpu/fp8-errors.jsonl, and docs/fp8.svg.
+
+python docs/draw_fp8.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from saccade import attention, quantize
+from saccade.descale import factors
+
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT / "benchmarks" / "tables" / "cpu" / "fp8-errors.jsonl"
+H, S, D = 2, 4096, 128
+MADE = {
+    "plain": {},
+    "rotated": {"rotate": True},
+    "smoothed": {"smooth_k": True},
+    "both": {"rotate": True, "smooth_k": True},
+}
+
+
+def normal() -> list[Tensor]:
+    return [torch.randn(1, H, S, D) for _ in range(3)]
+
+
+def outliers() -> list[Tensor]:
+    """N(0, 1) + N(0, 100) for one number of a thousand."""
+    return [x + 10 * torch.randn_like(x) * (torch.rand_like(x) < 0.001) for x in normal()]
+
+
+def outlier_keys() -> list[Tensor]:
+    """The same, and every channel of k has a mean of its own, N(0, 36)."""
+    q, k, v = outliers()
+    return [q, k + 6 * torch.randn(1, H, 1, D), v]
+
+
+DATA = {"normal": normal, "outliers": outliers, "outliers, keys with means": outlier_keys}
+
+
+def errors() -> Iterator[dict[str, object]]:
+    """Root mean square of the errors of out over that of out, against float64 of the unquantized operands. Products and
+    probabilities are float64, so that the operands' bytes alone lose."""
+    for name, make in DATA.items():
+        torch.manual_seed(0)
+        q, k, v = make()
+        exact = attention(q.double(), k.double(), v.double(), return_lse=True)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            for per in ("tensor", "head", "block"):
+                for made, options in MADE.items():
+                    found = quantize(q, k, v, per=per, dtype=dtype, **options)
+                    shape = 1, H, S, S
+                    known = factors(found.descale, q.device, True, shape)
+                    values = [known.values(x, y, torch.float64) for x, y in zip("qkv", found[:3], strict=True)]
+                    out, lse = attention(*values, return_lse=True)
+                    lse = lse if found.shift is None else lse + found.shift
+                    yield {
+                        "data": name, "dtype": str(dtype).removeprefix("torch."), "per": per, "made": made,
+                        "out": rms(out - exact.out) / rms(exact.out), "lse": rms(lse - exact.lse),
+                        "h": H, "s": S, "d": D, "torch": torch.__version__,
+                    }  # fmt: skip
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def draw(rows: list[dict[str, object]]) -> None:
+    figure, axes = plt.subplots(1, len(DATA), figsize=(10, 3.2), sharey=True, layout="constrained")
+    for axis, name in zip(axes, DATA, strict=True):
+        for i, made in enumerate(MADE):
+            own = [r for r in rows if (r["data"], r["dtype"], r["made"]) == (name, "float8_e4m3fn", made)]
+            axis.bar([x + 0.2 * (i - 1.5) for x in range(3)], [r["out"] for r in own], 0.2, label=made)
+        axis.set_xticks(range(3), ["tensor", "head", "block"])
+        axis.set_title(name)
+        axis.set_yscale("log")
+    axes[0].set_ylabel("error of out, relative")
+    axes[0].legend(fontsize=8)
+    figure.savefig(ROOT / "docs" / "fp8.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    rows = list(errors())
+    ROWS.parent.mkdir(parents=True, exist_ok=True)
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    draw(rows)
+    for data in DATA:
+        for dtype in ("float8_e4m3fn", "float8_e5m2"):
+            for per in ("tensor", "head", "block"):
+                own = [r for r in rows if (r["data"], r["dtype"], r["per"]) == (data, dtype, per)]
+                print(f"| {data} | {dtype} | {per} | " + " | ".join(f"{r['out']:.4f}" for r in own) + " |")
+        own = [r for r in rows if (r["data"], r["dtype"], r["per"]) == (data, "float8_e4m3fn", "block")]
+        print("lse, block:", [f"{r['lse']:.4f}" for r in own])
