@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saccade import dispatch
+from saccade import dispatch, shared_pages
 from saccade.dispatch import Unsupported
 from saccade.masks_from_scores.rewrite import WHOLE_SCORES, move_to_mask, window_and_rest
 from saccade.problem import Problem
@@ -18,6 +18,7 @@ class Explanation:
         gradient: the name of the backend whose backward its gradients take, or None.
         reasons: backend name -> the reasons against it; an empty list is one that runs.
         hidden: the part of the mask that the score function is, or None.
+        shared: what is done about a layout's shared pages, or None.
     """
 
     def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
@@ -30,6 +31,9 @@ class Explanation:
         calls = {name: whole if name in WHOLE_SCORES else call for name in dispatch.NAMES}
         self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}
         plan = _plan_if_any(call, backend)
+        self.shared = None
+        if plan and isinstance(whole, Problem) and whole.layout.shared_pages and plan.backend != "reference":
+            self.shared = shared_pages.explanation(whole, backend)
         self.backend = plan.backend if plan else None
         self.workspace = plan.module.workspace(self.spec) if plan else None
         self.gradient = self.backend
@@ -44,6 +48,8 @@ class Explanation:
             lines.append(f"  {name}: {verdict}")
         if self.hidden is not None:
             lines.append(f"  part of the score function masks keys: it runs as the mask {self.hidden!r}")
+        if self.shared is not None:
+            lines.append(f"  {self.shared}")
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
         return "\n".join(lines)

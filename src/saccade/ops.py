@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from saccade import aliasing, autograd, batching, dispatch, flops
+from saccade import aliasing, autograd, batching, dispatch, flops, shared_pages
 from saccade.autograd import forward_mode, needs_gradient, refuse_gradients
 from saccade.backends import Outputs, Saved
 from saccade.call import BoundCall
@@ -78,9 +78,12 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     if problem.out is not None:
         aliasing.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
-        plan, problem = dispatch.planned(problem, backend)
         try:
-            out, row_lse, max_scores = plan.module.run_forward(problem, lse)
+            if shared_pages.applies(problem, backend):
+                out, row_lse, max_scores = shared_pages.forward(problem, backend)
+            else:
+                plan, problem = dispatch.planned(problem, backend)
+                out, row_lse, max_scores = plan.module.run_forward(problem, lse)
         except IndexError as error:
             raise _out_of_range(problem, error) from error
     if problem.out is not None and out is not problem.out:

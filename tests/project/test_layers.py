@@ -22,6 +22,7 @@ LAYERS = [
     {"reference"},
     {"backends"},
     {"dispatch"},
+    {"shared_pages"},
     {"flat_call", "explanation"},
     {"autograd", "batching", "flops"},
     {"call"},

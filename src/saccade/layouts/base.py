@@ -45,6 +45,8 @@ class Layout:
     """Whether to read offsets and lengths before each call on a GPU too."""
     num_splits: Any = None
     """Into how many parts the keys of a sequence are split; None lets the backend choose."""
+    shared_pages: Any = 0
+    """How many pages all sequences have in common."""
     has_pages: ClassVar[bool] = False
     """Whether k and v are the pages of a cache."""
     rectangular: ClassVar[bool] = False

@@ -38,10 +38,14 @@ class Paged(Layout):
         q_offset: where rows stand, as in `Dense` or, with cu_seqlens_q, in `Packed`. None stands for the keys in use
             less the query rows: the last row stands where the last key does.
         k_offset: where keys stand: an int or a tensor (b,).
+        shared_pages: how many pages all sequences have in common: the first columns of block_table, read in row 0. The
+            meaning is that of 0. The common pages are read once for all sequences, where nothing but lengths tells
+            these apart; `explain` says whether they are. Shorter sequences end inside of them.
 
     Raises:
-        ValueError: tensors that are not integer ones of these shapes, or num_splits below 1; where lengths are read, as
-            on a CPU, those that are negative or beyond the table.
+        ValueError: tensors that are not integer ones of these shapes, num_splits below 1, or more shared pages than
+            columns; where lengths are read, as on a CPU, those that are negative or beyond the table, and pages that
+            are not shared.
 
     Source: Kwon et al., PagedAttention (https://arxiv.org/abs/2309.06180).
 
@@ -57,6 +61,7 @@ class Paged(Layout):
     num_splits: int | None = None
     q_offset: int | Tensor | None = None
     k_offset: int | Tensor | None = None
+    shared_pages: int = 0
 
     kind = "paged"
     order = "paged"
@@ -91,6 +96,12 @@ class Paged(Layout):
         splits = self.num_splits
         if splits is not None and (isinstance(splits, bool) or not isinstance(splits, int) or splits < 1):
             raise ValueError(f"num_splits must be an integer from 1 on, or None, got {splits!r}")
+        shared = self.shared_pages
+        if shared != 0 and (
+            isinstance(shared, bool) or not isinstance(shared, int) or not 0 < shared <= table.shape[1]
+        ):
+            columns = f"the columns of block_table {tuple(table.shape)}"
+            raise ValueError(f"shared_pages must be an integer from 0 to {columns}, got {shared!r}")
 
     @property
     def sequences(self) -> int:
@@ -103,14 +114,15 @@ class Paged(Layout):
     @property
     def text(self) -> str:
         splits = [] if self.num_splits is None else [f"splits={self.num_splits}"]
-        return ",".join([self.kind, *self._words(), *splits])
+        shared = [f"shared={self.shared_pages}"] if self.shared_pages else []
+        return ",".join([self.kind, *self._words(), *splits, *shared])
 
     @staticmethod
     def from_tensors(word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Paged:
         own = tensors.pop(0), tensors.pop(0)
-        splits = [name.removeprefix("splits=") for name in words if name.startswith("splits=")]
-        fields = Layout._fields([name for name in words if not name.startswith("splits=")], tensors, ints)
-        return Paged(*own, num_splits=int(splits[0]) if splits else None, **fields)
+        numbers = {name: int(n) for name, _, n in (word.partition("=") for word in words) if n}
+        fields = Layout._fields([word for word in words if word.partition("=")[0] not in numbers], tensors, ints)
+        return Paged(*own, num_splits=numbers.get("splits"), shared_pages=numbers.get("shared", 0), **fields)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of q or out, (1, h, t, d) where sequences are end to end; caches: (pages, h, rows, d)."""
@@ -165,6 +177,19 @@ class Paged(Layout):
             )
         if self.cu_seqlens_q is not None:
             check_offsets("cu_seqlens_q", self.cu_seqlens_q.tolist(), s_q)
+        if self.shared_pages:
+            self._check_shared_pages(s_k)
+
+    def _check_shared_pages(self, s_k: int) -> None:
+        table = self.block_table[:, : self.shared_pages]
+        begun = torch.arange(self.shared_pages) * s_k < self.seqused_k[:, None]
+        wrong = ((table != table[:1]) & begun).any(1).nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"shared_pages={self.shared_pages} says that all rows of block_table {tuple(self.block_table.shape)} "
+                f"begin with the same pages, as row 0 does; row {wrong[0]} begins with "
+                f"{shortened(table[wrong[0]].tolist())}, row 0 with {shortened(table[0].tolist())}"
+            )
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """With s_q = 0 where the queries are end to end and the host does not know the longest sequence."""

@@ -8,12 +8,22 @@ from saccade.masks.convert import TensorMask, as_mask, is_block_mask, remember
 from saccade.masks.hull import FARTHEST, Extent, Interval, Positions
 from saccade.masks.interval import KeyInterval, interval
 from saccade.masks.mask_mod import MaskMod, Written, mask_mod
-from saccade.masks.serialize import KINDS, from_tensors, is_kind, of_batch_row, of_rows, padded, pin, programs
+from saccade.masks.serialize import (
+    KINDS,
+    from_tensors,
+    is_kind,
+    of_batch_row,
+    of_one_sequence,
+    of_rows,
+    padded,
+    pin,
+    programs,
+)
 
 __all__ = [
     "EMPTY", "FARTHEST", "FULL", "KINDS", "PARTIAL", "TILE", "UNBOUNDED", "And", "Blocked", "Combined", "Documents",
     "Extent", "Interval", "KeyInterval", "Mask", "MaskMod", "Not", "Or", "Positions", "Prefix", "TensorMask", "Window",
     "Written",
     "as_mask", "causal", "documents", "from_tensors", "interval", "is_block_mask", "is_kind", "mask_mod",
-    "of_batch_row", "of_rows", "padded", "pin", "prefix", "programs", "remember", "window",
+    "of_batch_row", "of_one_sequence", "of_rows", "padded", "pin", "prefix", "programs", "remember", "window",
 ]  # fmt: skip

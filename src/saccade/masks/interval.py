@@ -81,7 +81,7 @@ class KeyInterval(Mask):
         return KeyInterval(stop if start is None else start, stop, open_start)
 
     def of_batch_row(self, b: int) -> KeyInterval:
-        return self._each(lambda x: x[b : b + 1] if x.dim() == 2 and x.shape[0] > 1 else x)
+        return self.each(lambda x: x[b : b + 1] if x.dim() == 2 and x.shape[0] > 1 else x)
 
     def of_rows(self, rows: slice | Tensor) -> KeyInterval:
         """That of these rows of queries end to end: a sequence's, or (b, s_q) of a padded batch."""
@@ -91,9 +91,10 @@ class KeyInterval(Mask):
                 return x
             return x[None, rows] if isinstance(rows, slice) else x[rows.clamp(max=len(x) - 1)]
 
-        return self._each(those)
+        return self.each(those)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> KeyInterval:
+    def each(self, change: Callable[[Tensor], Tensor]) -> KeyInterval:
+        """The same with its tensors changed."""
         start, stop = (change(x) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
         return KeyInterval(start, stop, self.open_start)
 

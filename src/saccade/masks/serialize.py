@@ -141,6 +141,27 @@ def padded(mask: Mask, starts: Tensor, s_q: int) -> Mask:
     return of_rows(mask, starts[:-1, None].long() + torch.arange(s_q, device=starts.device))
 
 
+def of_one_sequence(mask: Mask, sequence: Tensor | None, shape: tuple[int, int]) -> Mask:
+    """The mask of the same rows as rows of one sequence: those of a batch of this shape, (b, s_q), one batch row after
+    the other; or queries end to end, whose `sequence` (t_q,) is given. Of a mask whose predicates do not take b."""
+
+    def of_rows(x: Tensor) -> Tensor:
+        if sequence is None:
+            return x.expand(shape).reshape(1, -1)
+        return x if x.dim() == 1 or x.shape[0] == 1 else x[:, 0][sequence]
+
+    def change(leaf: Mask) -> Mask:
+        match leaf:
+            case Prefix(n=Tensor() as n):
+                stop = of_rows(n[:, None])
+                return KeyInterval(stop, stop, open_start=True) | Window(None, 0)
+            case KeyInterval():
+                return leaf.each(of_rows)
+        return leaf
+
+    return _of_leaves(mask, change)
+
+
 def programs(identity: str) -> list[Any]:
     """What has to be kept alive besides tensors, so that `from_tensors` finds it."""
     return [scores.program_of(word) for word in re.findall(r"\[([^\]]*)\]", identity)]

@@ -1,0 +1,201 @@
+"""Paged calls over a common prefix: `Paged(…, shared_pages=n)`.
+
+One call reads the pages that all sequences begin with, once, and the rows of all sequences are rows of one sequence
+there. Another reads each sequence's own pages. Their results merge by the LSE. Backends see two plain paged calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from saccade import dispatch, masks
+from saccade.backends import Outputs
+from saccade.descale import BLOCK, Factors
+from saccade.layouts import Paged, empty_like_rows
+from saccade.layouts.validate import counts_from_first
+from saccade.masks import KeyInterval, MaskMod, Window
+from saccade.problem import Problem
+from saccade.scores import Traced
+
+
+def obstacle(problem: Problem) -> str | None:
+    """Why the plain call runs in the place of two, or None.
+
+    The rows of all sequences become rows of one, so nothing in the call may tell sequences apart but lengths and
+    bounds of rows, which go along with their rows.
+    """
+    layout, mask, score, descale = problem.layout, problem.mask, problem.score, problem.descale
+    if layout.sequences < 2:
+        return "1 sequence shares nothing" if layout.sequences else "there is no sequence"
+    if layout.num_splits == 1:
+        return "num_splits=1 promises bits that depend on nothing else in the call"
+    leaves = [] if mask is None else [*mask.leaves()]
+    if any(leaf.of_shape or counts_from_first(leaf) for leaf in leaves):
+        return "the mask counts rows and keys of the call"
+    if any(isinstance(leaf, MaskMod) and leaf.predicate.program.by_batch_row for leaf in leaves):
+        return "mask_mod depends on the batch row"
+    if isinstance(score, Traced) and score.program.by_batch_row:
+        return "the score function depends on the batch row"
+    if isinstance(layout.k_offset, Tensor):
+        return "k_offset is a tensor: the keys of the prefix stand elsewhere in each sequence"
+    return None if descale is None else _descale_obstacle(descale, _shared_keys(problem))
+
+
+def _descale_obstacle(descale: Factors, keys: int) -> str | None:
+    if any(x.shape[0] > 1 and x.stride(0) for x in descale.tensors):
+        return "a factor of descale is by sequence: pass (), (h_k,), or blocks expanded from one sequence's"
+    if descale.q is not None and descale.q.shape[2] > 1:
+        return "the descale of q is by blocks of a sequence's rows"
+    if keys % BLOCK and descale.blocked:
+        return f"a descale by blocks of {BLOCK} keys needs a prefix of a multiple of them, not {keys} keys"
+    return None
+
+
+def applies(problem: Problem, backend: str) -> bool:
+    """Whether the call is run as two; the reference is the definition, and takes the whole."""
+    return bool(problem.layout.shared_pages) and backend != "reference" and obstacle(problem) is None
+
+
+def _shared_keys(problem: Problem) -> int:
+    return problem.layout.shared_pages * problem.k.shape[2]
+
+
+def split(problem: Problem) -> tuple[Problem, Problem]:
+    """The call over the common pages, whose rows are those of one sequence, and the one over each sequence's own."""
+    prefix, own = (None, None) if problem.descale is None else _factors(problem.descale, _shared_keys(problem))
+    return _over_prefix(problem, prefix), _over_own_pages(problem, own)
+
+
+def _over_prefix(problem: Problem, descale: Factors | None) -> Problem:
+    layout, mask = problem.layout, problem.mask
+    assert isinstance(layout, Paged)
+    table, used, starts, k_first = layout.block_table, layout.seqused_k, layout.cu_seqlens_q, layout.k_offset or 0
+    b, _, s_q, _ = problem.q.shape
+    sequence = None if starts is None else _sequence_of_rows(starts, s_q)
+    q_offset = None
+    if layout.q_offset is None and mask is not None and mask.kind == "causal" and not _takes_positions(problem):
+        mask = _before(_positions_of_rows(problem, sequence) + 1)  # which is at most the number of keys
+    else:
+        stop = used + k_first if k_first else used
+        stop = stop[:, None].expand(b, s_q).reshape(1, -1) if sequence is None else stop[sequence]
+        # A sequence that ends inside of the prefix sees no further.
+        limit = _before(stop)
+        if layout.positioned or mask is not None or _takes_positions(problem):
+            q_offset = _positions_of_rows(problem, sequence)
+        mask = limit if mask is None else masks.of_one_sequence(mask, sequence, (b, s_q)) & limit
+    # Rows that no sequence uses may hold NaN: the longest sequence ends the prefix too.
+    longest = used.amax(0, keepdim=True)
+    starts = None if starts is None else starts[:: layout.sequences]
+    k_offset = None if q_offset is None else k_first
+    common = Paged(table[:1, : layout.shared_pages], longest, starts, layout.num_splits, q_offset, k_offset)
+    q = problem.q if starts is not None else problem.q.transpose(0, 1).flatten(1, 2)[None]
+    return replace(problem, q=q, layout=common, mask=mask, sink=None, out=_buffer(problem, q), descale=descale)
+
+
+def _over_own_pages(problem: Problem, descale: Factors | None) -> Problem:
+    layout, keys = problem.layout, _shared_keys(problem)
+    assert isinstance(layout, Paged)
+    table, used, starts = layout.block_table, layout.seqused_k, layout.cu_seqlens_q
+    q_offset, k_offset = layout.q_offset, layout.k_offset
+    if layout.positioned:
+        k_offset = (k_offset or 0) + keys
+    elif _takes_positions(problem):  # masks that compare rows with keys stay aligned at the last key
+        q_offset, k_offset = (used - (problem.q.shape[2] if starts is None else starts.diff()))[:, None], keys
+    # Where there are no further pages, no length below is positive, and none is read.
+    own = table[:, layout.shared_pages :] if layout.shared_pages < table.shape[1] else table[:, :1]
+    layout = Paged(own, used - keys, starts, layout.num_splits, q_offset, k_offset)
+    return replace(problem, layout=layout, out=_buffer(problem, problem.q), descale=descale)
+
+
+def _buffer(problem: Problem, q: Tensor) -> Tensor | None:
+    """Memory for a part, where a backend would give it another dtype than the result's."""
+    other = problem.out is not None and problem.out_dtype != replace(problem, out=None).out_dtype
+    return empty_like_rows(q, problem.v.shape[3], problem.out_dtype) if other else None
+
+
+def _before(stop: Tensor) -> KeyInterval:
+    return KeyInterval(stop, stop, open_start=True)
+
+
+def _takes_positions(problem: Problem) -> bool:
+    """Whether the call depends on where rows and keys stand, beyond their distance."""
+    leaves = () if problem.mask is None else problem.mask.leaves()
+    return isinstance(problem.score, Traced) or not all(isinstance(leaf, Window) for leaf in leaves)
+
+
+def _sequence_of_rows(starts: Tensor, t_q: int) -> Tensor:
+    """(t_q,): the sequence of each row of queries end to end; of rows after the last any."""
+    rows = torch.arange(t_q, device=starts.device, dtype=starts.dtype)
+    return torch.bucketize(rows, starts[1:], right=True).clamp_(max=len(starts) - 2)
+
+
+def _positions_of_rows(problem: Problem, sequence: Tensor | None) -> Tensor:
+    """Where each row stands: (1, b s_q) of a batch, (t_q,) of queries end to end."""
+    layout, positions, s_q = problem.layout, problem.positions, problem.q.shape[2]
+    row = torch.arange(s_q, device=problem.q.device, dtype=torch.int32)
+    starts = layout.cu_seqlens_q
+    if starts is None or sequence is None:
+        first = layout.seqused_k[:, None] - s_q if positions is None else positions.q
+        p = first if positions is not None and positions.by_row else first + row
+        assert isinstance(p, Tensor)
+        return p.expand(layout.sequences, s_q).reshape(1, -1)
+    if positions is None:
+        return (layout.seqused_k - starts[1:])[sequence] + row
+    if positions.by_row and isinstance(positions.q, Tensor):
+        return positions.q
+    first = positions.q[:, 0] if isinstance(positions.q, Tensor) else positions.q
+    return (first - starts[:-1])[sequence] + row
+
+
+def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
+    """Those of the prefix and of each sequence's own keys."""
+    blocks = keys // BLOCK
+
+    def first(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[:1] if x.shape[2] == 1 else x[:1, :, :blocks]
+
+    def rest(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[2] == 1 else x[:, :, min(blocks, x.shape[2] - 1) :]
+
+    return Factors(*map(first, descale)), Factors(*map(rest, descale))
+
+
+def forward(problem: Problem, backend: str) -> Outputs:
+    """What the plain call's `run_forward` returns."""
+    (a, lse_a, top_a), (b, lse_b, top_b) = (_run(part, backend) for part in split(problem))
+    if problem.layout.cu_seqlens_q is None:
+        shape = problem.q.shape[0], problem.q.shape[2]
+        a, lse_a = (x[0].unflatten(1, shape).transpose(0, 1) for x in (a, lse_a))
+        top_a = None if top_a is None else top_a[0].unflatten(1, shape).transpose(0, 1)
+    # exp(lse_a - lse); where neither sees a key both results are zero, and -inf - -inf is no share of anything.
+    share = torch.sigmoid(lse_a.clamp(min=torch.finfo(lse_a.dtype).min) - lse_b)[..., None]
+    target = problem.empty_out() if not problem.keeps_tail else empty_like_rows(a, a.shape[3], a.dtype)
+    out = torch.add(a * share, b * (1 - share), out=target)
+    top = None if top_a is None or top_b is None else torch.maximum(top_a, top_b)
+    return out, torch.logaddexp(lse_a, lse_b), top
+
+
+def explanation(problem: Problem, backend: str) -> str:
+    """One line on what a call with `shared_pages` does."""
+    if (reason := obstacle(problem)) is not None:
+        return f"shared pages: the plain call runs, {reason}"
+    n, layout = problem.layout.shared_pages, problem.layout
+    row = problem.k.shape[1] * (
+        problem.k.shape[3] * problem.k.element_size() + problem.v.shape[3] * problem.v.element_size()
+    )
+    saved = (layout.sequences - 1) * _shared_keys(problem) * row / 1e6
+    common, own = (dispatch.planned(part, backend)[0].backend for part in split(problem))
+    return (
+        f"shared pages: {common} reads the first {n} pages once for all {layout.sequences} sequences, and {own} those "
+        f"after them; it pays where {saved:.1f} MB of keys and values less to read outweigh one more call and a merge"
+    )
+
+
+def _run(problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    plan, problem = dispatch.planned(problem, backend)
+    out, lse, top = plan.module.run_forward(problem, True)
+    assert lse is not None
+    return out, lse, top
