@@ -20,6 +20,13 @@ def name(device: torch.device) -> str:
 
 
 @cache
+def has_e4m3(device: torch.device) -> bool:
+    """Whether Triton reads and multiplies float8_e4m3fn there: not before sm89."""
+    word = name(device)
+    return not word.startswith("sm") or int(word[2:]) >= 89
+
+
+@cache
 def triton_obstacle() -> str | None:
     """What keeps Triton's kernels from running here at all, or None."""
     if find_spec("triton") is None:

@@ -61,6 +61,8 @@ class GateRow(NamedTuple):
         dropout = Dropout(torch.zeros(2, dtype=torch.int64), 0.5) if "dropout" in self.words else None
         mask, score = _mask(self.words[0]), _score(self.words)
         score = None if score is None else scores.bind(score, q)
+        if "wide" in self.words:  # 16-bit queries of 8-bit keys and values
+            q = q.to(torch.bfloat16)
         queued = "queued" in self.words
         return Problem(q, k, v, None, mask, score, layout, 1.0, queued, dropout, descale=self.descale())
 

@@ -102,6 +102,16 @@ def q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
 
 
 @triton.jit
+def rescaled(block, scale):
+    """The same q block with another scale, a number or [block_q, 1]."""
+    x = block.args
+    args = ScoreArgs(x.b, x.h, x.rows, x.keys, x.off, scale, x.mask, x.score, x.dropout)
+    return QBlock(
+        args, block.batch, block.start, block.there, block.first_q, block.first_k, block.q_idx, block.live, block.place
+    )
+
+
+@triton.jit
 def kv_tiles(block, used_q, h_q, shape):
     """The tiles of keys that a q block visits."""
     args = block.args

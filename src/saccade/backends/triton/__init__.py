@@ -13,15 +13,16 @@ from saccade.spec import Spec
 obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
-    dtypes=("fp16", "bf16", "fp32"),
+    dtypes=("fp16", "bf16", "fp32", "fp8_e4m3", "fp8_e5m2"),
+    kv=("fp8_e4m3", "fp8_e5m2"),
     layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "aligned"),
     max_d=256,
     needs_with=(("paged", "aligned"),),
 )
-GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"))
+GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32"), kv=())
 
 
 def workspace(spec: Spec) -> str:

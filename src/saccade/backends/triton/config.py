@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from saccade import configs
 from saccade.backends.device import block_d
-from saccade.spec import Spec
+from saccade.spec import EIGHT_BIT_WORDS, Spec
 
 KERNELS = ("forward", "dkdv", "dq")
 """forward; dK and dV by blocks of keys; dQ by blocks of rows."""
@@ -27,7 +27,7 @@ class TileConfig:
 
 def key(kernel: str, spec: Spec) -> str:
     """A row of the table: what a kernel's best tile depends on."""
-    size = "32bit" if spec.dtype == "fp32" else "16bit"
+    size = "32bit" if spec.dtype == "fp32" else "8bit" if spec.dtype in EIGHT_BIT_WORDS else "16bit"
     edges = "full" if spec.mask == "none" else "masked"
     return f"triton {kernel} {size} d{block_d(spec.d)}/{block_d(spec.d_v)} {edges}"
 
@@ -47,6 +47,8 @@ def formula(kernel: str, spec: Spec) -> TileConfig:
         if wide <= 64:
             return TileConfig(64, 32, 8, 2)
         return TileConfig(32, 16, 8, 2) if wide <= 128 else TileConfig(16, 16, 8, 1)
+    if spec.dtype in EIGHT_BIT_WORDS:  # each tile has sums of its own
+        return TileConfig(128 if wide <= 128 else 64, 64, 8, 3 if wide <= 128 else 2)
     if kernel == "forward":
         return TileConfig(128, 64 if wide <= 128 else 32, 4 if wide <= 64 else 8, 3 if wide <= 64 else 2)
     if wide <= 64:

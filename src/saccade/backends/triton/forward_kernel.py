@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.block_lists_kernel import tile_start
+from saccade.backends.device.descale import factor_at
 from saccade.backends.device.dropout import keep
+from saccade.backends.device.eight_bits import (
+    factor_of_block,
+    product_scale,
+    values,
+    wide_queries,
+    widened,
+)
 from saccade.backends.device.q_block import (
     edge_length,
     edge_start,
@@ -20,44 +28,81 @@ from saccade.backends.device.q_block import (
     masked_scores,
     online_softmax,
     q_block,
+    rescaled,
     store_q,
 )
 from saccade.backends.device.tiles import in_units, log_sum, store_largest
 
+RAISED = tl.constexpr(256)
+"""What probabilities are multiplied by before they are rounded to 8 bits, so that small ones are normal numbers."""
+
 
 @triton.jit
-def _step(acc, row_max, row_sum, start, q_tile, kv, block, shape, MASKED: tl.constexpr):
+def _weighted(acc, p, alpha, v_tile, start, descale, block, shape, BYTES: tl.constexpr):
+    """acc alpha + p v, of one tile of keys.
+
+    Hopper adds products of bytes in too few bits for long rows. So each tile has sums of its own, which are added in
+    float32; the factor keeps the compiler from making one sum of both.
+    """
+    alpha = alpha[:, None]
+    if BYTES:
+        # e4m3, whose precision is the higher one, with v of either type.
+        part = tl.dot((p * RAISED).to(tl.float8e4nv), v_tile, out_dtype=tl.float32)
+        h = block.args.h // shape.GROUP
+        return acc * alpha + part * (factor_of_block(descale.v, block.args.b, h, start) * (1 / RAISED))
+    elif descale is not None and descale.v.blocked:
+        part = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=shape.PRECISION)
+        return acc * alpha + part * factor_at(descale.v, block.args.b, block.args.h // shape.GROUP, start)
+    else:
+        return tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha, input_precision=shape.PRECISION)
+
+
+@triton.jit
+def _step(
+    acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, MASKED: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
     """One tile of keys. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]."""
     args = block.args
     q_idx = block.q_idx[:, None]
     # [block_k, d]
     k_tile = load_k(kv, start, shape, MASKED)
+    if not BYTES:
+        k_tile = widened(k_tile, q_tile.dtype)
     # [block_q, block_k]
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
+    if descale is not None:
+        qk *= factor_of_block(descale.k, args.b, args.h // shape.GROUP, start)
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
     x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
     p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
-    acc = acc * alpha[:, None]
     if args.dropout is not None:
         p = tl.where(keep(args.dropout, p, args.b, args.h, q_idx, kv_idx), p, 0.0)
     # [block_k, d_v]
     v_tile = load_v(kv, start, shape, MASKED)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=shape.PRECISION)
+    if not BYTES:
+        v_tile = widened(v_tile, q_tile.dtype)
+    acc = _weighted(acc, p, alpha, v_tile, start, descale, block, shape, BYTES)
     return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def forward_kernel(
-    q, k, v, out, lse, max_scores, sink, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
-):
+    q, k, v, out, lse, max_scores, sink, descale, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape,
+    BYTES: tl.constexpr,
+):  # fmt: skip
     """out = softmax(q k^T) v, lse and max_scores, (b, h_q, s_q) contiguous or None, for one q block of one head a
-    program."""
+    program. descale: DeviceDescale of 8-bit k and v, or None. BYTES: products are those of 8-bit q, k and v."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
     h = block.args.h
     live = block.live
     # [block_q, d]
     q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
+    if descale is not None:
+        scale = product_scale(scale, descale, block.args.b, h // shape.GROUP, block.q_idx)
+        if not BYTES:
+            q_tile, scale = wide_queries(q_tile, scale)
+        block = rescaled(block, scale)
     kv = kv_head(k, v, block, shape)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
     if sink is None or max_scores is not None:
@@ -69,16 +114,17 @@ def forward_kernel(
 
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        acc, row_max, row_sum = _step(acc, row_max, row_sum, start, q_tile, kv, block, shape, True)
+        acc, row_max, row_sum = _step(acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, True, BYTES)
     for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
         start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
-        acc, row_max, row_sum = _step(acc, row_max, row_sum, start, q_tile, kv, block, shape, False)
+        acc, row_max, row_sum = _step(acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, False, BYTES)
 
     stored = block.q_idx < block.there
     acc, row_max, row_sum = store_largest(
         max_scores, block.place, stored, acc, row_max, row_sum, score, live, sink, h, True
     )
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
+    acc = values(acc, descale, block.args.b, h // shape.GROUP)
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     if dropout is not None:
         acc *= block.args.dropout.factor

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from saccade.backends.device import descale
 from saccade.backends.device import gate as device_gate
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
@@ -28,6 +29,7 @@ QUANTIZE = (
     "16bit d128/128 parts", "16bit d256/256 mean rotated",
 )  # fmt: skip
 """A kernel, and what a call has: see `quantize.compiled`."""
+EIGHT_BITS = "d64/64 full", "d128/128 masked", "d256/256 full", "d128/128 masked blocks", "d128/128 full wide"
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
 
@@ -50,6 +52,8 @@ def features() -> Iterator[str]:
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
+    yield from (f"triton paged 8bit d128/128 {word}" for word in paged.ROWS[:3])
+    yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
     yield from (f"triton quantize {words}" for words in QUANTIZE)
 
 
@@ -73,8 +77,13 @@ def compiled(name: str) -> tuple[Any, int]:
         return device_gate.compiled(row.kernel, problem), 0
     q, k, v, rows = problem.q, problem.k, problem.v, torch.empty(1, 2, 512)
     top = rows if "max_scores" in row.words else None
-    outputs = {"forward": (v, rows, top, None), "dkdv": (v, k, v, rows, rows), "dq": (v, q, rows, rows)}[row.kernel]
-    tensors = (TensorArgs.of(x) if x is not None and x.dim() == 4 else x for x in (q, k, v, *outputs))
+    out = v if v.element_size() > 1 else v.to(torch.bfloat16)
+    outputs = {
+        "forward": (out, rows, top, None, descale.record(problem)),
+        "dkdv": (v, k, v, rows, rows),
+        "dq": (v, q, rows, rows),
+    }[row.kernel]
+    tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
     tile = config(row.kernel, problem.spec(), GPU)
     arguments = common_arguments(problem, device_mask(problem))
     kernel = launch.prepare(row.kernel, problem, tile).warmup((*tensors, *arguments))

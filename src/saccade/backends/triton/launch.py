@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import configs
 from saccade.backends import Outputs, Saved
-from saccade.backends.device import block_d, masks, scores, sequences
+from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient
 from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
@@ -39,7 +39,7 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
         with on_device(q):
             operands = (operand(problem, name) for name in ("q", "k", "v"))
             sink = None if problem.sink is None else problem.sink.contiguous()
-            tensors = (*operands, operand(problem, "out", out), row_lse, top, sink)
+            tensors = (*operands, operand(problem, "out", out), row_lse, top, sink, descale.record(problem))
             _launch("forward", problem, tensors, tiles)
     return out, row_lse, top
 
@@ -75,7 +75,7 @@ DELTA_ROWS = 32
 def operand(problem: Problem, name: str, x: Tensor | None = None) -> TensorArgs:
     """q, k or v as kernels take them, or another tensor whose rows they can read. The strides are stored for the next
     Problem of the same key, which knows where its operands lie, unless they are those of a copy."""
-    tensor = getattr(problem, name) if x is None else x
+    tensor = eight_bits.readable(getattr(problem, name) if x is None else x)
     if name in problem.launches:
         return TensorArgs(tensor, *problem.launches[name])
     args = aligned_rows(tensor) if x is None else TensorArgs.of(tensor)
@@ -116,7 +116,8 @@ def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1
     if name == "dkdv" and problem.layout.starts_k is not None:
         grid = problem.k.shape[1] * -(-problem.k.shape[2] // tile.block_k), 1, 1
     kernels = KERNELS if problem.layout.starts_k is None else RANGES_KERNELS
-    return Launch(kernels[name], grid, (shape,), tile.warps, tile.stages, least_stages)
+    constants = (shape, eight_bits.products(problem)) if name == "forward" else (shape,)
+    return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages)
 
 
 def _config(kernel: str, problem: Problem) -> TileConfig:

@@ -15,22 +15,26 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Outputs
-from saccade.backends.device import block_d, masks, scores, sequences
+from saccade.backends.device import block_d, descale, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
-from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
+from saccade.backends.device.records import FLAGS, UNITS, TensorArgs, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import TileConfig, formula
 from saccade.backends.triton.paged_kernel import PageTable, SplitArgs, merge_kernel, paged_kernel
+from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Layout, Paged
 from saccade.masks import causal
 from saccade.problem import Problem
+from saccade.spec import EIGHT_BIT_WORDS
 
 MAX_SPLITS = 128
 LEAST_TILES = 2
 """Tiles of keys that a part has at least: fewer are not worth their own merge."""
 PROGRAMS = 2
 """Programs that a multiprocessor runs at a time, by their shared memory."""
+FEW_ROWS = 16
+"""Flat rows of a tile for decoding."""
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LONG, FEW = 2048, 2048
@@ -54,6 +58,8 @@ class SplitKV:
     edges: bool
     bits: int
     """of lengths, by which sequences are put in order, or 0"""
+    word: int
+    """bytes of 8-bit values that are read at once"""
 
 
 def split_kv(problem: Problem, processors: int) -> SplitKV:
@@ -79,7 +85,7 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
     # The longest first, where programs come one after the other, and may be long.
     ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
     bits = -(-room.bit_length() // 4) * 4 if ordered else 0
-    return SplitKV(tile, tiles, splits, slots, layout.num_splits is None, edges, bits)
+    return SplitKV(tile, tiles, splits, slots, layout.num_splits is None, edges, bits, word(problem, tile))
 
 
 def config(problem: Problem, rows: int) -> TileConfig:
@@ -92,8 +98,10 @@ def config(problem: Problem, rows: int) -> TileConfig:
     block_k = 128 if wide <= 64 else 64 if wide <= 128 else 32
     if layout.num_splits == 1:
         return TileConfig(FIXED_ROWS, block_k, 4, 3)
-    if rows <= 16:
-        return TileConfig(16, block_k, 4, 4)
+    if rows <= FEW_ROWS:
+        if spec.dtype in EIGHT_BIT_WORDS or spec.kv:  # as many bytes; blocks of a Descale hold whole tiles
+            block_k = min(2 * block_k, 128)
+        return TileConfig(FEW_ROWS, block_k, 4, 4)
     return (
         TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else TileConfig(FIXED_ROWS, block_k, 4, 3)
     )
@@ -136,8 +144,10 @@ def arguments(problem: Problem, split: SplitKV) -> tuple[Any, ...]:
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     keeps_tail = FLAGS[problem.keeps_tail and split.splits == 1]
-    numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), keeps_tail)
+    flags = keeps_tail, FLAGS[split.fair], UNITS[split.word]
+    numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
     records = page_table(layout, k), numbers, masks.record(problem), scores.record(problem)
+    records = *records, descale.record(problem)
     return *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
 
 
@@ -155,9 +165,17 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
         constants = d_v, block_d(d_v), MAX_SPLITS, CHUNK
         return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=4, stages=1)
     shape = TileShape.of(problem, tile.block_q, tile.block_k)
-    features = split.splits > 1, split.fair, LEAST_TILES, split.edges, many(layout), split.bits
+    features = split.splits > 1, LEAST_TILES, split.edges, many(layout), split.bits
     grid = split.tiles * split.splits * problem.k.shape[1], 1, 1
     return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
+
+
+def word(problem: Problem, tile: TileConfig) -> int:
+    """Bytes of values that a kernel of few rows reads at once: as many as leave 32 columns for four warps."""
+    d_v = problem.v.shape[3]
+    if problem.v.element_size() > 1 or problem.q.dtype == torch.float32 or tile.block_q > FEW_ROWS:
+        return 1
+    return next(n for n in (4, 2, 1) if d_v % n == 0 and (n == 1 or block_d(d_v) >= 32 * n))
 
 
 def many(layout: Layout) -> int:
@@ -185,9 +203,11 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) 
     splits = 1 if word == "fixed" else None
     layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)
     shape = (b, 32, s_q) if offsets is None else (1, 32, b * s_q)
-    q, out = (torch.empty(*shape, n, dtype=dtype) for n in (d, d_v))
+    eight = dtype in EIGHT_BITS
+    q, out = (torch.empty(*shape, n, dtype=torch.bfloat16 if eight else dtype) for n in (d, d_v))
     caches = [torch.empty(256, 8, size, n, dtype=dtype) for n in (d, d_v)]
-    problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0)
+    factors = Factors(None, *torch.empty(2, b, 8, 1)) if eight else None
+    problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0, descale=factors)
     split = split_kv(problem, 132)
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
     top = lse if max_scores else None

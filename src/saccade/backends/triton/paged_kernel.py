@@ -16,10 +16,20 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.aggregate import aggregate
+from saccade.backends.device.descale import factor_at
+from saccade.backends.device.eight_bits import (
+    byte_of,
+    factor_of_block,
+    in_words,
+    queries,
+    values,
+    widened,
+)
 from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
 from saccade.backends.device.tiles import head, in_units, log_sum, places, store_largest, tile_range
+from saccade.backends.triton.paged_schedule import by_length, sequence_of, share
 
 AHEAD = tl.constexpr(16)
 """Rows of a page from which the numbers of the pages of a tile, if it has several, are fetched ahead."""
@@ -52,6 +62,10 @@ class SplitArgs(NamedTuple):
     """programs that the GPU runs at a time"""
     keeps_tail: Any
     """constexpr: rows of out after the last sequence stay as they are"""
+    fair: Any
+    """constexpr: a short sequence has fewer parts than there are"""
+    word: Any
+    """constexpr: bytes of 8-bit values that are read at once"""
 
 
 @aggregate
@@ -68,68 +82,10 @@ class PagedHead:
     h: Any
     keys: Any
     """keys in use"""
-
-
-@triton.jit
-def _sequence_of(span, tile, s_q, count, shape, N: tl.constexpr):
-    """The sequence of a tile of flat rows, `count` after the last one, and the tile's first flat row."""
-    if span is None:
-        blocks = tl.cdiv(s_q * shape.GROUP, shape.BLOCK_Q)
-        number = tile // blocks
-        first = number * blocks
-    else:
-        # [N]
-        i = tl.arange(0, N)
-        start = tl.minimum(tl.maximum(tl.load(span.starts + tl.minimum(i, count)), 0), s_q).to(tl.int32)
-        begin = start * shape.GROUP // shape.BLOCK_Q + i  # room for a sequence's tiles wherever it begins
-        earlier = (i <= count) & (begin <= tile)
-        number = tl.maximum(tl.sum(earlier.to(tl.int32), 0) - 1, 0)
-        first = tl.max(tl.where(earlier, begin, 0), 0)
-    return number, (tile - first) * shape.BLOCK_Q
-
-
-@triton.jit
-def _share(mask, used_q, used_k, heads, s_q, pages, split, shape, N: tl.constexpr, LEAST: tl.constexpr):
-    """Tiles of keys for each program, if those of all sequences are shared out evenly."""
-    count = plain_int(pages.sequences)
-    # [N]
-    i = tl.arange(0, N)
-    b = tl.minimum(i, count - 1)
-    _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
-    _, _, _, rows = extent(used_q, b, s_q)
-    rows = rows + b * 0
-    if mask.ordered:
-        lo, _, _, _ = mask.keys_of(mask.data, b, b * 0, keys - rows)
-        _, hi, _, _ = mask.keys_of(mask.data, b, tl.maximum(rows - 1, 0), keys - rows)
-        tiles = tl.cdiv(tl.maximum(tl.minimum(hi, keys) - tl.maximum(lo, 0), 0), shape.BLOCK_K)
-    else:
-        tiles = tl.cdiv(keys, shape.BLOCK_K)
-    total = tl.sum(tl.where(i < count, tiles * tl.cdiv(rows * shape.GROUP, shape.BLOCK_Q), 0), 0)
-    return tl.maximum(tl.cdiv(total * heads, plain_int(split.slots)), LEAST)
-
-
-@triton.jit
-def _by_length(rank, used_k, pages, N: tl.constexpr, BITS: tl.constexpr):
-    """The sequence of which `rank` others have more keys: the longest start first. Lengths have up to BITS bits.
-
-    It has neither a loop nor a branch: see the top of this file.
-    """
-    count = plain_int(pages.sequences)
-    # [N]
-    i = tl.arange(0, N)
-    _, _, _, keys = extent(used_k, tl.minimum(i, count - 1), plain_int(pages.capacity))
-    keys = tl.where(i < count, keys + i * 0, -1)
-    # The least length of which at most `rank` sequences have more.
-    least = rank * 0
-    most = tl.max(keys, 0)
-    for bit in tl.static_range(BITS):  # noqa: B007 - `_` is a tensor here
-        middle = (least + most) // 2
-        enough = tl.sum((keys > middle).to(tl.int32), 0) <= rank
-        most = tl.where(enough, middle, most)
-        least = tl.where(enough, least, tl.minimum(middle + 1, most))
-    before = tl.sum((keys > least).to(tl.int32), 0)
-    equal = (keys == least).to(tl.int32)
-    return tl.sum(tl.where((equal == 1) & (tl.cumsum(equal, 0) == rank - before + 1), i, 0), 0)
+    descale: Any
+    """DeviceDescale of 8-bit keys, or None"""
+    word: Any
+    """constexpr: see `SplitArgs`"""
 
 
 @triton.jit
@@ -179,19 +135,82 @@ def _load(x, page, kv, start, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def _step(acc, row_max, row_sum, page, start, q_tile, kv, q_idx, args, shape, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """One tile of keys, in `page`. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q], and the
-    pages of the next tile, which are read so early that its keys can be fetched ahead."""
+def _no_sums(shape, WORD: tl.constexpr):
+    """Zeros [block_q, d_v] or, where values are read in words of several, as many [block_q, d_v / WORD]: element i of
+    each is that of byte i of a word."""
+    zeros = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV // WORD], tl.float32)
+    if WORD == 1:
+        return zeros
+    elif WORD == 2:
+        return zeros, zeros
+    else:
+        return zeros, zeros, zeros, zeros
+
+
+@triton.jit
+def _whole(acc, shape, WORD: tl.constexpr):
+    """The sums [block_q, d_v] of all bytes."""
+    if WORD == 1:
+        return acc
+    elif WORD == 2:
+        return tl.reshape(tl.join(acc[0], acc[1]), [shape.BLOCK_Q, shape.BLOCK_DV])
+    else:
+        pairs = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
+        return tl.reshape(pairs, [shape.BLOCK_Q, shape.BLOCK_DV])
+
+
+@triton.jit
+def _added(acc, alpha, p, v_tile, start, kv, args, shape):
+    """acc alpha + p v"""
+    if kv.descale is not None and kv.descale.v.blocked:
+        part = tl.dot(p, v_tile, input_precision=shape.PRECISION)
+        return acc * alpha + part * factor_at(kv.descale.v, args.b, kv.h, start)
+    else:
+        return tl.dot(p, v_tile, acc * alpha, input_precision=shape.PRECISION)
+
+
+@triton.jit
+def _weighted(
+    acc, p, alpha, page, start, kv, dtype: tl.constexpr, args, shape, PAGE: tl.constexpr
+):  # fmt: skip
+    """acc alpha + p v, of one tile of keys; products take `dtype`.
+
+    What products on 16 rows take of v are keys side by side. Bytes would be read one by one from shared memory. Words
+    are read as they lie, and the same byte of two of them is a pair of keys.
+    """
+    alpha = alpha[:, None]
+    # [block_k, d_v]
+    if kv.word == 1:
+        v_tile = widened(_load(kv.v, page, kv, start, PAGE, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV), dtype)
+        return _added(acc, alpha, p.to(v_tile.dtype), v_tile, start, kv, args, shape)
+    else:
+        v = in_words(kv.v, kv.word)
+        # [block_k, d_v / WORD]
+        words = _load(v, page, kv, start, PAGE, shape.BLOCK_K, shape.D_V // kv.word, shape.BLOCK_DV // kv.word)
+        p = p.to(dtype)
+        sums = ()
+        for i in tl.static_range(kv.word):
+            v_tile = widened(byte_of(words, i, kv.v.ptr.dtype.element_ty), dtype)
+            sums = sums + (_added(acc[i], alpha, p, v_tile, start, kv, args, shape),)  # noqa: RUF005 - Triton's
+        return sums
+
+
+@triton.jit
+def _step(
+    acc, row_max, row_sum, page, start, q_tile, kv, q_idx, args, shape, PAGE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """One tile of keys, in `page`. acc [block_q, d_v] (see `_no_sums`), row_max [block_q] in units of scores, row_sum
+    [block_q], and the pages of the next tile, which are read so early that its keys can be fetched ahead."""
     following = _pages_of(kv, start + shape.BLOCK_K, PAGE, shape.BLOCK_K)
     # [block_k, d]
     k_tile = _load(kv.k, page, kv, start, PAGE, shape.BLOCK_K, shape.D, shape.BLOCK_D)
     # [block_q, block_k]
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
+    qk = tl.dot(q_tile, tl.trans(widened(k_tile, q_tile.dtype)), input_precision=shape.PRECISION)
+    if kv.descale is not None:
+        qk *= factor_of_block(kv.descale.k, args.b, kv.h, start)
     x = masked_scores(qk, args, q_idx, start + tl.arange(0, shape.BLOCK_K)[None, :], MASKED)
     p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
-    # [block_k, d_v]
-    v_tile = _load(kv.v, page, kv, start, PAGE, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=shape.PRECISION)
+    acc = _weighted(acc, p, alpha, page, start, kv, q_tile.dtype, args, shape, PAGE)
     return acc, row_max, row_sum, following
 
 
@@ -212,25 +231,24 @@ def _written(split, q_idx, live, there):
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def paged_kernel(
-    q, k, v, out, lse, max_scores, sink, used_q, used_k, pages, split, mask, score, h_q, s_q, scale, shape,
-    PAGE: tl.constexpr, SPLIT: tl.constexpr, FAIR: tl.constexpr, LEAST: tl.constexpr, EDGES: tl.constexpr,
+    q, k, v, out, lse, max_scores, sink, used_q, used_k, pages, split, mask, score, descale, h_q, s_q, scale, shape,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, EDGES: tl.constexpr,
     N: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One tile of flat query rows against one part of its keys, for one key head.
 
     out: TensorArgs, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b,
-    h_q, s_q), each part's own softmax. FAIR: a short sequence has fewer parts than there are. EDGES: tiles inside of
-    the mask's core are plain ones; for tiles of many rows. BITS: of lengths, by which sequences are put in order, or
-    0.
+    h_q, s_q), each part's own softmax. EDGES: tiles inside of the mask's core are plain ones; for tiles of many rows.
+    BITS: of lengths, by which sequences are put in order, or 0.
     """
     heads = h_q // shape.GROUP
     head_k = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads % plain_int(split.tiles)
     part = tl.program_id(0) // heads // plain_int(split.tiles)
     count = plain_int(pages.sequences)
-    number, start_q = _sequence_of(used_q, tile, s_q, count, shape, N)
+    number, start_q = sequence_of(used_q, tile, s_q, count, shape, N)
     if BITS > 0:
-        number = _by_length(number, used_k, pages, N, BITS)
+        number = by_length(number, used_k, pages, N, BITS)
     batch, first_q, there, rows = extent(used_q, number, s_q)
     b = tl.minimum(number, count - 1)
     _, _, _, keys = extent(used_k, b, plain_int(pages.capacity))
@@ -245,9 +263,9 @@ def paged_kernel(
     if SPLIT:
         parts = plain_int(split.splits)
         place = (part.to(tl.int64) * plain_int(split.rows) + (batch * h_q + h) * s_q + first_q) + q_idx
-        if FAIR:
-            share = _share(mask, used_q, used_k, heads, s_q, pages, split, shape, N, LEAST)
-            parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // shape.BLOCK_K, share), 1))
+        if split.fair:
+            portion = share(mask, used_q, used_k, heads, s_q, pages, split, shape, N, LEAST)
+            parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // shape.BLOCK_K, portion), 1))
         if part >= parts:
             _store_nothing(lse, place, q_idx < there)
             _store_nothing(max_scores, place, q_idx < there)
@@ -263,9 +281,10 @@ def paged_kernel(
     q_place = head(q, batch, h, first_q + q_idx)[:, None] + columns
     q_tile = tl.load(q_place, mask=live[:, None] & (columns < shape.D), other=0.0)
     table = pages.table + b.to(tl.int64) * plain_int(pages.stride)
-    kv = PagedHead(k, v, table, pages, head_k, keys)
+    kv = PagedHead(k, v, table, pages, head_k, keys, descale, split.word)
+    q_tile, scale = queries(q_tile, scale, descale, b, head_k, q_idx)
     args = ScoreArgs(b, h[:, None], rows, keys, off, scale, mask, score, None)
-    acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
+    acc = _no_sums(shape, split.word)
     row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
     if sink is not None and max_scores is None:  # one more column, before all others, in the first part alone
@@ -291,10 +310,12 @@ def paged_kernel(
             acc, row_max, row_sum, page, start, q_tile, kv, q_idx[:, None], args, shape, PAGE, True
         )
 
+    acc = _whole(acc, shape, split.word)
     acc, row_max, row_sum = store_largest(
         max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, part == 0
     )
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
+    acc = values(acc, descale, b, head_k)
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     columns = tl.arange(0, shape.BLOCK_DV)[None, :]
     stored = _written(split, q_idx, live, there)[:, None] & (columns < shape.D_V)

@@ -1,0 +1,147 @@
+"""8-bit queries, keys and values on the device, in the type that products take, and what their products are times.
+
+float16 holds every number of both 8-bit types, so products are exact there. A row of bfloat16 queries, which may be out
+of float16's range, is multiplied by a power of two first, and its scores are divided by it.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade import hardware
+from saccade.backends.device import block_d
+from saccade.backends.device.aggregate import aggregate
+from saccade.backends.device.descale import factor_at
+from saccade.descale import EIGHT_BITS
+from saccade.problem import Problem
+
+
+def readable(x: Tensor) -> Tensor:
+    """x as kernels load it: bytes, where Triton has no numbers of its type (see `widened`)."""
+    if x.dtype == torch.float8_e4m3fn and not hardware.has_e4m3(x.device):
+        return x.view(torch.uint8)
+    return x
+
+
+def products(problem: Problem) -> bool:
+    """Whether products are those of bytes; of others, such as few columns, float16's."""
+    q = problem.q
+    return q.dtype in EIGHT_BITS and hardware.has_e4m3(q.device) and block_d(q.shape[3]) >= LEAST_COLUMNS
+
+
+LEAST_COLUMNS = 32
+"""What one product of bytes takes at a time."""
+
+
+@triton.jit
+def factor_of_all(x, b, h):
+    """The factor of one operand for all its rows; 1 where each block has its own."""
+    if x.blocked:
+        return 1.0
+    else:
+        return factor_at(x, b, h, 0)
+
+
+@triton.jit
+def factor_of_block(x, b, h, row):
+    """The factor of the block of one row; 1 where all rows share one."""
+    if x.blocked:
+        return factor_at(x, b, h, row)
+    else:
+        return 1.0
+
+
+@triton.constexpr_function
+def _bits(dtype):
+    return dtype.primitive_bitwidth
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """8-bit numbers in a wider type; others as they are."""
+    if _bits(x.dtype) > 8:
+        return x
+    elif x.dtype == tl.uint8:
+        # The bits of e4m3 are those of a float16 2^8 times smaller, but for NaN, of which e4m3 has two.
+        byte = x.to(tl.uint16)
+        half = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
+        return tl.where((byte & 0x7F) == 0x7F, float("nan"), half).to(dtype)
+    else:
+        return x.to(tl.float16).to(dtype)
+
+
+@triton.jit
+def product_scale(scale, descale, b, h, row):
+    """What scores are products times, a number or [block_q, 1], but for a factor of blocks of keys. `row` [block_q]:
+    numbers of rows in sequence b."""
+    scale *= factor_of_all(descale.q, b, h) * factor_of_all(descale.k, b, h)
+    if descale.q.blocked:
+        return (scale * factor_at(descale.q, b, h, row))[:, None]
+    else:
+        return scale
+
+
+@triton.jit
+def wide_queries(x, scale):
+    """Query rows [block_q, d] as products with `widened` keys take them, and the scale of these products."""
+    if x.dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+        # By the power of two of its largest number a row ends below 2^15. Both factors are normal numbers.
+        power = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, 15)
+        up = ((268 - power) << 23).to(tl.float32, bitcast=True)
+        return (x * up[:, None]).to(tl.float16), scale * ((power - 14) << 23).to(tl.float32, bitcast=True)[:, None]
+    else:
+        return widened(x, tl.float16), scale
+
+
+@triton.jit
+def queries(x, scale, descale, b, h, row):
+    """`wide_queries` and their `product_scale`; what has more bits stays as it is."""
+    if descale is None:
+        return x, scale
+    else:
+        return wide_queries(x, product_scale(scale, descale, b, h, row))
+
+
+@triton.jit
+def values(acc, descale, b, h):
+    """Sums of values times the factor of all of them."""
+    if descale is None:
+        return acc
+    else:
+        return acc * factor_of_all(descale.v, b, h)
+
+
+@aggregate
+class WordRows:
+    """TensorArgs of bytes, read in words of several."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    unit: Any
+    """constexpr: words in a unit of the strides"""
+    wide: Any
+
+
+@triton.jit
+def in_words(x, WORD: tl.constexpr):
+    """The same tensor in words of WORD bytes, 2 or 4; its rows start at multiples of 16."""
+    word = tl.int16 if WORD == 2 else tl.int32
+    ptr = x.ptr.to(tl.pointer_type(word), bitcast=True)
+    return WordRows(ptr, x.stride_b, x.stride_h, x.stride_s, x.unit // WORD, x.wide)
+
+
+@triton.jit
+def byte_of(words, number: tl.constexpr, dtype: tl.constexpr):
+    """One byte of each word, counted from the lowest, as `dtype`."""
+    byte = (words >> 8 * number).to(tl.uint8)
+    return byte if dtype == tl.uint8 else byte.to(dtype, bitcast=True)

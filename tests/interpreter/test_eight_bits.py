@@ -1,0 +1,135 @@
+"""The kernels over 8-bit keys and values against the oracle, and wrong kernels.
+
+Triton's interpreter converts some bytes wrongly: NaN to large numbers, and subnormals of e5m2, which are zero here; and
+it carries nothing when it rounds to e4m3. Tests on a GPU have all three."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl  # noqa: F401 - Triton looks for it where functions come from
+from torch import Tensor
+
+from saccade import Dense, Descale, Packed, alibi, attention, causal, hardware, window
+from saccade.backends.device import descale, eight_bits
+from saccade.backends.triton import paged_kernel
+from saccade.testing import check, paged
+
+E4M3, E5M2 = KINDS = torch.float8_e4m3fn, torch.float8_e5m2
+CASES = {case.name: case for case in paged.named()}
+
+
+def positive(*shape: int) -> Tensor:
+    return torch.rand(shape) + 0.5
+
+
+def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
+    return x.masked_fill(x.abs() < 2**-14, 0).to(kind)
+
+
+def in_bytes(name: str, kind: torch.dtype, **changes: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The call of a named case with its cache in 8 bits, and its keywords."""
+    given = CASES[name].replace(**changes).inputs()
+    k, v = (paged.spaced(rounded(x, kind)) for x in (given.k, given.v))
+    return given.q, k, v, given.keywords
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", E4M3), ("fp16", E5M2), ("fp32", E4M3)], ids=str)
+@pytest.mark.parametrize("name", ["decode-window", "mixed", "decode-fixed", "mixed-pages"])
+def test_pages(name: str, dtype: str, kind: torch.dtype):
+    q, k, v, keywords = in_bytes(name, kind, dtype=dtype)
+    b, h_k, keys = keywords["layout"].sequences, k.shape[2], keywords["layout"].block_table.shape[1] * k.shape[1]
+    scales = Descale(k=positive(b, h_k), v=positive(h_k))
+    check(q, k, v, descale=scales, backend="triton", **keywords).assert_ok()
+    blocks = Descale(k=positive(b, h_k, keys), v=positive(b, h_k, keys))
+    check(q, k, v, descale=blocks, backend="triton", **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("d_v", [16, 64, 128, 256])
+def test_words_of_values(d_v: int):
+    """Bytes read in pairs, in fours, and one by one."""
+    q, k, v, keywords = in_bytes("decode", E4M3, dtype="fp16", d=16, d_v=d_v, b=2, s_k=70)
+    check(q, k, v, descale=Descale(v=3.0), backend="triton", **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, E5M2], ids=str)
+def test_dense_padded_and_packed(dtype: torch.dtype, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """8-bit queries as where there are no products of bytes: the interpreter does not round probabilities."""
+    if dtype == E5M2 != kind:
+        return
+    monkeypatch.setattr(eight_bits, "products", lambda problem: False)
+    b, h_q, h_k, s, d = 2, 4, 2, 150, 40
+    q, k, v = rounded(torch.randn(b, h_q, s, d), dtype), *(rounded(torch.randn(b, h_k, s, n), kind) for n in (d, 24))
+    for shape in ((h_k,), (b, h_k, 2)):
+        of_q = positive(*shape) if dtype == kind else None
+        keywords: dict[str, Any] = {"descale": Descale(of_q, positive(*shape), positive(*shape)), "backend": "triton"}
+        check(q, k, v, mask=causal(), sink=torch.randn(h_q), **keywords).assert_ok()
+        check(q, k, v, layout=Dense(seqused_k=torch.tensor([150, 20])), **keywords).assert_ok()
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        ends = torch.tensor([0, 100, 240])
+        options = {"mask": window(40, 0), "score_mod": alibi(positive(h_q)), "layout": Packed(ends, ends, 150, 150)}
+        check(*flat, **options, **keywords).assert_ok()
+
+
+def test_where_triton_has_no_e4m3(monkeypatch: pytest.MonkeyPatch):
+    """Bytes become float16 by their bits, NaN too; 8-bit queries as well."""
+    monkeypatch.setattr(hardware, "has_e4m3", lambda device: False)
+    for name in ("decode", "mixed-fixed"):
+        q, k, v, keywords = in_bytes(name, E4M3, dtype="bf16")
+        found = attention(q, k, v, descale=Descale(k=0.7), backend="triton", **keywords)
+        assert found.isfinite().all()
+        check(q, k, v, descale=Descale(k=0.7), backend="triton", **keywords).assert_ok()
+    q, k, v = (torch.randn(1, 2, 70, 64).to(E4M3) for _ in range(3))
+    k[0, 1, 3, 0] = torch.nan
+    out = attention(q, k, v, backend="triton")
+    assert out[:, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
+    check(q[:, :1], k[:, :1], v[:, :1], backend="triton").assert_ok()
+
+
+def test_every_byte_is_converted(monkeypatch: pytest.MonkeyPatch):
+    """One key for each byte, which a query picks out of all."""
+    values = torch.arange(256, dtype=torch.uint8)
+    for kind, native in ((E4M3, True), (E4M3, False), (E5M2, True)):
+        monkeypatch.setattr(hardware, "has_e4m3", lambda device, native=native: native)
+        wanted = values.view(kind).float()
+        kept = wanted.isfinite() & ((wanted.abs() >= 2**-14) | torch.tensor(kind == E4M3))
+        v = values.view(kind)[kept].view(1, 1, -1, 1).view(torch.uint8).expand(-1, -1, -1, 16).contiguous().view(kind)
+        keys = torch.zeros(1, 1, int(kept.sum()), 16).to(kind)
+        mask = window(0, 0)
+        found = attention(torch.zeros(1, 1, keys.shape[2], 16), keys, v, mask=mask, backend="triton")
+        assert torch.equal(found[0, 0, :, 0], wanted[kept])
+
+
+def _forget(acc, descale, b, h):
+    return acc
+
+
+def _of_keys(acc, descale, b, h):
+    return acc * eight_bits.factor_of_all(descale.k, b, h)
+
+
+def _plain_queries(x, scale, descale, b, h, row):
+    return eight_bits.wide_queries(x, scale)
+
+
+def _of_first_block(x, b, h, row):
+    return descale.factor_at(x, b, h, row * 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "blocks"),
+    [("values", _forget, 0), ("values", _of_keys, 0), ("queries", _plain_queries, 0),
+     ("factor_of_block", _of_first_block, 3), ("factor_at", _of_first_block, 3)],
+    ids=["no factor of v", "v by the factor of k", "no factor of k", "k by its first block", "v by its first block"],
+)  # fmt: skip
+def test_wrong_kernels_are_rejected(name: str, wrong: Any, blocks: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(paged_kernel, name, triton.jit(wrong))
+    q, k, v, keywords = in_bytes("decode", E4M3, dtype="fp16", b=2, s_k=300)
+    shape = (2, 2, keywords["layout"].block_table.shape[1]) if blocks else (2, 2)
+    scales = Descale(k=positive(*shape), v=positive(*shape) + 1)
+    assert check(q, k, v, descale=scales, backend="triton", **keywords).ratio > 1
