@@ -80,7 +80,6 @@ def draw(rows: list[dict[str, object]]) -> None:
             axis.bar([x + 0.2 * (i - 1.5) for x in range(3)], [r["out"] for r in own], 0.2, label=made)
         axis.set_xticks(range(3), ["tensor", "head", "block"])
         axis.set_title(name)
-        axis.set_yscale("log")
     axes[0].set_ylabel("error of out, relative")
     axes[0].legend(fontsize=8)
     figure.savefig(ROOT / "docs" / "fp8.svg", metadata={"Date": None})

@@ -128,7 +128,18 @@ def quantize(
 
     def made(x: Tensor, at: _Places, mean: Tensor | None, turned: bool, keys_first: bool) -> tuple[Tensor, ...]:
         rows = layout.canonical(layouts.with_rows(x))
-        options = mean, at.side == "k", per, dtype, at.blocks, bool(turned), keys_first, scale, at.side, at.validate
+        options = (
+            mean,
+            mean is not None and at.side == "k",
+            per,
+            dtype,
+            at.blocks,
+            bool(turned),
+            keys_first,
+            scale,
+            at.side,
+            at.validate,
+        )
         flat = rows, keys.shape[1], at.starts, at.used, *options
         codes, *rest = _quantize(*flat) if direct else torch.ops.saccade.quantize.default(*flat)
         return layout.ordered(codes), *rest

@@ -204,7 +204,8 @@ def _run(function: Callable[..., Any], call: CheckedCall) -> Results:
 def _check_form(results: Results, call: CheckedCall) -> None:
     """Shapes, dtypes and devices are those of the contract."""
     q, layout = call.q, call.layout
-    dtype = torch.bfloat16 if q.dtype in EIGHT_BITS else q.dtype
+    given = call.keywords.get("out")
+    dtype = q.dtype if q.dtype not in EIGHT_BITS else torch.bfloat16 if given is None else given.dtype
     out = (*q.shape[:-1], call.v.shape[-1]), dtype
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = tuple(layout.ordered_lse(layout.canonical(q)[..., 0]).shape), wide

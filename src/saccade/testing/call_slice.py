@@ -32,6 +32,8 @@ FAR = 1 << 20
 TENSOR_CORE_SUMS = 2.0**-13
 """Hopper's tensor cores add products of 8-bit numbers in so many bits, 32 at a time (docs/findings/fp8.md)."""
 
+PROMOTED = 128
+"""Keys after which such sums are added up in float32 at the latest."""
 P_BITS = 8
 """P of 8 bits is multiplied by 2 to this power, so that small probabilities are normal numbers."""
 
@@ -131,7 +133,7 @@ class CheckedCall(NamedTuple):
         """One sequence and some heads of a canonical call."""
         b, h, keywords = place.number, heads.start, self.keywords
         rows_at, keys_at = (place.batch_q, heads, place.rows), (place.batch_k, key_heads, place.keys)
-        sink, mask = keywords.get("sink"), as_mask(keywords.get("mask"))
+        sink, mask, out = keywords.get("sink"), as_mask(keywords.get("mask")), keywords.get("out")
         score = scores.bind(keywords.get("score_mod"), self.q)
         problem = Problem(
             q=self.q[rows_at],
@@ -142,6 +144,7 @@ class CheckedCall(NamedTuple):
             mask=None if mask is None else ShiftedMask(of_rows(mask, place.rows), b, h),
             score=None if score is None else ShiftedScore(score, b, h),
             descale=None if self.descale is None else self.descale.of_sequence(b).of_heads(key_heads),
+            out=None if out is None else out.new_empty(0),  # for its dtype
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
             dropout=None if dropout is None else ShiftedDropout(dropout.state, dropout.p, b, h),
         )
@@ -203,9 +206,10 @@ class CallSlice(NamedTuple):
         more_q, more_k, more_d, more_v = (
             n * (2 * torch.finfo(sums).eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         )
+        more_p = more_k
         if self.precision.sums:
             of_sums = (2 * self.precision.sums / eps) ** 2
-            more_k, more_d = max(more_k, k.shape[2] * of_sums), max(more_d, q.shape[3] * of_sums)
+            more_d, more_p = q.shape[3] * of_sums, max(more_k, PROMOTED * of_sums)
         kept = reference.kept(problem) * problem.dropout.rescale if problem.dropout else q.new_ones(())
         masked = (exact["lse"] == -torch.inf)[..., None]
         out, lse = exact["out"], torch.where(masked, 0, exact["lse"][..., None])
@@ -231,14 +235,15 @@ class CallSlice(NamedTuple):
         p_rounded = torch.where(p > 0, p**2 + least, 0)
         if self.precision.probabilities is not None:
             eight = torch.finfo(self.precision.probabilities)
-            smallest_step = p.amax(-1, keepdim=True) * eight.smallest_normal * eight.eps / 2**P_BITS
+            top_p = torch.nn.functional.pad(p, (0, 1)).amax(-1, keepdim=True)
+            smallest_step = top_p * eight.smallest_normal * eight.eps / 2**P_BITS
             p_rounded = p_rounded + torch.where(p > 0, (p**2 * eight.eps**2 + smallest_step**2) / eps**2, 0)
         p_term = p**2 * ((eps / 2 * score_term.sqrt()).clamp(max=BEYOND).expm1() / (eps / 2)) ** 2
         # Keys that are alike have scores that are rounded alike.
         of_p = 1 + more_k / fine + torch.where(lse.abs() < far, lse**2 + top**2, 0)
         of_p = fine * of_p + p_term.sqrt().sum(-1, keepdim=True) ** 2 + (2 * self.precision.exp / eps) ** 2
         lse_term = of_p + fine * (lse**2 + top**2)
-        out_term = smallest + (1 + more_k) * out**2 + ((p_rounded + p_term + more_k * p**2) * kept**2) @ v**2
+        out_term = smallest + (1 + more_p) * out**2 + ((p_rounded + p_term + more_p * p**2) * kept**2) @ v**2
         squares = {"out": out_term, "lse": lse_term[..., 0]}
         squares["max_scores"] = torch.nn.functional.pad(score_term, (0, 1)).amax(-1)  # of no key, zero
         if dout is not None:
