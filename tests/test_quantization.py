@@ -329,7 +329,7 @@ def given(**changes):
         ({"layout": Dense(seqused_k=torch.tensor([2, 1]))}, "seqused_k must have shape (1,), got (2,): q (1, 4"),
         ({"layout": Packed(torch.tensor([0, 20]))}, "must have three dimensions, (t, h, d): q (1, 4"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )  # fmt: skip
 def test_wrong_calls(changes, words):
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
