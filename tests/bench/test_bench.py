@@ -484,6 +484,14 @@ def test_paged_caches(cell: Cell):
     assert (found["auto"].layout, found["auto"].page_size) == ("paged", cell.case.page_size)
 
 
+def test_shared_prefixes():
+    found = measured("auto", "shared-prefix", cell=Cell(paged(used="shared32", s_k=43), "decode"))
+    assert found["auto"].error_ratio <= 1
+    assert found["shared-prefix"].error_ratio <= 1
+    found = measured("auto", "shared-prefix", cell=Cell(paged(), "decode"))
+    assert found["shared-prefix"].reason == "the sequences share no pages"
+
+
 def test_a_wrong_result_over_pages_is_found():
     cell = Cell(paged(s_k=33, used="k"), "decode")
     inputs = runs.inputs_of(cell.case, CPU)

@@ -215,6 +215,11 @@ _PROMPTS = [
     _paged(16, 8192, s_q=256),
     *(named(_paged(4, 8192 + 2048, page_size=size, s_q=2048).replace(cache="heads")) for size in (64, 16)),
 ]
+_SHARED = [named(_paged(b, n + 512).replace(used=f"shared{n}")) for n in (8192, 32768) for b in (4, 16, 64)]
+_DRAFTS = [
+    *(_paged(b, s_k, s_q=s_q) for b, s_k in ((8, 8192), (64, 4096)) for s_q in (1, 2, 4, 8, 16, 32, 64)),
+    *(named(_paged(b, s_k, s_q=15).replace(mask="tree")) for b, s_k in ((8, 8192), (64, 4096))),
+]
 
 
 def _documents(dtype: str, mask: str) -> Case:
@@ -306,6 +311,16 @@ GRIDS = {
         _cells(_DECODE, "decode"),
         ("auto", "fa3"),
         "one new token over a paged cache, as a CUDA graph: 32 or 64 heads on 8, pages of 64, 16 and 1, views",
+    ),
+    "shared-prefix": BenchGrid(
+        _cells(_SHARED, "decode"),
+        ("auto", "shared-prefix", "fa3"),
+        "one new token over 8k or 32k keys that 4 to 64 sequences share and 512 of their own: plain, and shared_pages",
+    ),
+    "drafts": BenchGrid(
+        _cells(_DRAFTS, "decode"),
+        ("auto", "fa3"),
+        "1 to 64 drafted tokens over a paged cache, as a CUDA graph: causal, and a tree of 15 by mask_mod",
     ),
     "prompts": BenchGrid(
         _cells(_PROMPTS, "forward"),

@@ -27,6 +27,11 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
     return replace(inputs, keywords=inputs.keywords | {"sink": sink.bfloat16().to(sink.dtype)})
 
 
+def shared_pages(case: Case) -> int:
+    """How many pages all sequences begin with: `used="shared8192"` has 8192 keys in common."""
+    return int(case.used.removeprefix("shared")) // case.page_size if case.used.startswith("shared") else 0
+
+
 def paged_inputs(case: Case, device: torch.device) -> Inputs:
     """A cache as large as a server's, drawn on the device: every page is in use, in any order."""
     generator = torch.Generator().manual_seed(0)
@@ -36,6 +41,7 @@ def paged_inputs(case: Case, device: torch.device) -> Inputs:
     mapped = torch.arange(int(pages.max())) < pages[:, None]
     table = torch.zeros(mapped.shape, dtype=torch.int32)
     table[mapped] = torch.randperm(int(pages.sum()), generator=generator, dtype=torch.int32)
+    table[:, : shared_pages(case)] = table[:1, : shared_pages(case)]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=TORCH_DTYPES[case.dtype])

@@ -15,7 +15,7 @@ from saccade.bench.providers.eight_bits import CudnnFp8, WiderValues
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4, FlashAttnFace
 from saccade.bench.providers.flex import Flex
 from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
-from saccade.bench.providers.saccade import MaxScores, Naive, Saccade
+from saccade.bench.providers.saccade import MaxScores, Naive, Saccade, SharedPrefix
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
 from saccade.bench.providers.torch_varlen import TorchVarlen
 from saccade.bench.providers.transformers import Transformers
@@ -27,6 +27,7 @@ _ALL: list[Provider] = [
     Saccade("auto"),
     MaxScores("gluon"),
     MaxScores("triton"),
+    SharedPrefix(),
     *(CausalInterval(form) for form in FORMS),
     LeftPadded(),
     WiderValues("gluon"),

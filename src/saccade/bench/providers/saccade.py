@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from saccade import dispatch, hardware
 from saccade.api import attention, explain
 from saccade.bench.grids import Cell
+from saccade.bench.inputs import shared_pages
 from saccade.bench.providers.base import Operands, Prepared, Provider, learned, prepared
 from saccade.partial import Scored
 from saccade.testing.cases import Inputs
@@ -70,6 +72,21 @@ class MaxScores(Saccade):
 
     def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
         return super().keywords(cell, inputs) | {"return_max_scores": True}
+
+
+class SharedPrefix(Saccade):
+    """The same with the pages that all sequences begin with read once."""
+
+    def __init__(self) -> None:
+        super().__init__("auto")
+        self.name = "shared-prefix"
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        return super().supports(cell, inputs) if shared_pages(cell.case) else "the sequences share no pages"
+
+    def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
+        layout = replace(inputs.keywords["layout"], shared_pages=shared_pages(cell.case))
+        return super().keywords(cell, inputs) | {"layout": layout}
 
 
 class Naive(Saccade):
