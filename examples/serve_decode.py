@@ -1,22 +1,30 @@
-"""Serve a tiny language model: continuous batching over a paged cache, with a CUDA graph where there is a GPU.
+"""Serve a tiny language model: a server to copy, of continuous batching over a paged cache.
 
     python examples/serve_decode.py --requests 20
 
-Requests of different lengths come and go. Their keys and values live in pages of one cache: a request takes pages as
-it grows, and returns them when it ends. A step decodes one token for every running request, in a batch of a fixed size.
-The launches are the same each time, so a GPU replays them as one graph, whatever the lengths are. New requests enter
-between steps, all their prompts in one call, end to end. The model has random weights; its output is checked against
-the same model without a cache.
+- **Pages.** Keys and values live in pages of one cache. A request takes pages when it is let in, and returns them when
+  it has said what it should.
+- **A shared prefix.** All prompts begin with one system prompt. Its pages are computed once, belong to all requests,
+  and are read once for a whole batch.
+- **Chunks beside decoding.** A step has one token of each request that speaks, and chunks of the prompts of those that
+  are still reading, end to end in one call, up to a number of tokens: long prompts delay nobody for long.
+- **Graphs.** Steps that only decode run in batches of a few sizes. A GPU captures each once and replays it as a graph,
+  whatever the lengths are, and the host reads nothing but the tokens.
+- **Sampling** with a temperature and a top-p of each request. What a request says depends on its own seed alone, not on
+  who else is served.
+
+The model has random weights. On a CPU its tokens are those of a plain loop without a cache; on a GPU, in bfloat16, the
+plain model's choice after the same tokens is compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +34,8 @@ from saccade import Dense, Paged, append_kv, attention, causal
 
 VOCABULARY, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 128, 2, 8, 2, 32
 PAGE_SIZE, LONGEST = 16, 256
+CHUNK = 48
+"""Tokens of a step, those of prompts included."""
 
 
 def angles(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -43,7 +53,7 @@ def turned(x: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor) -> Tenso
 
 
 @dataclass
-class Batch:
+class Step:
     """What one pass through the model is about: tokens, and where their keys are before and after it."""
 
     tokens: Tensor
@@ -74,14 +84,14 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(DIM)
 
-    def forward(self, batch: Batch, caches: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, step: Step, caches: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Logits of every token; caches (layers, 2, pages, page_size, h_k, d) get its keys and values."""
-        x = self.embedding(batch.tokens)
+        x = self.embedding(step.tokens)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache) -> Tensor:
-                q = append_kv(k_cache, v_cache, batch.before, k, v, q=q, rotary=rotary)
-                return attention(q, k_cache, v_cache, mask=causal(), layout=batch.after)
+                q = append_kv(k_cache, v_cache, step.before, k, v, q=q, rotary=rotary)
+                return attention(q, k_cache, v_cache, mask=causal(), layout=step.after)
 
             x = layer(x, attend)
         return F.linear(self.norm(x), self.embedding.weight)
@@ -100,120 +110,239 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)[0]
 
 
-@dataclass
+def chances(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
+    """Probabilities (b, vocabulary) of the fewest tokens that have top_p (b,) in all; without temperature the best."""
+    cold = temperature == 0
+    p = (logits / torch.where(cold, 1, temperature)[:, None]).softmax(-1)
+    best = p.argmax(-1, keepdim=True)
+    ordered, order = p.sort(stable=True, dim=-1, descending=True)
+    ordered = torch.where(ordered.cumsum(-1) - ordered < top_p[:, None], ordered, 0)  # never drops the first
+    kept = torch.zeros_like(p).scatter(1, order, ordered)
+    kept = torch.where(cold[:, None], torch.zeros_like(p).scatter(1, best, 1), kept)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """A number in [0, 1) for each seed and position, int64 (b,): the same on every device and in every batch."""
+    x = seed * 0x5851F42D4C957F2D + position * 0x14057B7EF767814F + 1
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):  # splitmix64
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (x & ((1 << 24) - 1)).float() / (1 << 24)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, drawn: Tensor) -> Tensor:
+    """The first token (b,) whose cumulative probability exceeds the number drawn."""
+    reached = chances(logits.double(), temperature, top_p).cumsum(-1)
+    return (reached <= drawn[:, None] * reached[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
+
+
+@dataclass(eq=False)
 class Request:
     prompt: list[int]
     wanted: int
     """how many tokens"""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
     said: list[int] = field(default_factory=list)
-    slot: int = -1
-    """its row in the batch"""
     pages: list[int] = field(default_factory=list)
+    """of its own, after those of the prefix"""
+    cached: int = 0
+    """tokens whose keys are in the cache, the prefix included"""
 
-    def length(self) -> int:
-        return len(self.prompt) + len(self.said)
+    def tokens(self) -> list[int]:
+        return self.prompt + self.said
+
+    def missing(self) -> int:
+        """Tokens that the model has not read: 1 for a request that speaks."""
+        return len(self.prompt) + len(self.said) - self.cached
+
+
+class Batch:
+    """The requests of a step as tensors, which every step of `size` requests reads and writes: a graph may replay it.
+
+    Rows without a request have no keys, and cost nothing.
+    """
+
+    def __init__(self, size: int, prefix: list[int], device: torch.device) -> None:
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.table = integers(size, LONGEST // PAGE_SIZE)
+        self.empty = torch.tensor(prefix + [-1] * (self.table.shape[1] - len(prefix)), dtype=torch.int32)
+        self.used, self.live, self.tokens = integers(size), integers(size), integers(size, dtype=torch.int64)
+        self.seed, self.temperature, self.top_p = (
+            integers(size, dtype=torch.int64),
+            *torch.zeros(2, size, device=device),
+        )
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.holds: list[Request] = []
+
+    def place(self, requests: list[Request]) -> None:
+        """Writes what the step needs to know. Between steps of the same requests the tensors are up to date."""
+        if requests == self.holds:
+            return
+        table = self.empty.repeat(len(self.used), 1)
+        shared = int((self.empty >= 0).sum())
+        for i, request in enumerate(requests):
+            table[i, shared : shared + len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+        self.table.copy_(table)
+        rows = [(x.cached, 1, x.tokens()[-1], x.seed, x.temperature, x.top_p) for x in requests]
+        rows += [(0, 0, 0, 0, 0.0, 1.0)] * (len(self.used) - len(requests))
+        tensors = self.used, self.live, self.tokens, self.seed, self.temperature, self.top_p
+        for x, values in zip(tensors, zip(*rows, strict=True), strict=True):
+            x.copy_(torch.tensor(values, dtype=x.dtype))
+        self.holds = list(requests)
 
 
 class Server:
-    """A batch of `slots` requests, and the pages of their caches."""
+    """Requests that run, at most `slots`, the pages of their caches, and those of the prefix of all prompts."""
 
-    def __init__(self, model: Model, slots: int, pages: int, device: torch.device) -> None:
-        self.model, self.device, self.rotary = model, device, angles(device)
+    def __init__(self, model: Model, slots: int, pages: int, prefix: list[int], device: torch.device) -> None:
+        self.model, self.device, self.rotary, self.slots = model, device, angles(device), slots
         dtype = next(model.parameters()).dtype
         self.caches = torch.zeros(LAYERS, 2, pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
-        self.free, self.slots = list(range(pages)), list(range(slots))
+        self.free = list(range(pages))
         self.running: list[Request] = []
-        # The batch of a step. Slots without a request have no page and no keys, and cost nothing.
-        self.table = torch.full((slots, LONGEST // PAGE_SIZE), -1, dtype=torch.int32, device=device)
-        self.used, self.live, self.tokens = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(3))
-        self.graph: torch.cuda.CUDAGraph | None = None
+        # Whole pages of it are common; what is left of it is read with each prompt.
+        self.prefix = [self.free.pop() for _ in range(len(prefix) // PAGE_SIZE)]
+        sizes = [1 << i for i in range((slots - 1).bit_length() + 1)]
+        self.batches = {size: Batch(size, self.prefix, device) for size in sizes}
+        shared = len(self.prefix) * PAGE_SIZE
+        if shared:
+            table, used = self._tensor([self.prefix]), self._tensor([0])
+            after = Paged(table, used + shared)
+            self.model(
+                Step(self._tensor([prefix[:shared]]).long(), Paged(table, used), after), self.caches, self.rotary
+            )
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def admit(self, waiting: list[Request]) -> None:
-        """Lets in who has a slot and pages for everything that it will say, and reads the prompts."""
-        new: list[Request] = []
-        while waiting and self.slots:
-            need = math.ceil((len(waiting[0].prompt) + waiting[0].wanted) / PAGE_SIZE)
+        """Lets in, in their order, who has a slot and pages for everything that it will say."""
+        while waiting and len(self.running) < self.slots:
+            request = waiting[0]
+            need = -(-(len(request.prompt) + request.wanted) // PAGE_SIZE) - len(self.prefix)
             if need > len(self.free):
                 break
-            request = waiting.pop(0)
-            request.slot, request.pages = self.slots.pop(), [self.free.pop() for _ in range(need)]
-            self.table[request.slot, :need] = torch.tensor(request.pages, dtype=torch.int32)
-            new.append(request)
-        if not new:
-            return
-        lengths = torch.tensor([len(request.prompt) for request in new], dtype=torch.int32, device=self.device)
-        offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        table = self.table[[request.slot for request in new]]
-        tokens = torch.tensor([token for request in new for token in request.prompt], device=self.device)
-        before, after = (Paged(table, used, offsets) for used in (torch.zeros_like(lengths), lengths))
-        logits = self.model(Batch(tokens, before, after), self.caches, self.rotary)
-        for request, token in zip(new, logits[offsets[1:].long() - 1].argmax(-1).tolist(), strict=True):
-            request.said.append(token)
-            self.used[request.slot], self.live[request.slot] = len(request.prompt), 1
-            self.tokens[request.slot] = token
-        self.running += new
+            request.pages = [self.free.pop() for _ in range(need)]
+            request.cached = len(self.prefix) * PAGE_SIZE
+            self.running.append(waiting.pop(0))
 
     def step(self) -> None:
-        """One more token for every request that runs; those that are done give back what they had."""
-        if self.device.type == "cuda":
-            if self.graph is None:
-                self._capture()
-            assert self.graph is not None
-            self.graph.replay()
+        """One more token for every request that speaks, and chunks of prompts; those that are done leave."""
+        said = self._decode() if all(x.missing() == 1 for x in self.running) else self._mixed()
+        for request, token in zip(self.running, said, strict=True):
+            if token is not None:
+                request.said.append(token)
+        for request in [x for x in self.running if len(x.said) == x.wanted]:
+            self.free += request.pages
+            self.running.remove(request)
+
+    def _decode(self) -> list[int]:
+        """A step of the smallest batch that has room, replayed where there are graphs."""
+        batch = next(batch for size, batch in self.batches.items() if size >= len(self.running))
+        batch.place(self.running)
+        if self.device.type != "cuda":
+            self._run(batch)
         else:
-            self._decode()
-        found = self.tokens.tolist()
+            if batch.graph is None:
+                batch.graph = self._captured(batch)
+            batch.graph.replay()
         for request in self.running:
-            request.said.append(found[request.slot])
-            if len(request.said) == request.wanted:
-                self.free += request.pages
-                self.slots.append(request.slot)
-                self.table[request.slot], self.used[request.slot], self.live[request.slot] = -1, 0, 0
-        self.running = [request for request in self.running if len(request.said) < request.wanted]
+            request.cached += 1
+        return batch.tokens.tolist()[: len(self.running)]
 
-    def _decode(self) -> None:
+    def _run(self, batch: Batch) -> None:
         """Reads and writes the batch's own tensors alone, and nothing of it waits for the host."""
-        before, after = Paged(self.table, self.used), Paged(self.table, self.used + self.live)
-        logits = self.model(Batch(self.tokens.long()[:, None], before, after), self.caches, self.rotary)
-        self.tokens.copy_(logits[:, 0].argmax(-1))
-        self.used += self.live
+        after = Paged(batch.table, batch.used + batch.live, shared_pages=len(self.prefix))
+        step = Step(batch.tokens[:, None], Paged(batch.table, batch.used), after)
+        logits = self.model(step, self.caches, self.rotary)[:, 0]
+        batch.used += batch.live
+        drawn = uniform(batch.seed, batch.used.long())
+        batch.tokens.copy_(sample(logits, batch.temperature, batch.top_p, drawn))
 
-    def _capture(self) -> None:
-        held = [x.clone() for x in (self.tokens, self.used)]
+    def _captured(self, batch: Batch) -> torch.cuda.CUDAGraph:
+        held = [x.clone() for x in (batch.tokens, batch.used)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._decode()
+            self._run(batch)  # compiles
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        for x, value in zip((self.tokens, self.used), held, strict=True):
+        for x, value in zip((batch.tokens, batch.used), held, strict=True):
             x.copy_(value)
-        with torch.cuda.graph(self.graph):
-            self._decode()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run(batch)
+        return graph
+
+    def _mixed(self) -> list[int | None]:
+        """Tokens of those that speak, and chunks of prompts, end to end; None for who has not read all of its own."""
+        room = CHUNK - sum(request.missing() == 1 for request in self.running)
+        rows = []
+        for request in self.running:
+            n = min(request.missing(), max(room, 0)) if request.missing() > 1 else 1
+            room -= n if request.missing() > 1 else 0
+            rows.append(n)
+        width = max(len(self.prefix) + len(request.pages) for request in self.running)
+        table = self._tensor([(self.prefix + x.pages + [-1] * width)[:width] for x in self.running])
+        before, offsets = self._tensor([x.cached for x in self.running]), self._tensor([0, *accumulate(rows)])
+        tokens = [t for x, n in zip(self.running, rows, strict=True) for t in x.tokens()[x.cached : x.cached + n]]
+        after = Paged(table, before + offsets.diff(), offsets, shared_pages=len(self.prefix))
+        step = Step(self._tensor(tokens).long(), Paged(table, before, offsets), after)
+        last = (offsets[1:].long() - 1).clamp(min=0)
+        logits = self.model(step, self.caches, self.rotary)[last]
+        for request, n in zip(self.running, rows, strict=True):
+            request.cached += n
+        done = [request.missing() == 0 for request in self.running]
+        numbers = ([getattr(x, name) for x in self.running] for name in ("temperature", "top_p"))
+        drawn = uniform(self._tensor([x.seed for x in self.running]).long(), after.seqused_k.long())
+        said = sample(logits, *(torch.tensor(x, device=self.device) for x in numbers), drawn).tolist()
+        return [token if ready else None for token, ready in zip(said, done, strict=True)]
 
 
 @torch.no_grad()
-def serve(requests: list[Request], slots: int, pages: int, device: torch.device) -> tuple[Model, int, float]:
-    """The model, how many steps it took, and the seconds of them."""
-    torch.manual_seed(0)
-    model = Model().to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    server, waiting, steps = Server(model, slots, pages, device), list(requests), 0
-    start = time.perf_counter()
+def serve(requests: list[Request], slots: int, pages: int, prefix: list[int], model: Model) -> tuple[int, float]:
+    """How many steps it took, and the seconds of them."""
+    server = Server(model, slots, pages, prefix, model.embedding.weight.device)
+    waiting, steps, start = list(requests), 0, time.perf_counter()
     while waiting or server.running:
         server.admit(waiting)
+        if not server.running:
+            raise ValueError(f"a request of {len(waiting[0].prompt)} tokens needs more pages than {len(server.free)}")
         server.step()
         steps += 1
-    return model, steps, time.perf_counter() - start
+    assert len(server.free) + len(server.prefix) == pages
+    return steps, time.perf_counter() - start
 
 
 @torch.no_grad()
-def agreement(model: Model, request: Request) -> float:
-    """How far the logits of what was said lie below the best ones, if the model is run without a cache."""
-    device = model.embedding.weight.device
-    tokens = torch.tensor(request.prompt + request.said, device=device)
-    logits = model.plainly(tokens[:-1], angles(device))[len(request.prompt) - 1 :].float()
-    said = logits.gather(1, tokens[len(request.prompt) :, None])[:, 0]
-    return float((logits.amax(1) - said).max() / logits.abs().max())
+def plain_loop(model: Model, request: Request, follow: bool = False) -> list[int]:
+    """What the model says without a server and without a cache; or, to `follow`, after each token that was said."""
+    device, said = model.embedding.weight.device, []
+    for i in range(request.wanted):
+        tokens = request.prompt + (request.said[:i] if follow else said)
+        logits = model.plainly(torch.tensor(tokens, device=device), angles(device))[-1:]
+        numbers = (torch.tensor([x], device=device) for x in (request.temperature, request.top_p))
+        drawn = uniform(*(torch.tensor([x], device=device) for x in (request.seed, len(tokens))))
+        said.append(int(sample(logits, *numbers, drawn)))
+    return said
+
+
+def drawn_requests(n: int, prefix: list[int]) -> list[Request]:
+    """Greedy and sampled ones in turns, of many lengths."""
+    dice = random.Random(0)
+    return [
+        Request(
+            prefix + [dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 90))],
+            wanted=dice.randint(2, 40),
+            temperature=dice.choice([0.0, 1.0, 4.0]),
+            top_p=dice.choice([1.0, 0.9, 0.5]),
+            seed=dice.randrange(1 << 31),
+        )
+        for _ in range(n)
+    ]
 
 
 def main() -> None:
@@ -221,21 +350,24 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--slots", type=int, default=8, help="requests that run at a time")
     parser.add_argument("--pages", type=int, default=64, help=f"pages of {PAGE_SIZE} tokens in the cache")
+    parser.add_argument("--prefix", type=int, default=72, help="tokens of the prompt that all requests begin with")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)  # these tensors are too small to share out
-    dice = random.Random(0)
-    requests = [
-        Request([dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 90))], dice.randint(2, 40))
-        for _ in range(args.requests)
-    ]
-    model, steps, seconds = serve(requests, args.slots, args.pages, torch.device(args.device))
+    torch.manual_seed(0)
+    model = Model().to(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
+    prefix = [int(x) for x in torch.randint(VOCABULARY, (args.prefix,))]
+    requests = drawn_requests(args.requests, prefix)
+    steps, seconds = serve(requests, args.slots, args.pages, prefix, model)
     said = sum(len(request.said) for request in requests)
     print(f"{len(requests)} requests, {said} tokens in {steps} steps and {seconds:.2f} s on {args.device}")
-    worst = max(agreement(model, request) for request in requests)
-    print(f"against the model without a cache: the tokens' logits are within {worst:.1e} of the best ones")
-    raise SystemExit(0 if worst < 0.05 else 1)
+    exact = args.device == "cpu"
+    pairs = [pair for x in requests for pair in zip(x.said, plain_loop(model, x, follow=not exact), strict=True)]
+    same = sum(a == b for a, b in pairs)
+    print(f"{same} of {len(pairs)} tokens are those of a plain loop without a cache")
+    # In bfloat16 two tokens may be as good as one another.
+    assert same == len(pairs) if exact else same >= 0.9 * len(pairs)
 
 
 if __name__ == "__main__":
