@@ -296,9 +296,11 @@ class Server:
         for request, n in zip(self.running, rows, strict=True):
             request.cached += n
         done = [request.missing() == 0 for request in self.running]
-        numbers = ([getattr(x, name) for x in self.running] for name in ("temperature", "top_p"))
+        temperature, top_p = torch.tensor([(x.temperature, x.top_p) for x in self.running], device=self.device).unbind(
+            1
+        )
         drawn = uniform(self._tensor([x.seed for x in self.running]).long(), after.seqused_k.long())
-        said = sample(logits, *(torch.tensor(x, device=self.device) for x in numbers), drawn).tolist()
+        said = sample(logits, temperature, top_p, drawn).tolist()
         return [token if ready else None for token, ready in zip(said, done, strict=True)]
 
 
@@ -324,9 +326,10 @@ def plain_loop(model: Model, request: Request, follow: bool = False) -> list[int
     for i in range(request.wanted):
         tokens = request.prompt + (request.said[:i] if follow else said)
         logits = model.plainly(torch.tensor(tokens, device=device), angles(device))[-1:]
-        numbers = (torch.tensor([x], device=device) for x in (request.temperature, request.top_p))
-        drawn = uniform(*(torch.tensor([x], device=device) for x in (request.seed, len(tokens))))
-        said.append(int(sample(logits, *numbers, drawn)))
+        temperature, top_p, seed, position = (
+            torch.tensor([x], device=device) for x in (request.temperature, request.top_p, request.seed, len(tokens))
+        )
+        said.append(int(sample(logits, temperature, top_p, uniform(seed, position))))
     return said
 
 

@@ -18,7 +18,9 @@ PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sort
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
-WITH_EXAMPLES = "adoption callbacks contracts flash_attn fp8 masks packed paged positions pytorch scores transformers"
+WITH_EXAMPLES = (
+    "adoption callbacks contracts flash_attn fp8 masks packed paged positions pytorch scores serving transformers"
+)
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES.split())

@@ -64,7 +64,7 @@ def tree(parents: list[int], context: int, device: torch.device | str = "cpu") -
     ancestors = ancestors.to(device)
 
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        i, j = (q_idx - context).clamp(min=0), (kv_idx - context).clamp(min=0)
+        i, j = ((idx - context).clamp(0, max(n - 1, 0)) for idx in (q_idx, kv_idx))
         return (kv_idx < context) | ancestors[i, j]
 
     return causal() & mask_mod(seen)
