@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from copy import deepcopy
 
 import pytest
@@ -181,6 +182,9 @@ def test_errors():
         (((64, 4, 3), {}), "multiple of num_key_heads, got 4 and 3"),
         (((60, 4), {"rotary_base": 1e4}), "must be even"),
         (((64, 0), {}), "num_heads"),
+        (((64, 4), {"rotary_base": -1.0}), "rotary_base must be a number above 0, such as 10000.0, got -1.0"),
+        (((64, 4), {"rotary_base": 0}), "rotary_base must be a number above 0"),
+        (((64, 4), {"dropout_p": 1.0}), r"dropout_p must be in \[0, 1\), got 1.0"),
     ):
         with pytest.raises(ValueError, match=text):
             Attention(*arguments[0], **arguments[1])
@@ -191,3 +195,29 @@ def test_errors():
         layer(x, cache=(x, x))
     with pytest.raises(ValueError, match="go together"):
         layer(x, layout=Paged(torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 9, 63), (2, 2, 9, 64)], ids=str)
+def test_tokens_of_another_shape(shape):
+    with pytest.raises(ValueError, match=r"x must be \(b, s, 64\), or \(t, 64\) for sequences end to end, got \("):
+        made()(torch.randn(shape))
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (3, 9), (2, 8), (9, 1), (2, 9, 1)], ids=str)
+def test_positions_of_another_shape(shape):
+    with pytest.raises(ValueError, match=r"positions must be \(9,\) or \(2, 9\) for x \(2, 9, 64\), got \("):
+        made()(tokens(2, 9), positions=torch.zeros(shape))
+    with pytest.raises(TypeError, match="positions must be a tensor, got list"):
+        made()(tokens(2, 9), positions=[0] * 9)
+
+
+def test_attributes_are_those_of_the_call():
+    """Nothing of a call is kept for the next."""
+    layer, x = made("plain", rotary_base=100.0), tokens(2, 9)
+    layer(x).sum().backward()
+    layer.mask, layer.rotary_base, layer.scale = causal(), 50.0, 0.3
+    other = Attention(64, 4, mask=causal(), rotary_base=50.0, scale=0.3)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x), other(x))
+    assert torch.equal(deepcopy(layer)(x), other(x))
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), other(x))

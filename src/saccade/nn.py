@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -47,7 +48,8 @@ class Attention(nn.Module):
         dtype: the same.
 
     Raises:
-        ValueError: sizes that do not divide one another.
+        TypeError: a rotary_base or a dropout_p that is no number.
+        ValueError: sizes that do not divide one another; a rotary_base that is not above 0, whose powers are NaN.
 
     Sources: RoFormer (arXiv 2104.09864); grouped heads: arXiv 2305.13245; q/k norm: arXiv 2302.05442.
 
@@ -88,6 +90,10 @@ class Attention(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_key_heads, got {h_q} and {h_k}")
         if rotary_base is not None and d % 2:
             raise ValueError(f"head_dim must be even where pairs are turned, got {d}")
+        if rotary_base is not None and not 0.0 < arguments.number("rotary_base", rotary_base) < math.inf:
+            raise ValueError(f"rotary_base must be a number above 0, such as 10000.0, got {rotary_base}")
+        if not 0.0 <= arguments.number("dropout_p", dropout_p) < 1.0:
+            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
         self.num_heads, self.num_key_heads, self.head_dim = h_q, h_k, d
         self.mask, self.score_mod, self.rotary_base = mask, score_mod, rotary_base
         self.dropout_p, self.scale, self.backend = dropout_p, scale, backend
@@ -134,8 +140,14 @@ class Attention(nn.Module):
             out, of x's shape.
 
         Raises:
-            ValueError: a layout of another order; a cache without pages, or pages without a cache.
+            TypeError: x or positions are no tensors.
+            ValueError: x of another shape, positions that are not one for each token, a layout of another order; a
+                cache without pages, or pages without a cache.
         """
+        arguments.tensors(x=x)
+        if x.dim() not in (2, 3) or x.shape[-1] != self.q_proj.in_features:
+            dim = self.q_proj.in_features
+            raise ValueError(f"x must be (b, s, {dim}), or (t, {dim}) for sequences end to end, got {tuple(x.shape)}")
         layout = _BSHD if layout is None else layout
         if isinstance(layout, Dense) and layout.order != "bshd":
             raise ValueError(
@@ -154,7 +166,7 @@ class Attention(nn.Module):
             q, layout = self._append(cache, layout, q, k, v)
             k, v = cache
         elif self.rotary_base is not None:
-            cos, sin = self._angles(_positions(layout, x) if positions is None else positions, x.dtype)
+            cos, sin = self._angles(_positions(layout, x) if positions is None else _given(positions, x), x.dtype)
             q, k = _turned(q, cos, sin), _turned(k, cos, sin)
         out = attention(
             q, k, v, mask=self.mask if mask is None else mask, score_mod=self.score_mod, layout=layout,
@@ -188,6 +200,21 @@ class Attention(nn.Module):
         words += [] if self.mask is None else [f"mask={self.mask!r}"]
         words += [] if self.rotary_base is None else [f"rotary_base={self.rotary_base}"]
         return ", ".join(words)
+
+
+def _given(positions: Tensor, x: Tensor) -> Tensor:
+    """
+    Raises:
+        TypeError: no tensor.
+        ValueError: not one position for each token.
+    """
+    arguments.tensors(positions=positions)
+    tokens = x.shape[:-1]
+    fits = positions.dim() == 1 or (positions.dim() == x.dim() - 1 and positions.shape[0] in (1, tokens[0]))
+    if not fits or positions.shape[-1] != tokens[-1]:
+        forms = " or ".join(str(tuple(form)) for form in dict.fromkeys((tuple(tokens[-1:]), tuple(tokens))))
+        raise ValueError(f"positions must be {forms} for x {tuple(x.shape)}, got {tuple(positions.shape)}")
+    return positions
 
 
 def _positions(layout: Layout, x: Tensor) -> Tensor:

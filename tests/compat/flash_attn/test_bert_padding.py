@@ -69,6 +69,16 @@ def test_no_token_at_all():
     assert not pad_input(rows, indices, 2, 3).any()
 
 
+def test_a_token_counts_once():
+    """Masks of other numbers than 1, and two masks that overlap: lengths are those of the rows."""
+    x, mask = torch.randn(2, 3, 4), torch.tensor([[2, 7, 0], [0, 1, -1]])
+    rows, indices, offsets, longest, used = unpad_input(x, mask, torch.tensor([[1, 0, 1], [0, 1, 0]]))
+    assert torch.equal(rows, x.flatten(0, 1)[indices])
+    assert (indices.tolist(), offsets.tolist(), longest, used.tolist()) == ([0, 1, 2, 4, 5], [0, 3, 5], 3, [2, 2])
+    rows, indices, offsets, longest, used = unpad_input(x, mask * 0.5)
+    assert (indices.tolist(), offsets.tolist(), longest, used.tolist()) == ([0, 1, 4, 5], [0, 2, 4], 2, [2, 2])
+
+
 def test_wrong_masks():
     x = torch.randn(2, 3, 4)
     with pytest.raises(ValueError, match=r"attention_mask must be \(b, s\) of hidden_states.*\(2, 4\)"):

@@ -51,8 +51,8 @@ def unpad_input(
 
     Args:
         hidden_states: (b, s, …).
-        attention_mask: (b, s), bool or integers; 1 where a token is.
-        unused_mask: (b, s); 1 where a place is kept for a token that is not used.
+        attention_mask: (b, s), bool or numbers; not 0 where a token is, counted once whatever the number.
+        unused_mask: (b, s); not 0 where a place is kept for a token that is not used.
 
     Returns:
         the rows (t, …) that either mask keeps, their indices in (b * s) (t), cu_seqlens (b + 1) int32, the longest
@@ -67,12 +67,15 @@ def unpad_input(
     (torch.Size([3, 8]), [0, 1, 3], [0, 2, 3], 2, [2, 1])
     """
     arguments.tensors(hidden_states=hidden_states, attention_mask=attention_mask)
+    if unused_mask is not None:
+        arguments.tensors(unused_mask=unused_mask)
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None and (mask.dim() != 2 or mask.shape != hidden_states.shape[:2]):
             shapes = f"{tuple(mask.shape)} with hidden_states {tuple(hidden_states.shape)}"
             raise ValueError(f"{name} must be (b, s) of hidden_states (b, s, …), got {shapes}")
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    return *_end_to_end(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), attention_mask.sum(-1, dtype=torch.int32)
+    tokens = attention_mask != 0
+    kept = tokens if unused_mask is None else tokens | (unused_mask != 0)
+    return *_end_to_end(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), tokens.sum(-1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(
