@@ -26,7 +26,6 @@ from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Layout, Paged
 from saccade.masks import causal
 from saccade.problem import Problem
-from saccade.spec import EIGHT_BIT_WORDS
 
 MAX_SPLITS = 128
 LEAST_TILES = 2
@@ -94,17 +93,16 @@ def config(problem: Problem, rows: int) -> TileConfig:
     spec, layout = problem.spec(), problem.layout
     if spec.dtype == "fp32":
         return formula("forward", spec)
-    wide = max(block_d(spec.d), block_d(spec.d_v))
+    wide, eight = max(block_d(spec.d), block_d(spec.d_v)), problem.k.dtype in EIGHT_BITS
     block_k = 128 if wide <= 64 else 64 if wide <= 128 else 32
+    # Converted tiles need registers.
+    fixed = TileConfig(FIXED_ROWS, block_k, 8 if eight and wide > 128 else 4, 3)
     if layout.num_splits == 1:
-        return TileConfig(FIXED_ROWS, block_k, 4, 3)
+        return fixed
     if rows <= FEW_ROWS:
-        if spec.dtype in EIGHT_BIT_WORDS or spec.kv:  # as many bytes; blocks of a Descale hold whole tiles
-            block_k = min(2 * block_k, 128)
-        return TileConfig(FEW_ROWS, block_k, 4, 4)
-    return (
-        TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else TileConfig(FIXED_ROWS, block_k, 4, 3)
-    )
+        # As many bytes; blocks of a Descale hold whole tiles.
+        return TileConfig(FEW_ROWS, min(2 * block_k, 128) if eight else block_k, 4, 4)
+    return TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else fixed
 
 
 def forward(problem: Problem, lse: bool = True) -> Outputs:
