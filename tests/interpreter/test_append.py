@@ -91,3 +91,18 @@ def test_broken_numbers_are_left_out(used, offsets):
         if offsets is not None and sorted(offsets) != offsets:
             wanted = torch.where(found == 0, 0, wanted)
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_8_bit_rows_are_copied_as_they_are(kind):
+    """Every byte, NaN too."""
+    caches = [torch.randint(0, 256, (9, 4, 3, 16), dtype=torch.uint8).view(kind) for _ in range(2)]
+    copies = [x.clone() for x in caches]
+    new = [torch.randint(0, 256, (3, 4, 3, 16), dtype=torch.uint8).view(kind) for _ in range(2)]
+    table = torch.tensor([[3, 0, 7], [5, -1, 1 << 30], [1, 2, 6]], dtype=torch.int32)
+    layout = Paged(table, torch.tensor([3, 2, 11]))
+    operations.append(Append(*caches, *new, layout, None))
+    launches.append(Append(*copies, *new, layout, None))
+    for one, other in zip(caches, copies, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(caches[0][3, 3].view(torch.uint8), new[0][0, 0].view(torch.uint8))
