@@ -289,3 +289,15 @@ def test_compiled(step, device):
         out = function(drawn.q, *stored, **drawn.given)
         found.append((out, *(x.nan_to_num() for x in stored)))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_angles_for_less_than_the_cache_has_room_for(paged):
+    x, cache, angles = torch.randn(1, 1, 2, 8), torch.zeros(2, 4, 2, 8), torch.ones(7 if paged else 3, 2)
+    given = {"block_table": torch.tensor([[0, 1]], dtype=torch.int32)} if paged else {}
+    message = rf"rotary_cos needs a row for each of the {len(angles) + 1} keys of a sequence, got \({len(angles)}, 2\)"
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(
+            x, cache, cache.clone(), x, x, rotary_cos=angles, rotary_sin=angles, cache_seqlens=0, **given
+        )
+    assert not cache.any()

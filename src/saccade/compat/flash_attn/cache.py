@@ -112,6 +112,19 @@ def _check_new(terms: CacheTerms) -> None:
         raise ValueError("k and v are appended after the keys of each sequence: give cache_seqlens")
 
 
+def _check_angles(k_cache: Tensor, before: Paged, terms: CacheTerms) -> None:
+    """A later position would take the last row's angles; flash-attn refuses by these sizes too.
+
+    Raises:
+        ValueError: fewer rows of angles than the cache has room for.
+    """
+    arguments.tensors(rotary_cos=terms.rotary_cos, rotary_sin=terms.rotary_sin)
+    for name in ("rotary_cos", "rotary_sin"):
+        angles, room = getattr(terms, name), before.block_table.shape[-1:].numel() * k_cache.shape[1]
+        if angles.dim() == 2 and angles.shape[0] < room:
+            raise ValueError(f"{name} needs a row for each of the {room} keys of a sequence, got {tuple(angles.shape)}")
+
+
 def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tensor]:
     """The pages of each sequence, and how many keys it has before the call. Without pages a row of the cache is one.
 
@@ -158,6 +171,7 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, before: Paged, terms: C
     if terms.rotary_cos is None or terms.rotary_sin is None:
         append_kv(k_cache, v_cache, before, k, v)
         return q
+    _check_angles(k_cache, before, terms)
     rotary = Rotary(terms.rotary_cos, terms.rotary_sin, interleaved)
     together = starts is None and cu_q is cu_new and q.shape[:-2] == k.shape[:-2]
     if together and (terms.local or (cu_q is None and q.shape[1] == 1)):

@@ -41,8 +41,9 @@ def flash_attn_with_kvcache(
         v_cache: the same with d_v.
         k: (b, s_new, h_k, d), or None.
         v: (b, s_new, h_k, d_v), or None.
-        rotary_cos: (positions, pairs), 2 pairs <= d: new keys are rotated by their places, and queries by
-            `cache_seqlens[b] + i` under a causal mask or a window, else by `cache_seqlens[b]`.
+        rotary_cos: (positions, pairs), 2 pairs <= d, one position for each key that a sequence has room for: new keys
+            are rotated by their places, and queries by `cache_seqlens[b] + i` under a causal mask or a window, else by
+            `cache_seqlens[b]`.
         rotary_sin: the same.
         cache_seqlens: how many keys each sequence has before the call, (b,) or one number; None: the cache is full.
         cache_batch_idx: (b,) which row of the cache, or of the block_table, is whose; None: row b is sequence b's.
