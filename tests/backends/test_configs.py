@@ -40,8 +40,8 @@ def test_hopper_formulas_fit():
         fits(gluon.formula(d, d_v), d, d_v)
 
 
-def fits(made: gluon.ForwardConfig, d: int, d_v: int) -> None:
-    assert gluon.shared_bytes(d, d_v, made) <= gluon.SHARED_BYTES
+def fits(made: gluon.ForwardConfig, d: int, d_v: int, size: int = 2) -> None:
+    assert gluon.shared_bytes(d, d_v, made, size) <= gluon.SHARED_BYTES
     assert 128 * (made.consumers * made.registers + made.loader_registers) <= 65536
     assert made.registers % 8 == made.loader_registers % 8 == 0
     assert made.registers <= 240
@@ -67,15 +67,18 @@ def test_candidates_of_hopper(d, d_v):
 
     for row in rows([(d, d_v)]):
         found = list(row.candidates())
-        assert shape(gluon.formula(d, d_v)) in map(shape, found)
+        spec, size = row.spec(), row.dtype.itemsize
+        wanted = gluon.formula(d, d_v) if size == 2 else gluon.eight_bit(spec, "", None)
+        assert shape(wanted) in map(shape, found)
         assert len(set(found)) == len(found) <= 64
         for made in found:
-            fits(made, d, d_v)
-        assert row.key() == gluon.key(Spec("bf16", d, d_v, mask="causal" if row.masked else "none"))
+            fits(made, d, d_v, size)
+        words = f"{8 * size}bit d{d}/{d_v} {'masked' if row.masked else 'full'}"
+        assert row.key() == gluon.key(spec) == f"gluon forward {words}"
 
 
 def shape(made: gluon.ForwardConfig) -> gluon.ForwardConfig:
-    return replace(made, registers=0, loader_registers=0)
+    return replace(made, registers=0, loader_registers=0, spill=0)
 
 
 def test_candidates_of_triton():

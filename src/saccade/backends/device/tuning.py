@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton.testing
 
+from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Dense
 from saccade.masks import causal
 from saccade.problem import Problem
@@ -54,8 +55,9 @@ class TuneRow(ABC):
     def problem(self, tokens: int = TOKENS, length: int = LENGTH) -> Problem:
         """The Problem that stands for the row, with random operands; a short one compiles the same kernels."""
         shape = tokens // length, max(1, WIDTH // self.d), length
-        q, k, v = (torch.randn(*shape, n, device="cuda", dtype=self.dtype) for n in (self.d, self.d, self.d_v))
-        return Problem(q, k, v, None, causal() if self.masked else None, None, Dense(), self.d**-0.5)
+        q, k, v = (torch.randn(*shape, n, device="cuda").to(self.dtype) for n in (self.d, self.d, self.d_v))
+        descale = Factors() if self.dtype in EIGHT_BITS else None
+        return Problem(q, k, v, None, causal() if self.masked else None, None, Dense(), self.d**-0.5, descale=descale)
 
     def milliseconds(self, best: Mapping[str, Any]) -> Callable[[Any], float]:
         """What times a candidate, on one problem for all of them."""

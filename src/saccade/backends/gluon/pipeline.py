@@ -190,4 +190,6 @@ class Pipeline:
     keys: Ring
     values: Ring
     turns: Turns
+    raw: Value
+    """Slots of values as they lie, where `transposer` turns them; else None"""
     shape: Value

@@ -34,6 +34,8 @@ class ForwardConfig:
     8-bit operands; others always overlap."""
     parts: int = 1
     """Of 8-bit operands: pieces of out's columns, whose products are in registers of their own one after the other."""
+    transposer_registers: int = 0
+    """Of the warps that turn 8-bit values of pages and of ranges; 0 for any other call."""
 
 
 def chunk(d: int) -> int:
@@ -132,16 +134,22 @@ def eight_bit(spec: Spec, score: str, row: dict[str, int] | None) -> ForwardConf
     turns are faster than two that overlap their own products (docs/findings/fp8.md), but have registers for plain calls
     alone."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
+    if spec.layout in ("paged", "ranges"):
+        if wide <= 128:
+            return ForwardConfig(2, 128, 3, 2, 1, 192, 32, SCORE_SPILL, overlap=0, parts=2, transposer_registers=96)
+        return ForwardConfig(2, 64, 2, 1, 0, 192, 32, SCORE_SPILL, overlap=0, parts=4, transposer_registers=96)
     plain = spec.mask in ("none", "causal") and not (score or spec.dropout or spec.block_scales)
     if wide <= 128 and not plain:
         return ForwardConfig(2, 128, 3, 2, 1, 232, 40, SCORE_SPILL, overlap=0, parts=2)
     if row:
         return ForwardConfig(**row)
-    if wide <= 64:
+    if wide <= 64 and spec.mask == "none":
         return ForwardConfig(3, 128, 3, 2, 0, 160, 32, 8)
+    if wide <= 64:  # with masks overlapping spills 48 bytes
+        return ForwardConfig(3, 128, 3, 2, 1, 160, 32, overlap=0)
     if wide <= 128:
         return ForwardConfig(3, 128, 3, 2, 1, 160, 32, 8, overlap=0, parts=2)
-    return ForwardConfig(2, 128, 2, 1, 0, 240, 24, 8, overlap=0, parts=2)
+    return ForwardConfig(2, 128, 2, 1, int(spec.mask != "none"), 240, 24, 32, overlap=0, parts=2)
 
 
 SCORE_SPILL = 160

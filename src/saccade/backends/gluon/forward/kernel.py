@@ -22,6 +22,7 @@ from saccade.backends.device.sequences import is_packed
 from saccade.backends.gluon.forward.load import load
 from saccade.backends.gluon.forward.mma import consume
 from saccade.backends.gluon.forward.tile_scheduler import TileScheduler
+from saccade.backends.gluon.forward.transposer import transpose
 from saccade.backends.gluon.forward.work_tile import numbers_of_item
 from saccade.backends.gluon.pipeline import (
     KEYS_EMPTY,
@@ -34,6 +35,9 @@ from saccade.backends.gluon.pipeline import (
 )
 from saccade.backends.gluon.shim import Value, aggregate
 from saccade.backends.gluon.tiles import bytes_of, is_eight_bit
+
+RAW = gl.constexpr(2)
+"""Tiles of values that wait for being turned."""
 
 
 class ForwardShape(NamedTuple):
@@ -55,6 +59,8 @@ class ForwardShape(NamedTuple):
     LOADER_REGISTERS: Any
     OVERLAP: Any
     PARTS: Any
+    TRANSPOSER_REGISTERS: Any
+    """of 8-bit values that four more warps turn; else 0"""
 
 
 @aggregate
@@ -119,18 +125,35 @@ def forward_kernel(
     q_tiles = gl.allocate_shared_memory(DTYPE, q_shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, shape.BLOCK_K, D_CHUNK], k_desc.layout)
     v_shape: gl.constexpr = [BLOCK_DV, shape.BLOCK_K] if is_eight_bit(DTYPE) else [shape.BLOCK_K, BLOCK_DV]
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, v_shape[0], v_shape[1]], v_desc.layout)
+    TURNED: gl.constexpr = shape.TRANSPOSER_REGISTERS > 0
+    v_layout: gl.constexpr = (
+        gl.NVMMASharedLayout.get_default_for([1, 1, v_shape[0], v_shape[1]], DTYPE) if TURNED else v_desc.layout
+    )
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, v_shape[0], v_shape[1]], v_layout)
     HELD: gl.constexpr = numbers_of_item(is_packed(used_q), rules[0].block_sparse)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if TURNED:
+        raw_tiles = gl.allocate_shared_memory(DTYPE, [RAW, 1, 1, shape.BLOCK_K, BLOCK_DV], v_desc.layout)
+        numbers = gl.allocate_shared_memory(gl.int32, [RAW + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        raw = Slots(raw_tiles, numbers, new_barriers(RAW, 1), new_barriers(RAW, 1), RAW, 1, 1)
+    else:
+        raw = None
     pipe = Pipeline(
         Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, HELD, CHUNKS),
         new_ring(k_tiles, KEYS_EMPTY, STAGES, READERS),
-        new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS),
+        new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS + 96 if TURNED else READERS),
         Turns(shape.TURNS, CONSUMERS),
+        raw,
         shape,
     )
     REGISTERS: gl.constexpr = shape.REGISTERS
-    if CONSUMERS == 2:
+    if TURNED:
+        gl.warp_specialize(
+            [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (transpose, (args, pipe)), (load, (args, pipe))],
+            [4, 4, 1],
+            [REGISTERS, shape.TRANSPOSER_REGISTERS, shape.LOADER_REGISTERS],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (load, (args, pipe))],
             [4, 1],

@@ -25,8 +25,8 @@ from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, c
 from saccade.layouts import Packed, Paged, empty_like_rows
 from saccade.problem import Problem, aligned
 
-STRIPE = 64
-"""Columns of a swizzled tile in shared memory that lie side by side."""
+STRIPE_BYTES = 128
+"""Of the columns of a swizzled tile in shared memory those that lie side by side."""
 PACK_GQA_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
 
@@ -59,7 +59,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         rows = rows_of_a_consumer(problem, config.consumers) * config.consumers
         table, mask = None if packed is None else sequences.table(problem, 0, rows), mask_record(problem, config)
         call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score)
-        if problem.descale is not None:
+        if problem.descale is not None and not config.transposer_registers:
             v = transpose.transposed(problem)
         launch(q.device.index, (q, k, v, out), call, problem.scale)
     return out, row_lse, top
@@ -118,9 +118,10 @@ def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: in
     heads = 64 // rows
     columns = block_dv(d_v)
     # Of pages, in whose boxes one stripe of columns comes at a time.
-    box, width = (paged_tma.box_rows(k.shape[2], config.block_k), STRIPE) if paged else (config.block_k, 256)
+    stripe = STRIPE_BYTES // q.element_size()
+    box, width = (paged_tma.box_rows(k.shape[2], config.block_k), stripe) if paged else (config.block_k, 256)
     values = shape_of(v, (1, 1, box, min(columns, width)))
-    if problem.descale is not None:
+    if problem.descale is not None and not config.transposer_registers:
         values = shape_of(transpose.empty(problem, torch.device("meta")), (1, 1, columns, config.block_k))
     shapes = [
         shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
@@ -142,6 +143,7 @@ def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: in
         "BLOCK_K": config.block_k, "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": config.consumers,
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "PARTS": config.parts,
+        "TRANSPOSER_REGISTERS": config.transposer_registers,
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     grid = min(blocks * b * h_k * packs, processors), 1, 1

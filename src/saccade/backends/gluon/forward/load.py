@@ -124,7 +124,7 @@ def open_item(args, pipe, item, drawn):
         pipe.slots.put(at, KEYS, keys)
     place = 0
     if is_packed(args.used_k):
-        if is_eight_bit(pipe.values.tiles.dtype):
+        if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
             place = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
         b = first_key
     return LoadTile(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, place)
@@ -196,21 +196,21 @@ def load_keys(args, pipe, n, tile, start):
 
 
 @gluon.jit
-def load_stage(args, pipe, stage, tile, start, page, barrier):
-    """Fills a stage with values from `start` on, and counts them in at `barrier`."""
-    if is_eight_bit(pipe.values.tiles.dtype):
+def load_stage(args, pipe, tiles, stage, tile, start, page, barrier):
+    """Fills a stage of tiles with values from `start` on, and counts them in at `barrier`."""
+    if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
         b = tile.b
         if is_packed(args.used_k):
             b = b * 0
-        tma_load(args.v_desc, [b, tile.h_k, 0, tile.place + start], barrier, pipe.values.tiles.index(stage))
+        tma_load(args.v_desc, [b, tile.h_k, 0, tile.place + start], barrier, tiles.index(stage))
     elif args.pages is None:
         b, row = placed(args.used_k, tile.b, start)
-        tma_load(args.v_desc, [b, tile.h_k, row, 0], barrier, pipe.values.tiles.index(stage))
+        tma_load(args.v_desc, [b, tile.h_k, row, 0], barrier, tiles.index(stage))
     else:
         SIZE: gl.constexpr = args.pages.size
         BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
         BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-        load_pages(args.v_desc, pipe.values.tiles, stage, page, tile.h_k, start, SIZE, BLOCK_DV, BLOCK_K, barrier)
+        load_pages(args.v_desc, tiles, stage, page, tile.h_k, start, SIZE, BLOCK_DV, BLOCK_K, barrier)
 
 
 @gluon.jit
@@ -220,22 +220,39 @@ def load_values(args, pipe, n, tile, start, tails):
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)  # once more: what a loader holds, it spills
+    if pipe.shape.TRANSPOSER_REGISTERS > 0:  # who makes the zeros
+        stage = pipe.raw.claim(n)
+        pipe.raw.put(pipe.raw.record_of(n), 0, gl.maximum(tile.keys - start, 0))
+        full = pipe.raw.full.index(stage)
+        mbarrier.expect(full, BLOCK_K * BLOCK_DV)
+        load_stage(args, pipe, pipe.raw.tiles, stage, tile, start, page, full)
+    else:
+        tails = load_finished(args, pipe, n, tile, start, page, tails)
+    return tails
+
+
+@gluon.jit
+def load_finished(args, pipe, n, tile, start, page, tails):
+    """The same of values that are as products take them, but for the zeros, which 8-bit ones have already."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    tiles = pipe.values.tiles
     stage = pipe.values.claim(n)
-    if is_eight_bit(pipe.values.tiles.dtype):  # which has the zeros already
+    if is_eight_bit(tiles.dtype):
         full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV)
-        load_stage(args, pipe, stage, tile, start, page, full)
+        load_stage(args, pipe, tiles, stage, tile, start, page, full)
     elif args.used_k is not None and start + BLOCK_K > tile.keys:
         landing = pipe.values.landing()
         mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
-        load_stage(args, pipe, stage, tile, start, page, landing)
+        load_stage(args, pipe, tiles, stage, tile, start, page, landing)
         mbarrier.wait(landing, tails & 1)
-        v = pipe.values.tiles.index(stage).reshape([BLOCK_K, BLOCK_DV])
+        v = tiles.index(stage).reshape([BLOCK_K, BLOCK_DV])
         zero_tail(v, tile.keys - start, BLOCK_K, BLOCK_DV)
         pipe.values.fill(stage)
         tails += 1
     else:
         full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2)
-        load_stage(args, pipe, stage, tile, start, page, full)
+        load_stage(args, pipe, tiles, stage, tile, start, page, full)
     return tails
 
 
@@ -286,6 +303,10 @@ def load(args, pipe):
         tile = upcoming
     pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
     mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)
+    if pipe.shape.TRANSPOSER_REGISTERS > 0:
+        slot = pipe.raw.claim(n)
+        pipe.raw.put(pipe.raw.record_of(n), 0, -1)
+        mbarrier.arrive(pipe.raw.full.index(slot), count=1)
     # The last program leaves the counters as it found them.
     if count_up(counter + 1, "acq_rel") == gl.num_programs(0) - 1:
         gl.store(counter, 0)
