@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade.bench.cost import Cost
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Provider
+from saccade.descale import EIGHT_BITS
 from saccade.testing.cases import Inputs
 
 
@@ -23,12 +24,13 @@ class Ceiling(Provider):
 
 
 class Matmul(Ceiling):
-    """A big square product in the cell's dtype, by PyTorch's library."""
+    """A big square product in the cell's dtype, by PyTorch's library; of 8-bit cells in bfloat16."""
 
     name = "matmul"
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        a, b = _matrices(inputs.q.device, inputs.q.dtype)
+        dtype = torch.bfloat16 if inputs.q.dtype in EIGHT_BITS else inputs.q.dtype
+        a, b = _matrices(inputs.q.device, dtype)
         return Prepared(lambda: (a @ b,), cost=Cost(2 * len(a) ** 3, 3 * a.numel() * a.element_size()))
 
 
