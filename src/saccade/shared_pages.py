@@ -88,7 +88,7 @@ def _over_prefix(problem: Problem, descale: Factors | None) -> Problem:
         mask = limit if mask is None else masks.of_one_sequence(mask, sequence, (b, s_q)) & limit
     # Rows that no sequence uses may hold NaN: the longest sequence ends the prefix too.
     longest = used.amax(0, keepdim=True)
-    starts = None if starts is None else starts[:: layout.sequences]
+    starts = None if starts is None else starts[:: layout.sequences].contiguous()
     k_offset = None if q_offset is None else k_first
     common = Paged(table[:1, : layout.shared_pages], longest, starts, layout.num_splits, q_offset, k_offset)
     q = problem.q if starts is not None else problem.q.transpose(0, 1).flatten(1, 2)[None]
