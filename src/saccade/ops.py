@@ -79,8 +79,8 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
         aliasing.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         try:
-            if shared_pages.applies(problem, backend):
-                out, row_lse, max_scores = shared_pages.forward(problem, backend)
+            if parts := shared_pages.parts(problem, backend):
+                out, row_lse, max_scores = shared_pages.forward(problem, parts)
             else:
                 plan, problem = dispatch.planned(problem, backend)
                 out, row_lse, max_scores = plan.module.run_forward(problem, lse)

@@ -54,9 +54,18 @@ def _descale_obstacle(descale: Factors, keys: int) -> str | None:
     return None
 
 
-def applies(problem: Problem, backend: str) -> bool:
-    """Whether the call is run as two; the reference is the definition, and takes the whole."""
-    return bool(problem.layout.shared_pages) and backend != "reference" and obstacle(problem) is None
+Part = tuple[dispatch.Plan, Problem]
+
+
+def parts(problem: Problem, backend: str) -> list[Part] | None:
+    """The two calls that stand for this one, planned; None where the plain call runs, as where no backend takes a part.
+    The reference is the definition, and takes the whole."""
+    if not problem.layout.shared_pages or backend == "reference" or obstacle(problem) is not None:
+        return None
+    try:
+        return [dispatch.planned(part, backend) for part in split(problem)]
+    except dispatch.Unsupported:
+        return None
 
 
 def _shared_keys(problem: Problem) -> int:
@@ -163,9 +172,9 @@ def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
     return Factors(*map(first, descale)), Factors(*map(rest, descale))
 
 
-def forward(problem: Problem, backend: str) -> Outputs:
-    """What the plain call's `run_forward` returns."""
-    (a, lse_a, top_a), (b, lse_b, top_b) = (_run(part, backend) for part in split(problem))
+def forward(problem: Problem, planned: list[Part]) -> Outputs:
+    """What the plain call's `run_forward` returns, by its `parts`."""
+    (a, lse_a, top_a), (b, lse_b, top_b) = (_run(*part) for part in planned)
     if problem.layout.cu_seqlens_q is None:
         shape = problem.q.shape[0], problem.q.shape[2]
         a, lse_a = (x[0].unflatten(1, shape).transpose(0, 1) for x in (a, lse_a))
@@ -187,15 +196,17 @@ def explanation(problem: Problem, backend: str) -> str:
         problem.k.shape[3] * problem.k.element_size() + problem.v.shape[3] * problem.v.element_size()
     )
     saved = (layout.sequences - 1) * _shared_keys(problem) * row / 1e6
-    common, own = (dispatch.planned(part, backend)[0].backend for part in split(problem))
+    planned = parts(problem, backend)
+    if planned is None:
+        return "shared pages: the plain call runs, no backend takes both of its parts"
+    common, own = (plan.backend for plan, _ in planned)
     return (
         f"shared pages: {common} reads the first {n} pages once for all {layout.sequences} sequences, and {own} those "
         f"after them; it pays where {saved:.1f} MB of keys and values less to read outweigh one more call and a merge"
     )
 
 
-def _run(problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    plan, problem = dispatch.planned(problem, backend)
+def _run(plan: dispatch.Plan, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     out, lse, top = plan.module.run_forward(problem, True)
     assert lse is not None
     return out, lse, top
