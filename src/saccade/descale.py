@@ -12,6 +12,8 @@ from torch import Tensor
 from saccade import arguments
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDER = torch.float16, torch.bfloat16, torch.float32
+"""What becomes 8 bits."""
 BLOCK = 128
 """Rows, or keys, that share one number where a Descale goes by blocks."""
 _FORMS = "a number or a float32 tensor (), (h_k,), (b, h_k), or by blocks of 128 rows (b, h_k, n)"

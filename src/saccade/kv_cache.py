@@ -10,11 +10,12 @@ from torch import Tensor
 
 from saccade import aliasing, arguments, autograd, layouts, ops
 from saccade.backends import Append, Rotary
+from saccade.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
 from saccade.layouts import CacheSlots, Paged
 
 ops.library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? q, Tensor[] tensors, "
-    "str layout, Tensor[] rotary, bool interleaved) -> Tensor"
+    "str layout, Tensor[] rotary, bool interleaved, Tensor? k_factor=None, Tensor? v_factor=None) -> Tensor"
 )
 
 
@@ -25,6 +26,7 @@ class _AppendOptions(TypedDict, total=False):
     positions: Tensor | None
     rotary: tuple[Tensor, Tensor] | None
     interleaved: bool
+    descale: Descale | None
 
 
 @overload
@@ -53,6 +55,7 @@ def append_kv(
     q: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     interleaved: bool = False,
+    descale: Descale | None = None,
 ) -> Tensor | None:
     """Writes new keys and values to the pages of a cache, and rotates them and their queries, in one launch.
 
@@ -61,16 +64,21 @@ def append_kv(
     slot_mapping[i]`. With `rotary=(cos, sin)` each pair (x, y) among the first elements of a key and of a query at
     position p becomes `(x cos[p] - y sin[p], y cos[p] + x sin[p])`, in float32.
 
-    On a GPU the device reads lengths, tables and slots: a CUDA graph may be replayed with others. New rows are omitted
-    that are beyond the table, or whose page number or slot is out of range, such as -1: requests that only fill up a
-    batch cost no page. Of two rows with one slot, either one is written.
+    Caches of e4m3 or e5m2 take wider rows as bytes: `byte = round(value / descale)`, rotated before, as `quantize`
+    rounds: to nearest, ties to even, the largest number for what is beyond it, NaN for NaN and infinities. Rows of the
+    caches' own 8 bits are copied.
+
+    On a GPU the device reads lengths, tables, slots and factors: a CUDA graph may be replayed with others. New rows are
+    omitted that are beyond the table, or whose page number or slot is out of range, such as -1: requests that only fill
+    up a batch cost no page. Of two rows with one slot, either one is written.
 
     Args:
         k_cache: (pages, page_size, h_k, d), written in place; any strides, the last dimension contiguous.
         v_cache: (pages, page_size, h_k, d_v).
         layout: with the lengths *before* these rows; attention then takes one with the lengths after them. None with
             `slot_mapping`.
-        k_new: (b, s, h_k, d); or (t, h_k, d), with a layout whose `cu_seqlens_q` says which rows are whose.
+        k_new: (b, s, h_k, d); or (t, h_k, d), with a layout whose `cu_seqlens_q` says which rows are whose. Of the
+            caches' dtype; float16, bfloat16 or float32 for 8-bit caches too.
         v_new: (b, s, h_k, d_v), or (t, h_k, d_v).
         slot_mapping: (t,) or (b, s), a number for each new row, int32 or int64, in the place of a layout. -1 is a row
             that is not written.
@@ -79,6 +87,8 @@ def append_kv(
         rotary: cos and sin, (positions, pairs) with `2 * pairs <= d`, of any float dtype. Later positions take the last
             row.
         interleaved: pairs are the elements (0, 1), (2, 3), …; else (0, pairs), (1, pairs + 1), …
+        descale: `Descale(k=…, v=…)` of 8-bit caches that take wider rows, as attention to them takes it; None is 1.
+            With `slot_mapping` a number, () or (h_k,), since slots do not say whose a row is.
 
     Returns:
         None; or with `q` the rotated queries, of q's shape and memory order. Queries of no sequence are zero.
@@ -87,8 +97,9 @@ def append_kv(
         ValueError: shapes, dtypes or devices that do not fit one another, or an operand that requires a gradient;
             a layout and slots, or neither; caches that share memory with each other, with the new rows, or, as an
             expanded view does, within; when numbers are read, as they are on a CPU, lengths that are negative or beyond
-            the table, broken offsets, and slots that are neither -1 nor in the cache.
-        TypeError: a layout that is not `Paged`.
+            the table, broken offsets, and slots that are neither -1 nor in the cache; 8-bit rows with `rotary` or
+            `descale`; a descale of q, or with a shift, which rows of a smoothed cache would need as well.
+        TypeError: a layout that is not `Paged`, a descale that is no `Descale`.
 
     Source: Su et al., RoFormer (https://arxiv.org/abs/2104.09864).
 
@@ -101,19 +112,28 @@ def append_kv(
     >>> append_kv(*cache, None, torch.ones(2, 1, 4), torch.ones(2, 1, 4), slot_mapping=slots)
     >>> cache[0][1, :, 0, 0]
     tensor([0., 0., 0., 1., 1., 0., 0., 1.])
+    >>> cache = [torch.zeros(2, 8, 1, 4).to(torch.float8_e4m3fn) for _ in range(2)]
+    >>> append_kv(*cache, layout, torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), descale=Descale(k=0.5, v=0.25))
+    >>> cache[0][1, 3, 0].float(), cache[1][1, 3, 0].float()
+    (tensor([2., 2., 2., 2.]), tensor([4., 4., 4., 4.]))
     """
     places = _places(layout, slot_mapping, positions, rotary)
     _check(k_cache, v_cache, places, k_new, v_new, q)
+    found = _factors(descale, places, k_cache, k_new)
     if rotary is not None:
         _check_rotary(rotary, k_new)
+        if k_new.dtype in EIGHT_BITS:
+            raise ValueError(
+                f"rotary takes rows of 16 bits or more, got {k_new.dtype}: give the rows before quantization"
+            )
     elif q is not None or positions is not None:
         name = "positions" if q is None else "q"
         raise ValueError(f"{name} is for rotary=(cos, sin), which is None: rotation is all that is done with it")
     arguments.flags(interleaved=interleaved)
     k_new, v_new, q = layouts.with_rows(k_new), layouts.with_rows(v_new), None if q is None else layouts.with_rows(q)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
-    flat = k_cache, v_cache, k_new, v_new, q, places.tensors, places.text, tables, bool(interleaved)
-    direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q)
+    flat = k_cache, v_cache, k_new, v_new, q, places.tensors, places.text, tables, bool(interleaved), *found[1:]
+    direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q, *found[1:])
     rotated = _append(*flat) if direct else torch.ops.saccade.append_kv(*flat)
     return None if q is None else rotated
 
@@ -128,6 +148,8 @@ def _append(
     layout: str,
     rotary: Any,
     interleaved: bool,
+    k_factor: Tensor | None = None,
+    v_factor: Tensor | None = None,
 ) -> Tensor:
     tensors = list(tensors)
     places = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors, [])
@@ -140,13 +162,14 @@ def _append(
     backend = "triton" if k_cache.device.type == "cuda" else "cpu"
     module = importlib.import_module(f"saccade.backends.{backend}.append")
     turns = Rotary(rotary[0], rotary[1], interleaved) if rotary else None
-    rotated = module.append(Append(k_cache, v_cache, k_new, v_new, places, turns, q))
+    rotated = module.append(Append(k_cache, v_cache, k_new, v_new, places, turns, q, Factors(None, k_factor, v_factor)))
     return k_new.new_empty(0) if rotated is None else rotated  # an operator's result is a tensor
 
 
 def _append_autograd(*flat: Any) -> Tensor:
-    autograd.refuse_tangents(*flat[:5])
-    if autograd.needs_gradient(*flat[:5]):
+    tensors = *flat[:5], *flat[9:]
+    autograd.refuse_tangents(*tensors)
+    if autograd.needs_gradient(*tensors):
         raise ValueError("append_kv has no gradients: call it inside torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.append_kv(*flat)
@@ -198,8 +221,12 @@ def _check(
     if complaint:
         raise ValueError(f"{complaint}: {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}")
     tensors = named.values()
-    if len({x.dtype for x in tensors}) > 1:
-        raise ValueError(f"caches and new rows must share one dtype, got {', '.join(str(x.dtype) for x in tensors)}")
+    kinds, rows = {k_cache.dtype, v_cache.dtype}, {x.dtype for x in new.values()}
+    if len(kinds) > 1 or len(rows) > 1 or (kinds != rows and not (kinds < {*EIGHT_BITS} and rows < {*WIDER})):
+        raise ValueError(
+            f"caches and new rows must share one dtype, got {', '.join(str(x.dtype) for x in tensors)}; caches of "
+            "float8_e4m3fn or float8_e5m2 take rows of float16, bfloat16 or float32 as well"
+        )
     if len(devices := {x.device for x in (*tensors, *places.tensors)}) > 1:
         raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -208,6 +235,33 @@ def _check(
     if k_new.device.type != "meta" and not torch.compiler.is_compiling():
         aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *new.items()])
         aliasing.refuse_shared("v_cache", v_cache, new.items())
+
+
+def _factors(descale: Any, places: Paged | CacheSlots, k_cache: Tensor, k_new: Tensor) -> Factors:
+    """What the bytes of new rows are to be multiplied by."""
+    if descale is None:
+        return Factors()
+    if not isinstance(descale, Descale):
+        raise TypeError(f"descale must be a Descale(k=…, v=…), got {arguments.told(descale)}")
+    if k_cache.dtype not in EIGHT_BITS or k_new.dtype in EIGHT_BITS:
+        got = f"caches of {k_cache.dtype} and rows of {k_new.dtype}, which are copied as they are"
+        raise ValueError(f"descale is for 8-bit caches that take wider rows, got {got}")
+    if descale.q is not None or descale.shift is not None:
+        name = "shift" if descale.q is None else "q"
+        raise ValueError(f"append_kv takes Descale(k=…, v=…) without {name}: it quantizes keys and values as they are")
+    tensors = {name: x for name in "kv" if isinstance(x := getattr(descale, name), Tensor)}
+    for name, x in tensors.items():
+        if x.device != k_cache.device:
+            raise ValueError(f"the descale of {name} must be on k_cache's device {k_cache.device}, got {x.device}")
+        if isinstance(places, CacheSlots) and x.dim() > 1:
+            raise ValueError(
+                f"with slot_mapping the descale of {name} must be a number, () or (h_k,) = ({k_cache.shape[-2]},), "
+                f"since slots do not say whose a row is, got {tuple(x.shape)}"
+            )
+    h_k, page_size = k_cache.shape[-2], k_cache.shape[1]
+    of_slots = isinstance(places, CacheSlots)
+    shape = (1, h_k, 0, 0) if of_slots else (places.sequences, h_k, 0, places.capacity(page_size))
+    return factors(descale, k_cache.device, False, shape)
 
 
 def _check_rotary(rotary: Any, k_new: Tensor) -> None:

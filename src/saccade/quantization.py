@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade import arguments, autograd, hardware, layouts, ops
 from saccade.backends import Quantization
-from saccade.descale import BLOCK, EIGHT_BITS, Descale
+from saccade.descale import BLOCK, EIGHT_BITS, WIDER, Descale
 from saccade.layouts import Dense, Layout, Paged
 from saccade.layouts.offsets import check_offsets, shortened
 
@@ -23,7 +23,6 @@ ops.library.define(
 ops.library.define("mean_of_keys(Tensor k, Tensor? starts, Tensor? used, bool rotate, bool validate) -> Tensor")
 
 PER = "tensor", "head", "block"
-DTYPES = torch.float16, torch.bfloat16, torch.float32
 ORDERS = "rows", "keys"
 
 
@@ -193,7 +192,7 @@ def _check(q: Tensor | None, k: Tensor, v: Tensor, layout: Any) -> None:
     for name, x in named.items():
         if x.is_nested or x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor; of a jagged one pass x.values() and Packed(x.offsets())")
-        if x.dtype not in DTYPES:
+        if x.dtype not in WIDER:
             raise ValueError(f"quantize takes float16, bfloat16 and float32, got {name} {x.dtype}")
     if error := layout.shape_error((k if q is None else q).shape, k.shape, v.shape):
         raise ValueError(f"{error}: {got} in order {layout.order}")

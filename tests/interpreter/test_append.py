@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from saccade.backends import Append, Rotary
 from saccade.backends.cpu import append as operations
 from saccade.backends.triton import append as launches
+from saccade.backends.triton import append_kernel
+from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged
 
 
@@ -106,3 +110,87 @@ def test_8_bit_rows_are_copied_as_they_are(kind):
     for one, other in zip(caches, copies, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     assert torch.equal(caches[0][3, 3].view(torch.uint8), new[0][0, 0].view(torch.uint8))
+
+
+def spread(*shape, dtype=torch.float32):
+    """Rows of every size, down to numbers that become zero and up to those that are cut off, with NaN, infinities and
+    both zeros."""
+    x = torch.randn(*shape) * 2.0 ** torch.randint(-24, 20, shape)
+    flat = x.view(-1)
+    flat[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0, -torch.nan])
+    return x.to(dtype)
+
+
+def quantizing(kind, dtype, offsets, blocks, turns=True):
+    """A call whose rows become 8 bits: caches are halves of one tensor, sequences have factors of their own."""
+    caches = torch.randint(0, 256, (9, 4, 3, 20), dtype=torch.uint8).view(kind).split([12, 8], dim=-1)
+    shape = (3, 4) if offsets is None else (10,)
+    if offsets == "slots":
+        layout = CacheSlots(torch.tensor([5, -1, 35, 0, 17, -1, 18, 2, 3, 30]), torch.arange(10))
+        factors = [torch.rand(3).expand(1, 3)[..., None] for _ in range(2)]
+    else:
+        table = torch.tensor([[3, 0, 7], [5, -1, 1 << 30], [1, 2, 6]], dtype=torch.int32)
+        layout = Paged(table, torch.tensor([3, 2, 11]), None if offsets is None else torch.tensor(offsets))
+        factors = [torch.randn(3, 3, blocks), torch.rand(()).expand(3, 3)[..., None]]
+    new = spread(*shape, 3, 12, dtype=dtype), spread(*shape, 3, 8, dtype=dtype)
+    angles = torch.randn(9, 4)
+    rotary = Rotary(angles.cos(), angles.sin(), False) if turns else None
+    q = torch.randn(*shape, 6, 12).to(dtype) if turns else None
+    return Append(*caches, *new, layout, rotary, q, Factors(None, *factors))
+
+
+def assert_same(call, other):
+    found, wanted = operations.append(call), launches.append(other)
+    for x, y in zip(call[:2], other[:2], strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+    if found is not None:
+        torch.testing.assert_close(found, wanted)
+
+
+def with_copies(call):
+    return call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("offsets", [None, [0, 0, 5, 9], "slots"], ids=str)
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_quantized_rows_are_the_same_bytes(kind, offsets, dtype, turns):
+    call = quantizing(kind, dtype, offsets, 1, turns)
+    assert_same(call, with_copies(call))
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("factor", [0.0, -2.0, 1e-41, 1e-38, 3e38, torch.inf, torch.nan])
+def test_bytes_of_any_factor(factor):
+    """Products with a reciprocal would be none of the bytes that a division gives."""
+    call = quantizing(torch.float8_e4m3fn, torch.float32, None, 1, False)
+    call = call._replace(descale=Factors(None, torch.full((3, 3, 1), factor), None))
+    assert_same(call, with_copies(call))
+
+
+def test_factors_of_blocks():
+    """Keys before and after 128 of a sequence lie in two of its blocks."""
+    call = quantizing(torch.float8_e4m3fn, torch.float32, None, 2)
+    layout = Paged(torch.arange(99, dtype=torch.int32).view(3, 33), torch.tensor([126, 127, 0]))
+    caches = torch.zeros(99, 4, 3, 20).to(torch.float8_e4m3fn).split([12, 8], dim=-1)
+    call = call._replace(k_cache=caches[0], v_cache=caches[1])
+    assert_same(call._replace(layout=layout), with_copies(call)._replace(layout=layout))
+
+
+@triton.jit
+def _cut_short(x, factor, shape):
+    return append_kernel.encoded(tl.div_rn(x.to(tl.float32) * 0.99, factor + tl.zeros_like(x)), shape)
+
+
+@triton.jit
+def _of_first_head(factor, at, h, h_k):
+    return append_kernel.factor_at(factor, at.sequence, h * 0, at.position)[:, None]
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("_bytes", _cut_short), ("_factors", _of_first_head)])
+def test_wrong_kernels_are_rejected(name, wrong, monkeypatch):
+    call = quantizing(torch.float8_e4m3fn, torch.float32, None, 1)
+    monkeypatch.setattr(append_kernel, name, wrong)
+    with pytest.raises(AssertionError):
+        assert_same(call, with_copies(call))

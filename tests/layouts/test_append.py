@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Paged, append_kv
+from saccade import Dense, Descale, Packed, Paged, append_kv, attention, causal, quantize
 
 PAGES, SIZE, H, D, D_V = 9, 4, 2, 12, 8
 TABLE = torch.tensor([[3, 0, 7], [5, -1, 1 << 30], [1, 2, 6]], dtype=torch.int32)
@@ -208,6 +208,161 @@ def given(**changes):
         "v_new": torch.randn(3, 1, H, D_V),
     }
     return found | changes
+
+
+KINDS = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def of_8_bits(kind=torch.float8_e4m3fn, dtype=torch.float32, **changes):
+    """A call that quantizes: its caches, and rows that are wider."""
+    rows = {"k_new": torch.randn(3, 1, H, D).to(dtype), "v_new": torch.randn(3, 1, H, D_V).to(dtype)}
+    caches = {"k_cache": torch.zeros(PAGES, SIZE, H, D).to(kind), "v_cache": torch.zeros(PAGES, SIZE, H, D_V).to(kind)}
+    return given(**caches | rows | changes)
+
+
+def codes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_bytes_are_those_of_quantize(per, kind, dtype, device):
+    """A prompt end to end, appended with the factors that `quantize` finds; NaN, infinities and zeros of both signs."""
+    offsets = torch.tensor([0, 130, 130, 141], device=device)
+    rows = [torch.randn(141, H, d).mul(9).to(dtype).to(device) for d in (D, D_V)]
+    for x in rows:
+        x[3, 0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-7])
+    made = quantize(None, *rows, per=per, dtype=kind, layout=Packed(offsets))
+    table = torch.arange(3 * 36, dtype=torch.int32, device=device).view(3, 36)
+    caches = [torch.zeros(108, SIZE, H, d, device=device).to(kind) for d in (D, D_V)]
+    layout = Paged(table, torch.zeros(3, dtype=torch.int32, device=device), offsets)
+    append_kv(*caches, layout, *rows, descale=made.descale)
+    for cache, wanted in zip(caches, made[1:3], strict=True):
+        found = codes(cache).view(3, 36 * SIZE, *cache.shape[2:])
+        assert torch.equal(torch.cat([found[0, :130], found[2, :11]]), codes(wanted))
+        assert not found[0, 130:].any()
+        assert not found[1].any()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("form", ["number", "none", "()", "(h_k,)", "(b, h_k)", "slots"])
+def test_quantized_rows(form, kind, device):
+    """Each number is the nearest of the 8-bit type's numbers, all of them tried, times the factor; numbers beyond the
+    largest become that one."""
+    number, heads, both = 0.37, torch.rand(H) + 0.1, torch.rand(3, H) + 0.1
+    factor = {"number": number, "none": None, "()": torch.tensor(number), "(b, h_k)": both}.get(form, heads)
+    call = of_8_bits(kind, k_new=torch.randn(3, 1, H, D) * 2.0 ** torch.randint(-20, 20, (3, 1, H, D)))
+    by_row = torch.ones(3, H) if factor is None else torch.as_tensor(factor).expand(3, H)
+    where = {"layout": Paged(*(x.to(device) for x in (TABLE, USED)))}
+    if form == "slots":
+        where = {"layout": None, "slot_mapping": torch.tensor([15, 22, 27]).view(3, 1).to(device)}
+    moved = {name: x.to(device) for name, x in call.items() if isinstance(x, Tensor)}
+    factor = factor.to(device) if isinstance(factor, Tensor) else factor
+    append_kv(**moved | where, descale=Descale(k=factor, v=factor))
+    every = torch.arange(256, dtype=torch.uint8).view(kind).double()
+    every = every[every.isfinite()]
+    # Rows 3, 2 and 11 of their sequences.
+    for b, (page, row) in enumerate([(3, 3), (5, 2), (6, 3)]):
+        for cache, new in (("k_cache", "k_new"), ("v_cache", "v_new")):
+            found = moved[cache][page, row].cpu().double()
+            quotient = (call[new][b, 0] / by_row[b, :, None]).double()
+            least = (quotient.clamp(every.min(), every.max())[..., None] - every).abs().amin(-1)
+            assert torch.equal((quotient.clamp(every.min(), every.max()) - found).abs(), least)
+
+
+def test_8_bit_keys_are_rotated_before(device):
+    """In float32, not rounded to the rows' dtype; the queries keep theirs."""
+    call = of_8_bits(dtype=torch.bfloat16)
+    angles, q = torch.randn(12, 4), torch.randn(3, 1, 4, D).bfloat16()
+    tables = angles.cos().to(device), angles.sin().to(device)
+    wide = given(k_new=call["k_new"].float(), v_new=call["v_new"].float())
+    append_kv(**wide, rotary=(angles.cos(), angles.sin()))
+    layout = Paged(TABLE.to(device), USED.to(device))
+    moved = {name: x.to(device) for name, x in call.items() if isinstance(x, Tensor)}
+    rotated = append_kv(**moved, layout=layout, q=q.to(device), rotary=tables, descale=Descale(k=0.3))
+    assert rotated.dtype == torch.bfloat16
+    found = moved["k_cache"].cpu().float()
+    assert torch.equal(found, (wide["k_cache"] / 0.3).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_attention_to_what_was_appended(kind, device):
+    """One row after the other, with one record for both calls."""
+    caches = [torch.full((4, 8, H, 16), torch.nan, device=device).to(kind) for _ in range(2)]
+    descale = Descale(k=torch.tensor([0.02, 0.03], device=device), v=torch.tensor(0.05, device=device))
+    table, new = torch.tensor([[2, 0]], device=device).int(), torch.randn(2, 1, 11, H, 16, device=device).bfloat16()
+    q = torch.randn(1, 1, 4, 16, device=device).bfloat16()
+    for i in range(11):
+        used = torch.tensor([i], device=device)
+        append_kv(*caches, Paged(table, used), *new[:, :, i : i + 1], descale=descale)
+    out = attention(q, *caches, layout=Paged(table, used + 1), mask=causal(), descale=descale)
+    wanted = attention(q.transpose(1, 2), *(x.transpose(1, 2) for x in new))
+    assert (out - wanted.transpose(1, 2)).abs().max() < 0.2
+
+
+def test_8_bit_rows_under_compile_and_in_the_operator():
+    from torch.library import opcheck
+
+    call, factor = of_8_bits(), torch.rand(3, H)[..., None]
+    layout = call.pop("layout")
+    arguments = (*call.values(), None, layout.tensors, layout.text, [], False, factor, None)
+    opcheck(torch.ops.saccade.append_kv.default, arguments, test_utils="test_faketensor")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(k_cache, v_cache, k_new, v_new, table, used, factor):
+        append_kv(k_cache, v_cache, Paged(table, used), k_new, v_new, descale=Descale(k=factor, v=0.5))
+
+    copies = {name: x.clone() for name, x in call.items()}
+    compiled(**copies, table=TABLE, used=USED, factor=factor[..., 0])
+    append_kv(**call, layout=layout, descale=Descale(k=factor[..., 0], v=0.5))
+    assert codes(call["k_cache"]).any()
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(codes(copies[name]), codes(call[name]))
+
+
+def eight(*shape):
+    return torch.randn(*shape).to(torch.float8_e4m3fn)
+
+
+SLOTTED = {"layout": None, "slot_mapping": torch.tensor([[3], [-1], [5]])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"descale": Descale(k=torch.ones(3))}, "the descale of k must be (), (h_k,) = (2,), (b, h_k) = (3, 2), or"),
+        ({"descale": Descale(v=torch.ones(2, 2))}, "the descale of v must be (), (h_k,) = (2,), (b, h_k) = (3, 2), or"),
+        ({"descale": Descale(q=1.5)}, "append_kv takes Descale(k=…, v=…) without q"),
+        ({"descale": Descale(shift=torch.ones(1))}, "without shift: it quantizes keys and values as they are"),
+        (SLOTTED | {"descale": Descale(v=torch.ones(3, H))}, "slots do not say whose a row is, got (3, 2)"),
+        (SLOTTED | {"descale": Descale(k=torch.ones(3, H, 1))}, "with slot_mapping the descale of k must be a number"),
+        (
+            {"k_new": eight(3, 1, H, D), "v_new": eight(3, 1, H, D_V), "descale": Descale(k=2.0)},
+            "got caches of torch.float8_e4m3fn and rows of torch.float8_e4m3fn, which are copied",
+        ),
+        (
+            {"k_new": eight(3, 1, H, D), "v_new": eight(3, 1, H, D_V), "rotary": (torch.ones(9, 3),) * 2},
+            "rotary takes rows of 16 bits or more, got torch.float8_e4m3fn",
+        ),
+        ({"v_cache": torch.zeros(PAGES, SIZE, H, D_V)}, "caches and new rows must share one dtype"),
+        ({"k_new": torch.randn(3, 1, H, D).double(), "v_new": torch.randn(3, 1, H, D_V).double()}, "rows of float16,"),
+        ({"v_new": torch.randn(3, 1, H, D_V).half()}, "got torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32"),
+        ({"descale": Descale(k=torch.ones((), requires_grad=True))}, "append_kv has no gradients"),
+    ],
+)
+def test_errors_of_8_bit_caches(changes, words):
+    call = of_8_bits(**changes)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        append_kv(**call)
+    assert not codes(call["k_cache"]).any()
+
+
+def test_a_descale_of_wider_caches_is_refused():
+    with pytest.raises(ValueError, match=r"8-bit caches that take wider rows, got caches of torch\.float32"):
+        append_kv(**given(descale=Descale(k=2.0)))
+    with pytest.raises(TypeError, match=re.escape("must be a Descale(k=…, v=…), got")):
+        append_kv(**of_8_bits(descale=2.0))
 
 
 def test_the_operator():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged
 from saccade.problem import Problem
 from saccade.spec import FLAGS, Spec
@@ -134,6 +135,13 @@ class Append(NamedTuple):
     rotary: Rotary | None
     q: Tensor | None = None
     """(b, s, h_q, d), or (t, h_q, d), to be rotated as well"""
+    descale: Factors = Factors()
+    """of 8-bit caches, (sequences, h_k, n); slots are of one sequence"""
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether wider rows become 8-bit numbers."""
+        return self.k_cache.dtype != self.k_new.dtype
 
 
 class Quantization(NamedTuple):

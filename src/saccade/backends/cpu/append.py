@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Append, Rotary
+from saccade.backends.cpu.quantize import quotient
+from saccade.descale import BLOCK
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 
 class Places(NamedTuple):
-    """Of every new row, (n,): its slot in the cache, or -1; its position; and whether it is a sequence's."""
+    """Of every new row, (n,): its slot in the cache, or -1; its position; whether it is a sequence's, and whose."""
 
     slot: Tensor
     position: Tensor
     known: Tensor
+    sequence: Tensor
 
 
 def append(step: Append) -> Tensor | None:
@@ -25,10 +28,16 @@ def append(step: Append) -> Tensor | None:
     places = _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, step.k_new, pages, size)
     there = (places.slot >= 0) & (places.slot < pages * size)
     slot = places.slot[there]
-    for cache, new in ((step.k_cache, step.k_new), (step.v_cache, step.v_new)):
+    sequence, position = places.sequence[there], places.position[there]
+    for cache, new, factor in zip(step[:2], step[2:4], step.descale[1:], strict=True):
         rows = new.flatten(0, -3)[there]
+        if step.quantizes:
+            rows = rows.float()
         if step.rotary is not None and new is step.k_new:
-            rows = rotated(rows, step.rotary, places.position[there])
+            rows = rotated(rows, step.rotary, position)
+        if step.quantizes:
+            by_head = 1.0 if factor is None else _of_rows(factor, sequence, position)
+            rows = quotient(rows, by_head, cache.dtype).to(cache.dtype)
         cache[slot // size, slot % size] = rows
     if q is None or step.rotary is None:
         return None
@@ -38,10 +47,15 @@ def append(step: Append) -> Tensor | None:
     return made
 
 
+def _of_rows(factor: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+    """(n, h_k, 1): a factor (sequences, h_k, blocks) of the rows (n)."""
+    return factor[sequence, :, (position // BLOCK).clamp(max=factor.shape[2] - 1)][..., None]
+
+
 def _by_slot(layout: CacheSlots) -> Places:
     slot = layout.slot_mapping.flatten().long()
     position = torch.zeros_like(slot) if layout.positions is None else layout.positions.flatten().long()
-    return Places(slot, position, torch.ones_like(slot, dtype=torch.bool))
+    return Places(slot, position, torch.ones_like(slot, dtype=torch.bool), torch.zeros_like(slot))
 
 
 def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
@@ -59,7 +73,7 @@ def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
     page = torch.full_like(position, -1)
     page[inside] = layout.block_table[b[inside], position[inside] // size].long()
     mapped = (page >= 0) & (page < pages)
-    return Places(torch.where(mapped, page * size + position % size, -1), position, known)
+    return Places(torch.where(mapped, page * size + position % size, -1), position, known, b)
 
 
 def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:

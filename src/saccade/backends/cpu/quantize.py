@@ -40,15 +40,22 @@ def quantize(call: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
         else:
             shift = _by_batch(call, torch.where(rows.live, (x * mean).sum(-1) * call.scale, 0))
     descale, by_row = _factors(call, rows, x)
-    # Adding 0 makes 0 of -0, as kernels do.
-    x = (x + 0.0) / by_row.repeat_interleave(len(x) // call.h_k, dim=0)[..., None]
-    x = torch.where(x.isfinite(), x, torch.nan)
+    x = quotient(x, by_row.repeat_interleave(len(x) // call.h_k, dim=0)[..., None], call.dtype)
     if call.per == "block":
         x = torch.where((rows.position < call.blocks * BLOCK)[:, None], x, torch.nan)
     x = torch.where(rows.live[:, None], x, 0)
     made = empty_bytes(call.x, call.dtype, call.keys_first)
     made.copy_(_by_batch(call, x.to(call.dtype)))
     return made, descale, shift
+
+
+def quotient(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """x / factor in float32, as the 8-bit dtype takes it: NaN of infinities, at most its largest number."""
+    # Adding 0 makes 0 of -0, as kernels do.
+    made = (x + 0.0) / factor
+    made = torch.where(x.isfinite() & ~made.isnan(), made, torch.nan)
+    largest = torch.finfo(dtype).max
+    return made.clamp(-largest, largest)
 
 
 def mean(call: Quantization) -> Tensor:

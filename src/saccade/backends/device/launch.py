@@ -28,6 +28,8 @@ class Launch:
     least_stages: int | None = None
     """The fewest stages to try where the tables of a score do not fit shared memory beside the operands."""
     compiled: Any = None
+    fuses: bool = True
+    """Whether a product and a sum may become one instruction, which rounds once."""
 
     def __call__(self, device: Any, arguments: tuple[Any, ...]) -> None:
         if self.compiled is None:  # as always in the interpreter, which compiles nothing
@@ -39,7 +41,7 @@ class Launch:
         stages = self.stages
         while True:
             try:
-                return self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps, num_stages=stages)
+                return self.kernel[self.grid](*arguments, *self.constants, **self._options(stages))
             except OutOfResources:
                 if self.least_stages is None or stages <= self.least_stages:
                     raise
@@ -47,8 +49,11 @@ class Launch:
 
     def warmup(self, arguments: tuple[Any, ...]) -> Any:
         """The compiled kernel, not run: for the compile gate."""
-        options = {"num_warps": self.warps, "num_stages": self.stages, "grid": (1,)}
-        return self.kernel.warmup(*arguments, *self.constants, **options)
+        return self.kernel.warmup(*arguments, *self.constants, **self._options(self.stages), grid=(1,))
+
+    def _options(self, stages: int) -> dict[str, Any]:
+        apart = {} if self.fuses else {"enable_fp_fusion": False}
+        return {"num_warps": self.warps, "num_stages": stages, **apart}
 
 
 def cached_launch(problem: Problem, key: Any, make: Callable[[], Launch]) -> Launch:

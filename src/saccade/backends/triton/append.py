@@ -12,12 +12,15 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from saccade.backends import Append, Rotary
+from saccade.backends.device.descale import DescaleArgs, FactorArgs
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.triton.append_kernel import Angles, AppendShape, append_kernel
 from saccade.backends.triton.paged import many, page_table
 from saccade.backends.triton.paged_kernel import PageTable
+from saccade.backends.triton.quantize import TYPES, converts
 from saccade.bounded_cache import BoundedCache
+from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 
@@ -30,8 +33,9 @@ def append(call: Append) -> Tensor | None:
     if isinstance(layout, Paged) and not layout.sequences:
         return None if rotated is None else rotated.zero_()
     *cos_sin, interleaved = (None,) if call.rotary is None else call.rotary
-    tensors = *call[:4], *([] if q is None else [q]), *layout.tensors, *cos_sin
-    key = tuple((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors), layout.text, interleaved
+    tensors = *call[:4], *([] if q is None else [q]), *layout.tensors, *cos_sin, *call.descale.tensors
+    words = layout.text, interleaved, call.descale.names
+    key = tuple((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors), words
     with on_device(new):
         _launches.get_or_make(key, lambda: prepare(call))(new.device.index, arguments(call, rotated))
     return rotated
@@ -42,13 +46,17 @@ _launches: BoundedCache[Any, Launch] = BoundedCache(1024)
 
 def arguments(call: Append, rotated: Tensor | None) -> tuple[Any, ...]:
     layout, new, q, view = call.layout, call.k_new, call.q, call.layout.canonical
-    rows = (TensorArgs.of(view(x)) for x in (new, call.v_new, call.k_cache, call.v_cache))
+    caches, descale = call[:2], None
+    if call.quantizes:
+        caches = [x.view(torch.uint8) for x in caches]
+        descale = DescaleArgs(*(FactorArgs.of(x, new) for x in call.descale))
+    rows = (TensorArgs.of(view(x)) for x in (new, call.v_new, *caches))
     queries = (None if x is None else TensorArgs.of(view(x)) for x in (q, rotated))
     angles = None
     if call.rotary is not None:
         angles = Angles(call.rotary.cos, call.rotary.sin, runtime_int(call.rotary.cos.shape[0]))
     heads = new.shape[-2], 0 if q is None else q.shape[-2]
-    return *rows, *queries, *_places(layout, view(call.k_cache)), angles, *heads, new.shape[-3]
+    return *rows, *queries, *_places(layout, view(call.k_cache)), angles, descale, *heads, new.shape[-3]
 
 
 def _places(layout: Paged | CacheSlots, cache: Tensor) -> tuple[Any, ...]:
@@ -69,15 +77,23 @@ def prepare(call: Append) -> Launch:
     pairs, interleaved = (0, False) if call.rotary is None else (call.rotary.cos.shape[1], call.rotary.interleaved)
     blocks = (next_power_of_2(max(n, 1)) for n in (h_k, h_q, d, d_v, pairs))
     sequences = many(call.layout) if isinstance(call.layout, Paged) else 1
-    shape = AppendShape(*map(tl.constexpr, (call.k_cache.shape[1], d, d_v, pairs, interleaved, *blocks, sequences)))
-    return Launch(append_kernel, (call.k_new.shape[:-2].numel(), 1, 1), (shape,))
+    kind = TYPES[call.k_cache.dtype].value if call.quantizes else None
+    sizes = call.k_cache.shape[1], d, d_v, pairs, interleaved, *blocks, sequences
+    shape = AppendShape(*map(tl.constexpr, (*sizes, kind, converts(call.k_cache.device))))
+    # A rotated key is rounded as on a CPU, so that its bytes are the same.
+    return Launch(append_kernel, (call.k_new.shape[:-2].numel(), 1, 1), (shape,), fuses=not call.quantizes)
 
 
 def compiled(d: int, d_v: int, dtype: torch.dtype, by_slot: bool = False) -> Any:
-    """The kernel as the compile gate sees it: packed sequences, or rows by their slots; keys and queries rotate."""
-    operands = (torch.empty(*shape, dtype=dtype) for shape in ((9, 16, 8, d), (9, 16, 8, d_v), (4, 8, d), (4, 8, d_v)))
+    """The kernel as the compile gate sees it: packed sequences, or rows by their slots; keys and queries rotate. An
+    8-bit dtype is the caches', and rows are wider."""
+    eight_bits = dtype in TYPES
+    dtypes = (dtype, dtype, *(torch.bfloat16 if eight_bits else dtype,) * 3)
+    shapes = (9, 16, 8, d), (9, 16, 8, d_v), (4, 8, d), (4, 8, d_v), (4, 32, d)
+    *operands, q = (torch.empty(*shape, dtype=kind) for shape, kind in zip(shapes, dtypes, strict=True))
+    factor = torch.empty(1 if by_slot else 3, 8, 1)
+    descale = Factors(None, factor, factor) if eight_bits else Factors()
     layout = Paged(torch.zeros(3, 9, dtype=torch.int32), torch.zeros(3).int(), torch.zeros(4).int())
     places = CacheSlots(torch.zeros(4).long(), torch.zeros(4).long()) if by_slot else layout
-    q = torch.empty(4, 32, d, dtype=dtype)
-    call = Append(*operands, places, Rotary(torch.empty(99, d // 2), torch.empty(99, d // 2), False), q)
+    call = Append(*operands, places, Rotary(torch.empty(99, d // 2), torch.empty(99, d // 2), False), q, descale)
     return prepare(call).warmup(arguments(call, torch.empty_like(q)))

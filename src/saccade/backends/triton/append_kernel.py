@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.aggregate import aggregate
+from saccade.backends.device.descale import factor_at
 from saccade.backends.device.records import plain_int
+from saccade.backends.triton.quantize_kernel import INFINITY, encoded
 
 
 class AppendShape(NamedTuple):
@@ -30,6 +32,10 @@ class AppendShape(NamedTuple):
     BLOCK_P: Any
     N: Any
     """sequences that a program reads at once"""
+    TYPE: Any
+    """of 8-bit numbers that wider rows become, else None"""
+    HARDWARE: Any
+    """whether the device converts to them"""
 
 
 class Angles(NamedTuple):
@@ -49,6 +55,8 @@ class NewRow:
     batch: Any
     i: Any
     """in tensors (b, h, s, d)"""
+    sequence: Any
+    """which of the layout's"""
     page: Any
     row: Any
     position: Any
@@ -67,7 +75,8 @@ def _by_slot(token, s, slots, positions, pages, shape):
     position = token * 0
     if positions is not None:
         position = tl.load(positions + token)
-    return NewRow(token // s, token % s, slot // shape.PAGE, slot % shape.PAGE, position, token >= 0, there)
+    page = slot // shape.PAGE
+    return NewRow(token // s, token % s, token * 0, page, slot % shape.PAGE, position, token >= 0, there)
 
 
 @triton.jit
@@ -100,7 +109,7 @@ def _by_length(token, s, starts, used, pages, shape):
     entry = pages.table + b.to(tl.int64) * plain_int(pages.stride) + position // shape.PAGE
     page = tl.load(entry, mask=there, other=-1)
     there = there & (page >= 0) & (page < plain_int(pages.count))
-    return NewRow(batch, i, page, position % shape.PAGE, tl.where(known, length + i - first, 0), known, there)
+    return NewRow(batch, i, b, page, position % shape.PAGE, tl.where(known, length + i - first, 0), known, there)
 
 
 @triton.jit
@@ -111,14 +120,34 @@ def _places(x, outer, row, h, column):
 
 
 @triton.jit
-def _copy(made, new, page, row, at, h, column, there):
-    """Columns of a row, as they are; zero if the row is not known."""
-    x = tl.load(_places(new, at.batch, at.i, h, column), mask=there)
-    tl.store(_places(made, page, row, h, column), tl.where(at.known, x, 0.0), mask=there)
+def _factors(factor, at, h, h_k):
+    """float32 [heads, 1]: what a row's bytes are to be multiplied by."""
+    found = factor_at(factor, at.sequence, tl.minimum(h, h_k - 1), at.position)
+    return (tl.zeros_like(h).to(tl.float32) + found)[:, None]
 
 
 @triton.jit
-def _turn(made, new, page, row, at, h, live, angles, shape):
+def _bytes(x, factor, shape):
+    """x / factor as 8 bits; NaN of infinities. Factors may be any numbers, so the device divides."""
+    # Adding 0 makes 0 of -0.
+    x = x.to(tl.float32) + 0.0
+    found = tl.div_rn(x, factor + tl.zeros_like(x))
+    return encoded(tl.where(tl.abs(x) < INFINITY, found, float("nan")), shape)
+
+
+@triton.jit
+def _copy(made, new, page, row, at, h, column, there, factor, shape):
+    """Columns of a row, as they are or as 8 bits; zero if the row is not known."""
+    x = tl.load(_places(new, at.batch, at.i, h, column), mask=there)
+    if factor is not None:
+        x = _bytes(x, factor, shape)
+    else:
+        x = tl.where(at.known, x, 0.0)
+    tl.store(_places(made, page, row, h, column), x, mask=there)
+
+
+@triton.jit
+def _turn(made, new, page, row, at, h, live, angles, factor, shape):
     """A row of all heads [heads, d], its first pairs by the angles of its position; zero if it is not known."""
     if shape.PAIRS > 0:
         # [BLOCK_P]
@@ -135,22 +164,44 @@ def _turn(made, new, page, row, at, h, live, angles, shape):
         turning = live & inside
         x = tl.load(_places(new, at.batch, at.i, h, one), mask=turning, other=0.0).to(tl.float32)
         y = tl.load(_places(new, at.batch, at.i, h, two), mask=turning, other=0.0).to(tl.float32)
+        first = tl.where(at.known, x * c - y * t, 0.0)
+        second = tl.where(at.known, y * c + x * t, 0.0)
+        if factor is not None:
+            first = _bytes(first, factor, shape)
+            second = _bytes(second, factor, shape)
         dtype = made.ptr.dtype.element_ty
-        tl.store(_places(made, page, row, h, one), tl.where(at.known, x * c - y * t, 0.0).to(dtype), mask=turning)
-        tl.store(_places(made, page, row, h, two), tl.where(at.known, y * c + x * t, 0.0).to(dtype), mask=turning)
+        tl.store(_places(made, page, row, h, one), first.to(dtype), mask=turning)
+        tl.store(_places(made, page, row, h, two), second.to(dtype), mask=turning)
     column = tl.arange(0, shape.BLOCK_D)
     if 2 * shape.PAIRS < shape.D:
         rest = live & ((column >= 2 * shape.PAIRS) & (column < shape.D))[None, :]
-        _copy(made, new, page, row, at, h, column, rest)
+        _copy(made, new, page, row, at, h, column, rest, factor, shape)
 
 
 @triton.jit(do_not_specialize=["h_k", "h_q", "s"])
 def append_kernel(
-    k_new, v_new, k_cache, v_cache, q, q_out, starts, used, slots, positions, pages, angles, h_k, h_q, s, shape
+    k_new,
+    v_new,
+    k_cache,
+    v_cache,
+    q,
+    q_out,
+    starts,
+    used,
+    slots,
+    positions,
+    pages,
+    angles,
+    descale,
+    h_k,
+    h_q,
+    s,
+    shape,
 ):
     """TensorArgs (b, h, s, d), caches (pages, h_k, page_size, d); q and q_out: or None. Rows go where `slots` says, one
     for each, whose positions are `positions`, or None; or, if slots is None, after the `used` ones of their sequences.
-    starts: where each sequence of new rows begins, (sequences + 1,), or None: all have s. The rest has no page."""
+    starts: where each sequence of new rows begins, (sequences + 1,), or None: all have s. The rest has no page.
+    descale: what 8-bit caches, uint8 here, stand for, or None where rows are written as they are."""
     token = tl.program_id(0)
     if slots is None:
         at = _by_length(token, s, starts, used, pages, shape)
@@ -159,9 +210,14 @@ def append_kernel(
     # [heads]
     h = tl.arange(0, shape.BLOCK_H)
     live = (h < tl.where(at.there, h_k, 0))[:, None]
-    _turn(k_cache, k_new, at.page, at.row, at, h, live, angles, shape)
     column = tl.arange(0, shape.BLOCK_DV)
-    _copy(v_cache, v_new, at.page, at.row, at, h, column, live & (column < shape.D_V)[None, :])
+    columns = live & (column < shape.D_V)[None, :]
+    if descale is None:
+        _turn(k_cache, k_new, at.page, at.row, at, h, live, angles, None, shape)
+        _copy(v_cache, v_new, at.page, at.row, at, h, column, columns, None, shape)
+    else:
+        _turn(k_cache, k_new, at.page, at.row, at, h, live, angles, _factors(descale.k, at, h, h_k), shape)
+        _copy(v_cache, v_new, at.page, at.row, at, h, column, columns, _factors(descale.v, at, h, h_k), shape)
     if q is not None:
         h = tl.arange(0, shape.BLOCK_HQ)
-        _turn(q_out, q, at.batch, at.i, at, h, (h < h_q)[:, None], angles, shape)
+        _turn(q_out, q, at.batch, at.i, at, h, (h < h_q)[:, None], angles, None, shape)

@@ -52,7 +52,7 @@ def features() -> Iterator[str]:
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
-    yield from (f"triton paged 8bit d128/128 {word}" for word in paged.ROWS[:3])
+    yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:3], "append", "slots"))
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
     yield from (f"triton quantize {words}" for words in QUANTIZE)
 

@@ -24,7 +24,7 @@ from saccade.descale import BLOCK
 from saccade.layouts import empty_bytes
 
 _PER = {"tensor": kernels.TENSOR, "head": kernels.HEAD, "block": kernels.BY_BLOCK}
-_TYPES = {torch.float8_e4m3fn: kernels.E4M3, torch.float8_e5m2: kernels.E5M2}
+TYPES = {torch.float8_e4m3fn: kernels.E4M3, torch.float8_e5m2: kernels.E5M2}
 _KERNELS = {
     "largest": kernels.largest_kernel,
     "quantize": kernels.quantize_kernel,
@@ -97,8 +97,8 @@ def _shape(call: Quantization, heads: int) -> tuple[Any, ...]:
     chunk = min(block_d, 16 if call.x.dtype == torch.float32 else 64)
     mixed = rotated_elements(d) if call.rotate else 1
     group = call.x.shape[1] // call.h_k
-    per, kind = _PER[call.per].value, _TYPES[call.dtype].value
-    flags = _converts(call.x.device), call.subtracts, call.keys_first
+    per, kind = _PER[call.per].value, TYPES[call.dtype].value
+    flags = converts(call.x.device), call.subtracts, call.keys_first
     # Few at once take few registers, so that a multiprocessor has many programs. Products and columns want more.
     rows = BLOCK if (mixed > 1 and call.x.dtype != torch.float32) or call.keys_first else 32
     return d, block_d, chunk, mixed, 1 / math.sqrt(mixed), heads, rows, group, per, kind, *flags
@@ -109,7 +109,7 @@ def _heads(name: str, call: Quantization) -> int:
     return call.x.shape[1] // call.h_k if name == "quantize" and call.per == "block" else 1
 
 
-def _converts(device: torch.device) -> bool:
+def converts(device: torch.device) -> bool:
     """Whether the device has an instruction that makes 8-bit numbers, to nearest and to the largest number."""
     word = hardware.name(device)
     return not knobs.runtime.interpret and (word == "cpu" or (word.startswith("sm") and int(word[2:]) >= 89))

@@ -193,7 +193,7 @@ def _quotient(x, factor):
 
 
 @triton.jit
-def _encoded(x, shape):
+def encoded(x, shape):
     """uint8: float32 as 8 bits, to nearest, ties to even, the largest number for what is beyond it; NaN is 0x7f."""
     if shape.HARDWARE and shape.TYPE == E4M3:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -220,7 +220,7 @@ def _store(out, at, h, start, x, shape):
     """Rows from `start` on, as far as they are there; zero in those that are not in use."""
     row = start + tl.arange(0, shape.ROWS)
     # [ROWS, BLOCK_D]
-    code = tl.where((row < at.used)[:, None], _encoded(x, shape), 0).to(tl.uint8)
+    code = tl.where((row < at.used)[:, None], encoded(x, shape), 0).to(tl.uint8)
     d = tl.arange(0, shape.BLOCK_D)
     there = (row < at.stop)[:, None] & (d < shape.D)[None, :]
     if shape.KEYS_FIRST:
