@@ -307,6 +307,35 @@ def test_under_compile_and_in_the_operators():
     opcheck(torch.ops.saccade.mean_of_keys.default, (k, starts, None, True, False))
 
 
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+@pytest.mark.parametrize("smooth_k", [False, True], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("lengths", [(0, 20), (20, 0), (0, 0)], ids=str)
+def test_no_rows(lengths, smooth_k, per):
+    """What quantize makes of nothing, attention takes; rows behind sequences without any are in no block."""
+    q, k, v = (torch.randn(2, 2, s, 16) for s in (lengths[0], lengths[1], lengths[1]))
+    made = quantize(q, k, v, per=per, smooth_k=smooth_k, rotate=True)
+    assert attention(*made[:3], descale=made.descale).count_nonzero() == 0
+    layout = Packed(*(torch.tensor([0, s, s]) for s in lengths))
+    flat = [torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 3), value=torch.nan) for x in (q, k, v)]
+    made = quantize(*flat, per=per, smooth_k=smooth_k, rotate=True, layout=layout)
+    assert all(x[-3:].view(torch.uint8).count_nonzero() == 0 for x in made[:3])
+    assert attention(*made[:3], descale=made.descale, layout=layout).count_nonzero() == 0
+
+
+def test_first_use_is_compiled():
+    """With sizes that are symbols, attention beside it."""
+
+    def run(q, k, v):
+        made = quantize(q, k, v, per="block", smooth_k=True, rotate=True)
+        return attention(*made[:3], descale=made.descale, return_lse=True)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
+    for b, s in ((2, 140), (3, 100), (2, 300)):
+        q, k, v = torch.randn(b, 4, 7, 16), torch.randn(b, 2, s, 16), torch.randn(b, 2, s, 16)
+        for found, wanted in zip(compiled(q, k, v), run(q, k, v), strict=True):
+            assert torch.equal(found, wanted)
+
+
 def given(**changes):
     return {"q": torch.randn(1, 4, 20, 16), "k": torch.randn(1, 2, 20, 16), "v": torch.randn(1, 2, 20, 16)} | changes
 

@@ -188,15 +188,14 @@ def _check(q: Tensor | None, k: Tensor, v: Tensor, layout: Any) -> None:
             "as one sequence, quantize(None, k[None], v[None], per='tensor', layout=Dense('bshd')), got k "
             f"{tuple(k.shape)}"
         )
-    got = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
     for name, x in named.items():
         if x.is_nested or x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor; of a jagged one pass x.values() and Packed(x.offsets())")
         if x.dtype not in WIDER:
             raise ValueError(f"quantize takes float16, bfloat16 and float32, got {name} {x.dtype}")
-    if error := layout.shape_error((k if q is None else q).shape, k.shape, v.shape):
-        raise ValueError(f"{error}: {got} in order {layout.order}")
-    if error := layout.mask_error(None, k if q is None else q, k):
+    error = layout.shape_error((k if q is None else q).shape, k.shape, v.shape)
+    if error := error or layout.mask_error(None, k if q is None else q, k):
+        got = ", ".join([f"{name} {tuple(x.shape)}" for name, x in named.items()])
         raise ValueError(f"{error}: {got} in order {layout.order}")
     tensors = [*named.values(), *layout.tensors]
     if len(devices := {x.device for x in tensors}) > 1:

@@ -58,6 +58,15 @@ def test_against_operations(heads, per, packed):
             torch.testing.assert_close(found[2], wanted[2], equal_nan=True, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_empty_sequences(per):
+    """Rows behind sequences without any are in no block, and there is none."""
+    call = Quantization(
+        numbers(1, 2, 7, 24, dtype=torch.float16), 2, torch.tensor([0, 0, 0]), None, per=per, dtype=E4M3, blocks=0
+    )
+    assert_same(launches.quantize(call), operations.quantize(call))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("heads", [2, 6])
 def test_rotation_and_means(heads, packed):

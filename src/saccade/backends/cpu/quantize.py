@@ -122,8 +122,9 @@ def _factors(call: Quantization, rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]
         size = torch.where(rows.position < call.blocks * BLOCK, size, 0)
     count = 1 if call.per == "tensor" else call.sequences * per_sequence
     largest = size.new_zeros(call.h_k, count)
-    if count:
-        largest = largest.scatter_reduce(1, place.expand(call.h_k, -1), size, "amax")
+    if not count:  # nothing is in use
+        return largest.view(call.descale_shape), torch.ones_like(size)
+    largest = largest.scatter_reduce(1, place.expand(call.h_k, -1), size, "amax")
     if call.per == "tensor":
         largest = largest.amax(0, keepdim=True)
     factor = torch.where(largest > 0, (largest / torch.finfo(call.dtype).max).clamp(min=SMALLEST), 1)
