@@ -148,6 +148,27 @@ def test_spec():
     assert str(explain(*operands(torch.float8_e4m3fn)).spec) == "fp8_e4m3 group2 d16 dense aligned cpu"
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("lengths", [(0, 20), (20, 0), (0, 0)], ids=str)
+def test_no_rows(lengths: tuple[int, int], backend: str):
+    """Blocks of what has no rows: none, or more than none. The host knows of Packed and Paged what it reads."""
+    s_q, s_k = lengths
+    q, (k, v) = random(B, H_Q, s_q, D), (random(B, H_K, s_k, D, seed=i) for i in (1, 2))
+    for blocks in (0, 1):
+        given = [positive(B, H_K, max(blocks, -(-s // 128)), seed=s) for s in (s_q, s_k, s_k)]
+        eight = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+        descale, keywords = Descale(*given), {"mask": causal(), "backend": backend}
+        check(*eight, descale=descale, **keywords).assert_ok()
+        flat = [torch.nn.functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 3)) for x in (q, k, v)]
+        flat = [x.to(torch.float8_e4m3fn) for x in flat]
+        ends = (torch.tensor([0, s, 2 * s]) for s in lengths)
+        check(*flat, layout=Packed(*ends), descale=descale, **keywords).assert_ok()
+        cache, table = torch.zeros(4, 16, H_K, D).to(torch.float8_e4m3fn), torch.arange(4).view(2, 2)
+        layout = Paged(table, torch.tensor([s_k, 0]), cu_seqlens_q=torch.tensor([0, s_q, 2 * s_q]))
+        wide = [positive(B, H_K, 1)] * 2
+        check(flat[0], cache, cache, layout=layout, descale=Descale(given[0], *wide), **keywords).assert_ok()
+
+
 def run(given, dtype=None):
     return attention(*operands(torch.float8_e4m3fn, dtype), descale=given)
 
@@ -155,6 +176,12 @@ def run(given, dtype=None):
 def gradient():
     q, k, v = operands(torch.float8_e4m3fn, torch.bfloat16)
     return attention(q.requires_grad_(), k, v)
+
+
+def factor_gradient(name: str):
+    """Of a Descale's own tensors; softmax and PyTorch's own functions would both be differentiable."""
+    factor = torch.ones((B, H_Q, S) if name == "shift" else (B, H_K), requires_grad=True)
+    attention(*operands(torch.float8_e4m3fn, torch.float32), descale=Descale(**{name: factor}))
 
 
 E4, E5 = (operands(kind) for kind in KINDS.values())
@@ -174,6 +201,9 @@ ERRORS = {
     "device": (lambda: run(Descale(k=torch.ones((), device="meta"))), ValueError, "on q's device cpu, got meta"),
     "out": (lambda: attention(*E4, out=F32), ValueError, "out must be torch.bfloat16 or torch.float16"),
     "gradient": (gradient, Unsupported, "no gradients"),
+    "gradient of a factor": (lambda: factor_gradient("k"), Unsupported, "no gradients"),
+    "gradient of v's": (lambda: factor_gradient("v"), Unsupported, "no gradients"),
+    "gradient of the shift": (lambda: factor_gradient("shift"), Unsupported, "no gradients"),
 }
 
 

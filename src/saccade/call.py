@@ -176,10 +176,12 @@ def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, lay
         raise TypeError(f"descale must be a Descale record, such as Descale(k=0.5), got {arguments.told(descale)}")
     if k.dtype not in EIGHT_BITS:
         raise ValueError(f"descale is for 8-bit operands, got q {q.dtype}, k {k.dtype} and v {v.dtype}: omit it")
-    if torch.is_grad_enabled() and any(x.dtype in EIGHT_BITS and x.requires_grad for x in (q, k, v)):
+    given = () if descale is None else (descale.q, descale.k, descale.v, descale.shift)
+    fixed = [x for x in (q, k, v) if x.dtype in EIGHT_BITS] + [x for x in given if isinstance(x, Tensor)]
+    if autograd.needs_gradient(*fixed):
         raise Unsupported(autograd.eight_bit_gradients(q, k, v))
     sizes = layout.sizes(q, k)
-    shape = sizes.b, layout.canonical(k).shape[1], sizes.s_q, sizes.s_k
+    shape = sizes.b, layout.canonical(k).shape[1], sizes.s_q if layout.knows_rows else None, sizes.s_k
     try:
         return factors(descale, q.device, q.dtype in EIGHT_BITS, shape)
     except ValueError as error:

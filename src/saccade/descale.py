@@ -128,13 +128,13 @@ def by_row(factor: Tensor, x: Tensor, first: int = 0) -> Tensor:
 
 
 def factors(
-    descale: Descale | None, device: torch.device, eight_bits: bool, shape: tuple[int, int, int, int]
+    descale: Descale | None, device: torch.device, eight_bits: bool, shape: tuple[int, int, int | None, int]
 ) -> Factors:
     """The factors of a call whose k and v have 8 bits.
 
     Args:
         eight_bits: whether q has as well.
-        shape: sequences, key heads, and the longest sequence's rows and keys as far as the host knows, else 0.
+        shape: sequences, key heads, and the longest sequence's rows and keys; None if the host does not know.
 
     Raises:
         ValueError: a shape or device that does not fit, quoted.
@@ -149,21 +149,24 @@ def factors(
         x = getattr(descale, name)
         if isinstance(x, float):
             x = None if x == 1.0 else torch.full((), x, dtype=torch.float32, device=device)
-        found.append(None if x is None else _expanded(name, x, device, (b, h_k, -(-s // BLOCK))))
+        found.append(None if x is None else _expanded(name, x, device, (b, h_k, None if s is None else -(-s // BLOCK))))
     return Factors(*found)
 
 
-def _expanded(name: str, x: Tensor, device: torch.device, wanted: tuple[int, int, int]) -> Tensor:
-    """(b, h_k, n)"""
+def _expanded(name: str, x: Tensor, device: torch.device, wanted: tuple[int, int, int | None]) -> Tensor | None:
+    """(b, h_k, n); None where no sequence has a block."""
     b, h_k, blocks = wanted
     if x.device != device:
         raise ValueError(f"the descale of {name} must be on q's device {device}, got {x.device}")
     by_blocks = x.dim() == 3
-    fits = x.shape in ((), (h_k,), (b, h_k)) or (by_blocks and x.shape[:2] == (b, h_k) and blocks and x.shape[2])
-    if not fits or (by_blocks and x.shape[2] < blocks):
-        lengths = "which needs the longest sequence's length on the host" if not blocks else f"n = {blocks} of them"
+    enough = by_blocks and x.shape[:2] == (b, h_k) and blocks is not None and x.shape[2] >= blocks
+    if not enough and x.shape not in ((), (h_k,), (b, h_k)):
+        unknown = "which needs the longest sequence's length on the host"
+        lengths = unknown if blocks is None else f"n = {blocks} of them"
         raise ValueError(
             f"the descale of {name} must be (), (h_k,) = ({h_k},), (b, h_k) = ({b}, {h_k}), or (b, h_k, n), {lengths}, "
             f"got {tuple(x.shape)}"
         )
-    return x if by_blocks else x.expand(b, h_k)[..., None]
+    if by_blocks:
+        return x if x.shape[2] else None
+    return x.expand(b, h_k)[..., None]

@@ -217,6 +217,11 @@ class Layout:
 
     # Lengths
 
+    @property
+    def knows_rows(self) -> bool:
+        """Whether the host knows the rows of the longest sequence, or a bound of them, as `sizes` needs them."""
+        return True
+
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """The sequences, heads, rows and keys of the user's operands."""
         raise NotImplementedError

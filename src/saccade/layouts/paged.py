@@ -191,12 +191,16 @@ class Paged(Layout):
                 f"{shortened(table[wrong[0]].tolist())}, row 0 with {shortened(table[0].tolist())}"
             )
 
+    @property
+    def knows_rows(self) -> bool:
+        offsets = self.cu_seqlens_q
+        return offsets is None or (offsets.device.type == "cpu" and not torch.compiler.is_compiling())
+
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
-        """With s_q = 0 where the queries are end to end and the host does not know the longest sequence."""
+        """With s_q = 0 where the host does not know the rows of the longest sequence."""
         s_q, offsets = q.shape[1], self.cu_seqlens_q
         if offsets is not None:
-            readable = self.sequences and offsets.device.type == "cpu" and not torch.compiler.is_compiling()
-            s_q = int(offsets.diff().max()) if readable else 0
+            s_q = int(offsets.diff().max()) if self.sequences and self.knows_rows else 0
         return Sizes(self.sequences, q.shape[-2], s_q, self.capacity(k.shape[1]), exact=False)
 
     def extent(self, q: Tensor, k: Tensor) -> Extent:

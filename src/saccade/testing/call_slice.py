@@ -95,7 +95,7 @@ class CheckedCall(NamedTuple):
         if k.dtype not in EIGHT_BITS:
             return call
         sizes, h_k = call.layout.sizes(q, k), call.layout.canonical(k).shape[1]
-        shape = sizes.b, h_k, sizes.s_q, sizes.s_k
+        shape = sizes.b, h_k, sizes.s_q if call.layout.knows_rows else None, sizes.s_k
         return call._replace(descale=factors(keywords.get("descale"), q.device, q.dtype in EIGHT_BITS, shape))
 
     @property
