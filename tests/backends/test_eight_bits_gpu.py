@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Descale, Packed, Paged, alibi, attention, causal, softcap, window
+from saccade import Dense, Descale, Packed, Paged, alibi, attention, causal, explain, softcap, window
+from saccade.backends.device import block_d
 from saccade.testing import check, paged
 from saccade.testing.cases import Case
 
 pytestmark = pytest.mark.gpu
 
 E4M3, E5M2 = KINDS = torch.float8_e4m3fn, torch.float8_e5m2
-CASES = {case.name: case for case in paged.named()}
+CASES = {case.name: case for case in paged.named() if block_d(case.d) == block_d(case.d_v or case.d)}
 
 
 def in_bytes(case: Case, kind: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -69,6 +70,14 @@ def test_the_same_bits_as_16_bit_pages(group: int, kind: torch.dtype) -> None:
         wide = attention(q, k.half(), v.half(), return_lse=True, backend="triton", **keywords)
         assert torch.equal(found.out, wide.out)
         assert torch.equal(found.lse, wide.lse)
+
+
+def test_head_dims_of_other_tiles_are_refused() -> None:
+    case = next(case for case in paged.named() if case.name == "chunk")
+    q, k, v, keywords = in_bytes(case, E4M3)
+    assert explain(q, k, v, **keywords).reasons["triton"] == [
+        "takes 8-bit pages whose head dims fill tiles of one width, not 40 and 24"
+    ]
 
 
 def test_large_and_small_queries() -> None:

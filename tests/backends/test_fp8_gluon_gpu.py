@@ -21,7 +21,6 @@ from saccade import (
     softcap,
     window,
 )
-from saccade.backends import gluon
 from saccade.testing.accuracy import check
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -202,24 +201,9 @@ def test_a_graph_may_be_replayed_with_other_bytes():
     assert torch.equal(out, attention(q, k, v, backend="gluon"))
 
 
-@pytest.fixture
-def turning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of pages and ranges are turned in the kernel."""
-    monkeypatch.setattr(gluon, "TURNS_VALUES", True)
-
-
-def test_pages_and_ranges_are_refused_by_name_or_run():
-    q, k, v = (torch.randn(4, 64, 2, 128, device="cuda").to(E4M3) for _ in range(3))
-    table = torch.arange(4, device="cuda", dtype=torch.int32)[:, None]
-    layout = Paged(table, torch.full((4,), 64, device="cuda", dtype=torch.int32))
-    told = explain(q, k, v, layout=layout).reasons["gluon"]
-    assert told
-    assert gluon.TURNS_VALUES or "has no paged layout for 8-bit q, k and v" in told[0]
-
-
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("size", [16, 128])
-def test_prompts_over_pages(turning: None, d: int, size: int):
+def test_prompts_over_pages(d: int, size: int):
     """Rows and pages that are not in use hold NaN."""
     b, longest = 36, 700
     used = torch.randint(1, longest, (b,), device="cuda", dtype=torch.int32)
@@ -236,7 +220,7 @@ def test_prompts_over_pages(turning: None, d: int, size: int):
     right(q, k, v, layout=Paged(table, used), descale=descale, mask=causal())
 
 
-def test_ranges_of_keys(turning: None):
+def test_ranges_of_keys():
     starts = torch.tensor([0, 200, 330, 600], device="cuda", dtype=torch.int32)
     first = torch.tensor([100, 0, 37], device="cuda", dtype=torch.int32)
     used = torch.tensor([400, 129, 663], device="cuda", dtype=torch.int32)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
-from saccade.descale import EIGHT_BITS
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import EIGHT_BIT_WORDS, Spec
@@ -38,19 +37,11 @@ FEW_ITEMS = 66
 measured."""
 
 
-TURNS_VALUES = False
-"""Whether the kernel turns 8-bit values of pages and of key ranges (`forward/transposer.py`). It compiles, and its
-tests wait for a run on a GPU; until then such calls are refused, and `triton` runs them."""
-
-
 def refusals(problem: Problem, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
     layout = problem.layout
     if gradient and problem.positions is not None and problem.dropout is not None:
         return ["has no room in shared memory for positions beside dropout"]
-    apart = layout.has_pages or layout.starts_k is not None
-    if apart and problem.q.dtype in EIGHT_BITS and not TURNS_VALUES:
-        return [f"has no {layout.kind} layout for 8-bit q, k and v: it transposes values in whole sequences"]
     if gradient or not layout.has_pages:
         return []
     h_k, size = problem.k.shape[1:3]

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
+from saccade.backends.device import block_d
+from saccade.descale import EIGHT_BITS
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -23,6 +25,16 @@ SUPPORT = Support(
     needs_with=(("paged", "aligned"),),
 )
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32"), kv=())
+
+
+def refusals(problem: Problem, gradient: bool) -> list[str]:
+    """Why these kernels do not take a call whose Spec they support."""
+    d, d_v = problem.k.shape[3], problem.v.shape[3]
+    eight_bit_pages = problem.layout.has_pages and problem.k.dtype in EIGHT_BITS
+    if eight_bit_pages and problem.k.device.type == "cuda" and block_d(d) != block_d(d_v):
+        # Such prompts were wrong on an H200, with Triton 3.6, and right in its interpreter (docs/findings/triton.md).
+        return [f"takes 8-bit pages whose head dims fill tiles of one width, not {d} and {d_v}"]
+    return []
 
 
 def workspace(spec: Spec) -> str:

@@ -122,7 +122,7 @@ def open_item(args, pipe, item, drawn):
         pipe.slots.put(at, THERE, there)
         pipe.slots.put(at, USED, rows)
         pipe.slots.put(at, KEYS, keys)
-    place = 0
+    place = gl.to_tensor(0)  # of one type in every loop
     if is_packed(args.used_k):
         if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
             place = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
@@ -280,7 +280,9 @@ def load(args, pipe):
         if EARLY:
             load_queries(args, pipe, 0, tile)
     else:
-        tile, more = open_next(args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item, 0))
+        tile, more = open_next(
+            args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item, item)
+        )
     while more:
         begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
         # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
