@@ -275,3 +275,27 @@ def test_packed_offsets_of_a_call_that_is_dense():
     x, offsets = torch.randn(30, 4, 16), torch.tensor([0, 30])
     found = flash_attn_varlen_func(x, x, x, offsets, offsets, 30, 30, causal=True)
     assert torch.equal(found, attention(x, x, x, mask=causal(), layout=Packed(offsets)))
+
+
+@pytest.mark.parametrize("starts", [None, [5, 0]], ids=str)
+@pytest.mark.parametrize("rotates", [False, True])
+def test_new_rows_of_8_bit_caches(rotates, starts, device):
+    """Are quantized by the same factors, after a rotation in float32."""
+    k_cache, v_cache = (torch.zeros(2, 32, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    q, k, v = (torch.randn(2, 3, h, 16, device=device).bfloat16() for h in (4, 2, 2))
+    factors = [torch.rand(2, 2, device=device) * 0.05 + 0.01 for _ in range(2)]
+    lengths, angles = torch.tensor([7, 12], device=device), torch.randn(40, 8, device=device)
+    turns = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()} if rotates else {}
+    if rotates and starts is not None:
+        turns["rotary_seqlens"] = torch.tensor(starts, device=device)
+    given = {"cache_seqlens": lengths, "causal": True, **turns}
+    wide = [torch.zeros(2, 32, 2, 16, device=device) for _ in range(2)]
+    flash_attn_with_kvcache(q.float(), *wide, k.float(), v.float(), **given)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, k_descale=factors[0], v_descale=factors[1], **given)
+    assert out.isfinite().all()
+    for found, wanted, factor in zip((k_cache, v_cache), wide, factors, strict=True):
+        right = (wanted / factor[:, None, :, None]).to(torch.float8_e4m3fn)
+        assert torch.equal(found.float(), right.float())
+    if rotates:
+        with pytest.raises(ValueError, match="rotary_cos is for q and k of 16 bits or more"):
+            flash_attn_with_kvcache(q, k_cache, v_cache, *(x.to(k_cache.dtype) for x in (k, v)), **given)

@@ -480,3 +480,35 @@ def test_broken_numbers_stay_inside_on_a_gpu(name):
         owned = TABLE[(TABLE >= 0) & (TABLE < PAGES)].long()
         others = torch.ones(PAGES, dtype=torch.bool).index_fill(0, owned, False)
         assert not rows[others].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", ["tensor", "number"])
+def test_quantized_rows_in_a_graph(factor):
+    """Replayed with other rows, lengths and factors; nothing waits for the host."""
+    caches, wanted = ([torch.zeros(PAGES, SIZE, H, d).to(KINDS[0]) for d in (D, D_V)] for _ in range(2))
+    caches, table, used = [x.cuda() for x in caches], TABLE.cuda(), USED.cuda()
+    rows, factors = [torch.ones(3, 1, H, d, device="cuda") for d in (D, D_V)], torch.ones(3, H, device="cuda")
+
+    def step():
+        append_kv(*caches, Paged(table, used), *rows, descale=Descale(k=factors if factor == "tensor" else 0.3, v=0.7))
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    new, scale = [torch.randn(3, 1, H, d) for d in (D, D_V)], torch.rand(3, H) + 0.1
+    for x, y in zip((*rows, factors, used), (*new, scale, USED - 1), strict=True):
+        x.copy_(y)
+    for x in caches:
+        codes(x).zero_()
+    graph.replay()
+    append_kv(*wanted, Paged(TABLE, USED - 1), *new, descale=Descale(k=scale if factor == "tensor" else 0.3, v=0.7))
+    for found, right in zip(caches, wanted, strict=True):
+        assert torch.equal(codes(found.cpu()), codes(right))

@@ -95,7 +95,8 @@ def reasons(vllm, **changes):
 def test_what_runs(vllm):
     for changes in (
         {}, {"has_sink": True}, {"head_size": 256}, {"head_size": 80}, {"dtype": torch.float32}, {"block_size": 1},
-        {"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": None}, {"device_capability": None},
+        {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2", "head_size": 80}, {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": None}, {"device_capability": None},
     ):  # fmt: skip
         assert reasons(vllm, **changes) is None, changes
     backend = vllm.ours.VLLMBackend
@@ -110,7 +111,12 @@ def test_what_runs(vllm):
 def test_what_does_not_run_is_explained(vllm):
     assert "triton: takes head dims up to 256, not 320" in reasons(vllm, head_size=320)
     assert "triton: runs on sm80+" in reasons(vllm, device_capability=type("T4", (), {"major": 7, "minor": 5})())
-    assert "cache of the model's dtype torch.bfloat16, not float16" in reasons(vllm, kv_cache_dtype="float16")
+    assert "pointers and strides of q, k and v at multiples of 16 bytes" in reasons(
+        vllm, kv_cache_dtype="fp8", head_size=72
+    )
+    assert "cache of the model's dtype torch.bfloat16 or of 8 bits, not float16" in reasons(
+        vllm, kv_cache_dtype="float16"
+    )
     assert not vllm.ours.VLLMBackend.supports_head_size(100)
 
 

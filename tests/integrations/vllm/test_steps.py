@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -172,10 +174,33 @@ def test_while_vllm_measures_memory(requests_of, layer_of):
     layer.update(step)
 
 
-@pytest.mark.parametrize("word", ["fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"])
+@pytest.mark.parametrize("scale", [torch.tensor(0.02), torch.tensor([0.02]), torch.tensor([0.02, 0.03])], ids=str)
+@pytest.mark.parametrize("word", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_8_bit_caches(word, scale, vllm, device, requests_of, layer_of):
+    """In vLLM's cache of uint8. Out is that of a layer whose keys and values are what the bytes stand for; bytes
+    that are not in use are NaN."""
+    kind = vllm.ours.CACHE_DTYPES[word]
+    requests = requests_of(3, 16, device)
+    layer, exact = layer_of(requests, kv_cache_dtype=word), layer_of(requests)
+    layer.cache = torch.full_like(layer.cache, 0x7F, dtype=torch.uint8)
+    scales = SimpleNamespace(_k_scale=scale.to(device), _v_scale=2 * scale.to(device))
+    both = [(x if x.dim() and len(x) > 1 else x.expand(2))[:, None] for x in (scales._k_scale, scales._v_scale)]
+    for lengths in ([40, 0, 7], [1, 20, 1]):
+        step = requests.step(lengths, padding=2)
+        layer.impl.do_kv_cache_update(scales, step.k_new, step.v_new, layer.cache, step.slots)
+        rows = [((x / y).to(kind).float() * y).to(x) for x, y in zip((step.k_new, step.v_new), both, strict=True)]
+        exact.impl.do_kv_cache_update(None, *rows, exact.cache, step.slots)
+        found, wanted = (torch.zeros(len(step.q), 4, rows[1].shape[-1], device=device).to(step.q) for _ in range(2))
+        layer.impl.forward(scales, step.q, None, None, layer.cache, layer.metadata(step), found)
+        exact.impl.forward(None, step.q, None, None, exact.cache, exact.metadata(step), wanted)
+        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+        assert found.any()
+
+
+@pytest.mark.parametrize("word", ["nvfp4", "fp8_per_token_head"])
 def test_caches_of_other_dtypes_are_refused(word, vllm, requests_of, layer_of):
     assert not vllm.ours.VLLMBackend.supports_kv_cache_dtype(word)
-    with pytest.raises(Unsupported, match=f"takes kv_cache_dtype auto, float16, bfloat16, not '{word}'"):
+    with pytest.raises(Unsupported, match=f"takes kv_cache_dtype auto, .*, fp8_e4m3, fp8_e5m2, not '{word}'"):
         layer_of(requests_of(1, 16, "cpu"), kv_cache_dtype=word)
 
 

@@ -15,7 +15,7 @@ from saccade.compat.flash_attn.call import Terms, attend
 from saccade.compat.flash_attn.gradients import without_gradients
 from saccade.compat.flash_attn.lengths import of_rows, row_numbers
 from saccade.compat.flash_attn.masks import bounds
-from saccade.descale import Descale
+from saccade.descale import EIGHT_BITS, Descale
 from saccade.kv_cache import append_kv
 from saccade.layouts import Paged
 from saccade.partial import Partial
@@ -167,19 +167,27 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, before: Paged, terms: C
     k, v, cu_q, cu_new, starts = terms.k, terms.v, terms.cu_seqlens_q, terms.cu_seqlens_k_new, terms.rotary_seqlens
     assert k is not None
     assert v is not None
-    interleaved = bool(terms.rotary_interleaved)
+    interleaved, descale = bool(terms.rotary_interleaved), terms.descale
+    if descale is not None:  # rows of 8 bits are copied
+        descale = None if k.dtype in EIGHT_BITS else Descale(k=descale.k, v=descale.v)
     if terms.rotary_cos is None or terms.rotary_sin is None:
-        append_kv(k_cache, v_cache, before, k, v)
+        append_kv(k_cache, v_cache, before, k, v, descale=descale)
         return q
+    if k.dtype in EIGHT_BITS or q.dtype in EIGHT_BITS:
+        raise ValueError(f"rotary_cos is for q and k of 16 bits or more, got {q.dtype}, {k.dtype}: rotate them before")
     _check_angles(k_cache, before, terms)
     rotary = Rotary(terms.rotary_cos, terms.rotary_sin, interleaved)
     together = starts is None and cu_q is cu_new and q.shape[:-2] == k.shape[:-2]
     if together and (terms.local or (cu_q is None and q.shape[1] == 1)):
-        return append_kv(k_cache, v_cache, before, k, v, q=q, rotary=rotary[:2], interleaved=interleaved)
+        return append_kv(
+            k_cache, v_cache, before, k, v, q=q, rotary=rotary[:2], interleaved=interleaved, descale=descale
+        )
     if starts is None:
-        append_kv(k_cache, v_cache, before, k, v, rotary=rotary[:2], interleaved=interleaved)
+        append_kv(k_cache, v_cache, before, k, v, rotary=rotary[:2], interleaved=interleaved, descale=descale)
     else:
-        append_kv(k_cache, v_cache, before, _rotated(k, rotary, cu_new, starts, True), v)
+        if k_cache.dtype in EIGHT_BITS:  # float32, so that keys are rounded once
+            k, v = k.float(), v.float()
+        append_kv(k_cache, v_cache, before, _rotated(k, rotary, cu_new, starts, True), v, descale=descale)
     return _rotated(q, rotary, cu_q, before.seqused_k if starts is None else starts, terms.local)
 
 

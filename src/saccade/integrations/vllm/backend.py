@@ -13,6 +13,7 @@ from torch import Tensor
 from saccade import dispatch
 from saccade.api import attention
 from saccade.backends import Unsupported
+from saccade.descale import EIGHT_BITS, Descale
 from saccade.integrations.engine_layers import differences, refuse_differences, score_mod, visible
 from saccade.integrations.vllm import TESTED
 from saccade.kv_cache import append_kv
@@ -22,9 +23,16 @@ from saccade.spec import DTYPES, Spec
 _vllm = import_module("vllm.v1.attention.backend")
 _envs = import_module("vllm.envs")
 
-CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""vLLM's words for what a cache holds, and the dtype that its queries then have. FP8 would be a word here, and its
-scales, which a layer has as `_q_scale`, `_k_scale` and `_v_scale`, arguments of `attention` and `append_kv` below."""
+CACHE_DTYPES = {
+    "auto": None,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""vLLM's words for what a cache holds. Queries have a 16-bit cache's dtype. Beside 8 bits they have the model's, and
+the layer has the scales `_k_scale` and `_v_scale`."""
 ALIGNMENT = 8
 """Elements that fill 16 bytes: values begin behind their key's head dim, and rows are read by 16 bytes."""
 
@@ -33,8 +41,8 @@ class VLLMBackend(_vllm.AttentionBackend):
     """What vLLM asks before it takes the backend, and its classes.
 
     Pages have any size and any of vLLM's layouts. Sliding windows, soft caps, ALiBi, sinks, layers that see all keys,
-    shared caches, any head dims up to 256 that are multiples of 8, and batch invariance, by `num_splits=1`. Not: FP8
-    caches, encoders, cross attention, MLA, context parallelism, ranges of images, R-SWA.
+    shared caches, any head dims up to 256 that are multiples of 8, FP8 caches, and batch invariance, by `num_splits=1`.
+    Not: encoders, cross attention, MLA, context parallelism, ranges of images, R-SWA.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -89,12 +97,15 @@ class VLLMBackend(_vllm.AttentionBackend):
         """Why no kernel runs such layers, one line for each backend; None where one does. No device is asked, since
         vLLM starts its processes after this."""
         cached = CACHE_DTYPES.get(kv_cache_dtype or "auto")
-        if cached not in (None, dtype):
-            return f"saccade needs a cache of the model's dtype {dtype}, not {kv_cache_dtype}"
+        eight_bits = cached in EIGHT_BITS
+        if not eight_bits and cached not in (None, dtype):
+            return f"saccade needs a cache of the model's dtype {dtype} or of 8 bits, not {kv_cache_dtype}"
         if device_capability is None or torch.version.hip is not None or dtype not in DTYPES:
             return None  # no name of a device that a Spec has
         device = f"sm{device_capability.major}{device_capability.minor}"
         layer: dict[str, Any] = {"layout": "paged", "mask": "causal", "sink": has_sink, "aligned": True}
+        if cached is not None and eight_bits:
+            layer |= {"kv": DTYPES[cached], "aligned": head_size % 16 == 0}
         spec = Spec(DTYPES[dtype], head_size, device=device, **layer)
         reasons = {name: dispatch.Plan(spec, name).module.SUPPORT.reasons(spec) for name in dispatch.BACKENDS}
         return dispatch.refusal(spec, reasons) if all(reasons.values()) else None
@@ -197,6 +208,8 @@ class VLLMLayer(_vllm.AttentionImpl):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        cached = CACHE_DTYPES[kv_cache_dtype]
+        self.eight_bits = cached if cached in EIGHT_BITS else None
         self.sliding_window = None if sliding_window is None else sliding_window - 1
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.alibi_slopes, self.logits_soft_cap = slopes, logits_soft_cap
@@ -225,10 +238,11 @@ class VLLMLayer(_vllm.AttentionImpl):
         """Writes the requests' rows to `output`, (tokens, h_q, d_v), and no others.
 
         Args:
-            layer: not read.
+            layer: its `_k_scale` and `_v_scale` are what the bytes of an FP8 cache are to be multiplied by; float32
+                tensors, one number or one for each key head.
             query: (tokens, h_q, d); the batch's rows, then padding.
             key: not read, as is value: they are in the cache.
-            kv_cache: (pages, h_k, page_size, d + d_v), any strides; empty while vLLM measures memory.
+            kv_cache: (pages, h_k, page_size, d + d_v), any strides, uint8 for FP8; empty while vLLM measures memory.
             attn_metadata: None while vLLM measures memory: output is zero then.
         """
         if output_scale is not None or output_block_scale is not None:
@@ -237,7 +251,7 @@ class VLLMLayer(_vllm.AttentionImpl):
             return output.fill_(0)
         k, v = self._caches(kv_cache)
         layout, meaning = attn_metadata.layout, self.meaning[attn_metadata.causal]
-        attention(query, k, v, layout=layout, out=output, **meaning)
+        attention(query, k, v, layout=layout, out=output, descale=self._descale(layer, query), **meaning)
         return output
 
     def do_kv_cache_update(
@@ -250,12 +264,26 @@ class VLLMLayer(_vllm.AttentionImpl):
         rows = len(slot_mapping)
         if rows != len(key):
             key, value = key[:rows], value[:rows]
-        append_kv(k, v, None, key, value, slot_mapping=slot_mapping)
+        append_kv(k, v, None, key, value, slot_mapping=slot_mapping, descale=self._descale(layer))
+
+    def _descale(self, layer: Any, query: Tensor | None = None) -> Descale | None:
+        """What an FP8 cache's bytes stand for."""
+        if self.eight_bits is None:
+            return None
+        of_q = None if query is None or query.dtype not in EIGHT_BITS else _factor(layer._q_scale)
+        return Descale(of_q, _factor(layer._k_scale), _factor(layer._v_scale))
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """(pages, page_size, h_k, d) and (pages, page_size, h_k, d_v) views."""
+        if self.eight_bits is not None:
+            kv_cache = kv_cache.view(self.eight_bits)
         pages = kv_cache.transpose(1, 2)
         return pages[..., : self.head_size], pages[..., self.head_size :]
+
+
+def _factor(scale: Tensor) -> Tensor:
+    """() or (h_k,), of what a layer has."""
+    return scale.reshape(()) if scale.numel() == 1 else scale.flatten()
 
 
 _PAIRS = (
