@@ -169,6 +169,17 @@ def test_no_rows(lengths: tuple[int, int], backend: str):
         check(flat[0], cache, cache, layout=layout, descale=Descale(given[0], *wide), **keywords).assert_ok()
 
 
+def test_out_over_the_shift():
+    """The LSE has the shift as it was given."""
+    memory = random(B * H_Q * S * D)
+    shift = memory[: B * H_Q * S].view(B, H_Q, S)
+    given = operands(torch.float8_e4m3fn, torch.float32)
+    wanted = attention(*given, descale=Descale(shift=shift), return_lse=True)
+    found = attention(*given, descale=Descale(shift=shift), return_lse=True, out=memory.view(B, H_Q, S, D))
+    assert torch.equal(found.lse, wanted.lse)
+    assert torch.equal(found.out, wanted.out)
+
+
 def run(given, dtype=None):
     return attention(*operands(torch.float8_e4m3fn, dtype), descale=given)
 
@@ -190,6 +201,11 @@ F32 = torch.empty(B, H_Q, S, D)
 ERRORS = {
     "dtype of a factor": (lambda: Descale(k=torch.ones(2, dtype=torch.float64)), TypeError, "torch.float64 (2,)"),
     "dimensions of a factor": (lambda: Descale(k=torch.ones(1, 1, 1, 1)), ValueError, "(1, 1, 1, 1)"),
+    "sparse factor": (
+        lambda: Descale(k=torch.ones(2).to_sparse()),
+        ValueError,
+        "and dense, got a nested or sparse one",
+    ),
     "word": (lambda: Descale(v="1"), TypeError, "the descale of v must be a number, got '1'"),
     "shape": (lambda: run(Descale(k=torch.ones(3))), ValueError, "n = 2 of them, got (3,): q (2, 4,"),
     "few blocks": (lambda: run(Descale(v=torch.ones(2, 2, 1))), ValueError, "got (2, 2, 1)"),

@@ -149,10 +149,13 @@ def attention(
         q, k, v, mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,
         out, descale,
     )  # fmt: skip
+    shift = None if descale is None else descale.shift  # of smoothed keys
+    if shift is not None and out is not None:
+        shift = shift.clone()  # out may be written over it
     result, lse, max_scores = ops.run(call, backend, return_lse)
-    if descale is not None and descale.shift is not None:  # of smoothed keys
-        lse = cast(Tensor, lse) + descale.shift if return_lse else None
-        max_scores = cast(Tensor, max_scores) + descale.shift if return_max_scores else None
+    if shift is not None:
+        lse = cast(Tensor, lse) + shift if return_lse else None
+        max_scores = cast(Tensor, max_scores) + shift if return_max_scores else None
     result = call.layout.wrap_out(result) if out is None else out
     if return_max_scores:
         return Scored(result, lse if return_lse else None, cast(Tensor, max_scores))

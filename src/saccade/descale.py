@@ -38,7 +38,7 @@ class Descale:
 
     Raises:
         TypeError: neither a number nor a float32 tensor.
-        ValueError: a tensor of more than three dimensions.
+        ValueError: a tensor of more than three dimensions, or one that is nested or sparse.
 
     >>> k = v = torch.randn(1, 2, 128, 64).to(torch.float8_e4m3fn)
     >>> q = torch.randn(1, 4, 128, 64, dtype=torch.bfloat16)
@@ -64,6 +64,8 @@ class Descale:
                 continue
             if not isinstance(x, Tensor):
                 object.__setattr__(self, name, arguments.number(f"the descale of {name}", x))
+            elif x.is_nested or x.layout != torch.strided:
+                raise ValueError(f"the descale of {name} must be {_FORMS}, and dense, got a nested or sparse one")
             elif x.dtype != torch.float32 or x.dim() > 3:
                 wrong: Any = TypeError if x.dtype != torch.float32 else ValueError
                 raise wrong(f"the descale of {name} must be {_FORMS}, got {arguments.told(x)}")
