@@ -60,7 +60,7 @@ def errors() -> Iterator[dict[str, object]]:
                     known = factors(found.descale, q.device, True, shape)
                     values = [known.values(x, y, torch.float64) for x, y in zip("qkv", found[:3], strict=True)]
                     out, lse = attention(*values, return_lse=True)
-                    lse = lse if found.shift is None else lse + found.shift
+                    lse = lse if found.shift is None else lse + found.shift / D**0.5
                     yield {
                         "data": name, "dtype": str(dtype).removeprefix("torch."), "per": per, "made": made,
                         "out": rms(out - exact.out) / rms(exact.out), "lse": rms(lse - exact.lse),

@@ -154,8 +154,8 @@ def attention(
         shift = shift.clone()  # out may be written over it
     result, lse, max_scores = ops.run(call, backend, return_lse)
     if shift is not None:
-        lse = cast(Tensor, lse) + shift if return_lse else None
-        max_scores = cast(Tensor, max_scores) + shift if return_max_scores else None
+        lse = cast(Tensor, lse) + call.scale * shift if return_lse else None
+        max_scores = cast(Tensor, max_scores) + call.scale * shift if return_max_scores else None
     result = call.layout.wrap_out(result) if out is None else out
     if return_max_scores:
         return Scored(result, lse if return_lse else None, cast(Tensor, max_scores))

@@ -32,7 +32,7 @@ class Descale:
         q: of 8-bit queries; None with wider ones.
         k: of keys.
         v: of values; blocks go by keys.
-        shift: float32 in the LSE's shape, which `quantize` makes for smoothed keys: what their scores lack in each row.
+        shift: float32 in the LSE's shape, which `quantize` makes for smoothed keys: what `q kᵀ` lacks in each row.
             It is added to the LSE and to `max_scores`. Sinks and score functions, to which the scores themselves
             matter, are refused beside it.
 

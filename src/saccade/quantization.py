@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from saccade.layouts.offsets import check_offsets, shortened
 
 ops.library.define(
     "quantize(Tensor x, SymInt h_k, Tensor? starts, Tensor? used, Tensor? mean, bool subtracts, str per, "
-    "ScalarType dtype, SymInt blocks, bool rotate, bool keys_first, float scale, str side, bool validate) "
+    "ScalarType dtype, SymInt blocks, bool rotate, bool keys_first, str side, bool validate) "
     "-> (Tensor, Tensor, Tensor)"
 )
 ops.library.define("mean_of_keys(Tensor k, Tensor? starts, Tensor? used, bool rotate, bool validate) -> Tensor")
@@ -36,7 +35,7 @@ class Quantized(NamedTuple):
     descale: Descale
     """for `attention(…, descale=…)`"""
     shift: Tensor | None
-    """with `smooth_k`: `descale.shift`, which `attention` adds to the LSE itself, for kernels that do not"""
+    """with `smooth_k`: `descale.shift`, which `attention` adds to the LSE itself, times its scale"""
 
 
 def quantize(
@@ -49,7 +48,6 @@ def quantize(
     smooth_k: bool = False,
     rotate: bool = False,
     layout: Layout | None = None,
-    scale: float | None = None,
     v_order: Literal["rows", "keys"] = "rows",
 ) -> Quantized:
     """8-bit q, k and v, and the factors by which attention reads them.
@@ -77,22 +75,21 @@ def quantize(
             attention little, and outliers then harm only their own block.
         dtype: torch.float8_e4m3fn, four bits of precision, or torch.float8_e5m2, three of them.
         smooth_k: subtract the mean of each sequence's keys. All scores of a row become less by one number, the shift
-            `scale q · mean`, which softmax does not see; keys that share a large part are small numbers then. The
-            factors carry the shift: attention adds it to the LSE, and refuses sinks and score functions, to which the
-            scores themselves matter.
+            `q · mean` times the scale, which softmax does not see; keys that share a large part are small numbers
+            then. The factors carry the shift: attention adds it to the LSE, times its own scale, and refuses sinks and
+            score functions, to which the scores themselves matter.
         rotate: multiply q and k by an orthogonal Hadamard matrix, which spreads an outlier over the elements of its
             row. `q kᵀ` stays as it is. It mixes the largest power of two that divides the head dim: all of 64, 128 or
             256, groups of 32 of 96, nothing where d is odd. One NaN makes its row NaN.
         layout: where rows are: `Dense` in any order, padded, or `Packed`, with the meaning that it has in `attention`.
             Blocks count from the first row of each sequence.
-        scale: of the scores, as `attention` takes it, for `shift`.
         v_order: the memory order of 8-bit v: "rows", v's own; or "keys": the keys of one column are neighbours, as
             Hopper's tensor cores read 8-bit values. The shape is the same.
 
     Returns:
         `Quantized(q, k, v, descale, shift)`: 8-bit tensors of the operands' shapes, a `Descale`, and with `smooth_k`
-        the shift that it holds, float32 (b, h_q, s_q), or packed (h_q, t_q), zero in rows that are not in use; else
-        None.
+        the shift that it holds, `q · mean` before any scale, float32 (b, h_q, s_q), or packed (h_q, t_q), zero in rows
+        that are not in use; else None.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit one another, an unknown `per`, `dtype` or `v_order`, an
@@ -114,7 +111,6 @@ def quantize(
     layout = Dense() if layout is None else layout
     _check(q, k, v, layout)
     _check_options(per, dtype, v_order, {"smooth_k": smooth_k, "rotate": rotate})
-    scale = 1 / math.sqrt(k.shape[-1]) if scale is None else arguments.number("scale", scale)
     direct = ops.runs_directly(q, k, v)
     rows_q, rows_k = _places(q, k, layout)
     keys = layout.canonical(layouts.with_rows(k))
@@ -135,7 +131,6 @@ def quantize(
             at.blocks,
             bool(turned),
             keys_first,
-            scale,
             at.side,
             at.validate,
         )

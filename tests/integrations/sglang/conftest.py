@@ -32,6 +32,7 @@ def modules(request):
         return
     stub = ModuleType("sglang")
     path = Path(__file__).parent / "sglang_stub.py"
+    sys.modules.pop(OURS, None)  # an empty one, where pytest looked for examples in it and could not import it
     with pytest.MonkeyPatch.context() as patch:
         for name in {part for path in PARTS.values() for part in packages(path)}:
             patch.setitem(sys.modules, name, ModuleType(name))
@@ -39,7 +40,7 @@ def modules(request):
             patch.setitem(sys.modules, name, stub)
         exec(compile(path.read_text(), path, "exec"), vars(stub))
         yield SimpleNamespace(ours=import_module(OURS), **dict.fromkeys(PARTS, stub))
-    del sys.modules[OURS]
+    sys.modules.pop(OURS, None)
 
 
 def packages(path):

@@ -26,6 +26,7 @@ def vllm(request):
         return
     stub, envs = ModuleType("vllm.v1.attention.backend"), ModuleType("vllm.envs")
     vars(envs)["VLLM_BATCH_INVARIANT"] = False
+    sys.modules.pop(OURS, None)  # an empty one, where pytest looked for examples in it and could not import it
     with pytest.MonkeyPatch.context() as patch:
         for name in MODULES:
             patch.setitem(sys.modules, name, ModuleType(name))
@@ -35,7 +36,7 @@ def vllm(request):
         path = Path(__file__).parent / "vllm_stub.py"
         exec(compile(path.read_text(), path, "exec"), vars(stub))
         yield SimpleNamespace(ours=import_module(OURS), theirs=stub, registry=stub)
-    del sys.modules[OURS]
+    sys.modules.pop(OURS, None)
 
 
 class Layer:
