@@ -19,6 +19,7 @@ from saccade import (
     interval,
     mask_mod,
     prefix,
+    shared_pages,
     softcap,
     window,
 )
@@ -27,6 +28,12 @@ from saccade.testing import check
 pytestmark = pytest.mark.gpu
 
 H_Q, H_K, D = 16, 4, 128
+
+
+@pytest.fixture(autouse=True)
+def _whatever_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_pages, "LEAST_SAVED", 0)
+    monkeypatch.setattr(shared_pages, "MOST_ROWS", 1 << 30)
 
 
 def cache(b: int, shared: int, own: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -80,7 +80,7 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         try:
             if parts := shared_pages.parts(problem, backend):
-                out, row_lse, max_scores = shared_pages.forward(problem, parts)
+                out, row_lse, max_scores = shared_pages.forward(problem, parts, lse)
             else:
                 plan, problem = dispatch.planned(problem, backend)
                 out, row_lse, max_scores = plan.module.run_forward(problem, lse)

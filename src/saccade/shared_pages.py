@@ -20,6 +20,10 @@ from saccade.masks import KeyInterval, MaskMod, Window
 from saccade.problem import Problem
 from saccade.scores import Traced
 
+MOST_ROWS, LEAST_SAVED = 64, 48_000_000
+"""On a GPU a prefix is shared where a key head has at most so many query rows of a sequence, and where at least so many
+bytes of keys and values need not be read again."""
+
 
 def obstacle(problem: Problem) -> str | None:
     """Why the plain call runs in the place of two, or None.
@@ -41,7 +45,28 @@ def obstacle(problem: Problem) -> str | None:
         return "the score function depends on the batch row"
     if isinstance(layout.k_offset, Tensor):
         return "k_offset is a tensor: the keys of the prefix stand elsewhere in each sequence"
-    return None if descale is None else _descale_obstacle(descale, _shared_keys(problem))
+    if descale is not None and (reason := _descale_obstacle(descale, _shared_keys(problem))) is not None:
+        return reason
+    return _cost(problem) if problem.q.device.type == "cuda" else None
+
+
+def _cost(problem: Problem) -> str | None:
+    """Why one call is faster than two on a GPU, by shapes alone, as lengths are on the device; or None."""
+    layout = problem.layout
+    if (rows := -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // layout.sequences)) > MOST_ROWS:
+        return f"{rows} query rows of a sequence for each key head are limited by products, more than {MOST_ROWS}"
+    if (saved := _saved(problem)) < LEAST_SAVED:
+        return (
+            f"two would read {saved / 1e6:.1f} MB of keys and values less, which pays from {LEAST_SAVED / 1e6:.0f} on"
+        )
+    return None
+
+
+def _saved(problem: Problem) -> int:
+    """Bytes of keys and values that are read once, not once for each sequence."""
+    k, v = problem.k, problem.v
+    row = k.shape[1] * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
+    return (problem.layout.sequences - 1) * _shared_keys(problem) * row
 
 
 def _descale_obstacle(descale: Factors, keys: int) -> str | None:
@@ -85,7 +110,10 @@ def _over_prefix(problem: Problem, descale: Factors | None) -> Problem:
     b, _, s_q, _ = problem.q.shape
     sequence = None if starts is None else _sequence_of_rows(starts, s_q)
     q_offset = None
-    if layout.q_offset is None and mask is not None and mask.kind == "causal" and not _takes_positions(problem):
+    aligned = layout.q_offset is None and mask is not None and mask.kind == "causal"
+    if aligned and sequence is None and s_q == 1:
+        mask = None  # it shows the only row all keys
+    if aligned and mask is not None and not _takes_positions(problem):
         mask = _before(_positions_of_rows(problem, sequence) + 1)  # which is at most the number of keys
     else:
         stop = used + k_first if k_first else used
@@ -172,8 +200,12 @@ def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
     return Factors(*map(first, descale)), Factors(*map(rest, descale))
 
 
-def forward(problem: Problem, planned: list[Part]) -> Outputs:
+def forward(problem: Problem, planned: list[Part], lse: bool) -> Outputs:
     """What the plain call's `run_forward` returns, by its `parts`."""
+    module = planned[0][0].module
+    together = getattr(module, "run_parts", None) if all(plan.module is module for plan, _ in planned) else None
+    if together is not None:
+        return together(problem, [part for _, part in planned], lse)
     (a, lse_a, top_a), (b, lse_b, top_b) = (_run(*part) for part in planned)
     if problem.layout.cu_seqlens_q is None:
         shape = problem.q.shape[0], problem.q.shape[2]
@@ -191,18 +223,14 @@ def explanation(problem: Problem, backend: str) -> str:
     """One line on what a call with `shared_pages` does."""
     if (reason := obstacle(problem)) is not None:
         return f"shared pages: the plain call runs, {reason}"
-    n, layout = problem.layout.shared_pages, problem.layout
-    row = problem.k.shape[1] * (
-        problem.k.shape[3] * problem.k.element_size() + problem.v.shape[3] * problem.v.element_size()
-    )
-    saved = (layout.sequences - 1) * _shared_keys(problem) * row / 1e6
+    n, layout, saved = problem.layout.shared_pages, problem.layout, _saved(problem) / 1e6
     planned = parts(problem, backend)
     if planned is None:
         return "shared pages: the plain call runs, no backend takes both of its parts"
     common, own = (plan.backend for plan, _ in planned)
     return (
         f"shared pages: {common} reads the first {n} pages once for all {layout.sequences} sequences, and {own} those "
-        f"after them; it pays where {saved:.1f} MB of keys and values less to read outweigh one more call and a merge"
+        f"after them: up to {saved:.1f} MB of keys and values less to read, for one more call"
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Paged, alibi, append_kv, attention, causal, interval, mask_mod, softcap, window
+from saccade import Paged, alibi, append_kv, attention, causal, interval, mask_mod, shared_pages, softcap, window
 from saccade.testing import check
 
 H_Q, H_K, D, SIZE = 4, 2, 16, 8
@@ -248,7 +248,8 @@ def path(parents: list[int], i: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_serving(device: str, seed: int, request: pytest.FixtureRequest) -> None:
+def test_serving(device: str, seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_pages, "LEAST_SAVED", 0)  # which decides on a GPU
     server = Server(seed, device)
     for i in range(1000 if request.config.getoption("--everything") else 60):
         error = server.step()

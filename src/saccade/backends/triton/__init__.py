@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from saccade import hardware
@@ -51,6 +52,13 @@ def run_forward(problem: Problem, lse: bool) -> Outputs:
     from saccade.backends.triton import launch
 
     return launch.forward(problem, lse)
+
+
+def run_parts(problem: Problem, parts: Sequence[Problem], lse: bool) -> Outputs:
+    """The call over pages that is the sum of these over disjoint keys, and whose rows are theirs."""
+    from saccade.backends.triton import paged
+
+    return paged.forward(problem, lse, parts)
 
 
 def run_backward(problem: Problem, saved: Saved) -> Gradients:

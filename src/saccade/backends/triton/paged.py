@@ -8,6 +8,7 @@ replayed with others. The table's width bounds them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from saccade.backends.triton.paged_kernel import PageTable, SplitArgs, merge_ker
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Layout, Paged
 from saccade.masks import causal
-from saccade.problem import Problem
+from saccade.problem import ALIGNMENT, Problem
 
 MAX_SPLITS = 128
 LEAST_TILES = 2
@@ -105,9 +106,13 @@ def config(problem: Problem, rows: int) -> TileConfig:
     return TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else fixed
 
 
-def forward(problem: Problem, lse: bool = True) -> Outputs:
+def forward(problem: Problem, lse: bool = True, parts: Sequence[Problem] = ()) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); queries end to end are one row of
-    t_q."""
+    t_q.
+
+    parts: calls over disjoint keys whose sum this one is, with the same rows in the same order: (b, h_q, s_q) or
+    (1, h_q, b s_q). What they find goes into one memory, and is added up once.
+    """
     q, layout = problem.q, problem.layout
     out = problem.empty_out()
     row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
@@ -116,37 +121,59 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     if not out.numel():
         return out, row_lse, top
     with on_device(q):
-        split = problem.launches.get("split_kv")
-        if split is None:
-            split = problem.launches["split_kv"] = split_kv(problem, multiprocessors(q.device))
-        caches = (launch.operand(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
-        operands, target = (launch.operand(problem, "q"), *caches), launch.operand(problem, "out", out)
-        sink = None if problem.sink is None else problem.sink.contiguous()
-        numbers = arguments(problem, split)
-        if split.splits == 1:
-            _launch("paged", problem, split, (*operands, target, row_lse, top, sink, *numbers))
-            return out, row_lse, top
-        parts = torch.empty(split.splits, *q.shape[:3], problem.v.shape[3], dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(split.splits, *q.shape[:3], dtype=torch.float32, device=q.device)
-        part_top = None if top is None else torch.empty_like(part_lse)
-        _launch("paged", problem, split, (*operands, parts, part_lse, part_top, sink, *numbers))
-        end = problem.layout.cu_seqlens_q[-1:] if problem.keeps_tail else None
-        tensors = parts, part_lse, part_top, target, row_lse, top, end
-        _launch("merge", problem, split, (*tensors, part_lse[0].numel(), split.splits, *q.shape[1:3]))
+        if parts or (split := _split(problem)).splits > 1:
+            _merged(parts or (problem,), problem, (out, row_lse, top))
+        else:
+            target = launch.operand(problem, "out", out)
+            tensors = *_operands(problem), target, row_lse, top, *arguments(problem, split)
+            _launch("whole", problem, split, (row_lse is None, target.unit.value), tensors)
     return out, row_lse, top
 
 
-def arguments(problem: Problem, split: SplitKV) -> tuple[Any, ...]:
-    """What the kernel takes after its tensors."""
+def _merged(parts: Sequence[Problem], whole: Problem, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+    """Runs calls over disjoint keys and writes what they are together."""
+    (out, row_lse, row_top), splits = outputs, [_split(part) for part in parts]
+    q, count = whole.q, sum(split.splits for split in splits)
+    rows = count, q.shape[0], q.shape[2], q.shape[1]
+    found = torch.empty(*rows, whole.v.shape[3], dtype=torch.float32, device=q.device)
+    lses = torch.empty(rows, dtype=torch.float32, device=q.device)
+    tops = None if row_top is None else torch.empty_like(lses)
+    first = 0
+    for part, split in zip(parts, splits, strict=True):
+        at = slice(first, first + split.splits)
+        targets = [x if x is None or len(parts) == 1 else x[at] for x in (found, lses, tops)]
+        form = [x is None or x.data_ptr() % ALIGNMENT for x in targets]
+        _launch("part", part, split, form, (*_operands(part), *targets, *arguments(part, split, parted=True)))
+        first += split.splits
+    end, target = whole.layout.cu_seqlens_q[-1:] if whole.keeps_tail else None, TensorArgs.of(out)
+    form = row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype, out.data_ptr() % ALIGNMENT
+    tensors = found, lses, tops, target, row_lse, row_top, end, lses[0].numel(), count, *q.shape[1:3]
+    _launch("merge", parts[-1], splits[-1], form, tensors)
+
+
+def _split(problem: Problem) -> SplitKV:
+    split = problem.launches.get("split_kv")
+    if split is None:
+        split = problem.launches["split_kv"] = split_kv(problem, multiprocessors(problem.q.device))
+    return split
+
+
+def _operands(problem: Problem) -> tuple[TensorArgs, ...]:
+    caches = (launch.operand(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
+    return launch.operand(problem, "q"), *caches
+
+
+def arguments(problem: Problem, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
+    """What the kernel takes after its results; `parted`: these are merged with others."""
     q, k, layout = problem.q, problem.k, problem.layout
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    keeps_tail = FLAGS[problem.keeps_tail and split.splits == 1]
-    flags = keeps_tail, FLAGS[split.fair], UNITS[split.word]
+    flags = FLAGS[problem.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
     records = page_table(layout, k), numbers, masks.record(problem), scores.record(problem)
     records = *records, descale.record(problem)
-    return *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
+    sink = None if problem.sink is None else problem.sink.contiguous()
+    return sink, *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
 
 
 def page_table(layout: Paged, cache: Tensor) -> PageTable:
@@ -160,10 +187,10 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
     q, d_v, layout, tile = problem.q, problem.v.shape[3], problem.layout, split.config
     assert isinstance(layout, Paged)
     if name == "merge":
-        constants = d_v, block_d(d_v), MAX_SPLITS, CHUNK
+        constants = d_v, block_d(d_v), 2 * MAX_SPLITS, CHUNK
         return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=4, stages=1)
     shape = TileShape.of(problem, tile.block_q, tile.block_k)
-    features = split.splits > 1, LEAST_TILES, split.edges, many(layout), split.bits
+    features = name == "part", LEAST_TILES, split.edges, many(layout), split.bits
     grid = split.tiles * split.splits * problem.k.shape[1], 1, 1
     return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
 
@@ -181,11 +208,9 @@ def many(layout: Layout) -> int:
     return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 
 
-def _launch(name: str, problem: Problem, split: SplitKV, tensors: tuple[Any, ...]) -> None:
-    # What Triton specialises for and the Problem's key does not hold.
-    out, lse = tensors[3:5]
-    key = name, lse is None, precision(), out.unit.value if isinstance(out, TensorArgs) else None
-    launch = cached_launch(problem, key, lambda: prepare(name, problem, split))
+def _launch(name: str, problem: Problem, split: SplitKV, form: Iterable[Any], tensors: tuple[Any, ...]) -> None:
+    """form: what Triton specialises for and the Problem's key does not hold."""
+    launch = cached_launch(problem, (name, precision(), *form), lambda: prepare(name, problem, split))
     launch(problem.q.device.index, tensors)
 
 
@@ -209,9 +234,11 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) 
     split = split_kv(problem, 132)
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
     top = lse if max_scores else None
+    name = "whole" if split.splits == 1 else "part"
     if word == "merge":
         numbers = out[..., 0].numel(), split.splits, *shape[1:]
         return prepare("merge", problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
     target = (TensorArgs.of(out), None) if split.splits == 1 else (parts, lse)
     operands = (TensorArgs.of(x) for x in (q, *caches))
-    return prepare("paged", problem, split).warmup((*operands, *target, top, None, *arguments(problem, split)))
+    given = arguments(problem, split, parted=name == "part")
+    return prepare(name, problem, split).warmup((*operands, *target, top, *given))

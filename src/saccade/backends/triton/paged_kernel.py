@@ -237,8 +237,8 @@ def paged_kernel(
 ):  # fmt: skip
     """One tile of flat query rows against one part of its keys, for one key head.
 
-    out: TensorArgs, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, h_q, s_q, d_v) and (splits, b,
-    h_q, s_q), each part's own softmax. EDGES: tiles inside of the mask's core are plain ones; for tiles of many rows.
+    out: TensorArgs, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, s_q, h_q, d_v) and (splits, b,
+    s_q, h_q), each part's own softmax. EDGES: tiles inside of the mask's core are plain ones; for tiles of many rows.
     BITS: of lengths, by which sequences are put in order, or 0.
     """
     heads = h_q // shape.GROUP
@@ -262,7 +262,7 @@ def paged_kernel(
     first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, shape.BLOCK_K)
     if SPLIT:
         parts = plain_int(split.splits)
-        place = (part.to(tl.int64) * plain_int(split.rows) + (batch * h_q + h) * s_q + first_q) + q_idx
+        place = part.to(tl.int64) * plain_int(split.rows) + (batch * s_q + first_q + q_idx) * h_q + h
         if split.fair:
             portion = share(mask, used_q, used_k, heads, s_q, pages, split, shape, N, LEAST)
             parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // shape.BLOCK_K, portion), 1))
@@ -337,7 +337,7 @@ def merge_kernel(
     """`lse = log sum_i exp(lse_i)`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts: `saccade.merge`; and the
     largest of their max_scores.
 
-    parts: float32 (splits, b, h_q, s_q, d_v), not written where the part's LSE, (splits, b, h_q, s_q), is -inf. end:
+    parts: float32 (splits, b, s_q, h_q, d_v), not written where the part's LSE, (splits, b, s_q, h_q), is -inf. end:
     pointer to the number of rows whose out is written, the first ones, or None: all.
     """
     place = tl.program_id(0).to(tl.int64)
@@ -361,15 +361,16 @@ def merge_kernel(
         acc += tl.sum(
             tl.load(parts + part[:, None] * D_V + column[None, :], mask=there, other=0.0) * weight[:, None], 0
         )
-    row = place % s_q
-    h = place // s_q % h_q
-    batch = place // s_q // h_q
+    h = place % h_q
+    row = place // h_q % s_q
+    batch = place // h_q // s_q
+    row_place = (batch * h_q + h) * s_q + row
     columns = D_V if end is None else tl.where(row < tl.load(end), D_V, 0)
     tl.store(head(out, batch, h, row) + column, acc.to(out.ptr.dtype.element_ty), mask=column < columns)
     if lse is not None:
-        tl.store(lse + place, tl.where(empty, float("-inf"), top + tl.log(total)))
+        tl.store(lse + row_place, tl.where(empty, float("-inf"), top + tl.log(total)))
     if max_scores is not None:
         tops = tl.load(part_max + i * rows.to(tl.int64) + place, mask=i < splits, other=float("-inf"))
         # tl.max leaves a NaN out.
         broken = tl.max((tops != tops).to(tl.int32), 0) > 0
-        tl.store(max_scores + place, tl.where(broken, float("nan"), tl.max(tops, 0)))
+        tl.store(max_scores + row_place, tl.where(broken, float("nan"), tl.max(tops, 0)))
