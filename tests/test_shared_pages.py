@@ -28,6 +28,7 @@ from saccade import (
     softcap,
     window,
 )
+from saccade.problem import Problem
 from saccade.testing import check
 
 H_Q, H_K, D, SIZE, SHARED = 4, 2, 16, 16, 4
@@ -231,6 +232,19 @@ def test_what_runs() -> None:
         assert torch.equal(attention(q, k, v, **keywords), attention(q, k, v, **plain))
     one = Paged(table[:1], used[:1], shared_pages=SHARED)
     assert "1 sequence shares nothing" in str(explain(q[:1], k, v, layout=one))
+
+
+@pytest.mark.parametrize(
+    ("b", "rows", "pages", "runs"), [(4, 1, 512, True), (2, 1, 512, False), (4, 1, 100, False), (4, 40, 512, False)]
+)
+def test_what_pays_on_a_gpu(b: int, rows: int, pages: int, runs: bool) -> None:
+    """Bytes that are read less, and rows so few that reading is what takes the time: 8k keys of 4 sequences and up."""
+    cache = torch.empty(1, 8, 1, 128, dtype=torch.bfloat16).expand(pages, -1, 16, -1)
+    q, table = torch.empty(b, 16, rows, 128, dtype=torch.bfloat16), torch.zeros(b, pages, dtype=torch.int32)
+    layout = Paged(table, torch.zeros(b, dtype=torch.int32), shared_pages=pages)
+    reason = shared_pages._cost(Problem(q, cache, cache, None, None, None, layout, 1.0))
+    assert (reason is None) == runs, reason
+    assert runs or ("80 query rows" if rows > 1 else "MB of keys and values less") in str(reason)
 
 
 def test_errors() -> None:
