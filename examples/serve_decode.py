@@ -9,7 +9,9 @@
 - **Chunks beside decoding.** A step has one token of each request that speaks, and chunks of the prompts of those that
   are still reading, end to end in one call, up to a number of tokens: long prompts delay nobody for long.
 - **Graphs.** Steps that only decode run in batches of a few sizes. A GPU captures each once and replays it as a graph,
-  whatever the lengths are, and the host reads nothing but the tokens.
+  whatever the lengths are.
+- **Nothing waits for the host.** A step takes its tokens from the one before on the device. The host reads those of a
+  step while the next one runs. `--profile` writes a trace of such steps.
 - **Sampling** with a temperature and a top-p of each request. What a request says depends on its own seed alone, not on
   who else is served.
 
@@ -27,7 +29,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade import Dense, Paged, append_kv, attention, causal
@@ -82,7 +83,8 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(DIM)
+        self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCABULARY, bias=False)
+        nn.init.normal_(self.head.weight, std=0.2)  # likely tokens, and unlikely ones
 
     def forward(self, step: Step, caches: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Logits of every token; caches (layers, 2, pages, page_size, h_k, d) get its keys and values."""
@@ -94,7 +96,7 @@ class Model(nn.Module):
                 return attention(q, k_cache, v_cache, mask=causal(), layout=step.after)
 
             x = layer(x, attend)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.head(self.norm(x))
 
     def plainly(self, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Logits (s, vocabulary) of one sequence (s,), without a cache."""
@@ -107,7 +109,7 @@ class Model(nn.Module):
 
         for layer in self.layers:
             x = layer(x, attend)
-        return F.linear(self.norm(x), self.embedding.weight)[0]
+        return self.head(self.norm(x))[0]
 
 
 def chances(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
@@ -149,50 +151,74 @@ class Request:
     """of its own, after those of the prefix"""
     cached: int = 0
     """tokens whose keys are in the cache, the prefix included"""
+    unread: int = 0
+    """tokens that are said after those, and which the host has not read"""
 
     def tokens(self) -> list[int]:
         return self.prompt + self.said
 
+    def count(self) -> int:
+        """Tokens that it has said."""
+        return len(self.said) + self.unread
+
     def missing(self) -> int:
         """Tokens that the model has not read: 1 for a request that speaks."""
-        return len(self.prompt) + len(self.said) - self.cached
+        return len(self.prompt) + self.count() - self.cached
 
 
 class Batch:
     """The requests of a step as tensors, which every step of `size` requests reads and writes: a graph may replay it.
 
-    Rows without a request have no keys, and cost nothing.
+    Rows without a request have no keys, cost next to nothing, and have no page to which their token could be written.
     """
 
     def __init__(self, size: int, prefix: list[int], device: torch.device) -> None:
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.table = integers(size, LONGEST // PAGE_SIZE)
-        self.empty = torch.tensor(prefix + [-1] * (self.table.shape[1] - len(prefix)), dtype=torch.int32)
+        self.table, self.prefix = integers(size, LONGEST // PAGE_SIZE), prefix
         self.used, self.live, self.tokens = integers(size), integers(size), integers(size, dtype=torch.int64)
         self.seed, self.temperature, self.top_p = (
             integers(size, dtype=torch.int64),
             *torch.zeros(2, size, device=device),
         )
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.holds: list[Request] = []
 
     def place(self, requests: list[Request]) -> None:
-        """Writes what the step needs to know. Between steps of the same requests the tensors are up to date."""
-        if requests == self.holds:
-            return
-        table = self.empty.repeat(len(self.used), 1)
-        shared = int((self.empty >= 0).sum())
-        for i, request in enumerate(requests):
-            table[i, shared : shared + len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-        self.table.copy_(table)
+        """Writes what the step needs to know."""
+        width = self.table.shape[1]
+        pages = [(self.prefix + x.pages + [-1] * width)[:width] for x in requests]
+        pages += [[-1] * width] * (len(self.used) - len(requests))
+        self.table.copy_(torch.tensor(pages, dtype=torch.int32))
         rows = [(x.cached, 1, x.tokens()[-1], x.seed, x.temperature, x.top_p) for x in requests]
         rows += [(0, 0, 0, 0, 0.0, 1.0)] * (len(self.used) - len(requests))
         tensors = self.used, self.live, self.tokens, self.seed, self.temperature, self.top_p
         for x, values in zip(tensors, zip(*rows, strict=True), strict=True):
             x.copy_(torch.tensor(values, dtype=x.dtype))
-        self.holds = list(requests)
+
+
+class Unread:
+    """The tokens of a step on their way to the host, and who says them; None stands for who says nothing yet."""
+
+    def __init__(self, requests: list[Request | None], tokens: Tensor) -> None:
+        self.requests, self.event = requests, None
+        for request in filter(None, requests):
+            request.unread += 1
+        if tokens.device.type == "cuda":
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.tokens = tokens.clone()
+
+    def read(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+        for request, token in zip(self.requests, self.tokens.tolist(), strict=False):
+            if request is not None:
+                request.said.append(token)
+                request.unread -= 1
 
 
 class Server:
@@ -208,6 +234,9 @@ class Server:
         self.prefix = [self.free.pop() for _ in range(len(prefix) // PAGE_SIZE)]
         sizes = [1 << i for i in range((slots - 1).bit_length() + 1)]
         self.batches = {size: Batch(size, self.prefix, device) for size in sizes}
+        self.held: tuple[Batch, list[Request]] | None = None
+        """whose tensors are up to date after the last step, and for whom"""
+        self.unread: list[Unread] = []
         shared = len(self.prefix) * PAGE_SIZE
         if shared:
             table, used = self._tensor([self.prefix]), self._tensor([0])
@@ -232,18 +261,30 @@ class Server:
 
     def step(self) -> None:
         """One more token for every request that speaks, and chunks of prompts; those that are done leave."""
-        said = self._decode() if all(x.missing() == 1 for x in self.running) else self._mixed()
-        for request, token in zip(self.running, said, strict=True):
-            if token is not None:
-                request.said.append(token)
-        for request in [x for x in self.running if len(x.said) == x.wanted]:
+        if all(x.missing() == 1 for x in self.running):
+            self._decode()
+        else:
+            self._mixed()
+        self._read(all_but=1)
+        done = [x for x in self.running if x.count() == x.wanted]
+        if done:
+            self._read()
+        for request in done:
             self.free += request.pages
             self.running.remove(request)
 
-    def _decode(self) -> list[int]:
+    def _read(self, all_but: int = 0) -> None:
+        """Waits for the tokens of all steps but the last ones."""
+        while len(self.unread) > all_but:
+            self.unread.pop(0).read()
+
+    def _decode(self) -> None:
         """A step of the smallest batch that has room, replayed where there are graphs."""
         batch = next(batch for size, batch in self.batches.items() if size >= len(self.running))
-        batch.place(self.running)
+        if self.held != (batch, self.running):
+            self._read()
+            batch.place(self.running)
+            self.held = batch, list(self.running)
         if self.device.type != "cuda":
             self._run(batch)
         else:
@@ -252,7 +293,7 @@ class Server:
             batch.graph.replay()
         for request in self.running:
             request.cached += 1
-        return batch.tokens.tolist()[: len(self.running)]
+        self.unread.append(Unread([*self.running], batch.tokens))
 
     def _run(self, batch: Batch) -> None:
         """Reads and writes the batch's own tensors alone, and nothing of it waits for the host."""
@@ -277,8 +318,10 @@ class Server:
             self._run(batch)
         return graph
 
-    def _mixed(self) -> list[int | None]:
-        """Tokens of those that speak, and chunks of prompts, end to end; None for who has not read all of its own."""
+    def _mixed(self) -> None:
+        """Tokens of those that speak, and chunks of prompts, end to end; who has not read all of its own says none."""
+        self._read()
+        self.held = None
         room = CHUNK - sum(request.missing() == 1 for request in self.running)
         rows = []
         for request in self.running:
@@ -295,13 +338,12 @@ class Server:
         logits = self.model(step, self.caches, self.rotary)[last]
         for request, n in zip(self.running, rows, strict=True):
             request.cached += n
-        done = [request.missing() == 0 for request in self.running]
         temperature, top_p = torch.tensor([(x.temperature, x.top_p) for x in self.running], device=self.device).unbind(
             1
         )
         drawn = uniform(self._tensor([x.seed for x in self.running]).long(), after.seqused_k.long())
-        said = sample(logits, temperature, top_p, drawn).tolist()
-        return [token if ready else None for token, ready in zip(said, done, strict=True)]
+        said = sample(logits, temperature, top_p, drawn)
+        self.unread.append(Unread([x if x.missing() == 0 else None for x in self.running], said))
 
 
 @torch.no_grad()
@@ -348,6 +390,24 @@ def drawn_requests(n: int, prefix: list[int]) -> list[Request]:
     ]
 
 
+@torch.no_grad()
+def trace_steps(model: Model, slots: int, prefix: list[int], path: str, steps: int = 6) -> None:
+    """A trace of steps in which `slots` requests speak, after some untraced ones."""
+    requests = [Request([*prefix, i % VOCABULARY], wanted=steps + 6) for i in range(slots)]
+    pages = (slots + 1) * LONGEST // PAGE_SIZE
+    server = Server(model, slots, pages, prefix, model.embedding.weight.device)
+    server.admit(requests)
+    while any(x.count() < 3 for x in server.running):
+        server.step()
+    kinds = torch.profiler.ProfilerActivity
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as trace:
+        for _ in range(steps):
+            server.step()
+        torch.cuda.synchronize()
+    trace.export_chrome_trace(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Continuous batching of a tiny model over a paged cache.")
     parser.add_argument("--requests", type=int, default=24)
@@ -355,12 +415,18 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=64, help=f"pages of {PAGE_SIZE} tokens in the cache")
     parser.add_argument("--prefix", type=int, default=72, help="tokens of the prompt that all requests begin with")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--profile", metavar="PATH", help="only write a trace of decoding steps, for Perfetto")
     args = parser.parse_args()
+    if args.profile and args.device == "cpu":
+        parser.error("--profile is about what a GPU waits for, and needs one")
     if args.device == "cpu":
         torch.set_num_threads(1)  # these tensors are too small to share out
     torch.manual_seed(0)
     model = Model().to(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
     prefix = [int(x) for x in torch.randint(VOCABULARY, (args.prefix,))]
+    if args.profile:
+        trace_steps(model, args.slots, prefix, args.profile)
+        return
     requests = drawn_requests(args.requests, prefix)
     steps, seconds = serve(requests, args.slots, args.pages, prefix, model)
     said = sum(len(request.said) for request in requests)

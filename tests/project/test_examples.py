@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -35,6 +36,64 @@ def test_what_is_said_depends_on_nobody_else(device):
         said.append([request.said for request in requests])
     assert said[0] == said[1] == said[2]
     assert said[0] == [example["plain_loop"](model, request) for request in requests]
+
+
+def test_batches_of_a_size_come_back(device):
+    """Two requests decode, a third comes and goes, and the two go on in the batch that they had before."""
+    example = runpy.run_path(str(EXAMPLES / "serve_decode.py"))
+    torch.manual_seed(0)
+    model, request = example["Model"]().to(device), example["Request"]
+    requests = [request([1, 2, 3], 30), request([4, 5], 30, temperature=2.0, seed=7), request([7, 8, 9], 3)]
+    with torch.no_grad():
+        server = example["Server"](model, 4, 60, [], torch.device(device))
+        server.admit(requests[:2])
+        for _ in range(5):
+            server.step()
+        server.admit(requests[2:])
+        while server.running:
+            server.step()
+    assert [x.said for x in requests] == [example["plain_loop"](model, x) for x in requests]
+    assert all(len({*x.said}) > len(x.said) / 2 for x in requests), "a model that repeats itself tests nothing"
+
+
+def test_a_row_without_a_request_writes_nothing(device):
+    """Three requests in a batch of four: the prefix that all share stays as it is."""
+    example = runpy.run_path(str(EXAMPLES / "serve_decode.py"))
+    torch.manual_seed(0)
+    model, prefix = example["Model"]().to(device), list(range(50))
+    requests = [example["Request"]([*prefix, i], 9) for i in range(3)]
+    with torch.no_grad():
+        server = example["Server"](model, 4, 60, prefix, torch.device(device))
+        before = server.caches[:, :, server.prefix].clone()
+        server.admit(list(requests))
+        while server.running:
+            server.step()
+    assert torch.equal(server.caches[:, :, server.prefix], before)
+    assert [x.said for x in requests] == [example["plain_loop"](model, x) for x in requests]
+
+
+def test_steps_are_drawn(tmp_path):
+    """Four launches ahead of four steps, whose third kernels come late."""
+    pytest.importorskip("matplotlib")
+    launches = [{"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 5.0 * i, "dur": 4.0} for i in range(4)]
+    kernels = [{"cat": "kernel", "name": name, "ts": 50.0 + 10 * i + at, "dur": 3.0}
+               for i in range(4) for name, at in (("nvjet", 0), ("paged_kernel", 3), ("elementwise", 7))]  # fmt: skip
+    given = tmp_path / "trace.json"
+    given.write_text(json.dumps({"traceEvents": [{"ph": "X", **event} for event in (*kernels, *launches)]}))
+    drawing = runpy.run_path(str(EXAMPLES.parent / "docs" / "draw_steps.py"))
+    steps = drawing["Steps"].of(json.loads(given.read_text()))
+    assert (len(steps.launches), len(steps.kernels), steps.gaps()) == (4, 12, [1.0] * 4)
+    assert steps.busy() == pytest.approx(0.9)
+    assert [span.kind for span in steps.first(3).kernels[:3]] == ["products", "attention", "others"]
+    drawing["draw"](steps, tmp_path / "steps.svg")
+    assert (tmp_path / "steps.svg").read_text().count("<path") > 12
+
+
+def test_a_profile_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve_decode.py", "--device", "cpu", "--profile", "trace.json"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "serve_decode.py"), run_name="__main__")
+    assert "--profile is about what a GPU waits for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["matplotlib", "no matplotlib"])
