@@ -151,14 +151,16 @@ def test_spec():
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("lengths", [(0, 20), (20, 0), (0, 0)], ids=str)
 def test_no_rows(lengths: tuple[int, int], backend: str):
-    """Blocks of what has no rows: none, or more than none. The host knows of Packed and Paged what it reads."""
+    """Blocks of what has no rows: none, or of packed sequences and pages more than none. The host knows of Packed and
+    Paged what it reads."""
     s_q, s_k = lengths
     q, (k, v) = random(B, H_Q, s_q, D), (random(B, H_K, s_k, D, seed=i) for i in (1, 2))
     for blocks in (0, 1):
         given = [positive(B, H_K, max(blocks, -(-s // 128)), seed=s) for s in (s_q, s_k, s_k)]
         eight = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
         descale, keywords = Descale(*given), {"mask": causal(), "backend": backend}
-        check(*eight, descale=descale, **keywords).assert_ok()
+        dense = Descale(*(x[:, :, : -(-s // 128)] for x, s in zip(given, (s_q, s_k, s_k), strict=True)))
+        check(*eight, descale=dense, **keywords).assert_ok()
         flat = [torch.nn.functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 3)) for x in (q, k, v)]
         flat = [x.to(torch.float8_e4m3fn) for x in flat]
         ends = (torch.tensor([0, s, 2 * s]) for s in lengths)
@@ -208,6 +210,12 @@ ERRORS = {
     ),
     "word": (lambda: Descale(v="1"), TypeError, "the descale of v must be a number, got '1'"),
     "shape": (lambda: run(Descale(k=torch.ones(3))), ValueError, "n = 2 of them, got (3,): q (2, 4,"),
+    "flag": (lambda: Descale(k=True), TypeError, "(b, h_k, n), got True"),
+    "negative": (lambda: Descale(q=-1.0), ValueError, "the descale of q must be a positive number, from 2^-126"),
+    "zero": (lambda: Descale(v=0), ValueError, "got 0"),
+    "NaN": (lambda: Descale(v=float("nan")), ValueError, "got nan"),
+    "beyond float32": (lambda: Descale(k=1e39), ValueError, "got 1e+39"),
+    "many blocks": (lambda: run(Descale(v=torch.ones(2, 2, 4))), ValueError, "n = 2 of them, got (2, 2, 4)"),
     "few blocks": (lambda: run(Descale(v=torch.ones(2, 2, 1))), ValueError, "got (2, 2, 1)"),
     "q": (lambda: run(Descale(q=1.5), torch.float16), ValueError, "descale=Descale(q=…) is for 8-bit queries"),
     "wide keys": (lambda: attention(*WIDE, descale=Descale()), ValueError, "k torch.float32"),

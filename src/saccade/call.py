@@ -13,7 +13,7 @@ from saccade.backends import Unsupported
 from saccade.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.dropout import Dropout
 from saccade.flat_call import FlatCall, Header
-from saccade.layouts import Layout, with_rows
+from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.problem import Problem
@@ -183,7 +183,7 @@ def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, lay
     sizes = layout.sizes(q, k)
     shape = sizes.b, layout.canonical(k).shape[1], sizes.s_q if layout.knows_rows else None, sizes.s_k
     try:
-        return factors(descale, q.device, q.dtype in EIGHT_BITS, shape)
+        return factors(descale, q.device, q.dtype in EIGHT_BITS, shape, not isinstance(layout, Dense))
     except ValueError as error:
         raise ValueError(f"{error}: {_shapes(q, k, v, layout)}") from None
 

@@ -17,6 +17,7 @@ WIDER = torch.float16, torch.bfloat16, torch.float32
 BLOCK = 128
 """Rows, or keys, that share one number where a Descale goes by blocks."""
 _FORMS = "a number or a float32 tensor (), (h_k,), (b, h_k), or by blocks of 128 rows (b, h_k, n)"
+_LEAST, _MOST = 2.0**-126, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +25,10 @@ class Descale:
     """`value = byte * descale`: what the numbers of 8-bit q, k and v stand for.
 
     Attention over 8-bit operands is attention over these values: the factors of q and k are part of the scores before
-    `scale`, and v's of the result. A factor is a number or a float32 tensor on q's device: (), one for all; (h_k,), one
-    for each key head and its query heads; (b, h_k), one for each sequence's; (b, h_k, n), one for each block of 128
-    rows as well: block j of a sequence has its rows 128 j to 128 j + 127, counted from its first. None is 1.
+    `scale`, and v's of the result. A factor is a positive number or a float32 tensor of such on q's device: (), one for
+    all; (h_k,), one for each key head and its query heads; (b, h_k), one for each sequence's; (b, h_k, n), one for each
+    block of 128 rows as well: block j of a sequence has its rows 128 j to 128 j + 127, counted from its first, and n is
+    ceil(s / 128); of packed sequences and of pages, where s is a bound, it may be more. None is 1.
 
     Args:
         q: of 8-bit queries; None with wider ones.
@@ -38,7 +40,8 @@ class Descale:
 
     Raises:
         TypeError: neither a number nor a float32 tensor.
-        ValueError: a tensor of more than three dimensions, or one that is nested or sparse.
+        ValueError: a number that is not positive, or beyond float32's normal ones; a tensor of more than three
+            dimensions, or one that is nested or sparse. The values of tensors are not read.
 
     >>> k = v = torch.randn(1, 2, 128, 64).to(torch.float8_e4m3fn)
     >>> q = torch.randn(1, 4, 128, 64, dtype=torch.bfloat16)
@@ -63,7 +66,7 @@ class Descale:
             if x is None:
                 continue
             if not isinstance(x, Tensor):
-                object.__setattr__(self, name, arguments.number(f"the descale of {name}", x))
+                object.__setattr__(self, name, _number(name, x))
             elif x.is_nested or x.layout != torch.strided:
                 raise ValueError(f"the descale of {name} must be {_FORMS}, and dense, got a nested or sparse one")
             elif x.dtype != torch.float32 or x.dim() > 3:
@@ -72,6 +75,16 @@ class Descale:
 
 
 NAMES = ("q", "k", "v")
+
+
+def _number(name: str, x: Any) -> float:
+    """A factor as a float."""
+    if isinstance(x, bool):
+        raise TypeError(f"the descale of {name} must be {_FORMS}, got {x}")
+    value = arguments.number(f"the descale of {name}", x)
+    if not _LEAST <= value <= _MOST:
+        raise ValueError(f"the descale of {name} must be a positive number, from 2^-126 to float32's largest, got {x}")
+    return value
 
 
 class Factors(NamedTuple):
@@ -130,13 +143,19 @@ def by_row(factor: Tensor, x: Tensor, first: int = 0) -> Tensor:
 
 
 def factors(
-    descale: Descale | None, device: torch.device, eight_bits: bool, shape: tuple[int, int, int | None, int]
+    descale: Descale | None,
+    device: torch.device,
+    eight_bits: bool,
+    shape: tuple[int, int, int | None, int],
+    bounds: bool = True,
 ) -> Factors:
     """The factors of a call whose k and v have 8 bits.
 
     Args:
         eight_bits: whether q has as well.
         shape: sequences, key heads, and the longest sequence's rows and keys; None if the host does not know.
+        bounds: whether the lengths are bounds alone, as of packed sequences and of pages: then there may be factors of
+            more blocks.
 
     Raises:
         ValueError: a shape or device that does not fit, quoted.
@@ -151,18 +170,23 @@ def factors(
         x = getattr(descale, name)
         if isinstance(x, float):
             x = None if x == 1.0 else torch.full((), x, dtype=torch.float32, device=device)
-        found.append(None if x is None else _expanded(name, x, device, (b, h_k, None if s is None else -(-s // BLOCK))))
+        blocks = None if s is None else -(-s // BLOCK)
+        found.append(None if x is None else _expanded(name, x, device, (b, h_k, blocks), bounds))
     return Factors(*found)
 
 
-def _expanded(name: str, x: Tensor, device: torch.device, wanted: tuple[int, int, int | None]) -> Tensor | None:
-    """(b, h_k, n); None where no sequence has a block."""
+def _expanded(
+    name: str, x: Tensor, device: torch.device, wanted: tuple[int, int, int | None], more: bool
+) -> Tensor | None:
+    """(b, h_k, n); None where no sequence has a block. `more` blocks than n may be given."""
     b, h_k, blocks = wanted
     if x.device != device:
         raise ValueError(f"the descale of {name} must be on q's device {device}, got {x.device}")
     by_blocks = x.dim() == 3
-    enough = by_blocks and x.shape[:2] == (b, h_k) and blocks is not None and x.shape[2] >= blocks
-    if not enough and x.shape not in ((), (h_k,), (b, h_k)):
+    fits = by_blocks and x.shape[:2] == (b, h_k) and blocks is not None
+    if blocks is not None:
+        fits = fits and (x.shape[2] >= blocks if more else x.shape[2] == blocks)
+    if not fits and x.shape not in ((), (h_k,), (b, h_k)):
         unknown = "which needs the longest sequence's length on the host"
         lengths = unknown if blocks is None else f"n = {blocks} of them"
         raise ValueError(

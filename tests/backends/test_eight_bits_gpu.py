@@ -102,7 +102,7 @@ def test_dense_padded_and_packed(d: int, d_v: int, eight: bool, kind: torch.dtyp
     ends = torch.tensor([0, 400, 600], device="cuda"), torch.tensor([0, 350, 666], device="cuda")
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     for form in ("number", "sequence", "block"):
-        scales = factors(form, b, h_k, 512)
+        scales = factors(form, b, h_k, s_k)
         if eight:
             scales = Descale(scales.k, scales.k, scales.v)
         for options in (

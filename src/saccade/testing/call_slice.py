@@ -53,7 +53,7 @@ class Precision(NamedTuple):
     exp: float = 0.0
     """The relative error of exponentials, where it is more than that of the scores' dtype."""
     probabilities: torch.dtype | None = None
-    """The 8-bit dtype that P is rounded to; None is the inputs'."""
+    """The 8-bit dtype that P is rounded to, e4m3 for values of e5m2 too; None is the inputs'."""
     sums: float = 0.0
     """The relative error of each partial sum of a product, where it is more than that of the LSE's dtype."""
 
@@ -64,7 +64,8 @@ class Precision(NamedTuple):
         if kv in EIGHT_BITS and backend in ("cpu", "reference"):  # read as float32
             return cls(wide, wide, wide)
         if dtype in EIGHT_BITS:
-            return cls(wide, wide, torch.float16 if backend != "triton" else wide, 0.0, kv, TENSOR_CORE_SUMS)
+            p, functions = torch.float8_e4m3fn, torch.float16 if backend != "triton" else wide
+            return cls(wide, wide, functions, 0.0, p, TENSOR_CORE_SUMS)
         half = dtype in (torch.float16, torch.bfloat16)
         if backend == "reference":  # each of its steps is rounded
             return cls(dtype, dtype, dtype)
@@ -96,7 +97,8 @@ class CheckedCall(NamedTuple):
             return call
         sizes, h_k = call.layout.sizes(q, k), call.layout.canonical(k).shape[1]
         shape = sizes.b, h_k, sizes.s_q if call.layout.knows_rows else None, sizes.s_k
-        return call._replace(descale=factors(keywords.get("descale"), q.device, q.dtype in EIGHT_BITS, shape))
+        found = factors(keywords.get("descale"), q.device, q.dtype in EIGHT_BITS, shape)
+        return call._replace(descale=found)
 
     @property
     def layout(self) -> Layout:
