@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from saccade import hardware
 from saccade.backends.device import block_d
@@ -34,6 +35,12 @@ def products(problem: Problem) -> bool:
     """Whether products are those of bytes; of others, such as few columns, float16's."""
     q = problem.q
     return q.dtype in EIGHT_BITS and hardware.has_e4m3(q.device) and block_d(q.shape[3]) >= LEAST_COLUMNS
+
+
+def converts(device: torch.device) -> bool:
+    """Whether the device has instructions between 8-bit numbers and others, and kernels may use them."""
+    word = hardware.name(device)  # that of a CPU: what the compile gate compiles for
+    return not knobs.runtime.interpret and (word == "cpu" or (word.startswith("sm") and int(word[2:]) >= 89))
 
 
 LEAST_COLUMNS = 32
@@ -140,8 +147,21 @@ def in_words(x, WORD: tl.constexpr):
     return WordRows(ptr, x.stride_b, x.stride_h, x.stride_s, x.unit // WORD, x.wide)
 
 
+@triton.constexpr_function
+def _conversion(number, dtype):
+    """PTX: byte `number` of two words, in one, and both in float16."""
+    kind = "e4m3x2" if dtype == tl.float8e4nv else "e5m2x2"
+    picked = f"prmt.b32 t, $1, $2, {(4 + number) << 4 | number};"
+    return f"{{ .reg .b16 x, y; .reg .b32 t; {picked} mov.b32 {{x, y}}, t; cvt.rn.f16x2.{kind} $0, x; }}"
+
+
 @triton.jit
-def byte_of(words, number: tl.constexpr, dtype: tl.constexpr):
-    """One byte of each word, counted from the lowest, as `dtype`."""
-    byte = (words >> 8 * number).to(tl.uint8)
-    return byte if dtype == tl.uint8 else byte.to(dtype, bitcast=True)
+def byte_of(words, number: tl.constexpr, dtype: tl.constexpr, CONVERTS: tl.constexpr):
+    """One byte of each word, counted from the lowest, in float16. CONVERTS: the GPU has an instruction for that."""
+    if CONVERTS and words.dtype == tl.int32:
+        return tl.inline_asm_elementwise(
+            _conversion(number, dtype), "=r,r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        byte = (words >> 8 * number).to(tl.uint8)
+        return widened(byte if dtype == tl.uint8 else byte.to(dtype, bitcast=True), tl.float16)

@@ -186,13 +186,13 @@ def masked_scores(qk, args, q_idx, kv_idx, MASKED: tl.constexpr):
 
 @triton.jit
 def online_softmax(x, row_max, row_sum, score):
-    """p = exp(x - new_max) [block_q, block_k], alpha = exp(row_max - new_max), new_max and the new row_sum."""
-    # [block_q]
-    new_max = tl.maximum(row_max, tl.max(x, 1))
+    """p = exp(x - new_max) [..., block_q, block_k], alpha = exp(row_max - new_max), new_max and the new row_sum."""
+    # [..., block_q]
+    new_max = tl.maximum(row_max, tl.max(x, -1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without a visible key yet: exp(-inf - 0) = 0
-    p = power(x - shift[:, None], score)
+    p = power(x - tl.expand_dims(shift, -1), score)
     alpha = power(row_max - shift, score)
-    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, -1)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.triton.append_kernel import Angles, AppendShape, append_kernel
 from saccade.backends.triton.paged import many, page_table
-from saccade.backends.triton.paged_kernel import PageTable
+from saccade.backends.triton.paged_tiles import PageTable
 from saccade.backends.triton.quantize import TYPES, converts
 from saccade.bounded_cache import BoundedCache
 from saccade.descale import Factors

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Outputs
-from saccade.backends.device import block_d, descale, masks, scores, sequences
+from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import FLAGS, UNITS, TensorArgs, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import TileConfig, formula
-from saccade.backends.triton.paged_kernel import PageTable, SplitArgs, merge_kernel, paged_kernel
+from saccade.backends.triton.merge_kernel import merge_kernel
+from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
+from saccade.backends.triton.paged_tiles import PageTable
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Layout, Paged
 from saccade.masks import causal
@@ -60,6 +62,8 @@ class SplitKV:
     """of lengths, by which sequences are put in order, or 0"""
     word: int
     """bytes of 8-bit values that are read at once"""
+    slices: int
+    """of a tile's keys, each a warp's own, or 1"""
 
 
 def split_kv(problem: Problem, processors: int) -> SplitKV:
@@ -85,7 +89,9 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
     # The longest first, where programs come one after the other, and may be long.
     ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
     bits = -(-room.bit_length() // 4) * 4 if ordered else 0
-    return SplitKV(tile, tiles, splits, slots, layout.num_splits is None, edges, bits, word(problem, tile))
+    return SplitKV(
+        tile, tiles, splits, slots, layout.num_splits is None, edges, bits, word(problem, tile), slices(problem, tile)
+    )
 
 
 def config(problem: Problem, rows: int) -> TileConfig:
@@ -169,6 +175,7 @@ def arguments(problem: Problem, split: SplitKV, parted: bool = False) -> tuple[A
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     flags = FLAGS[problem.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
+    flags = *flags, FLAGS[eight_bits.converts(q.device)], UNITS[split.slices]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
     records = page_table(layout, k), numbers, masks.record(problem), scores.record(problem)
     records = *records, descale.record(problem)
@@ -201,6 +208,13 @@ def word(problem: Problem, tile: TileConfig) -> int:
     if problem.v.element_size() > 1 or problem.q.dtype == torch.float32 or tile.block_q > FEW_ROWS:
         return 1
     return next(n for n in (4, 2, 1) if d_v % n == 0 and (n == 1 or block_d(d_v) >= 32 * n))
+
+
+def slices(problem: Problem, tile: TileConfig) -> int:
+    """One for each warp of a kernel of few rows, whose sums fit its registers for all columns."""
+    if tile.block_q > FEW_ROWS or problem.q.dtype == torch.float32 or block_d(problem.v.shape[3]) > 128:
+        return 1
+    return tile.warps
 
 
 def many(layout: Layout) -> int:

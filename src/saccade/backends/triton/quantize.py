@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import knobs, next_power_of_2
+from triton import next_power_of_2
 
-from saccade import hardware
 from saccade.backends import Quantization, rotated_elements
+from saccade.backends.device.eight_bits import converts
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.device.sequences import spans_of
@@ -107,12 +107,6 @@ def _shape(call: Quantization, heads: int) -> tuple[Any, ...]:
 def _heads(name: str, call: Quantization) -> int:
     """Heads of one program: those that share a factor, where it finds the factor itself."""
     return call.x.shape[1] // call.h_k if name == "quantize" and call.per == "block" else 1
-
-
-def converts(device: torch.device) -> bool:
-    """Whether the device has an instruction that makes 8-bit numbers, to nearest and to the largest number."""
-    word = hardware.name(device)
-    return not knobs.runtime.interpret and (word == "cpu" or (word.startswith("sm") and int(word[2:]) >= 89))
 
 
 def _tiles(call: Quantization, blocks: int = 1) -> int:

@@ -1,0 +1,131 @@
+"""Tiles of keys and values in pages.
+
+A tile's keys are [block_k] or, where each warp has its own, [slices, block_k / slices].
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.backends.device.aggregate import aggregate
+from saccade.backends.device.records import plain_int
+from saccade.backends.device.tiles import head, places
+
+AHEAD = tl.constexpr(16)
+"""Rows of a page from which the numbers of the pages of a tile, if it has several, are fetched ahead."""
+
+
+class PageTable(NamedTuple):
+    """Which pages belong to which sequence; numbers are `runtime_int`s."""
+
+    table: Any
+    """int (sequences, …)"""
+    stride: Any
+    """of a row of the table"""
+    sequences: Any
+    capacity: Any
+    """keys that a sequence has room for"""
+    count: Any
+    """pages of the cache"""
+
+
+@aggregate
+class PagedHead:
+    """One key head of a sequence in pages."""
+
+    k: Any
+    v: Any
+    """TensorArgs of the caches"""
+    table: Any
+    """pointer to the sequence's row of the page table"""
+    pages: Any
+    """PageTable"""
+    h: Any
+    keys: Any
+    """keys in use"""
+    descale: Any
+    """DeviceDescale of 8-bit keys, or None"""
+    word: Any
+    converts: Any
+    """constexpr: see `SplitArgs`"""
+    size: Any
+    """constexpr: keys of a page"""
+    slices: Any
+    """constexpr: see `SplitArgs`"""
+
+
+@triton.jit
+def _known(page, pages):
+    """A page of the cache: the nearest, if there is no such page."""
+    return tl.minimum(tl.maximum(page, 0), plain_int(pages.count) - 1)
+
+
+@triton.constexpr_function
+def _in_one_page(PAGE, KEYS):
+    """Whether so many keys, the first of which is a multiple of them, lie in one page."""
+    return PAGE % KEYS == 0
+
+
+@triton.jit
+def keys_of_tile(BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
+    """Numbers of keys in a tile: [block_k] or [slices, block_k / slices]."""
+    if SLICES == 1:
+        return tl.arange(0, BLOCK_K)
+    length: tl.constexpr = BLOCK_K // SLICES
+    return tl.arange(0, SLICES)[:, None] * length + tl.arange(0, length)[None, :]
+
+
+@triton.jit
+def _first_keys(BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
+    """The number of the first key of a tile or, [slices, 1], of its slices."""
+    if SLICES == 1:
+        return 0
+    return (tl.arange(0, SLICES) * (BLOCK_K // SLICES))[:, None]
+
+
+@triton.jit
+def pages_of(kv, start, BLOCK_K: tl.constexpr):
+    """The pages of keys [start, start + BLOCK_K): one of all, [slices, 1], or one for each key; 0 from `keys` on. Not
+    `_known` yet if they are to be fetched a step ahead: Triton does so with what comes from a load, and with nothing
+    else. Where that pays and where it costs was measured (docs/findings/triton.md).
+    """
+    whole: tl.constexpr = _in_one_page(kv.size, BLOCK_K // kv.slices)
+    kv_idx = start + (_first_keys(BLOCK_K, kv.slices) if whole else keys_of_tile(BLOCK_K, kv.slices))
+    page = tl.load(kv.table + kv_idx // kv.size, mask=kv_idx < kv.keys, other=0)
+    if kv.size < AHEAD or whole:
+        page = _known(page, kv.pages)
+    return page
+
+
+@triton.jit
+def load_rows(x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [start, start + BLOCK_K) of the caches k or v, [block_k, BLOCK_D] or [slices, block_k / slices, BLOCK_D];
+    zero from `keys` on and beyond column D."""
+    page = _known(page, kv.pages)
+    d = tl.arange(0, BLOCK_D)
+    kv_idx = start + keys_of_tile(BLOCK_K, kv.slices)
+    if kv.slices == 1 and _in_one_page(kv.size, BLOCK_K):
+        # [block_k, BLOCK_D]
+        place = places(x, head(x, page.to(tl.int64), kv.h), start % kv.size, BLOCK_K, BLOCK_D)
+    elif _in_one_page(kv.size, BLOCK_K // kv.slices):
+        # [slices, 1]
+        first = (start + _first_keys(BLOCK_K, kv.slices)) % kv.size
+        base = head(x, page.to(tl.int64), kv.h, first)
+        # [block_k / slices, BLOCK_D]
+        stride = plain_int(x.stride_s) * x.unit
+        if x.wide:
+            stride = stride.to(tl.int64)
+        place = base[:, :, None] + (tl.arange(0, BLOCK_K // kv.slices)[:, None] * stride + d[None, :])
+    else:
+        row = page.to(tl.int64) * plain_int(x.stride_b) + (kv_idx % kv.size) * plain_int(x.stride_s).to(tl.int64)
+        base = x.ptr + kv.h * plain_int(x.stride_h).to(tl.int64) * x.unit
+        place = base + tl.expand_dims(row * x.unit, -1) + d
+    there = tl.expand_dims(kv_idx < kv.keys, -1)
+    if D < BLOCK_D:
+        there = there & (d < D)
+    return tl.load(place, mask=there, other=0.0)
