@@ -103,15 +103,23 @@ def _of_all_slices(acc, row_max, row_sum, score, WORD: tl.constexpr, SLICES: tl.
     """The sums, the largest scores and the sums of weights, of [slices, block_q, ...], in units of one maximum."""
     if SLICES == 1:
         return acc, row_max, row_sum
-    top = tl.max(row_max, 0)
-    factor = power(row_max - tl.where(top == float("-inf"), 0.0, top)[None, :], score)
-    row_sum = tl.sum(row_sum * factor, 0)
-    if WORD == 1:
-        return tl.sum(acc * factor[:, :, None], 0), top, row_sum
     else:
-        sums = ()
-        for i in tl.static_range(WORD):
-            sums = sums + (tl.sum(acc[i] * factor[:, :, None], 0),)  # noqa: RUF005 - Triton's
+        # [block_q]; [slices, block_q, 1]
+        top = tl.max(row_max, 0)
+        factor = power(row_max - tl.where(top == float("-inf"), 0.0, top)[None, :], score)
+        row_sum = tl.sum(row_sum * factor, 0)
+        factor = factor[:, :, None]
+        if WORD == 1:
+            sums = tl.sum(acc * factor, 0)
+        elif WORD == 2:
+            sums = tl.sum(acc[0] * factor, 0), tl.sum(acc[1] * factor, 0)
+        else:
+            sums = (
+                tl.sum(acc[0] * factor, 0),
+                tl.sum(acc[1] * factor, 0),
+                tl.sum(acc[2] * factor, 0),
+                tl.sum(acc[3] * factor, 0),
+            )
         return sums, top, row_sum
 
 

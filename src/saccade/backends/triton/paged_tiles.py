@@ -76,8 +76,9 @@ def keys_of_tile(BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
     """Numbers of keys in a tile: [block_k] or [slices, block_k / slices]."""
     if SLICES == 1:
         return tl.arange(0, BLOCK_K)
-    length: tl.constexpr = BLOCK_K // SLICES
-    return tl.arange(0, SLICES)[:, None] * length + tl.arange(0, length)[None, :]
+    else:
+        length: tl.constexpr = BLOCK_K // SLICES
+        return tl.arange(0, SLICES)[:, None] * length + tl.arange(0, length)[None, :]
 
 
 @triton.jit
@@ -85,7 +86,8 @@ def _first_keys(BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
     """The number of the first key of a tile or, [slices, 1], of its slices."""
     if SLICES == 1:
         return 0
-    return (tl.arange(0, SLICES) * (BLOCK_K // SLICES))[:, None]
+    else:
+        return (tl.arange(0, SLICES) * (BLOCK_K // SLICES))[:, None]
 
 
 @triton.jit
