@@ -14,6 +14,7 @@ from saccade.backends.device.scores import weight
 from saccade.backends.gluon.backward import gate as backward_gate
 from saccade.backends.gluon.forward import launch, transpose
 from saccade.backends.gluon.forward.config import forward_config, key
+from saccade.backends.gluon.latent import gate as latent_gate
 from saccade.configs import table
 from saccade.descale import EIGHT_BITS
 from saccade.spec import Spec
@@ -47,6 +48,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged"))
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
+    yield from latent_gate.features()
     yield from backward_gate.features()
 
 
@@ -59,12 +61,15 @@ def combinations() -> Iterator[str]:
         f"gluon forward 16bit d128/128 {words}"
         for words in ("listed packed", "listed paged packed", "causal paged packed tail")
     )
+    yield from latent_gate.combinations()
     yield from backward_gate.combinations()
 
 
 def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     row = GateRow.of(name)
+    if row.kernel == "latent":
+        return latent_gate.compiled(row)
     if row.kernel not in ("forward", "transpose"):
         return backward_gate.compiled(name)
     problem = row.problem()

@@ -71,10 +71,15 @@ def outputs(acc, weight, args, live):
 
 @gluon.jit
 def normalize(row_max, row_sum, rows, args, live):
-    """By what acc becomes out, lse and max_scores [64] from the sums. The sink is one more column, and no score."""
+    """By what acc becomes out, lse and max_scores [64] from the sums [64, 8] of each thread."""
+    return weights_of_rows(row_max, gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout), rows, args, live)
+
+
+@gluon.jit
+def weights_of_rows(row_max, total, rows, args, live):
+    """The same from sums [64]. The sink is one more column, and no score."""
     rule = rows.rule
     row_max = row_max * rule.natural
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     if len(rows.factors) == 1:
         total = total * ONE_WEIGHT
     if rule.score.linear:  # -inf for all of a row masks it, and what is NaN stays NaN

@@ -77,9 +77,9 @@ def pages_of(pages, b, start, keys, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def load_pages(desc, tiles, stage, page, h_k, start, SIZE: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
-               barrier):  # fmt: skip
-    """Fills a stage of tiles [BLOCK_K, COLUMNS] with keys, or values, from `start` on, of pages [32], and counts them
-    in at a barrier that expects all of them. desc: (pages, h_k, SIZE, d) in boxes."""
+               barrier, FIRST=0):  # fmt: skip
+    """Fills a stage of tiles [BLOCK_K, COLUMNS] with keys, or values, from `start` on, of pages [32], from column FIRST
+    on, and counts them in at a barrier that expects all of them. desc: (pages, h_k, SIZE, d) in boxes."""
     BOX: gl.constexpr = desc.block_type.shape[2]
     WIDTH: gl.constexpr = desc.block_type.shape[3]
     BOXES: gl.constexpr = BLOCK_K // BOX
@@ -94,4 +94,4 @@ def load_pages(desc, tiles, stage, page, h_k, start, SIZE: gl.constexpr, COLUMNS
         row = (start + i * BOX) % SIZE
         for stripe in gl.static_range(STRIPES):
             box = boxes.index((stage * STRIPES + stripe) * BOXES + i)
-            tma_load(desc, [number, h_k, row, stripe * WIDTH], barrier, box)
+            tma_load(desc, [number, h_k, row, FIRST + stripe * WIDTH], barrier, box)

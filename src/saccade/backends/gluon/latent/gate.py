@@ -1,0 +1,55 @@
+"""The latent kernels as the compile gate sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from saccade.backends.device import masks, sequences
+from saccade.backends.device.gate import GateRow
+from saccade.backends.device.records import TensorArgs
+from saccade.backends.gluon.latent import launch
+from saccade.layouts import Paged
+from saccade.masks import causal, mask_mod
+from saccade.problem import Problem
+
+SPILL = 72
+"""Bytes: 44 in Triton 3.6, 52 with masks and 72 with a predicate and short pages, of the producer's numbers and of the
+kernel's arguments."""
+
+
+def features() -> Iterator[str]:
+    yield from (f"gluon latent 16bit d576/512 {words}" for words in ("full", "causal", "schedule", "merge"))
+
+
+def combinations() -> Iterator[str]:
+    yield "gluon latent 16bit d576/512 listed small"
+
+
+def compiled(row: GateRow) -> tuple[Any, int]:
+    """The compiled kernel of one row, and the spill bytes that it allows itself: 128 heads, four sequences of up to two
+    queries, pages of 64 or, `small`, of 16."""
+    size = 16 if "small" in row.words else 64
+    match row.words[0]:
+        case "full":
+            s_q, mask = 1, None
+        case "listed":
+            s_q, mask = 2, causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
+        case _:
+            s_q, mask = 2, causal()
+    q, cache = torch.empty(4, 128, s_q, row.d, dtype=row.dtype), torch.empty(256, 1, size, row.d, dtype=row.dtype)
+    layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
+    problem = Problem(q, cache, cache[..., : row.d_v], None, mask, None, layout, 1.0)
+    cut = launch.Cut.of(problem, 132)
+    schedule, parts = launch.empty_schedule(problem, cut), launch.empty_parts(problem, cut)
+    if row.words[0] == "schedule":
+        numbers = schedule, *sequences.spans(problem), masks.record(problem), s_q, 4096
+        return launch.scheduling(problem).warmup(numbers), 0
+    if row.words[0] == "merge":
+        out, sink = TensorArgs.of(problem.empty_out()), torch.empty(128)
+        tensors = *parts, out, torch.empty(4, 128, s_q), sink, schedule, 128, s_q
+        return launch.merging(problem, cut).warmup(tensors), 0
+    kernel = launch.prepare(problem, cut)
+    return kernel.warmup((q, cache), launch.arguments(problem, *parts, schedule), 1.0), SPILL

@@ -1,0 +1,160 @@
+"""The latent kernel's producer: one warp that walks along a line of tiles of keys."""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from saccade.backends.device.records import plain_int
+from saccade.backends.device.sequences import extent
+from saccade.backends.device.tiles import tile_range
+from saccade.backends.gluon.forward.paged_tma import load_pages, pages_of
+from saccade.backends.gluon.latent.pipeline import HALF
+from saccade.backends.gluon.latent.schedule import length_of_line
+from saccade.backends.gluon.shim import aggregate, tma_load
+from saccade.backends.gluon.tiles import zero_tail
+
+# Of a part: its sequence (-1: no more parts), its number, its first tile of keys and how many there are, those between
+# which no mask is needed, and the sequence's rows and keys in use.
+BATCH, PART, FIRST, TILES, CORE, CORE_END, ROWS_USED, KEYS = (gl.constexpr(i) for i in range(8))
+NUMBERS = 8
+
+
+@aggregate
+class RowTile:
+    """The query rows of a program: 64 / ROWS heads of a group, and ROWS rows of each."""
+
+    number: gl.tensor
+    """of all tiles of rows"""
+    line: gl.tensor
+    h_k: gl.tensor
+    in_group: gl.tensor
+    row: gl.tensor
+
+
+@gluon.jit
+def row_tile(args):
+    """The RowTile of this program."""
+    ROWS: gl.constexpr = args.shape.ROWS
+    number = gl.program_id(0) % args.tiles
+    pack = number // args.blocks
+    packs = args.tiles // args.blocks // args.h_k
+    return RowTile(
+        number, gl.program_id(0) // args.tiles, pack // packs, pack % packs * (64 // ROWS), number % args.blocks * ROWS
+    )
+
+
+@gluon.jit
+def sequence_at(schedule, place):
+    """The sequence that has tile `place` of all: of so many sequences all tiles come before."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    count = plain_int(schedule.sequences)
+    b = count * 0
+    for start in range(0, count, 128):
+        # [128]
+        i = start + gl.arange(0, 128, layout)
+        end = gl.load(schedule.starts + 1 + i, mask=i < count, other=1 << 30)
+        b += gl.sum((end <= place).to(gl.int32), 0)
+    return b
+
+
+@gluon.jit
+def open_part(args, pipe, rows, b, place, stop, drawn):
+    """Writes the numbers of the part that begins at `place`. Returns its first tile, how many there are, and keys."""
+    start = gl.load(args.schedule.starts + b)
+    end = gl.load(args.schedule.starts + b + 1)
+    first = gl.load(args.schedule.firsts + b) + place - start
+    tiles = gl.minimum(end, stop) - place
+    _, _, _, used = extent(args.used_q, b, args.s_q)
+    _, _, _, keys = extent(args.used_k, b, args.s_k)
+    # [64]
+    q_idx = rows.row + gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0])) % args.shape.ROWS
+    lo, hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - used)
+    _, core, core_end, _ = tile_range(lo, hi, core_lo, core_hi, q_idx < used, keys, 64)
+    at = pipe.queries.record_of(drawn)
+    pipe.queries.put(at, BATCH, b)
+    pipe.queries.put(at, PART, rows.line + b)
+    pipe.queries.put(at, FIRST, first)
+    pipe.queries.put(at, TILES, tiles)
+    pipe.queries.put(at, CORE, core // 64)
+    pipe.queries.put(at, CORE_END, core_end // 64)
+    pipe.queries.put(at, ROWS_USED, used)
+    pipe.queries.put(at, KEYS, keys)
+    return first, tiles, keys
+
+
+@gluon.jit
+def load_queries(args, pipe, rows, b, drawn):
+    """Fills the slot with the program's query rows."""
+    CHUNKS: gl.constexpr = pipe.queries.CHUNKS
+    pipe.queries.claim(drawn)
+    full = pipe.queries.full.index(0)
+    mbarrier.expect(full, CHUNKS * 64 * 64 * 2)
+    for chunk in gl.static_range(CHUNKS):
+        tma_load(args.q_desc, [b, rows.h_k, rows.in_group, rows.row, chunk * 64], full, pipe.queries.tiles.index(chunk))
+
+
+@gluon.jit
+def copy_half(args, pipe, page, h_k, start, stage, half, REST: gl.constexpr, barrier):
+    """Copies the half of a tile that is consumer `half`'s values, and the last columns if REST."""
+    SIZE: gl.constexpr = args.pages.size
+    WIDTH: gl.constexpr = 64 * HALF
+    mbarrier.expect(barrier, (HALF + REST) * 64 * 64 * 2)
+    load_pages(args.k_desc, pipe.latent, 2 * stage + half, page, h_k, start, SIZE, WIDTH, 64, barrier, half * WIDTH)
+    if REST:
+        load_pages(args.k_desc, pipe.rest, stage, page, h_k, start, SIZE, 64, 64, barrier, 2 * WIDTH)
+
+
+@gluon.jit
+def load_half(args, pipe, page, h_k, n, start, keys, half, REST: gl.constexpr, tails):
+    """Fills a half of a stage with that of the tile of keys from `start` on, and with zeros after the last key, as
+    values may be NaN there. Returns the number of copies so far that the producer has waited for."""
+    stage = n % 2
+    pipe.claim(n, stage, half)
+    whole = start + 64 <= keys
+    full = pipe.full.index(2 * stage + half)
+    landing = pipe.full.index(gl.where(whole, 2 * stage + half, 4))
+    copy_half(args, pipe, page, h_k, start, stage, half, REST, landing)
+    if not whole:
+        mbarrier.wait(landing, tails & 1)
+        zero_tail(pipe.values(stage, half), keys - start, 64, 256)
+        mbarrier.arrive(full, count=1)
+        tails += 1
+    return tails
+
+
+@gluon.jit
+def load_tile(args, pipe, h_k, b, n, start, keys, tails):
+    """Fills a stage; the half comes first that is free first, the owner's."""
+    page = pages_of(args.pages, b, start, keys, 64)
+    tails = load_half(args, pipe, page, h_k, n, start, keys, n % 2, 0, tails)
+    return load_half(args, pipe, page, h_k, n, start, keys, 1 - n % 2, 1, tails)
+
+
+@gluon.jit
+def load(args, pipe):
+    """The producer."""
+    rows = row_tile(args)
+    length = length_of_line(args.schedule)
+    place = rows.line * length
+    stop = gl.minimum(place + length, gl.load(args.schedule.starts + plain_int(args.schedule.sequences)))
+    n = place * 0
+    drawn = place * 0
+    tails = place * 0
+    while place < stop:
+        b = sequence_at(args.schedule, place)
+        first, tiles, keys = open_part(args, pipe, rows, b, place, stop, drawn)
+        begun = gl.minimum(tiles, 2) - 1  # stages are free sooner than the slot of the queries
+        for j in range(tiles):
+            start = (first + j) * 64
+            tails = load_tile(args, pipe, rows.h_k, b, n, start, keys, tails)
+            n += 1
+            if j == begun:
+                load_queries(args, pipe, rows, b, drawn)
+        drawn += 1
+        place += tiles
+    pipe.queries.put(pipe.queries.record_of(drawn), BATCH, -1)
+    pipe.queries.claim(drawn)
+    mbarrier.arrive(pipe.queries.full.index(0), count=1)

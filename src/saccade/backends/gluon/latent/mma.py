@@ -1,0 +1,233 @@
+"""The latent kernel's consumers: two groups of four warps that share 64 query rows."""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from saccade.backends.gluon.forward.epilogue import weights_of_rows
+from saccade.backends.gluon.forward.scores import (
+    LOWEST,
+    LOWEST_VAST,
+    ScoreRows,
+    bounds_of_rows,
+    linear_terms,
+    score_rule,
+)
+from saccade.backends.gluon.latent.load import (
+    BATCH,
+    CORE,
+    CORE_END,
+    FIRST,
+    KEYS,
+    PART,
+    ROWS_USED,
+    TILES,
+    row_tile,
+)
+from saccade.backends.gluon.latent.pipeline import HALF
+from saccade.backends.gluon.ptx import opaque
+from saccade.backends.gluon.shim import aggregate
+from saccade.backends.gluon.tiles import product_layout, row_sums
+
+
+@aggregate
+class PartState:
+    """What a consumer carries from tile to tile."""
+
+    acc: gl.tensor
+    """[64, 256]: p v, of its half of the columns"""
+    row_max: gl.tensor
+    """[64]: of all tiles so far"""
+    row_sum: gl.tensor
+    """[64, 8]: of its own tiles"""
+
+
+@aggregate
+class PartTiles:
+    """The tiles of keys of a part, as a consumer sees them."""
+
+    rows: ScoreRows
+    first: gl.tensor
+    """the number of the first tile"""
+    n: gl.tensor
+    """what it is counted as"""
+    core: gl.tensor
+    core_end: gl.tensor
+
+
+@gluon.jit
+def issue_scores(c: gl.constexpr, pipe, n):
+    """Starts q k^T [64, 64] of consumer c's tile n; the half of the columns that it sums is there first."""
+    s = gl.zeros([64, 64], gl.float32, product_layout(64, pipe.latent.dtype))
+    pipe.wait(n, c, c)
+    s = warpgroup_mma(pipe.half_of_queries(c), pipe.values(c, c).permute((1, 0)), s, use_acc=False, is_async=True)
+    pipe.wait(n, c, 1 - c)
+    s = warpgroup_mma(pipe.half_of_queries(1 - c), pipe.values(c, 1 - c).permute((1, 0)), s, is_async=True)
+    q = pipe.queries.tiles.index(opaque(2 * HALF)).reshape([64, 64])
+    return warpgroup_mma(q, pipe.weights(c).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def shrunk(acc, alpha):
+    """acc [64, 256] times alpha [64]."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def issue_others(c: gl.constexpr, pipe, acc, n):
+    """Starts acc += p v of the other consumer's tile n, whose weights it has handed over."""
+    pipe.wait(n, 1 - c, c)
+    return warpgroup_mma(pipe.weights(1 - c), pipe.values(1 - c, c), acc, is_async=True)
+
+
+@gluon.jit
+def issue_own(c: gl.constexpr, pipe, acc, p):
+    """Starts acc += p v of its own tile."""
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(p, pipe.values(c, c), acc, is_async=True)
+
+
+@gluon.jit
+def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
+    """The weights of tile n from its products s [64, 64], handed over. Returns them, alpha, row_max and row_sum."""
+    rows = tiles.rows
+    tile = tiles.first + n - tiles.n
+    s = rows.apply_score(s, tile, ())
+    if (tile < tiles.core) | (tile >= tiles.core_end):
+        s = rows.apply_mask(s, tile, rows.rule.mask.lower)
+    weights, alpha, row_max = rows.softmax_weights(s, tile, row_max, ())
+    p = weights.to(pipe.latent.dtype)
+    pipe.hand_over(c, p, row_max, alpha)
+    decay = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))
+    return p, alpha, row_max, row_sum * decay[:, None] + row_sums(weights)
+
+
+@gluon.jit
+def first_tile(c: gl.constexpr, pipe, tiles, state, n):
+    """The state after tile n, the first of a part and consumer c's."""
+    s = warpgroup_mma_wait(0, [issue_scores(c, pipe, n)])
+    p, _, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    acc = warpgroup_mma_wait(0, [issue_own(c, pipe, state.acc, p)])
+    pipe.release(c, c)
+    return PartState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def others_tile(c: gl.constexpr, pipe, state, n):
+    """What the other consumer has handed over of tile n: sums that are shrunk, and its maximum."""
+    pipe.take_over(c)
+    # [64]
+    row_max = pipe.maxima.index(1 - c).load(state.row_max.type.layout)
+    alpha = pipe.decays.index(1 - c).load(state.row_max.type.layout)
+    row_sum = state.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout))[:, None]
+    return PartState(shrunk(state.acc, alpha), row_max, row_sum)
+
+
+@gluon.jit
+def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
+    """The state after the other consumer's tile n - 1 and its own tile n: while the values of the one are multiplied,
+    it takes the softmax of the other."""
+    ORDER: gl.constexpr = pipe.shape.ORDER
+    if ORDER == 0:
+        s = warpgroup_mma_wait(0, [issue_scores(c, pipe, n)])
+        state = others_tile(c, pipe, state, n - 1)
+        acc = warpgroup_mma_wait(0, [issue_others(c, pipe, state.acc, n - 1)])
+        pipe.release(1 - c, c)
+        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    elif ORDER == 1:
+        s = issue_scores(c, pipe, n)
+        state = others_tile(c, pipe, state, n - 1)
+        part = issue_others(c, pipe, state.acc, n - 1)
+        s = warpgroup_mma_wait(1, [s])
+        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+        acc = warpgroup_mma_wait(0, [part])
+        pipe.release(1 - c, c)
+    else:
+        state = others_tile(c, pipe, state, n - 1)
+        part = issue_others(c, pipe, state.acc, n - 1)
+        s = issue_scores(c, pipe, n)
+        acc = warpgroup_mma_wait(1, [part])
+        pipe.release(1 - c, c)
+        s = warpgroup_mma_wait(0, [s])
+        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    acc = warpgroup_mma_wait(0, [issue_own(c, pipe, shrunk(acc, alpha), p)])
+    pipe.release(c, c)
+    return PartState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def score_rows(args, rule, rows, b, used, keys):
+    """The ScoreRows of a part."""
+    ROWS: gl.constexpr = args.shape.ROWS
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(64, args.k_desc.dtype))
+    # [64]
+    i = gl.arange(0, 64, layout)
+    q_idx = rows.row + i % ROWS
+    h = rows.h_k * args.group + rows.in_group + i // ROWS
+    bounds = bounds_of_rows(rule.mask, b, q_idx, used, keys)
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - used), b, h, q_idx, used, keys, bounds, ())
+
+
+@gluon.jit
+def store_part(c: gl.constexpr, args, pipe, tile, rows, state, part, done):
+    """Writes a part's out and LSE."""
+    layout: gl.constexpr = state.acc.type.layout
+    total = pipe.total(c, done, gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout))
+    live = (rows.q_idx < rows.rows) & (rows.h < (tile.h_k + 1) * args.group)
+    weight, lse, _ = weights_of_rows(state.row_max, total, rows, args, live)
+    first = (part.to(gl.int64) * args.tiles + tile.number) * 64
+    if c == 0:
+        gl.store(args.part_lse + first + gl.arange(0, 64, state.row_max.type.layout), lse)
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    column = gl.arange(0, 256, gl.SliceLayout(0, layout))
+    there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
+    out = shrunk(state.acc, weight)
+    gl.store(args.parts + (first * 512 + c * 256) + (i[:, None] * 512 + column[None, :]), out, mask=there)
+
+
+@gluon.jit
+def consume(c: gl.constexpr, args, pipe):
+    """Consumer c: every second tile's scores and weights, and one half of the columns of out."""
+    rule = score_rule(args.mask, args.score, None, args.scale)
+    tile = row_tile(args)
+    LEAST: gl.constexpr = LOWEST_VAST if rule.score.vast else LOWEST
+    s_layout: gl.constexpr = product_layout(64, pipe.latent.dtype)
+    sums: gl.constexpr = row_sums(gl.zeros([64, 64], gl.float32, s_layout)).type.layout
+    begin = tile.number * 0
+    done = begin
+    pipe.queries.wait(0)
+    at = pipe.queries.record_of(0)
+    b = pipe.queries.get(at, BATCH)
+    while b >= 0:
+        rows = score_rows(args, rule, tile, b, pipe.queries.get(at, ROWS_USED), pipe.queries.get(at, KEYS))
+        end = begin + pipe.queries.get(at, TILES)
+        first, part = pipe.queries.get(at, FIRST), pipe.queries.get(at, PART)
+        tiles = PartTiles(rows, first, begin, pipe.queries.get(at, CORE), pipe.queries.get(at, CORE_END))
+        state = PartState(
+            gl.zeros([64, 256], gl.float32, product_layout(256, pipe.latent.dtype)),
+            gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s_layout)),
+            gl.zeros([64, 8], gl.float32, sums),
+        )
+        n = begin
+        if begin % 2 == c:
+            state = first_tile(c, pipe, tiles, state, n)
+            n += 2
+        else:
+            n += 1
+        for i in range((end - n + 1) // 2):
+            state = two_tiles(c, pipe, tiles, state, n + 2 * i)
+        pipe.queries.release(done)
+        if end % 2 == c:  # the last tile is the other's
+            state = others_tile(c, pipe, state, end - 1)
+            acc = warpgroup_mma_wait(0, [issue_others(c, pipe, state.acc, end - 1)])
+            pipe.release(1 - c, c)
+            state = PartState(acc, state.row_max, state.row_sum)
+        store_part(c, args, pipe, tile, rows, state, part, done)
+        begin = end
+        done += 1
+        pipe.queries.wait(done)
+        at = pipe.queries.record_of(done)
+        b = pipe.queries.get(at, BATCH)

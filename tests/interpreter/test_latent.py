@@ -1,0 +1,125 @@
+"""The schedule of latent attention and the merge of its parts, around parts that PyTorch computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import Paged
+from saccade.backends.device import masks, sequences
+from saccade.backends.device.records import TensorArgs
+from saccade.backends.gluon.latent import launch
+from saccade.backends.reference import run_forward
+from saccade.masks import Mask, causal, mask_mod, prefix, window
+from saccade.problem import Problem
+
+D, D_V = 24, 16
+
+
+def latent(lens: list[int], h: int, s_q: int, mask: Mask | None, h_k: int = 1) -> Problem:
+    """A call whose sequences have pages in reversed order."""
+    width = max(1, -(-max(lens) // 16))
+    table = torch.arange(len(lens) * width, dtype=torch.int32).flip(0).view(len(lens), width)
+    q = torch.randn(len(lens), h, s_q, D)
+    k = torch.randn(table.numel(), h_k, 16, D)
+    layout = Paged(table, torch.tensor(lens, dtype=torch.int32))
+    return Problem(q, k, k[..., :D_V], None, mask, None, layout, 1 / math.sqrt(D))
+
+
+def scheduled(problem: Problem, cut: launch.Cut) -> Any:
+    """The schedule that the kernel writes, on memory full of rubbish."""
+    schedule = launch.empty_schedule(problem, cut)
+    schedule.starts.fill_(-7)
+    lengths = problem.q.shape[2], problem.layout.capacity(problem.k.shape[2])
+    launch.scheduling(problem)(None, (schedule, *sequences.spans(problem), masks.record(problem), *lengths))
+    return schedule
+
+
+def parts_of(problem: Problem, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
+    """What the kernel for Hopper makes of a schedule: each line of tiles in parts. Memory that it leaves has NaN."""
+    parts, part_lse = launch.empty_parts(problem, cut)
+    parts.fill_(torch.nan)
+    part_lse.fill_(torch.nan)
+    starts, firsts, b = schedule.starts.tolist(), schedule.firsts.tolist(), problem.layout.sequences
+    length = max(-(-starts[b] // cut.lines), 2)
+    whole = [x.problem for x in problem.sequences()]
+    for line in range(cut.lines):
+        place, end = line * length, min(line * length + length, starts[b])
+        while place < end:
+            number = next(i for i in range(b) if starts[i + 1] > place)
+            stop = min(end, starts[number + 1])
+            first, last = (launch.BLOCK_K * (x + firsts[number] - starts[number]) for x in (place, stop))
+            write_part(cut, whole[number], (first, last), parts[line + number], part_lse[line + number])
+            place = stop
+    return parts, part_lse
+
+
+def write_part(cut: launch.Cut, problem: Problem, keys: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+    """The results of one sequence's keys in a range, in tiles of 64 rows."""
+    own = mask_mod(lambda b, h, q_idx, kv_idx: (kv_idx >= keys[0]) & (kv_idx < keys[1]))
+    mask = own if problem.mask is None else problem.mask & own
+    rows_out, rows_lse, _ = run_forward(replace(problem, mask=mask, sink=None), True)
+    assert rows_lse is not None
+    heads, group, s_q = 64 // cut.rows, problem.group, problem.q.shape[2]
+    packs = -(-group // heads)
+    lse.fill_(-torch.inf)
+    for tile in range(cut.tiles):
+        pack, block = divmod(tile, cut.blocks)
+        for i in range(64):
+            member, row = pack % packs * heads + i // cut.rows, block * cut.rows + i % cut.rows
+            if member < group and row < s_q:
+                h = pack // packs * group + member
+                out[tile, i], lse[tile, i] = rows_out[0, h, row], rows_lse[0, h, row]
+
+
+def merged(problem: Problem, cut: launch.Cut, schedule: Any, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    out, lse = problem.empty_out().fill_(torch.nan), torch.full(problem.q.shape[:3], torch.nan)
+    arguments = *parts, TensorArgs.of(out), lse, problem.sink, schedule, *problem.q.shape[1:3]
+    launch.merging(problem, cut)(None, arguments)
+    return out, lse
+
+
+CASES: list[tuple[list[int], tuple[int, int, int], Mask | None, int]] = [
+    ([64], (16, 1, 1), None, 7),
+    ([0, 0], (16, 1, 1), None, 7),
+    ([1, 0, 700], (16, 1, 1), None, 1),
+    ([300, 129, 128, 0, 1000, 64], (16, 1, 1), None, 40),
+    ([300, 129, 128, 0, 1000, 64], (130, 2, 1), causal(), 7),
+    ([300, 129, 128, 0, 1000, 1], (8, 3, 2), causal(), 40),
+    ([300, 129, 128, 0, 1000, 64], (8, 3, 2), window(150, 0), 9),
+    ([300, 129, 128, 0, 1000, 2], (8, 3, 2), prefix(9), 9),
+]
+"""Lengths, (h, s_q, h_k), mask and multiprocessors."""
+
+
+@pytest.mark.parametrize(("lens", "heads", "mask", "processors"), CASES, ids=str)
+def test_parts_that_follow_the_schedule_merge_to_the_whole(
+    lens: list[int], heads: tuple[int, int, int], mask: Mask | None, processors: int
+) -> None:
+    h, s_q, h_k = heads
+    problem = replace(latent(lens, h, s_q, mask, h_k), sink=torch.randn(h) if s_q == 3 else None)
+    cut = launch.Cut.of(problem, processors)
+    schedule = scheduled(problem, cut)
+    out, lse = merged(problem, cut, schedule, parts_of(problem, cut, schedule))
+    exact = run_forward(problem, True)
+    torch.testing.assert_close(out, exact[0])
+    torch.testing.assert_close(lse, exact[1])
+
+
+def test_lines_are_equally_long() -> None:
+    problem = latent([3000, 64, 0, 5000, 129], 16, 1, None)
+    schedule = scheduled(problem, launch.Cut.of(problem, 7))
+    assert schedule.starts[:6].tolist() == [0, 47, 48, 48, 127, 130]
+    assert schedule.firsts[:5].tolist() == [0] * 5
+
+
+def test_a_window_hides_the_first_tiles() -> None:
+    problem = latent([3000, 100], 16, 1, window(150, 0))
+    schedule = scheduled(problem, launch.Cut.of(problem, 7))
+    assert schedule.firsts[:2].tolist() == [(2999 - 150) // 64, 0]
+    assert schedule.starts[:3].tolist() == [0, 3, 5]
