@@ -21,6 +21,8 @@ from saccade.spec import Spec
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from saccade.distributed import ContextPlan
+
 _BHSD = Dense()
 ScoreFunction = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
@@ -39,6 +41,7 @@ class _Options(TypedDict, total=False):
     backend: str
     out: Tensor | None
     descale: Descale | None
+    context: ContextPlan | None
 
 
 @overload
@@ -79,6 +82,7 @@ def attention(
     backend: str = "auto",
     out: Tensor | None = None,
     descale: Descale | None = None,
+    context: ContextPlan | None = None,
 ) -> Tensor | Partial | Scored:
     """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v`, fused, differentiable, in memory linear in the lengths.
 
@@ -117,6 +121,7 @@ def attention(
             another do not. Over pages, rows after the last sequence of `cu_seqlens_q` stay as they are. For calls
             without gradients.
         descale: what 8-bit k and v, and 8-bit q, stand for: see `Descale`. Such calls have no gradients.
+        context: q, k and v are one rank's rows of sequences that many ranks share: see `saccade.distributed.plan`.
 
     Returns:
         out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order; of 8-bit q in bfloat16, or in the dtype of
@@ -145,6 +150,15 @@ def attention(
     >>> torch.allclose(top, (q[:, :2] @ k.mT * scale).amax(-1), atol=1e-5)
     True
     """
+    if context is not None:
+        from saccade.distributed import call as in_context  # which imports torch.distributed
+
+        options = in_context.Options(
+            mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,
+            out, descale,
+        )  # fmt: skip
+        result, lse, max_scores = in_context.attention(context, q, k, v, options)
+        return _returned(result, lse, max_scores, return_lse, return_max_scores)
     call = check_call(
         q, k, v, mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,
         out, descale,
@@ -157,9 +171,15 @@ def attention(
         lse = cast(Tensor, lse) + call.scale * shift if return_lse else None
         max_scores = cast(Tensor, max_scores) + call.scale * shift if return_max_scores else None
     result = call.layout.wrap_out(result) if out is None else out
+    return _returned(result, lse, max_scores, return_lse, return_max_scores)
+
+
+def _returned(
+    out: Tensor, lse: Tensor | None, max_scores: Tensor | None, return_lse: bool, return_max_scores: bool
+) -> Tensor | Partial | Scored:
     if return_max_scores:
-        return Scored(result, lse if return_lse else None, cast(Tensor, max_scores))
-    return Partial(result, cast(Tensor, lse)) if return_lse else result
+        return Scored(out, lse if return_lse else None, cast(Tensor, max_scores))
+    return Partial(out, cast(Tensor, lse)) if return_lse else out
 
 
 def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> Explanation:
@@ -207,4 +227,6 @@ def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords:
     except TypeError as error:
         raise TypeError(f"explain and plan take the arguments of attention, or a Spec's text: {error}") from None
     bound.apply_defaults()
+    if bound.arguments.pop("context") is not None:
+        raise TypeError("explain and plan are of calls in one process: omit context, and print(context.explain())")
     return check_call(**bound.arguments, runs=False).problem()

@@ -145,7 +145,7 @@ def check_call(
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as a backend takes them."""
     arguments.operands(q, k, v)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         _check_dtypes(q.dtype, k.dtype, v.dtype)
     if not q.device == k.device == v.device:
@@ -206,7 +206,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in order {layout.order}"
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast, attention runs in the low precision, as torch's own does."""
     device = q.device.type
     if device not in ("cpu", "cuda", "xpu", "hpu", "mps") or not torch.is_autocast_enabled(device):

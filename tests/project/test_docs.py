@@ -19,7 +19,8 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 WITH_EXAMPLES = (
-    "adoption callbacks contracts flash_attn fp8 masks packed paged positions pytorch scores serving transformers"
+    "adoption callbacks contracts distributed flash_attn fp8 masks packed paged positions pytorch scores serving "
+    "transformers"
 )
 
 

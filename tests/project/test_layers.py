@@ -27,6 +27,7 @@ LAYERS = [
     {"autograd", "batching", "flops"},
     {"call"},
     {"ops"},
+    {"distributed"},
     {"api", "block_mask", "kv_cache", "quantization"},
     {"compat", "nn", "parallel"},
     {"integrations"},
@@ -41,6 +42,7 @@ HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 # What besides torch and the standard library may be imported, anywhere in a file.
 FOREIGN = {
     "masks/base": {"matplotlib"},  # Mask.plot
+    "distributed/picture": {"matplotlib"},
     "backends/triton": {"triton"},
     "backends/device": {"triton"},
     "backends/gluon": {"triton"},

@@ -1,0 +1,224 @@
+"""`attention(…, context=plan)`: one rank's part of a call whose rows are on all of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import arguments, ops, scores
+from saccade.backends import Unsupported
+from saccade.call import BoundCall, autocast, check_call
+from saccade.descale import EIGHT_BITS
+from saccade.distributed.context_plan import ContextPlan
+from saccade.distributed.heads import HeadExchange, heads_error
+from saccade.distributed.pieces import reach_of
+from saccade.dropout import Dropout
+from saccade.layouts import Dense, Layout, Packed
+from saccade.layouts.validate import counts_from_first, sink_error
+from saccade.masks import KeyInterval, Mask, as_mask
+from saccade.scores import ScoreMod, Traced
+
+KEYS, QUERIES, RESULT = "the exchange of keys and values", "the exchange of query heads", "the exchange of results"
+
+
+class Options(NamedTuple):
+    """The arguments of `attention` besides the operands."""
+
+    mask: Any
+    score_mod: Any
+    layout: Any
+    scale: Any
+    sink: Any
+    dropout_p: Any
+    return_lse: bool
+    return_max_scores: bool
+    deterministic: bool | None
+    backend: str
+    out: Any
+    descale: Any
+
+
+Results = tuple[Tensor, Tensor | None, Tensor | None]
+"""out, and where they are asked for the LSE and the largest scores"""
+
+
+def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+    """This rank's rows of the result. Everything that may be wrong is found before anything is exchanged."""
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.told(plan)}")
+    arguments.operands(q, k, v)
+    arguments.flags(return_lse=options.return_lse, return_max_scores=options.return_max_scores)
+    given = _layout(plan, options.layout, q)
+    options = options._replace(mask=as_mask(options.mask))
+    _check(plan, given, (q, k, v), options)
+    q, k, v = autocast(q, k, v)
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        got = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        raise ValueError(f"q, k and v must share one dtype and one device, got {got}")
+    if plan.ranks.heads > 1:
+        return _by_heads(plan, given, (q, k, v), options)
+    layout = plan.layout(q.device, given.order)
+    k, v = _from_rows(_gathered(plan, _to_rows(given, k), _to_rows(given, v)), given, k.shape[-1])
+    return _run(plan, _bound(q, k, v, layout, options), options)
+
+
+def _gathered(plan: ContextPlan, k: Tensor, v: Tensor) -> Tensor:
+    """Keys beside values, (keys that this rank's rows see, h_k, b, d + d_v)."""
+    both = torch.cat([k, v], dim=-1)
+    return both if plan.ranks.parts == 1 else plan.keys_exchange()(both, KEYS)
+
+
+def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, Tensor], options: Options) -> Results:
+    """The call of all rows of this rank's part, and of its share of the heads."""
+    rows = [_to_rows(given, x) for x in operands]
+    h_q, h_k = rows[0].shape[1], rows[1].shape[1]
+    queries, keys = _heads_exchange(plan, h_q, h_q), _heads_exchange(plan, h_k, h_q)
+    first, n = queries.heads[plan.heads_transport().rank]
+    layout = plan.layout(operands[0].device, "sbhd")
+    part = Dense("sbhd") if plan.batch is not None else Packed.from_lengths([0])  # for its views alone
+    both = keys(torch.cat(rows[1:], dim=-1), KEYS)
+    if plan.ranks.parts > 1:
+        both = plan.keys_exchange()(both, KEYS)
+    q = _user_order(queries(rows[0], QUERIES), part)
+    k, v = _from_rows(both, part, operands[1].shape[-1])
+    sink = options.sink if options.sink is None else options.sink[first : first + n]
+    own = options._replace(score_mod=_of_heads(options.score_mod, q, first), sink=sink)
+    call = _bound(q, k, v, layout, own)
+    if call.mask is not None and "h" in call.mask.indices:
+        raise Unsupported(_by_head_refusal(f"the mask {call.mask!r} depends on the head"))
+    out, lse, max_scores = _run(plan, call, own)
+    out = _user_order(queries.adjoint(_to_rows(part, out), RESULT), given)
+
+    def rows_of_all_heads(x: Tensor | None, asked: bool) -> Tensor | None:
+        if x is None or not asked:
+            return None
+        x = queries.adjoint(part.canonical_lse(x).permute(2, 1, 0).contiguous(), RESULT)
+        return given.ordered_lse(x.permute(2, 1, 0))
+
+    lse = rows_of_all_heads(lse, options.return_lse)
+    return out, lse, rows_of_all_heads(max_scores, options.return_max_scores)
+
+
+def _bound(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> BoundCall:
+    mask, score_mod, _, scale, sink, dropout_p, lse, max_scores, deterministic, backend, _, _ = options
+    return check_call(
+        q, k, v, mask, score_mod, layout, scale, sink, dropout_p, lse, max_scores, deterministic, backend, None
+    )
+
+
+def _run(plan: ContextPlan, call: BoundCall, options: Options) -> Results:
+    if call.dropout is not None:
+        call = call._replace(dropout=_common(plan, call.dropout, call.q.shape[-2 if plan.batch is None else 2]))
+    return ops.run(call, options.backend, options.return_lse)
+
+
+def _common(plan: ContextPlan, dropout: Dropout, heads: int) -> Dropout:
+    """Rank 0's, as this rank's heads count."""
+    state, ranks = dropout.state.clone(), plan.ranks
+    if ranks.parts > 1:
+        state = plan.rows_transport().broadcast(state, "dropout's seed")
+    if ranks.heads > 1:
+        # Dropout takes `head ^ offset`, and the first of a power of two of heads is a multiple of it.
+        state = plan.heads_transport().broadcast(state, "dropout's seed")
+        state[1] ^= ranks.rank % ranks.heads * heads
+    return Dropout(state, dropout.p)
+
+
+# Views: (rows, heads, batch rows, d) is what exchanges take.
+
+
+def _to_rows(layout: Layout, x: Tensor) -> Tensor:
+    return layout.canonical(x).permute(2, 1, 0, 3)
+
+
+def _user_order(x: Tensor, layout: Layout) -> Tensor:
+    return layout.ordered(x.permute(2, 1, 0, 3))
+
+
+def _from_rows(both: Tensor, layout: Layout, d: int) -> tuple[Tensor, Tensor]:
+    """Keys and values."""
+    return _user_order(both[..., :d], layout), _user_order(both[..., d:], layout)
+
+
+def _heads_exchange(plan: ContextPlan, h: int, h_q: int) -> HeadExchange:
+    return plan.kept(("heads", h, h_q), lambda: HeadExchange(plan.part_rows(), h, h_q, plan.heads_transport()))
+
+
+def _of_heads(score_mod: Any, q: Tensor, first: int) -> Any:
+    """The score function of heads that count from `first` on."""
+    if score_mod is None or isinstance(score_mod, scores.Score):
+        return score_mod
+    bound = scores.bind(score_mod, q)
+    if not isinstance(bound, Traced) or "h" not in bound.indices:
+        return score_mod
+    if bound.own or not (isinstance(score_mod, ScoreMod) or hasattr(score_mod, "__code__")):
+        raise Unsupported(
+            _by_head_refusal(f"{score_mod!r} depends on the head, and has a derivative or a graph of its own")
+        )
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx)
+
+
+def _by_head_refusal(what: str) -> str:
+    return f"context: {what}, which ranks that divide heads do not support: plan(…, method='gather') does"
+
+
+# Checks, of what every rank can see before the first exchange
+
+
+def _layout(plan: ContextPlan, layout: Any, q: Tensor) -> Layout:
+    """The layout of the user's operands: the given order of a batch, or rows end to end."""
+    if not isinstance(layout, Dense) or not layout.plain or (plan.batch is None and layout.order != "bhsd"):
+        wanted = "omit layout" if plan.batch is None else "pass its order alone, such as Dense('bshd')"
+        raise ValueError(f"the plan says where rows and keys are: {wanted}, got {layout!r} with {plan!r}")
+    return layout if plan.batch is not None else plan.layout(q.device)
+
+
+def _check(plan: ContextPlan, layout: Layout, operands: tuple[Tensor, ...], options: Options) -> None:
+    for name, value in (("out", options.out), ("descale", options.descale)):
+        if value is not None:
+            raise Unsupported(f"context: {name}= is not supported over several ranks: omit it")
+    if any(x.is_nested or x.dtype in EIGHT_BITS for x in operands):
+        raise Unsupported(
+            "context: nested and 8-bit operands are not supported over several ranks: pass plain tensors of 16 bits or "
+            f"more, got {', '.join(str(x.dtype) for x in operands)}"
+        )
+    shapes = [tuple(x.shape) for x in operands]
+    if error := layout.shape_error(*(x.shape for x in operands)):
+        raise ValueError(f"{error}: q, k and v {shapes} with {plan!r}")
+    for x in operands:
+        b, _, rows, _ = layout.canonical(x).shape
+        if rows != plan.rows or (plan.batch is not None and b != plan.batch):
+            wanted = f"{plan.rows} rows" if plan.batch is None else f"{plan.batch} batch rows of {plan.rows}"
+            raise ValueError(
+                f"rank {plan.rank} has {wanted} of {plan!r}, which plan.shard(x, dim) takes; got q, k and v {shapes}"
+            )
+    if error := heads_error(plan.ranks.heads, *(layout.canonical(x).shape[1] for x in operands[:2])):
+        raise ValueError(f"{error}: plan(…, method='gather') takes any heads")
+    _check_mask(plan, options.mask)
+    heads = layout.canonical(operands[0]).shape[1] // plan.ranks.heads
+    if options.dropout_p and plan.ranks.heads > 1 and heads & (heads - 1):
+        raise Unsupported(_by_head_refusal(f"dropout with {heads} heads for each rank, not a power of two"))
+    if options.sink is not None and (
+        error := sink_error(options.sink, layout.canonical(operands[0]).shape[1], operands[0].device)
+    ):
+        raise ValueError(f"{error}: q, k and v {shapes}")
+
+
+def _check_mask(plan: ContextPlan, mask: Mask | None) -> None:
+    seen = reach_of(mask)
+    if not plan.sharding.reach.holds(seen):
+        raise ValueError(
+            f"the plan brings the keys of {plan.sharding.reach}, and the mask {mask!r} may see {seen}: "
+            "plan(…, mask=…) takes the widest mask of all calls, None for every one"
+        )
+    leaves = [] if mask is None else [mask, *mask.leaves()]
+    if (leaf := next(filter(counts_from_first, leaves), None)) is not None:
+        raise Unsupported(
+            f"context: {leaf!r} counts the rows and keys of one process: write it as mask_mod(fn), which takes the "
+            "positions in each document; documents need no mask, a plan of their lengths keeps them apart"
+        )
+    bounds = [x for leaf in leaves if isinstance(leaf, KeyInterval) for x in leaf.tensors]
+    if plan.ranks.heads > 1 and any(x.dim() == 1 or x.shape[1] != 1 for x in bounds):
+        raise Unsupported(_by_head_refusal(f"{mask!r} has bounds for each row"))

@@ -1,0 +1,239 @@
+"""The plan of a batch: made once, used in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade import arguments
+from saccade.distributed import cost, picture
+from saccade.distributed.groups import Ranks
+from saccade.distributed.pieces import Piece, shifted
+from saccade.distributed.rows import RowExchange
+from saccade.distributed.sharding import Sharding
+from saccade.distributed.transport import Transport
+from saccade.layouts import Dense, Layout, Packed
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ContextPlan:
+    """Which rank has which rows of a batch of sequences, and how keys reach the rows that see them.
+
+    `saccade.distributed.plan` makes one.
+    """
+
+    sharding: Sharding
+    ranks: Ranks
+    method: str
+    """`gather`, `ulysses` or `ulysses×gather`."""
+    why: str
+    """Why this method."""
+    batch: int | None = None
+    """The batch rows of dense operands (b, s), which are sharded alike; None for documents end to end."""
+    heads: tuple[int, int] | None = None
+    """The query heads and key heads that it was made for."""
+    head_dim: int | None = None
+    timeout: float | None = None
+    debug: bool = False
+    _kept: dict[Any, Any] = field(default_factory=dict)
+    """Tensors by their device, exchanges by their purpose."""
+
+    # Rows
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.sharding.lengths
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.size
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """(document, start, stop) of this rank's rows, in their order."""
+        return self.sharding.by_rank[self.rank]
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows this rank has; of a batch, in each of its rows."""
+        return sum(piece.rows for piece in self.pieces)
+
+    @property
+    def row_indices(self) -> Tensor:
+        """(rows,) int64: the number of each row of this rank among all."""
+        return self._tensor("rows", self.ranks.device)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(rows,) int64: where each row of this rank stands in its document: for rotary embeddings."""
+        return self._tensor("positions", self.ranks.device)
+
+    @property
+    def document_ids(self) -> Tensor:
+        """(rows,) int64: the number of each row's document."""
+        return self._tensor("documents", self.ranks.device)
+
+    def _tensor(self, what: str, device: Any) -> Tensor:
+        key = what, str(device)
+        if key not in self._kept:
+            starts = {"rows": [0, *accumulate(self.lengths)], "positions": [0] * len(self.lengths)}
+            if what == "documents":
+                parts = [torch.full((piece.rows,), piece.document) for piece in self.pieces]
+            else:
+                first = starts[what]
+                parts = [torch.arange(p.start, p.stop) + first[p.document] for p in self.pieces]
+            self._kept[key] = torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
+        return self._kept[key]
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's rows of a tensor that every rank has whole; its gradient is zero in the other ranks' rows.
+
+        Raises:
+            ValueError: a dimension `dim` that does not have all rows.
+
+        >>> from saccade import distributed
+        >>> distributed.plan([3, 5], 2, rank=1).shard(torch.arange(8))
+        tensor([0, 4, 5, 6])
+        """
+        self._check_rows(x, dim, sum(self.lengths), "all")
+        return x.index_select(dim, self._tensor("rows", x.device))
+
+    def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """All rows, of every rank's. A collective, and so is its backward, in which a row's gradient is the sum over
+        all ranks: that of the sum of their losses."""
+        self._check_rows(x, dim, self.rows, "this rank's")
+        whole = [Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]
+        return self._moved(x.movedim(dim, 0), "unshard", [whole] * self.size, "unshard").movedim(0, dim)
+
+    def roll(self, x: Tensor, shift: int, dim: int = 0, fill: float = -100) -> Tensor:
+        """`y[p] = x[p - shift]` in each document, across ranks: with -1 the labels of next tokens. Rows for which there
+        is none, as the last of each document for -1, are `fill`, which cross_entropy ignores. A collective."""
+        self._check_rows(x, dim, self.rows, "this rank's")
+        arguments.integer("shift", shift, least=None)
+        wanted = [shifted(pieces, self.lengths, shift) for pieces in self.sharding.by_rank]
+        found = self._moved(x.movedim(dim, 0), ("roll", shift), wanted, "roll")
+        key = "rolled", shift, str(x.device)
+        if key not in self._kept:
+            source = self._tensor("positions", x.device) - shift
+            ends = torch.tensor(self.lengths, device=x.device)[self._tensor("documents", x.device)]
+            self._kept[key] = ((source >= 0) & (source < ends)).nonzero()[:, 0]
+        rolled = torch.full_like(x.movedim(dim, 0), fill)
+        return rolled.index_copy(0, self._kept[key], found).movedim(0, dim)
+
+    def _check_rows(self, x: Tensor, dim: int, rows: int, which: str) -> None:
+        arguments.tensors(x=x)
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
+            raise ValueError(f"dimension {dim} of x must have {which} {rows} rows, got {tuple(x.shape)}; {self!r}")
+
+    # Attention
+
+    @property
+    def local(self) -> Layout:
+        """The layout of this rank's call, when its keys have come: its rows, where they and their keys stand."""
+        return self.layout(self.ranks.device)
+
+    def layout(self, device: Any, order: str = "bhsd") -> Layout:
+        """`local` on a device; of a batch in this order."""
+        make = self._packed if self.batch is None else self._dense
+        return self.kept(("layout", str(device), order), lambda: make(device, order))
+
+    def _packed(self, device: Any, order: str) -> Packed:
+        sharding, part = self.sharding, self.ranks.part
+        if self.ranks.parts == 1:
+            return Packed.from_lengths(self.lengths, device=device)
+        rows, keys, first = ([0] * len(self.lengths) for _ in range(3))
+        for piece in sharding.by_part[part]:
+            rows[piece.document] += piece.rows
+        for span in sharding.keys[part]:
+            keys[span.document], first[span.document] = span.rows, span.start
+        layout = Packed.from_lengths(rows, keys, device=device)
+        places = [torch.arange(p.start, p.stop, dtype=torch.int32) for p in sharding.by_part[part]]
+        q_offset = torch.cat([torch.empty(0, dtype=torch.int32), *places])[None].to(device)
+        k_offset = torch.tensor(first, dtype=torch.int32, device=device)
+        return Packed(
+            layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k, q_offset=q_offset,
+            k_offset=k_offset,
+        )  # fmt: skip
+
+    def _dense(self, device: Any, order: str) -> Dense:
+        part = self.ranks.part
+        if self.ranks.parts == 1:
+            return Dense(order)
+        places = [torch.arange(p.start, p.stop, dtype=torch.int32) for p in self.sharding.by_part[part]]
+        q_offset = torch.cat([torch.empty(0, dtype=torch.int32), *places])[None].to(device)
+        return Dense(order, q_offset=q_offset, k_offset=sum(span.start for span in self.sharding.keys[part]))
+
+    def keys_exchange(self) -> RowExchange:
+        """The keys of all parts to the rows that see them."""
+        sharding = self.sharding
+        return self.kept("keys", lambda: RowExchange(sharding.by_part, sharding.keys, self.rows_transport()))
+
+    def rows_transport(self) -> Transport:
+        """Between the ranks with the same heads, one of each part."""
+        ranks = self.ranks
+        return self._transport("rows", ranks.rows_group, ranks.part, ranks.parts)
+
+    def heads_transport(self) -> Transport:
+        """Between the ranks that divide heads."""
+        ranks = self.ranks
+        return self._transport("heads", ranks.heads_group, ranks.rank % ranks.heads, ranks.heads)
+
+    def part_rows(self) -> list[int]:
+        """The rows of each rank of this part."""
+        first = self.ranks.part * self.ranks.heads
+        return self.sharding.rows[first : first + self.ranks.heads]
+
+    def _moved(self, x: Tensor, key: Any, needed: Sequence[list[Piece]], stage: str) -> Tensor:
+        """Rows of all ranks that each rank needs: those of its part first, then those of the other parts."""
+        ranks, kept, sharding = self.ranks, self._kept, self.sharding
+        if key not in kept:
+            first, number = ranks.part * ranks.heads, ranks.rank % ranks.heads
+            own, part = sharding.by_rank[first : first + ranks.heads], sharding.by_part[ranks.part]
+            kept[key] = (
+                RowExchange(own, [part] * ranks.heads, self.heads_transport()),
+                RowExchange(sharding.by_part, needed[number :: ranks.heads], self.rows_transport()),
+            )
+        within, across = kept[key]
+        if ranks.heads > 1:
+            x = within(x, stage)
+        return across(x, stage)
+
+    def _transport(self, key: str, group: str, rank: int, size: int) -> Transport:
+        arguments = group, rank, size, self.fingerprint, self.timeout, self.debug
+        return self.kept(("transport", key), lambda: Transport(*arguments))
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What is made once for a plan."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    # What it is
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on ranks with equal plans."""
+        return self.sharding.fingerprint
+
+    def explain(self) -> str:
+        """Rows, scores and keys that come from elsewhere, for each rank; the method and why; and what to expect."""
+        return cost.explanation(self)
+
+    def draw(self, width: int = 72, path: Any = None) -> str:
+        """Who has what: a line for each document, a sign for each rank. With `path` a picture too, by matplotlib."""
+        return picture.drawn(self, width, path)
+
+    def __repr__(self) -> str:
+        what = f"{len(self.lengths)} documents" if self.batch is None else f"a batch {(self.batch, self.lengths[0])}"
+        return f"ContextPlan({what}, {sum(self.lengths)} rows over {self.size} ranks, {self.method})"

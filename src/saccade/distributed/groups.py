@@ -1,0 +1,99 @@
+"""Who takes part: process groups, meshes, or a number of ranks to plan for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from saccade import arguments
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share sequences, as `parts` groups of `heads` ranks: rank `i` is number `i % heads` of part
+    `i // heads`. Ranks of a part share its rows and divide its heads. Names stand for groups, so that nothing keeps a
+    group alive."""
+
+    size: int
+    rank: int
+    heads: int = 1
+    """The ranks that divide heads among them."""
+    rows_group: str = ""
+    """The name of the group of the ranks with this one's heads, one of each part; empty without processes."""
+    heads_group: str = ""
+    device: str = "cpu"
+
+    def dividing_heads(self) -> Ranks:
+        """The same ranks of one part, whose heads they divide."""
+        return replace(self, heads=self.size, rows_group="", heads_group=self.rows_group)
+
+    @property
+    def parts(self) -> int:
+        return self.size // self.heads
+
+    @property
+    def part(self) -> int:
+        return self.rank // self.heads
+
+
+def ranks_of(group: Any, rank: int | None, ulysses: bool) -> Ranks:
+    """The ranks of a group, a mesh, or a number.
+
+    Args:
+        ulysses: whether all ranks of a group divide heads; of a mesh of two dimensions those of its last do.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: a mesh of more dimensions, a rank beside a group, or a process that is not in the group.
+    """
+    if isinstance(group, int) and not isinstance(group, bool):
+        return _without_processes(group, rank, ulysses)
+    if rank is not None:
+        raise ValueError(f"rank is for a number of ranks, plan(…, 8, rank={rank!r}): a group knows its own, omit it")
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "plan needs torch.distributed.init_process_group first; or pass a number of ranks, plan(…, 8, rank=0), to "
+            "look at a plan without processes"
+        )
+    if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
+        return _of_mesh(group, ulysses)
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not a rank of the group: plan in the processes that are")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh, a number of ranks or None, got {group!r}")
+    return _of_groups(group if not ulysses else None, group if ulysses else None)
+
+
+def _without_processes(size: int, rank: int | None, ulysses: bool) -> Ranks:
+    arguments.integer("a number of ranks", size, least=1)
+    rank = arguments.integer("rank", 0 if rank is None else rank)
+    if rank >= size:
+        raise ValueError(f"rank must be below the number of ranks, got {rank} of {size}")
+    return Ranks(size, rank, size if ulysses else 1)
+
+
+def _of_mesh(mesh: Any, ulysses: bool) -> Ranks:
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process is not a rank of the mesh {mesh}: plan in the processes that are")
+    if mesh.ndim == 1:
+        return _of_groups(None if ulysses else mesh.get_group(0), mesh.get_group(0) if ulysses else None)
+    if mesh.ndim != 2:
+        raise ValueError(
+            "a mesh for one plan has one dimension, or two, of which the last divides heads: pass a submesh such as "
+            f"mesh['context'], got {mesh.ndim} dimensions"
+        )
+    return _of_groups(mesh.get_group(0), mesh.get_group(1))
+
+
+def _of_groups(rows: Any, heads: Any) -> Ranks:
+    """Of the group of ranks with the same heads, and of those with the same rows; None for this rank alone."""
+    part, parts = (0, 1) if rows is None else (rows.rank(), rows.size())
+    number, n = (0, 1) if heads is None else (heads.rank(), heads.size())
+    group = rows if rows is not None else heads
+    device = "cuda" if "nccl" in dist.get_backend(group) and torch.cuda.is_available() else "cpu"
+    names = ("" if x is None else x.group_name for x in (rows, heads))
+    return Ranks(parts * n, part * n + number, n, *names, device=device)

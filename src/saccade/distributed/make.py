@@ -1,0 +1,166 @@
+"""`plan`: from lengths and a group to a ContextPlan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from saccade import arguments
+from saccade.bounded_cache import BoundedCache
+from saccade.distributed.context_plan import ContextPlan
+from saccade.distributed.cost import divided_bytes, gathered_bytes
+from saccade.distributed.groups import Ranks, ranks_of
+from saccade.distributed.heads import heads_error
+from saccade.distributed.pieces import Reach, reach_of
+from saccade.distributed.sharding import Sharding
+from saccade.layouts.offsets import check_offsets
+from saccade.masks import Mask
+
+METHODS = "auto", "gather", "ulysses"
+
+_plans: BoundedCache[Any, ContextPlan] = BoundedCache(64)
+
+
+def plan(
+    documents: list[int] | Tensor | tuple[int, int],
+    group: Any = None,
+    *,
+    heads: tuple[int, int] | int | None = None,
+    head_dim: int | None = None,
+    mask: Mask | None = None,
+    method: str = "auto",
+    rank: int | None = None,
+    timeout: float | None = None,
+    debug: bool = False,
+) -> ContextPlan:
+    """Who has which rows of these sequences: equal rows and equal scores for each rank, and few documents cut.
+
+    Formula: rank i of R has `T / R` of the T rows, up to one, and rows that see `A / R` of the A scores, up to those of
+    a row. Nothing is communicated: the plan depends on the arguments alone, which must be equal on all ranks.
+
+    Args:
+        documents: a list of lengths, or an integer tensor (b + 1,) of offsets `cu_seqlens`, of documents end to end,
+            (t, h, d); any lengths. Or a tuple (b, s) for a dense batch, whose rows are all sharded alike along s.
+        group: a ProcessGroup; a DeviceMesh of one dimension, or of two, whose last divides heads; None for all ranks;
+            or a number of ranks, to look at a plan without processes.
+        heads: (h_q, h_k), or one number for both; with head_dim, what `auto` chooses by and `explain` estimates with.
+        head_dim: d.
+        mask: the widest mask of the calls: `causal()`, `window(…)` and what `&` makes of them decide who sees what.
+            Any other, and None, counts as if every row saw its whole document. Calls may have narrower masks.
+        method: "gather": keys and values go to the ranks whose rows see them. "ulysses": each rank computes all rows of
+            some heads. "auto": the one that moves fewer bytes, where heads and head_dim are given, else "gather".
+        rank: which of a number of ranks this is.
+        timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words; None, and GPUs:
+            the group's own timeout.
+        debug: compare the ranks' plans and stages before each exchange, and say which rank is elsewhere.
+
+    Raises:
+        ValueError: lengths that are negative or no integers, offsets that decrease, a process that is not in the group,
+            a method that does not exist or that the heads do not allow.
+        TypeError: arguments of other types.
+
+    Source: balanced by cutting a line of documents in the order of their scores per row; any part of a causal document
+    is taken from both of its ends, as in Brandon et al., Striped Attention (arXiv 2311.09431), and zigzag rings.
+    "ulysses" is Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
+
+    >>> from saccade import causal, distributed
+    >>> made = distributed.plan([7, 12, 3, 40], 2, rank=0, mask=causal())
+    >>> made.rows, made.pieces[-1]
+    (31, Piece(document=3, start=31, stop=40))
+    >>> print(made.draw(20))
+    ContextPlan(4 documents, 62 rows over 2 ranks, gather); a sign is 2 rows
+         0 1111 7
+         1 000000 12
+         2 11 3
+         3 00000111111111110000 40
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; it is one of {', '.join(METHODS)}")
+    lengths, batch = _lengths(documents)
+    counted = _heads(heads)
+    if head_dim is not None:
+        arguments.integer("head_dim", head_dim, least=1)
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask such as causal(), or None, got {arguments.told(mask)}")
+    if timeout is not None and arguments.number("timeout", timeout) <= 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    ranks, reach = ranks_of(group, rank, method == "ulysses"), reach_of(mask)
+    key = lengths, batch, ranks, counted, head_dim, reach, method, timeout, debug
+    found = _plans.get(key)
+    if found is None:
+        chosen, word, why = _method(method, ranks, lengths, counted, head_dim, reach)
+        sharding = Sharding(lengths, chosen.parts, chosen.heads, reach)
+        made = ContextPlan(sharding, chosen, word, why, batch, counted, head_dim, timeout, debug)
+        found = _plans.put(key, made)
+    return found
+
+
+def _lengths(documents: Any) -> tuple[tuple[int, ...], int | None]:
+    """Of each document; and the batch rows of a dense batch."""
+    if isinstance(documents, Tensor):
+        if documents.dim() != 1 or not len(documents) or documents.is_floating_point():
+            got = arguments.told(documents)
+            raise ValueError(f"a tensor of documents holds offsets cu_seqlens, integers (b + 1,), got {got}")
+        offsets = documents.tolist()
+        return tuple(check_offsets("cu_seqlens", offsets, offsets[-1])), None
+    if isinstance(documents, tuple):
+        if len(documents) != 2:
+            raise TypeError(f"a tuple is the shape (b, s) of a batch; lengths are a list, got {len(documents)} numbers")
+        b, s = (arguments.integer("b and s", x) for x in documents)
+        return (s,), b
+    if not isinstance(documents, list):
+        raise TypeError(
+            "documents must be a list of lengths, a tensor of offsets cu_seqlens or a tuple (b, s), got "
+            f"{arguments.told(documents)}"
+        )
+    if set(map(type, documents)) - {int} or (documents and min(documents) < 0):
+        documents = [int(arguments.integer("a length", x)) for x in documents]
+    return tuple(documents), None
+
+
+def _heads(heads: Any) -> tuple[int, int] | None:
+    if heads is None:
+        return None
+    pair: tuple[Any, ...] = tuple(heads) if isinstance(heads, (tuple, list)) else (heads, heads)
+    if len(pair) != 2:
+        raise TypeError(f"heads must be (h_q, h_k) or one number, got {len(pair)} numbers")
+    h_q, h_k = pair
+    for name, x in (("h_q", h_q), ("h_k", h_k)):
+        arguments.integer(name, x, least=1)
+    if h_q % h_k:
+        raise ValueError(f"h_q must be a multiple of h_k, got heads {(h_q, h_k)}")
+    return h_q, h_k
+
+
+def _method(
+    method: str,
+    ranks: Ranks,
+    lengths: tuple[int, ...],
+    heads: tuple[int, int] | None,
+    head_dim: int | None,
+    reach: Reach,
+) -> tuple[Ranks, str, str]:
+    """The ranks as the method groups them, its name, and why."""
+    if heads is not None and ranks.heads > 1 and (error := heads_error(ranks.heads, *heads)):
+        raise ValueError(f"{error}: use method='gather', or a smaller last dimension of the mesh")
+    if ranks.heads > 1 and ranks.parts > 1:
+        return ranks, "ulysses×gather", "the last dimension of the mesh divides heads"
+    if method != "auto":
+        return ranks, method, "as asked for"
+    if ranks.heads > 1:
+        return ranks, "ulysses", "the last dimension of the mesh divides heads"
+    if ranks.size == 1:
+        return ranks, "gather", "one rank has everything"
+    if heads is None or head_dim is None:
+        return ranks, "gather", "without heads and head_dim nothing is known of the bytes"
+    if error := heads_error(ranks.size, *heads):
+        return ranks, "gather", error
+    if heads[0] // ranks.size & (heads[0] // ranks.size - 1):
+        return ranks, "gather", f"dropout needs a power of two of heads for each rank, not {heads[0] // ranks.size}"
+    gathered = gathered_bytes(Sharding(lengths, ranks.parts, 1, reach), heads, head_dim)
+    divided = divided_bytes(sum(lengths), ranks.size, heads, head_dim)
+    told = f"{gathered / 1e6:.1f} MB of keys for a rank beside {divided / 1e6:.1f} MB of rows for heads"
+    if divided < gathered:
+        return ranks.dividing_heads(), "ulysses", told
+    return ranks, "gather", told

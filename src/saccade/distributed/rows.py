@@ -1,0 +1,115 @@
+"""Rows from the ranks that have them to those that need them, and sums of their gradients back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.distributed.exchanges import Exchange
+from saccade.distributed.pieces import Piece
+from saccade.distributed.transport import Transport
+
+
+class Segment(NamedTuple):
+    """`rows` rows from `source` on, in the rank that has them, which are those from `target` on where needed."""
+
+    source: int
+    target: int
+    rows: int
+
+
+def segments(owned: list[Piece], needed: list[Piece]) -> list[Segment]:
+    """Which of the needed rows a rank with these pieces has, in the order of its own.
+
+    >>> segments([Piece(0, 4, 8), Piece(1, 0, 2)], [Piece(0, 0, 6), Piece(1, 1, 2)])
+    [Segment(source=0, target=4, rows=2), Segment(source=5, target=6, rows=1)]
+    """
+    of_document: dict[int, list[tuple[Piece, int]]] = defaultdict(list)
+    target = 0
+    for piece in needed:
+        of_document[piece.document].append((piece, target))
+        target += piece.rows
+    found, source = [], 0
+    for mine in owned:
+        for piece, first in of_document.get(mine.document, ()):
+            start, stop = max(mine.start, piece.start), min(mine.stop, piece.stop)
+            if start < stop:
+                found.append(Segment(source + start - mine.start, first + start - piece.start, stop - start))
+        source += mine.rows
+    return found
+
+
+class RowExchange(Exchange):
+    """Rows of all ranks to the ranks that need them: `x[own rows] -> y[needed rows]`, and its adjoint, in which each
+    row is the sum over the ranks that had it, in their order, so that its bits repeat."""
+
+    def __init__(self, owned: Sequence[list[Piece]], needed: Sequence[list[Piece]], transport: Transport) -> None:
+        super().__init__()
+        rank = transport.rank
+        self.transport = transport
+        self.rows = sum(piece.rows for piece in owned[rank])
+        self.needed = sum(piece.rows for piece in needed[rank])
+        self.sent = [segments(owned[rank], wanted) for wanted in needed]
+        self.received = [segments(pieces, needed[rank]) for pieces in owned]
+        self.own = self.sent[rank]
+        self.sent_rows, self.received_rows = (
+            [0 if i == rank else sum(segment.rows for segment in part) for i, part in enumerate(parts)]
+            for parts in (self.sent, self.received)
+        )
+        self._indices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+        """For each rank, which own rows it needs, and where its rows are among those needed here."""
+        if device not in self._indices:
+            self._indices[device] = (
+                [_numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
+                [_numbers([(s.target, s.rows) for s in part], device) for part in self.received],
+            )
+        return self._indices[device]
+
+    def forward(self, x: Tensor, stage: str) -> Tensor:
+        sources, targets = self.indices(x.device)
+        rank, size = self.transport.rank, self.transport.size
+        y = x.new_empty(self.needed, *x.shape[1:])
+        y[targets[rank]] = x[sources[rank]]
+        if size == 1:
+            return y
+        others = [i for i in range(size) if i != rank]
+        sent = x[torch.cat([sources[i] for i in others])]
+        received = self.transport.all_to_all(sent, self.received_rows, self.sent_rows, stage)
+        y[torch.cat([targets[i] for i in others])] = received
+        return y
+
+    def backward(self, dy: Tensor, stage: str) -> Tensor:
+        sources, targets = self.indices(dy.device)
+        rank, size = self.transport.rank, self.transport.size
+        wide = dy.dtype if dy.dtype in (torch.float32, torch.float64) else torch.float32
+        others = [i for i in range(size) if i != rank]
+        parts = [dy[targets[rank]]]
+        if size > 1:
+            sent = dy[torch.cat([targets[i] for i in others])]
+            received = self.transport.all_to_all(sent, self.sent_rows, self.received_rows, stage)
+            parts = list(received.split(self.sent_rows))
+            parts[rank] = dy[targets[rank]]
+        dx = torch.zeros(self.rows, *dy.shape[1:], dtype=wide, device=dy.device)
+        for source, part in zip(sources, parts, strict=True):
+            dx[source] += part  # a rank has a row once
+        return dx.to(dy.dtype)
+
+    def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
+        return (self.rows if backward else self.needed, *given[1:])
+
+
+def _numbers(parts: list[tuple[int, int]], device: torch.device) -> Tensor:
+    """The rows of segments (start, rows), one after the other."""
+    if not parts:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    starts, rows = zip(*parts, strict=True)
+    shift = [start - end + n for start, n, end in zip(starts, rows, accumulate(rows), strict=True)]
+    numbers = torch.arange(sum(rows)) + torch.tensor(shift).repeat_interleave(torch.tensor(rows))
+    return numbers.to(device)

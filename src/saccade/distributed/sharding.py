@@ -1,0 +1,98 @@
+"""Who has which rows, and which keys each rank needs: made of lengths alone, equal on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from saccade.distributed.balance import balanced
+from saccade.distributed.pieces import Piece, Reach, joined, spans
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The rows of documents over `parts` groups of `heads` ranks; the ranks of a part have its keys in common."""
+
+    lengths: tuple[int, ...]
+    parts: int
+    heads: int
+    reach: Reach
+    """What rows see at most."""
+
+    @cached_property
+    def by_part(self) -> list[list[Piece]]:
+        """The pieces of each part, in order of documents and rows."""
+        if self.parts == 1:
+            return [[Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]]
+        return balanced(self.lengths, self.parts, self.reach)
+
+    @cached_property
+    def by_rank(self) -> list[list[Piece]]:
+        """The pieces of each rank: a part's rows go to its ranks in order, in equal numbers."""
+        if self.heads == 1:
+            return self.by_part
+        return [share for pieces in self.by_part for share in _shares(pieces, self.heads)]
+
+    @cached_property
+    def keys(self) -> list[list[Piece]]:
+        """For each part the keys that its rows see, one span for each document with rows there."""
+        return [list(spans(pieces, self.lengths, self.reach)) for pieces in self.by_part]
+
+    @property
+    def rows(self) -> list[int]:
+        """Of each rank."""
+        return [sum(piece.rows for piece in pieces) for pieces in self.by_rank]
+
+    @property
+    def areas(self) -> list[int]:
+        """The scores of each part, of one head."""
+        return [
+            sum(self.reach.area(self.lengths[i], start, stop) for i, start, stop in pieces) for pieces in self.by_part
+        ]
+
+    @property
+    def pulled(self) -> list[int]:
+        """How many keys of other parts each part needs."""
+        return [
+            sum(span.rows for span in needed) - sum(overlap(span, pieces) for span in needed)
+            for needed, pieces in zip(self.keys, self._by_document(), strict=True)
+        ]
+
+    def _by_document(self) -> list[dict[int, list[Piece]]]:
+        found: list[dict[int, list[Piece]]] = []
+        for pieces in self.by_part:
+            mine: dict[int, list[Piece]] = {}
+            for piece in pieces:
+                mine.setdefault(piece.document, []).append(piece)
+            found.append(mine)
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal where plans are."""
+        text = repr((self.lengths, self.parts, self.heads, self.reach))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def overlap(span: Piece, of_document: dict[int, list[Piece]]) -> int:
+    """How many rows of a span are among the pieces."""
+    pieces = of_document.get(span.document, ())
+    return sum(max(0, min(span.stop, piece.stop) - max(span.start, piece.start)) for piece in pieces)
+
+
+def _shares(pieces: list[Piece], ranks: int) -> list[list[Piece]]:
+    """Pieces one after the other, cut into equal numbers of rows."""
+    rows, start = sum(piece.rows for piece in pieces), 0
+    shares: list[list[Piece]] = [[] for _ in range(ranks)]
+    ends = [rows * (i + 1) // ranks for i in range(ranks)]
+    rank = 0
+    for piece in pieces:
+        at = piece.start
+        while at < piece.stop:
+            while start == ends[rank]:
+                rank += 1
+            taken = min(piece.stop - at, ends[rank] - start)
+            shares[rank].append(Piece(piece.document, at, at + taken))
+            at, start = at + taken, start + taken
+    return [joined(share) for share in shares]

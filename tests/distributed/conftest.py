@@ -1,0 +1,13 @@
+"""The processes that tests of many ranks share."""
+
+from __future__ import annotations
+
+import pytest
+
+from saccade.testing.ranks import Pool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    with Pool(8) as pool:
+        yield pool

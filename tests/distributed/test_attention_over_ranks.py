@@ -1,0 +1,192 @@
+"""attention(…, context=plan) on many ranks is what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from saccade.testing import Case
+from saccade.testing.ranks import differences
+
+EQUAL = 1e-12
+"""What sums in another order differ by, in float64, relative to the largest element."""
+
+DOCUMENTS = (37, 5, 64, 18, 1, 0, 75)
+HERE = str(Path(__file__))
+
+
+def packed(name, lengths=DOCUMENTS, **fields):
+    given = {"dtype": "fp64", "b": len(lengths), "h_q": 4, "h_k": 2, "d": 16, "order": "thd", "lengths": lengths}
+    longest = max(lengths, default=0)
+    return Case(name, s_q=longest, s_k=longest, **(given | fields))
+
+
+def dense(name, order="bshd", **fields):
+    given = {"dtype": "fp64", "b": 2, "h_q": 4, "h_k": 2, "s_q": 61, "s_k": 61, "d": 16}
+    return Case(name, order=order, **(given | fields))
+
+
+# fmt: off
+CASES = [
+    packed("causal", mask="causal"),
+    packed("plain"),
+    packed("window", mask="window(9,0)", sink=True),
+    packed("window-both", mask="window(20,5)", score="softcap(9)"),
+    packed("prefixes", mask="prefixes"),
+    packed("intervals", mask="interval_rows&causal"),
+    packed("wide-values", mask="causal", d=8, d_v=24, h_q=6),
+    packed("scores", mask="causal", score="temperature+relative_bias(9)+softcap(9)", sink=True),
+    packed("t5", score="t5_bias"),
+    packed("bias", mask="window(30,9)", score="bias"),
+    packed("dropout", mask="causal", dropout_p=0.3, sink=True),
+    packed("dropout-score", mask="window(40,0)", dropout_p=0.2, score="alibi"),
+    packed("one", lengths=(150,), mask="causal"),
+    packed("short", lengths=(1, 1, 2), mask="causal", score="alibi"),
+    packed("nothing", lengths=(0, 0), mask="causal", sink=True),
+    packed("prime", lengths=(97, 2, 101, 3), mask="prefix(7)"),
+    dense("dense", mask="causal"),
+    dense("dense-bhsd", "bhsd", mask="window(20,3)", score="alibi", sink=True),
+    dense("dense-sbhd", "sbhd", mask="prefixes", dropout_p=0.3),
+    dense("dense-intervals", mask="interval_rows|causal"),
+    dense("dense-one", s_q=1, s_k=1, mask="causal"),
+]
+BY_HEADS = [
+    packed("causal", mask="causal"),
+    packed("window", mask="window(9,4)", sink=True, h_q=16, h_k=4, d_v=24),
+    packed("scores", mask="causal", score="temperature+relative_bias(9)+softcap(9)", sink=True),
+    packed("dropout", mask="causal", dropout_p=0.3, h_q=16, sink=True),
+    packed("intervals", mask="interval_rows&causal", score="softcap(9)"),
+    packed("multi-query", mask="prefixes", h_k=1),
+    packed("multi-head", score="alibi", h_k=8),
+    packed("short", lengths=(1, 1, 2), mask="causal", score="alibi"),
+    packed("nothing", lengths=(0, 0), mask="causal", sink=True),
+    dense("dense", "bhsd", mask="causal", score="alibi", sink=True, dropout_p=0.2),
+    dense("dense-sbhd", "sbhd", mask="prefixes"),
+]
+BY_HEADS = [case.replace(h_q=max(case.h_q, 8)) for case in BY_HEADS]
+# fmt: on
+
+
+MATRICES = {
+    "test_keys_are_gathered": ("ranks", CASES, [1, 2, 3, 4, 8]),
+    "test_heads_are_divided": ("ranks", BY_HEADS, [2, 4, 8]),
+    "test_both_on_a_mesh": ("mesh", BY_HEADS, [(4, 2), (2, 4), (8, 1), (1, 8)]),
+}
+
+
+def pytest_generate_tests(metafunc):
+    """Each case with two of the others, and with all of them by --everything."""
+    if (matrix := MATRICES.get(metafunc.definition.name)) is None:
+        return
+    name, cases, others = matrix
+    whole = metafunc.config.getoption("--everything")
+    pairs = [
+        pytest.param(case, other, id=f"{case}-{other}")
+        for i, case in enumerate(cases)
+        for j, other in enumerate(others)
+        if whole or (i + j) % len(others) < 2
+    ]
+    metafunc.parametrize(("case", name), pairs)
+
+
+def test_keys_are_gathered(pool, case, ranks):
+    assert max(differences(pool, case, ranks, method="gather").values()) <= EQUAL
+
+
+def test_heads_are_divided(pool, case, ranks):
+    assert max(differences(pool, case, ranks, method="ulysses").values()) <= EQUAL
+
+
+def test_both_on_a_mesh(pool, case, mesh):
+    assert max(differences(pool, case, 8, mesh=mesh).values()) <= EQUAL
+
+
+def test_reference_backend(pool):
+    case = packed("", mask="causal", score="alibi", dropout_p=0.3)
+    assert max(differences(pool, case, 3, method="gather", backend="reference").values()) <= EQUAL
+
+
+# What ranks do beside it
+
+
+def rows_and_labels(group, lengths, mesh):
+    """What `shard`, `unshard` and `roll` say on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from saccade import causal
+    from saccade.distributed import plan
+
+    made = plan(lengths, group if mesh is None else init_device_mesh("cpu", mesh), mask=causal())
+    x = torch.arange(sum(lengths))
+    mine = made.shard(x)
+    wide = torch.stack([mine, mine], dim=0).double().requires_grad_()
+    whole = made.unshard(wide, dim=1)
+    (gradient,) = torch.autograd.grad(whole.sum() * 2, wide)
+    rolled = [made.roll(mine, shift) for shift in (-1, 0, 2, -9)]
+    return mine, whole.detach(), gradient, rolled, made.position_ids, made.document_ids
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, None), (3, None), (8, None), (8, (4, 2)), (8, (1, 8))], ids=str)
+@pytest.mark.parametrize("lengths", [list(DOCUMENTS), [3, 1], [0]], ids=["documents", "few", "none"])
+def test_rows_and_labels(pool, ranks, mesh, lengths):
+    found = pool.run((HERE, "rows_and_labels"), ranks, lengths, mesh)
+    x, documents = torch.arange(sum(lengths)), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    positions = x - starts[documents]
+    assert sorted(torch.cat([mine for mine, *_ in found]).tolist()) == x.tolist()
+    for mine, whole, gradient, rolled, position_ids, document_ids in found:
+        assert torch.equal(whole, torch.stack([x, x]).double())
+        assert torch.equal(gradient, torch.full((2, len(mine)), 2.0 * ranks, dtype=torch.float64))
+        assert torch.equal(position_ids, positions[mine])
+        assert torch.equal(document_ids, documents[mine])
+        for shift, labels in zip((-1, 0, 2, -9), rolled, strict=True):
+            source = positions[mine] - shift
+            exists = (source >= 0) & (source < torch.tensor(lengths)[documents[mine]])
+            assert torch.equal(labels, torch.where(exists, mine - shift, -100))
+
+
+def repeated(group, times):
+    """Gradients of the same call, again and again."""
+    from saccade import attention, causal
+    from saccade.distributed import plan
+
+    made = plan(list(DOCUMENTS), group, mask=causal())
+    torch.manual_seed(3)
+    q, k, v, dout = (made.shard(torch.randn(sum(DOCUMENTS), h, 16)).requires_grad_() for h in (4, 2, 2, 4))
+    found = []
+    for _ in range(times):
+        out = attention(q, k, v, mask=causal(), context=made, deterministic=True)
+        found.append([out.detach(), *torch.autograd.grad(out, [q, k, v], dout)])
+    return all(torch.equal(x, y) for again in found for x, y in zip(again, found[0], strict=True))
+
+
+def test_repeats_are_bitwise_equal(pool):
+    assert all(pool.run((HERE, "repeated"), 4, 5))
+
+
+def recomputed(group):
+    """Gradients with checkpointing, which repeats the exchange of the forward, beside those without."""
+    from torch.utils.checkpoint import checkpoint
+
+    from saccade import attention, causal
+    from saccade.distributed import plan
+
+    made, found = plan(list(DOCUMENTS), group, mask=causal()), []
+    for again in (False, True):
+        torch.manual_seed(3 + made.rank)
+        x = made.shard(torch.randn(sum(DOCUMENTS), 4, 16, dtype=torch.float64)).requires_grad_()
+
+        def layer(x, made=made):
+            return x + attention(x, x * 2, x, mask=causal(), dropout_p=0.3, context=made)
+
+        y = x
+        for _ in range(2):
+            y = checkpoint(layer, y, use_reentrant=False) if again else layer(y)
+        found.append(torch.autograd.grad(y.square().sum(), x)[0])
+    return torch.equal(*found)
+
+
+def test_checkpointing(pool):
+    assert all(pool.run((HERE, "recomputed"), 3))

@@ -1,0 +1,154 @@
+"""What attention over ranks does not take is refused by name, before anything is exchanged; and nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from saccade import Dense, Descale, Unsupported, attention, causal, documents, explain, interval, mask_mod, window
+from saccade.distributed import plan
+from saccade.scores import ScoreMod
+
+HERE = str(Path(__file__))
+HEAD = ScoreMod(lambda s, b, h, i, j: s * (h + 1), bprop=lambda g, s, b, h, i, j: g * (h + 1))
+
+
+def operands(rows=6, h_q=4, h_k=2):
+    return torch.randn(rows, h_q, 16), torch.randn(rows, h_k, 16), torch.randn(rows, h_k, 16)
+
+
+def of(**keywords):
+    return plan([8, 4], 2, mask=causal(), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        ({"mask": window(3, 2)}, ValueError, r"brings the keys of causal, and the mask window\(3,2\) may see window"),
+        ({}, ValueError, "the mask None may see all keys: plan"),
+        ({"mask": causal(), "layout": Dense("bshd")}, ValueError, "the plan says where rows and keys are: omit layout"),
+        ({"mask": causal(), "out": torch.zeros(6, 4, 16)}, Unsupported, "out= is not supported over several ranks"),
+        ({"mask": causal(), "descale": Descale(k=1.0)}, Unsupported, "descale= is not supported"),
+        ({"mask": causal(), "sink": torch.zeros(3)}, ValueError, r"sink must be a float tensor \(4,\)"),
+        (
+            {"mask": documents(torch.zeros(1, 6).int()) & causal()},
+            Unsupported,
+            "counts the rows and keys of one",
+        ),
+    ],
+)
+def test_keywords(keywords, error, words):
+    with pytest.raises(error, match=words):
+        attention(*operands(), context=of(), **keywords)
+
+
+def test_tensor_masks():
+    made = plan([8, 4], 2)
+    with pytest.raises(Unsupported, match="write it as mask_mod"):
+        attention(*operands(), context=made, mask=torch.ones(6, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "words"),
+    [
+        (*operands(7), r"rank 0 has 6 rows of ContextPlan\(2 documents, 12 rows over 2 ranks, gather\)"),
+        (*(x[None] for x in operands()), "q, k and v must have three dimensions"),
+        (operands()[0].half(), *operands()[1:], "must share one dtype and one device, got torch.float16"),
+        (*operands()[:2], operands(h_k=1)[2], "k and v must have the same heads"),
+    ],
+)
+def test_operands(q, k, v, words):
+    with pytest.raises(ValueError, match=words):
+        attention(q, k, v, mask=causal(), context=of())
+
+
+def test_batches():
+    made, x = plan((2, 8), 2, mask=causal()), torch.randn(2, 4, 3, 16)
+    with pytest.raises(ValueError, match=r"rank 0 has 2 batch rows of 4 of ContextPlan\(a batch \(2, 8\)"):
+        attention(x, x, x, mask=causal(), context=made)
+    with pytest.raises(ValueError, match="pass its order alone, such as"):
+        attention(x, x, x, mask=causal(), context=made, layout=Dense("bshd", q_offset=3))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"dropout_p": 0.1}, "dropout with 3 heads for each rank, not a power of two"),
+        ({"mask": causal() & interval(None, torch.zeros(6).int())}, "has bounds for each row"),
+    ],
+)
+def test_divided_heads(keywords, words):
+    with pytest.raises(Unsupported, match=rf"{words}.*plan\(…, method='gather'\) does"):
+        attention(*operands(h_q=6), context=of(method="ulysses"), **{"mask": causal()} | keywords)
+    with pytest.raises(ValueError, match="2 ranks divide query heads that are a multiple of 2"):
+        attention(*operands(h_q=3, h_k=3), context=of(method="ulysses"), mask=causal())
+
+
+def by_head(group, masked):
+    made = plan([8, 4], group, mask=causal(), method="ulysses")
+    mask = causal() & mask_mod(lambda b, h, i, j: (i + j) % (h + 2) > 0) if masked else causal()
+    score_mod = None if masked else HEAD
+    with pytest.raises(Unsupported) as raised:
+        attention(*operands(), mask=mask, score_mod=score_mod, context=made)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_functions_of_the_head(pool, masked):
+    words = "depends on the head" + ("" if masked else ", and has a derivative or a graph of its own")
+    assert all(words in told for told in pool.run((HERE, "by_head"), 2, masked))
+
+
+def test_other_contexts():
+    with pytest.raises(TypeError, match=r"context must be a plan of saccade.distributed.plan, got 'group'"):
+        attention(*operands(), context="group")
+    with pytest.raises(TypeError, match=r"omit context, and print\(context.explain\(\)\)"):
+        explain(*operands(), mask=causal(), context=of())
+    with pytest.raises(RuntimeError, match=r"made for 2 ranks without processes: pass plan\(…, group\) a group"):
+        attention(*operands(), mask=causal(), context=of())
+
+
+def failing(group, how):
+    """What rank 0 hears when rank 1 is not there, or elsewhere."""
+    timeout = 2.0 if how == "late" else None
+    made = plan([8, 4, 0, 9], group, mask=causal(), timeout=timeout, debug=how == "elsewhere")
+    x = made.shard(torch.randn(21, 2, 16))
+    attention(x, x, x, mask=causal(), context=made)
+    start = time.perf_counter()
+    if made.rank == 1 and how == "late":
+        time.sleep(6)
+        return "", 0.0
+    if made.rank == 1 and how == "elsewhere":
+        x = made.shard(torch.randn(21, 4, 16))
+    try:
+        attention(x, x, x, mask=causal(), context=made)
+    except RuntimeError as error:
+        return str(error), time.perf_counter() - start
+    return "", 0.0
+
+
+@pytest.fixture
+def broken_pool():
+    """Of its own: what fails breaks its groups."""
+    from saccade.testing.ranks import Pool
+
+    with Pool(2) as pool:
+        yield pool
+
+
+def test_a_rank_that_lags(broken_pool):
+    told, seconds = broken_pool.run((HERE, "failing"), 2, "late")[0]
+    assert told.startswith("rank 0 of 2: the exchange of keys and values, exchange 2 of this plan, of torch.float32")
+    assert "another rank has failed, or is not in the same call" in told
+    assert seconds < 5
+
+
+def test_ranks_in_different_calls(broken_pool):
+    told = [words for words, _ in broken_pool.run((HERE, "failing"), 2, "elsewhere")]
+    for words in told:
+        assert words.startswith("ranks are in different exchanges:\n  rank 0: plan ")
+        assert "rows of (4, 1, 32)" in words
+    assert told[0] == told[1]
