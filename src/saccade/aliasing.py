@@ -62,7 +62,9 @@ def no_overlap(x: Tensor) -> bool:
     return True
 
 
-def refuse_shared(name: str, x: Tensor, inputs: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_shared(
+    name: str, x: Tensor, inputs: Iterable[tuple[str, Tensor]], instead: str = "pass memory of its own"
+) -> None:
     """
     Raises:
         ValueError: x, which is written to, has elements that share memory with one another or with an input.
@@ -76,7 +78,7 @@ def refuse_shared(name: str, x: Tensor, inputs: Iterable[tuple[str, Tensor]]) ->
         if not disjoint(x, y):
             raise ValueError(
                 f"{name} is written to, and must not share memory with {other}: {name} {tuple(x.shape)} with strides "
-                f"{x.stride()}, {other} {tuple(y.shape)} with strides {y.stride()}; pass memory of its own"
+                f"{x.stride()}, {other} {tuple(y.shape)} with strides {y.stride()}; {instead}"
             )
 
 

@@ -185,6 +185,12 @@ ops.library.impl("append_kv", _append_autograd, "Autograd")
 torch.library.register_fake("saccade::append_kv", _fake_append, lib=ops.library)
 
 
+_APART = (
+    "pass memory of its own; or, where values are the first d_v columns of keys, the others and these: "
+    "cache[..., d_v:] and cache[..., :d_v]"
+)
+
+
 def _places(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged | CacheSlots:
     """Where new rows belong."""
     if slot_mapping is None:
@@ -233,7 +239,8 @@ def _check(
         if x.stride(-1) != 1 and x.shape[-1] != 1:
             raise ValueError(f"the last dimension of a cache must be contiguous, got strides {x.stride()} of {name}")
     if k_new.device.type != "meta" and not torch.compiler.is_compiling():
-        aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache), *new.items()])
+        aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache)], _APART)
+        aliasing.refuse_shared("k_cache", k_cache, new.items())
         aliasing.refuse_shared("v_cache", v_cache, new.items())
 
 

@@ -90,7 +90,7 @@ class Problem:
         return (
             *(q.dtype, k.dtype, q.device, None if self.descale is None else self.descale.key),
             *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
-            *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT),
+            *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT, self.latent),
             *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
             *(sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if self.out is None else (self.out.dtype, self.out.stride(), _address(self.out) % ALIGNMENT),
@@ -104,6 +104,15 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
+
+    @lazily
+    def latent(self) -> bool:
+        """Whether values are read with the keys of a paged cache: v is the first columns of k, by being their view. Of
+        one address, and of equal strides and dtype, equal indices are equal bytes."""
+        k, v = self.k, self.v
+        if not self.layout.has_pages or v.shape[3] > k.shape[3] or v.dtype != k.dtype or v.stride() != k.stride():
+            return False
+        return _address(v) == _address(k) != 0
 
     def sequences(self) -> Iterator[Sequence]:
         """Each sequence as a Problem of one batch row; reads the offsets."""
@@ -176,6 +185,7 @@ class Problem:
             max_scores=self.max_scores,
             offsets=self.positions is not None,
             block_scales=self.descale is not None and self.descale.blocked,
+            latent=self.latent,
             aligned=all(map(aligned, self.layout.in_place(self.q, self.k, self.v))),
             device=hardware.name(self.q.device),
         )

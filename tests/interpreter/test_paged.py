@@ -11,10 +11,11 @@ from saccade.testing import paged
 from saccade.testing.accuracy import check
 
 CASES = {case.name: case for case in paged.named()}
+LATENT = [name for name in CASES if name.startswith("latent")]
 
 
 @pytest.mark.parametrize(
-    "name", ["decode-alibi", "mixed", "mixed-fixed", "gpt-oss", "one-head-alibi", "mixed-pages", "no-keys"]
+    "name", ["decode-alibi", "mixed", "mixed-fixed", "gpt-oss", "one-head-alibi", "mixed-pages", "no-keys", *LATENT]
 )
 def test_named_case(name):
     given = CASES[name].replace(dtype="fp16").inputs()

@@ -43,6 +43,8 @@ class Support:
     max_d: int
     kv: tuple[str, ...] = ()
     """8-bit dtypes of k and v that go with a wider q."""
+    wider: tuple[tuple[str, int, int], ...] = ()
+    """A word of a Spec, and the d and d_v up to which head dims go with it."""
     multiple_of: int = 1
     """Of head dims."""
     needs: tuple[str, ...] = ()
@@ -63,8 +65,10 @@ class Support:
             reasons.append(f"takes k and v of q's dtype, not {spec.kv}")
         if spec.layout not in self.layouts:
             reasons.append(f"has no {spec.layout} layout")
-        if max(spec.d, spec.d_v) > self.max_d:
-            reasons.append(f"takes head dims up to {self.max_d}, not {max(spec.d, spec.d_v)}")
+        d, d_v = self.widest(spec)
+        if spec.d > d or spec.d_v > d_v:
+            limit, dims = (d, max(spec.d, spec.d_v)) if d == d_v else (f"{d}/{d_v}", f"{spec.d}/{spec.d_v}")
+            reasons.append(f"takes head dims up to {limit}, not {dims}")
         if (spec.d | spec.d_v) % self.multiple_of:
             reasons.append(f"takes head dims that are multiples of {self.multiple_of}, not {spec.d} and {spec.d_v}")
         words = {spec.score, ANY_SCORE, *([CALLBACKS] if spec.score.startswith("score(") else [])}
@@ -82,6 +86,11 @@ class Support:
         # Such as rows that are not aligned because the head dim is odd: said only where nothing else is.
         needs = *self.needs, *(flag for word, flag in self.needs_with if word in words)
         return reasons or [_NEEDS[flag] for flag in needs if not getattr(spec, flag)]
+
+    def widest(self, spec: Spec) -> tuple[int, int]:
+        """d and d_v up to which head dims go with the words of a Spec."""
+        limits = [(d, d_v) for word, d, d_v in self.wider if word == spec.layout or getattr(spec, word, False)]
+        return limits[0] if limits else (self.max_d, self.max_d)
 
     def plainest(self, device: str) -> Spec:
         """The plainest call that is declared here: what is left against it is the device."""

@@ -22,6 +22,7 @@ def named() -> list[Case]:
     decode = Case("decode", b=4, h_q=8, h_k=2, s_q=1, s_k=150, d=64, mask="causal", order="paged")
     drafts = decode.replace(name="drafts", s_q=5, page_size=8, h_q=6, splits=3)
     chunk = decode.replace(name="chunk", b=3, s_q=70, s_k=200, d=40, d_v=24, page_size=64, cache="heads")
+    latent = decode.replace(name="latent", h_q=16, h_k=1, d=576, d_v=512, page_size=64, cache="latent")
     mixed = decode.replace(name="mixed", b=5, s_k=180, lengths=(1, 60, 0, 7, 1), tail=9)
     return [
         decode,
@@ -43,6 +44,14 @@ def named() -> list[Case]:
         mixed.replace(name="one-head-alibi", h_q=4, h_k=1, score="alibi", d=128, page_size=1, cache="one-head"),
         chunk.replace(name="chunk-one-head", h_q=3, h_k=1, mask="window(60,0)", page_size=16, cache="one-head"),
         mixed.replace(name="mixed-pages", d=80, d_v=64, score="softcap(9)", page_size=32, cache="pages"),
+        # As in DeepSeek's models: one head of keys, of which values are the first columns.
+        latent,
+        latent.replace(name="latent-apart", cache="apart", page_size=16, splits=2),
+        latent.replace(name="latent-drafts", h_q=20, s_q=2, mask="window(70,0)", sink=True, page_size=1),
+        latent.replace(name="latent-capped", h_q=128, b=2, s_k=90, score="softcap(5)", page_size=1),
+        latent.replace(name="latent-fixed", mask="dilated_window", splits=1, lengths=(1, 0, 3, 2), tail=3),
+        latent.replace(name="latent-narrow", h_q=6, h_k=2, d=64, d_v=40, score="alibi", splits=3),
+        latent.replace(name="latent-padded", h_q=6, d=304, d_v=264, page_size=8),
         decode.replace(name="no-keys", b=2, s_k=0, sink=True),
         decode.replace(name="no-sequences", b=0),
         mixed.replace(name="no-rows", lengths=(0, 0), b=2, tail=0),
@@ -90,6 +99,7 @@ def draw(seed: int, dtype: str) -> Case:
     group, h_k, b = dice.choice([1, 2, 3, 4, 8]), dice.choice([1, 2, 3]), dice.choice([1, 2, 5, 9])
     s_q = dice.choice([1, 1, dice.randint(2, 9), dice.randint(10, 90)])
     d = dice.choice([8, 16, 64, 72, 128])
+    d_v = dice.choice([d, d, 8, 128])
     left = dice.choice([None, dice.randint(0, 60)])
     edges = "causal" if left is None else f"window({left},0)"
     return Case(
@@ -101,7 +111,7 @@ def draw(seed: int, dtype: str) -> Case:
         s_q=s_q,
         s_k=dice.choice([dice.randint(1, 40), dice.randint(41, 300)]),
         d=d,
-        d_v=dice.choice([d, d, 8, 128]),
+        d_v=d_v,
         mask=dice.choice(["none", edges, edges, edges, f"prefix(9)|{edges}", "prefixes", "dilated_window"]),
         score=dice.choice(["none", "none", "softcap(5)", "alibi"]),
         sink=dice.random() < 0.3,
@@ -109,7 +119,7 @@ def draw(seed: int, dtype: str) -> Case:
         page_size=dice.choice([1, 8, 16, 32, 48, 64]),
         splits=dice.choice([0, 0, 1, 3]),
         tail=dice.choice([0, 0, 1, 7]),
-        cache=dice.choice([name for name in CACHES if h_k == 1 or name != "one-head"]),
+        cache=dice.choice([name for name in CACHES if {"one-head": h_k == 1, "latent": d_v <= d}.get(name, True)]),
     )
 
 
@@ -119,6 +129,7 @@ CACHES = {
     "heads": "a tensor (pages, h_k, page_size, d + d_v), as vLLM has it",
     "pages": "a tensor (pages, 3, 2, page_size, h_k, max(d, d_v)): a page of 3 layers, keys and values",
     "one-head": "as `rows`, with h_k = 1 and head strides that no kernel may read",
+    "latent": "a tensor (pages, page_size, h_k, d): values are the first d_v columns of keys",
 }
 """How keys and values lie, by Case.cache."""
 
@@ -137,6 +148,9 @@ def empty(cache: str, rows: tuple[int, ...], d: int, d_v: int, like: Tensor) -> 
     if cache == "pages":
         memory = like.new_full((pages, 3, 2, size, h_k, max(d, d_v)), torch.nan)
         return memory[:, 1, 0, ..., :d], memory[:, 1, 1, ..., :d_v]
+    if cache == "latent":
+        k = like.new_empty(*rows, d)
+        return k, k[..., :d_v]
     if cache == "heads":
         both = like.new_empty(pages, h_k, size, d + d_v).transpose(1, 2)
     else:

@@ -85,7 +85,8 @@ def _head_dims(support: Support) -> str:
     if support.max_d >= 1 << 20:
         return "any"
     step = support.multiple_of
-    return f"{step} to {support.max_d}" + (f", multiples of {step}" if step > 1 else "")
+    wider = "".join(f"; {word} to {d}/{d_v}" for word, d, d_v in support.wider)
+    return f"{step} to {support.max_d}" + (f", multiples of {step}" if step > 1 else "") + wider
 
 
 def _words(words: tuple[str, ...]) -> str:

@@ -20,7 +20,7 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
     max_d=1 << 20,
 )
 GRADIENT = replace(

@@ -25,6 +25,8 @@ class TileShape(NamedTuple):
     BLOCK_DV: Any
     PRECISION: Any
     """of products of float32: see `tl.dot`"""
+    REST: Any = tl.constexpr(0)
+    """columns of q and k after the first BLOCK_D that are a tile of their own: a power of two, or 0"""
 
     @staticmethod
     def of(problem: Problem, block_q: int, block_k: int) -> TileShape:

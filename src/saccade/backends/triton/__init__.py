@@ -21,8 +21,9 @@ SUPPORT = Support(
     layouts=("dense", "padded", "packed", "ranges", "paged"),
     masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "aligned"),
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
     max_d=256,
+    wider=(("paged", 576, 512),),
     needs_with=(("paged", "aligned"),),
 )
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32"), kv=())
@@ -32,6 +33,8 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
     d, d_v = problem.k.shape[3], problem.v.shape[3]
     eight_bit_pages = problem.layout.has_pages and problem.k.dtype in EIGHT_BITS
+    if eight_bit_pages and max(d, d_v) > SUPPORT.max_d:
+        return [f"takes 8-bit pages of head dims up to {SUPPORT.max_d}, not {d} and {d_v}"]
     if eight_bit_pages and problem.k.device.type == "cuda" and block_d(d) != block_d(d_v):
         # Such prompts were wrong on an H200, with Triton 3.6, and right in its interpreter (docs/findings/triton.md).
         return [f"takes 8-bit pages whose head dims fill tiles of one width, not {d} and {d_v}"]

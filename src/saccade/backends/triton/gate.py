@@ -51,6 +51,7 @@ def features() -> Iterator[str]:
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
+    yield from (f"triton paged 16bit d576/512 {word} latent" for word in paged.LATENT)
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
     yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:3], "append", "slots"))
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
@@ -71,7 +72,9 @@ def compiled(name: str) -> tuple[Any, int]:
         word, *features = row.words
         if word in ("append", "slots"):
             return append.compiled(row.d, row.d_v, row.dtype, by_slot=word == "slots"), 0
-        return paged.compiled(word, row.d, row.d_v, row.dtype, "max_scores" in features), 0
+        latent = "latent" in features
+        kernel = paged.compiled(word, row.d, row.d_v, row.dtype, "max_scores" in features, latent)
+        return kernel, paged.LATENT[word] if latent else 0
     problem = row.problem()
     if row.kernel in SHARED:
         return device_gate.compiled(row.kernel, problem), 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Outputs
@@ -41,6 +42,8 @@ FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
+WIDE = 256
+"""Columns from which on they are two tiles, where they are no power of two."""
 CHUNK = 16
 """Parts that the merge adds up at a time."""
 
@@ -64,6 +67,22 @@ class SplitKV:
     """bytes of 8-bit values that are read at once"""
     slices: int
     """of a tile's keys, each a warp's own, or 1"""
+
+
+def columns(d: int) -> tuple[int, int]:
+    """The columns of k in a first tile, and in one of the rest: powers of two, as padding more than 256 costs too much.
+
+    >>> columns(192), columns(512), columns(576)
+    ((256, 0), (512, 0), (512, 64))
+    """
+    first = 1 << d.bit_length() - 1
+    return (first, block_d(d - first)) if first < d and d > WIDE else (block_d(d), 0)
+
+
+def reads_once(problem: Problem) -> bool:
+    """Whether the kernel takes values from its tile of keys."""
+    first, _ = columns(problem.q.shape[3])
+    return problem.latent and problem.k.dtype not in EIGHT_BITS and first == block_d(problem.v.shape[3])
 
 
 def split_kv(problem: Problem, processors: int) -> SplitKV:
@@ -103,9 +122,11 @@ def config(problem: Problem, rows: int) -> TileConfig:
     wide, eight = max(block_d(spec.d), block_d(spec.d_v)), problem.k.dtype in EIGHT_BITS
     block_k = 128 if wide <= 64 else 64 if wide <= 128 else 32
     # Converted tiles need registers.
-    fixed = TileConfig(FIXED_ROWS, block_k, 8 if eight and wide > 128 else 4, 3)
+    fixed = TileConfig(FIXED_ROWS, block_k, 8 if wide > (128 if eight else WIDE) else 4, 3)
     if layout.num_splits == 1:
         return fixed
+    if wide > WIDE:
+        return TileConfig(FEW_ROWS, 64, 8, 3) if rows <= FEW_ROWS else TileConfig(FIXED_ROWS, block_k, 8, 3)
     if rows <= FEW_ROWS:
         # As many bytes; blocks of a Descale hold whole tiles.
         return TileConfig(FEW_ROWS, min(2 * block_k, 128) if eight else block_k, 4, 4)
@@ -164,9 +185,10 @@ def _split(problem: Problem) -> SplitKV:
     return split
 
 
-def _operands(problem: Problem) -> tuple[TensorArgs, ...]:
-    caches = (launch.operand(problem, name, x) for name, x in (("k", problem.k), ("v", problem.v)))
-    return launch.operand(problem, "q"), *caches
+def _operands(problem: Problem) -> tuple[TensorArgs | None, ...]:
+    """q, k and v, which is None where the kernel takes it from k."""
+    v = None if reads_once(problem) else launch.operand(problem, "v", problem.v)
+    return launch.operand(problem, "q"), launch.operand(problem, "k", problem.k), v
 
 
 def arguments(problem: Problem, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
@@ -196,7 +218,8 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
     if name == "merge":
         constants = d_v, block_d(d_v), 2 * MAX_SPLITS, CHUNK
         return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=4, stages=1)
-    shape = TileShape.of(problem, tile.block_q, tile.block_k)
+    first, rest = map(tl.constexpr, columns(q.shape[3]))
+    shape = TileShape.of(problem, tile.block_q, tile.block_k)._replace(BLOCK_D=first, REST=rest)
     features = name == "part", LEAST_TILES, split.edges, many(layout), split.bits
     grid = split.tiles * split.splits * problem.k.shape[1], 1, 1
     return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
@@ -212,7 +235,8 @@ def word(problem: Problem, tile: TileConfig) -> int:
 
 def slices(problem: Problem, tile: TileConfig) -> int:
     """One for each warp of a kernel of few rows, whose sums fit its registers for all columns."""
-    if tile.block_q > FEW_ROWS or problem.q.dtype == torch.float32 or block_d(problem.v.shape[3]) > 128:
+    d, d_v = problem.k.shape[3], problem.v.shape[3]
+    if tile.block_q > FEW_ROWS or problem.q.dtype == torch.float32 or d > WIDE or block_d(d_v) > 128:
         return 1
     return tile.warps
 
@@ -230,20 +254,25 @@ def _launch(name: str, problem: Problem, split: SplitKV, form: Iterable[Any], te
 
 # The rows of the compile gate: what comes after "triton paged 16bit d128/128".
 ROWS = "decode", "fixed", "prompt", "merge"
+LATENT = {"decode": 0, "prompt": 256}
+"""Rows of d576/512, whose values are read with their keys, and the bytes that they spill."""
 
 
-def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) -> Any:
+def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
     """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
-    query each; a chunk of a prompt over pages of 64; or the merge."""
+    query each; a chunk of a prompt over pages of 64; or the merge. `latent`: 16 heads of queries on one of keys."""
     b, s_q, size = {"prompt": (1, 512, 64), "fixed": (128, 1, 16)}.get(word, (4, 1, 16))
     offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
     splits = 1 if word == "fixed" else None
     layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)
-    shape = (b, 32, s_q) if offsets is None else (1, 32, b * s_q)
+    h_q, h_k = (16, 1) if latent else (32, 8)
+    shape = (b, h_q, s_q) if offsets is None else (1, h_q, b * s_q)
     eight = dtype in EIGHT_BITS
     q, out = (torch.empty(*shape, n, dtype=torch.bfloat16 if eight else dtype) for n in (d, d_v))
-    caches = [torch.empty(256, 8, size, n, dtype=dtype) for n in (d, d_v)]
-    factors = Factors(None, *torch.empty(2, b, 8, 1)) if eight else None
+    caches = [torch.empty(256, h_k, size, n, dtype=dtype) for n in (d, d_v)]
+    if latent:
+        caches[1] = caches[0][..., :d_v]
+    factors = Factors(None, *torch.empty(2, b, h_k, 1)) if eight else None
     problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0, descale=factors)
     split = split_kv(problem, 132)
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
@@ -253,6 +282,6 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool) 
         numbers = out[..., 0].numel(), split.splits, *shape[1:]
         return prepare("merge", problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
     target = (TensorArgs.of(out), None) if split.splits == 1 else (parts, lse)
-    operands = (TensorArgs.of(x) for x in (q, *caches))
+    operands = TensorArgs.of(q), TensorArgs.of(caches[0]), None if reads_once(problem) else TensorArgs.of(caches[1])
     given = arguments(problem, split, parted=name == "part")
     return prepare(name, problem, split).warmup((*operands, *target, top, *given))

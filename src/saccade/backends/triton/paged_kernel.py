@@ -134,15 +134,17 @@ def _added(acc, alpha, p, v_tile, start, kv, args, shape):
 
 
 @triton.jit
-def _weighted(acc, p, alpha, page, start, kv, dtype: tl.constexpr, args, shape):
-    """acc alpha + p v, of one tile of keys; products take `dtype`.
+def _weighted(acc, p, alpha, k_tile, page, start, kv, dtype: tl.constexpr, args, shape):
+    """acc alpha + p v, of one tile of keys [block_k, d]; products take `dtype`.
 
     What products on 16 rows take of v are keys side by side. Bytes would be read one by one from shared memory. Words
     are read as they lie, and the same byte of two of them is a pair of keys.
     """
     alpha = tl.expand_dims(alpha, -1)
     # [block_k, d_v]
-    if kv.word == 1:
+    if kv.v is None:
+        return _added(acc, alpha, p.to(dtype), k_tile, start, kv, args, shape)
+    elif kv.word == 1:
         v_tile = widened(load_rows(kv.v, page, kv, start, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV), dtype)
         return _added(acc, alpha, p.to(v_tile.dtype), v_tile, start, kv, args, shape)
     else:
@@ -159,20 +161,25 @@ def _weighted(acc, p, alpha, page, start, kv, dtype: tl.constexpr, args, shape):
 
 
 @triton.jit
-def _step(acc, row_max, row_sum, page, start, q_tile, kv, q_idx, args, shape, MASKED: tl.constexpr):
+def _step(acc, row_max, row_sum, page, start, q_tiles, kv, q_idx, args, shape, MASKED: tl.constexpr):
     """One tile of keys, in `page`. acc [block_q, d_v] (see `_nothing_yet`), row_max [block_q] in units of scores,
     row_sum [block_q], and the pages of the next tile, which are read so early that its keys can be fetched ahead."""
+    q_tile, q_rest = q_tiles
     following = pages_of(kv, start + shape.BLOCK_K, shape.BLOCK_K)
     # [block_k, d]
     k_tile = load_rows(kv.k, page, kv, start, shape.BLOCK_K, shape.D, shape.BLOCK_D)
     # [block_q, block_k]
     qk = tl.dot(q_tile, _transposed(widened(k_tile, q_tile.dtype)), input_precision=shape.PRECISION)
+    if shape.REST > 0:
+        # [block_k, rest]
+        k_rest = load_rows(kv.k, page, kv, start, shape.BLOCK_K, shape.D, shape.REST, shape.BLOCK_D)
+        qk = tl.dot(q_rest, tl.trans(k_rest), qk, input_precision=shape.PRECISION)
     if kv.descale is not None:
         qk *= factor_of_block(kv.descale.k, args.b, kv.h, start)
     kv_idx = tl.expand_dims(start + keys_of_tile(shape.BLOCK_K, kv.slices), -2)
     x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
     p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
-    acc = _weighted(acc, p, alpha, page, start, kv, q_tile.dtype, args, shape)
+    acc = _weighted(acc, p, alpha, k_tile, page, start, kv, q_tile.dtype, args, shape)
     return acc, row_max, row_sum, following
 
 
@@ -183,6 +190,18 @@ def _transposed(x):
         return tl.trans(x)
     else:
         return tl.permute(x, [0, 2, 1])
+
+
+@triton.jit
+def _query_tiles(place, live, shape):
+    """Rows of q at `place` [block_q, 1], and their columns after the first BLOCK_D, or the same again."""
+    columns = tl.arange(0, shape.BLOCK_D)[None, :]
+    q_tile = tl.load(place + columns, mask=live & (columns < shape.D), other=0.0)
+    if shape.REST > 0:
+        columns = shape.BLOCK_D + tl.arange(0, shape.REST)[None, :]
+        return q_tile, tl.load(place + columns, mask=live & (columns < shape.D), other=0.0)
+    else:
+        return q_tile, q_tile  # a tuple from a function holds no None on Triton 3.6
 
 
 @triton.jit
@@ -248,9 +267,7 @@ def paged_kernel(
         place = (batch.to(tl.int64) * h_q + h) * s_q + first_q + q_idx
 
     # [block_q, d]
-    columns = tl.arange(0, shape.BLOCK_D)[None, :]
-    q_place = head(q, batch, h, first_q + q_idx)[:, None] + columns
-    q_tile = tl.load(q_place, mask=live[:, None] & (columns < shape.D), other=0.0)
+    q_tile, q_rest = _query_tiles(head(q, batch, h, first_q + q_idx)[:, None], live[:, None], shape)
     table = pages.table + b.to(tl.int64) * plain_int(pages.stride)
     kv = PagedHead(k, v, table, pages, head_k, keys, descale, split.word, split.converts, PAGE, split.slices)
     q_tile, scale = queries(q_tile, scale, descale, b, head_k, q_idx)
@@ -261,6 +278,7 @@ def paged_kernel(
     if split.slices > 1:
         # [slices, block_q, d]
         q_tile = tl.broadcast_to(q_tile[None, :, :], [split.slices, shape.BLOCK_Q, shape.BLOCK_D])
+    q_tiles = q_tile, q_rest
 
     page = pages_of(kv, first, shape.BLOCK_K)
     if EDGES:
@@ -268,16 +286,16 @@ def paged_kernel(
         core_end = tl.minimum(tl.maximum(core_end, core), end)
         for start in range(first, core, shape.BLOCK_K):
             acc, row_max, row_sum, page = _step(
-                acc, row_max, row_sum, page, start, q_tile, kv, q_idx[:, None], args, shape, True
+                acc, row_max, row_sum, page, start, q_tiles, kv, q_idx[:, None], args, shape, True
             )
         for start in range(core, core_end, shape.BLOCK_K):
             acc, row_max, row_sum, page = _step(
-                acc, row_max, row_sum, page, start, q_tile, kv, q_idx[:, None], args, shape, False
+                acc, row_max, row_sum, page, start, q_tiles, kv, q_idx[:, None], args, shape, False
             )
         first = core_end
     for start in range(first, end, shape.BLOCK_K):
         acc, row_max, row_sum, page = _step(
-            acc, row_max, row_sum, page, start, q_tile, kv, q_idx[:, None], args, shape, True
+            acc, row_max, row_sum, page, start, q_tiles, kv, q_idx[:, None], args, shape, True
         )
 
     acc, row_max, row_sum = _of_all_slices(acc, row_max, row_sum, score, split.word, split.slices)

@@ -40,7 +40,7 @@ class PagedHead:
 
     k: Any
     v: Any
-    """TensorArgs of the caches"""
+    """TensorArgs of the caches; v is None where it is the first columns of k"""
     table: Any
     """pointer to the sequence's row of the page table"""
     pages: Any
@@ -105,9 +105,11 @@ def pages_of(kv, start, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [start, start + BLOCK_K) of the caches k or v, [block_k, BLOCK_D] or [slices, block_k / slices, BLOCK_D];
-    zero from `keys` on and beyond column D."""
+def load_rows(
+    x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST: tl.constexpr = 0
+):  # fmt: skip
+    """Rows [start, start + BLOCK_K) of the caches k or v, and columns from FIRST on, [block_k, BLOCK_D] or [slices,
+    block_k / slices, BLOCK_D]; zero from `keys` on and beyond column D."""
     page = _known(page, kv.pages)
     d = tl.arange(0, BLOCK_D)
     kv_idx = start + keys_of_tile(BLOCK_K, kv.slices)
@@ -128,6 +130,6 @@ def load_rows(x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_
         base = x.ptr + kv.h * plain_int(x.stride_h).to(tl.int64) * x.unit
         place = base + tl.expand_dims(row * x.unit, -1) + d
     there = tl.expand_dims(kv_idx < kv.keys, -1)
-    if D < BLOCK_D:
-        there = there & (d < D)
-    return tl.load(place, mask=there, other=0.0)
+    if D < FIRST + BLOCK_D:
+        there = there & (d + FIRST < D)
+    return tl.load(place + FIRST, mask=there, other=0.0)

@@ -1,0 +1,90 @@
+"""Latent attention: one cache, of whose columns the first are the values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import Dense, Packed, Paged, append_kv, attention, causal, explain
+from saccade.backends import cpu
+from saccade.testing import check
+
+D, D_V = 576, 512
+
+
+def cache_of(dtype: torch.dtype = torch.bfloat16, pages: int = 9, size: int = 16) -> tuple[Tensor, Paged]:
+    """A cache (pages, size, 1, 576), and two sequences of 70 and 20 keys."""
+    table = torch.randperm(pages, dtype=torch.int32)[:8].view(2, 4)
+    return torch.randn(pages, size, 1, D, dtype=dtype), Paged(table, torch.tensor([4 * size - 3, 20]))
+
+
+def test_views_alone_are_latent():
+    cache, layout = cache_of()
+    q, other = torch.randn(2, 1, 16, D).bfloat16(), cache.clone()
+    calls = {
+        "the first columns": (cache, cache[..., :D_V], True),
+        "all columns": (cache, cache, True),
+        "a copy": (cache, cache[..., :D_V].clone(), False),
+        "of another cache": (cache, other[..., :D_V], False),
+        "other columns": (cache, cache[..., D - D_V :], False),
+        "other pages": (cache[:-1], cache[1:, ..., :D_V], False),
+    }
+    for name, (k, v, latent) in calls.items():
+        assert explain(q, k, v, layout=layout).spec.latent == latent, name
+        check(q, k, v, layout=layout, mask=causal()).assert_ok()
+    dense = torch.randn(1, 1, 8, 64)
+    assert not explain(dense, dense, dense).spec.latent
+
+
+def test_a_compiled_call_is_latent(monkeypatch):
+    """What a compiler passes on is the view."""
+    cache, layout = cache_of(torch.float32)
+    q, seen, run = torch.randn(2, 1, 16, D), [], cpu.run_forward
+    monkeypatch.setattr(cpu, "run_forward", lambda problem, lse: seen.append(problem.latent) or run(problem, lse))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def call(q: Tensor, cache: Tensor) -> Tensor:
+        return attention(q, cache, cache[..., :D_V], layout=layout)
+
+    assert torch.equal(call(q, cache), attention(q, cache, cache[..., :D_V], layout=layout))
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_rows_are_appended_by_views(compiles):
+    """Keys and values are disjoint columns of one cache, whose keys alone are rotated."""
+    cache, layout = cache_of(torch.float32)
+    wanted, angles = cache.clone(), torch.randn(80, 32)
+    rotary = angles.cos(), angles.sin()
+    latents, keys, q = torch.randn(2, 2, 1, D_V), torch.randn(2, 2, 1, D - D_V), torch.randn(2, 2, 16, D - D_V)
+
+    def step(cache: Tensor) -> Tensor:
+        found = append_kv(cache[..., D_V:], cache[..., :D_V], layout, keys, latents, q=q, rotary=rotary)
+        assert found is not None
+        return found
+
+    turned = (torch.compile(step, backend="aot_eager") if compiles else step)(cache)
+    apart = wanted[..., D_V:].clone(), wanted[..., :D_V].clone()
+    torch.testing.assert_close(turned, append_kv(*apart, layout, keys, latents, q=q, rotary=rotary))
+    assert torch.equal(cache, torch.cat(apart[::-1], dim=-1))
+    assert not torch.equal(cache, wanted)
+
+
+def test_a_row_is_not_written_twice():
+    cache, layout = cache_of(torch.float32)
+    new = torch.randn(2, 1, 1, D)
+    with pytest.raises(ValueError, match=r"k_cache .* share memory with v_cache.*cache\[\.\.\., d_v:\]"):
+        append_kv(cache, cache[..., :D_V], layout, new, new[..., :D_V])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_other_layouts_take_its_head_dims(backend):
+    k = torch.randn(2, 1, 40, D)
+    q = torch.randn(2, 16, 3, D)
+    check(q, k, k[..., :D_V], mask=causal(), backend=backend).assert_ok()
+    used = torch.tensor([40, 7])
+    check(q, k, k[..., :D_V], layout=Dense(seqused_k=used), backend=backend).assert_ok()
+    offsets = torch.tensor([0, 2, 3]), torch.tensor([0, 30, 40])
+    rows, keys = q[0].transpose(0, 1), k[0].transpose(0, 1)
+    check(rows, keys, keys[..., :D_V], layout=Packed(*offsets, 2, 30), mask=causal(), backend=backend).assert_ok()
