@@ -13,6 +13,7 @@ from triton.backends.nvidia import driver as nvidia_driver
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as gl_core
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -38,6 +39,8 @@ def aggregate(cls: type) -> Any:
 # Bulk copies between global and shared memory: renamed in 3.8, the old names raise in 3.9.
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Copies of 16 bytes by each thread.
+copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 # Programmatic dependent launch: a kernel starts when all programs of the one before it have said so, and reads what

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.gluon.latent.load import NUMBERS, load
+from saccade.backends.gluon.latent.load import NUMBERS, gathers, load
 from saccade.backends.gluon.latent.mma import consume
 from saccade.backends.gluon.latent.pipeline import HALF, Seesaw
 from saccade.backends.gluon.pipeline import Slots, new_barriers
@@ -41,6 +41,8 @@ class LatentArgs:
 
     q_desc: Value
     k_desc: Value
+    cache: Value
+    """TensorArgs of the cache, where rows are gathered; else None"""
     parts: Value
     part_lse: Value
     used_q: Value
@@ -66,21 +68,23 @@ class LatentArgs:
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "h_k", "group", "s_q", "s_k"])
 def latent_kernel(
-    q_desc, k_desc, parts, part_lse, used_q, used_k, pages, schedule, rules, tiles, blocks, h_k, group, s_q, s_k,
-    scale, shape,
+    q_desc, k_desc, cache, parts, part_lse, used_q, used_k, pages, schedule, rules, tiles, blocks, h_k, group, s_q,
+    s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) k[:, :512] and lse of each part: parts float32 (parts, tiles, 64, 512), part_lse (parts,
     tiles, 64).
 
     q_desc: (b, h_k, group, s_q, 576) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc: (pages, h_k,
-    page_size, 576) in boxes. rules: the mask and the score. A program for each tile of rows and each line.
+    page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. rules: the mask and the score. A
+    program for each tile of rows and each line.
     """
     DTYPE: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = shape.ROWS
     args = LatentArgs(
-        q_desc, k_desc, parts, part_lse, used_q, used_k, pages, schedule, rules[0], rules[1], None, None, tiles, blocks,
-        h_k, group, s_q, s_k, scale, shape,
+        q_desc, k_desc, cache, parts, part_lse, used_q, used_k, pages, schedule, rules[0], rules[1], None, None,
+        tiles, blocks, h_k, group, s_q, s_k, scale, shape,
     )  # fmt: skip
+    GATHERS: gl.constexpr = gathers(pages.size)
     CHUNKS: gl.constexpr = 2 * HALF + 1
     q_tiles = gl.allocate_shared_memory(DTYPE, [CHUNKS, 1, 1, 64 // ROWS, ROWS, 64], q_desc.layout)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], DTYPE)
@@ -92,14 +96,16 @@ def latent_kernel(
         Slots(q_tiles, records, new_barriers(1, 1), new_barriers(1, 2), 1, RECORD, CHUNKS),
         latent,
         rest,
-        new_barriers(5, 1),
+        new_barriers(4, 128) if GATHERS else new_barriers(5, 1),
         gl.allocate_shared_memory(gl.float32, [2, 64], ROWWISE),
         gl.allocate_shared_memory(gl.float32, [2, 64], ROWWISE),
         gl.allocate_shared_memory(gl.float32, [4, 64], ROWWISE),
+        GATHERS,
+        256 if GATHERS else 160,
         shape,
     )
     gl.warp_specialize(
         [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (load, (args, pipe))],
-        [4, 1],
+        [4, 4 if GATHERS else 1],
         [shape.REGISTERS, shape.LOADER_REGISTERS],
     )

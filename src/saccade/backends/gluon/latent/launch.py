@@ -18,6 +18,7 @@ from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
 from saccade.backends.gluon.forward import paged_tma
 from saccade.backends.gluon.forward.launch import grouped, score_record
 from saccade.backends.gluon.latent.kernel import LatentShape, latent_kernel
+from saccade.backends.gluon.latent.load import gathers
 from saccade.backends.gluon.latent.schedule import Schedule, merge_kernel, schedule_kernel
 from saccade.backends.gluon.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.problem import Problem
@@ -113,7 +114,8 @@ def arguments(problem: Problem, parts: Tensor, part_lse: Tensor, schedule: Sched
     listed = problem.mask is not None and problem.mask.listed
     mask = masks.record(problem)._replace(all_tiles=FLAGS[listed])
     pages = paged_tma.record(problem)
-    return parts, part_lse, *sequences.spans(problem), pages, schedule, (mask, score_record(problem))
+    cache = TensorArgs.of(problem.k) if gathers(problem.k.shape[2]) else None
+    return cache, parts, part_lse, *sequences.spans(problem), pages, schedule, (mask, score_record(problem))
 
 
 def prepare(problem: Problem, cut: Cut, order: int = 1) -> TMALaunch:
@@ -126,6 +128,6 @@ def prepare(problem: Problem, cut: Cut, order: int = 1) -> TMALaunch:
     ]
     capacity = problem.layout.capacity(k.shape[2])
     numbers = cut.tiles, cut.blocks, k.shape[1], problem.group, q.shape[2], capacity
-    sizes = {"ROWS": cut.rows, "ORDER": order, "REGISTERS": 232, "LOADER_REGISTERS": 40}
+    sizes = {"ROWS": cut.rows, "ORDER": order, "REGISTERS": 232, "LOADER_REGISTERS": 48}
     constants = {"shape": LatentShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     return TMALaunch(latent_kernel, (cut.tiles * cut.lines, 1, 1), shapes, numbers, constants, OPTIONS)

@@ -1,19 +1,23 @@
-"""The latent kernel's producer: one warp that walks along a line of tiles of keys."""
+"""The latent kernel's producer, which walks along a line of tiles of keys.
+
+It is one warp that copies in bulk, or four that gather rows of pages which are too short for that.
+"""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
-from saccade.backends.device.tiles import tile_range
+from saccade.backends.device.tiles import head, tile_range
 from saccade.backends.gluon.forward.paged_tma import load_pages, pages_of
 from saccade.backends.gluon.latent.pipeline import HALF
 from saccade.backends.gluon.latent.schedule import length_of_line
-from saccade.backends.gluon.shim import aggregate, tma_load
+from saccade.backends.gluon.shim import aggregate, copy_async, tma_load
 from saccade.backends.gluon.tiles import zero_tail
 
 # Of a part: its sequence (-1: no more parts), its number, its first tile of keys and how many there are, those between
@@ -46,10 +50,16 @@ def row_tile(args):
     )
 
 
+@gluon.constexpr_function
+def gathers(page_size):
+    """constexpr: bulk copies would be of fewer rows than are swizzled together"""
+    return page_size % 8 != 0
+
+
 @gluon.jit
 def sequence_at(schedule, place):
     """The sequence that has tile `place` of all: of so many sequences all tiles come before."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     count = plain_int(schedule.sequences)
     b = count * 0
     for start in range(0, count, 128):
@@ -70,7 +80,7 @@ def open_part(args, pipe, rows, b, place, stop, drawn):
     _, _, _, used = extent(args.used_q, b, args.s_q)
     _, _, _, keys = extent(args.used_k, b, args.s_k)
     # [64]
-    q_idx = rows.row + gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0])) % args.shape.ROWS
+    q_idx = rows.row + gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) % args.shape.ROWS
     lo, hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - used)
     _, core, core_end, _ = tile_range(lo, hi, core_lo, core_hi, q_idx < used, keys, 64)
     at = pipe.queries.record_of(drawn)
@@ -126,11 +136,52 @@ def load_half(args, pipe, page, h_k, n, start, keys, half, REST: gl.constexpr, t
 
 
 @gluon.jit
+def copy_chunks(tiles, first, COUNT: gl.constexpr, place, column, there):
+    """Starts copies of COUNT chunks of 64 columns from `column` on: of each row [64] that is `there`, and zeros."""
+    layout: gl.constexpr = place.type.layout.parent
+    for i in gl.static_range(COUNT):
+        # [64, 64]
+        at = place[:, None] + (column + i * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout)))[None, :]
+        copy_async(tiles.index(first + i).reshape([64, 64]), at, mask=there[:, None])
+
+
+@gluon.jit
+def gather_half(pipe, n, place, there, half, REST: gl.constexpr):
+    """Fills a half of a stage with columns of rows [64]."""
+    stage = n % 2
+    pipe.claim(n, stage, half)
+    copy_chunks(pipe.latent, (2 * stage + half) * HALF, HALF, place, half * (64 * HALF), there)
+    if REST:
+        copy_chunks(pipe.rest, stage, 1, place, 128 * HALF, there)
+    async_copy.mbarrier_arrive(pipe.full.index(2 * stage + half), increment_count=False)
+
+
+@gluon.jit
+def gather_tile(args, pipe, h_k, b, n, start, keys):
+    """The same as `load_tile`, row by row."""
+    SIZE: gl.constexpr = args.pages.size
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    # [64]
+    kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    there = kv_idx < keys
+    table = args.pages.table + b.to(gl.int64) * plain_int(args.pages.stride)
+    page = gl.load(table + kv_idx // SIZE, mask=there, other=0)
+    page = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1).to(gl.int64)
+    place = head(args.cache, page, h_k, (kv_idx % SIZE).to(gl.int64))
+    gather_half(pipe, n, place, there, n % 2, 0)
+    gather_half(pipe, n, place, there, 1 - n % 2, 1)
+
+
+@gluon.jit
 def load_tile(args, pipe, h_k, b, n, start, keys, tails):
     """Fills a stage; the half comes first that is free first, the owner's."""
-    page = pages_of(args.pages, b, start, keys, 64)
-    tails = load_half(args, pipe, page, h_k, n, start, keys, n % 2, 0, tails)
-    return load_half(args, pipe, page, h_k, n, start, keys, 1 - n % 2, 1, tails)
+    if args.cache is None:
+        page = pages_of(args.pages, b, start, keys, 64)
+        tails = load_half(args, pipe, page, h_k, n, start, keys, n % 2, 0, tails)
+        tails = load_half(args, pipe, page, h_k, n, start, keys, 1 - n % 2, 1, tails)
+    else:
+        gather_tile(args, pipe, h_k, b, n, start, keys)
+    return tails
 
 
 @gluon.jit

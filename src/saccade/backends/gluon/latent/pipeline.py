@@ -38,30 +38,36 @@ class Seesaw:
     rest: gl.shared_memory_descriptor
     """the last 64 columns, and then the weights, of each stage"""
     full: gl.shared_memory_descriptor
-    """a barrier for each half of each stage, and one for copies that the producer waits for"""
+    """a barrier for each half of each stage, and of bulk copies one for those that the producer waits for"""
     maxima: gl.shared_memory_descriptor
     """[64] for each stage: rows' maxima after its tile"""
     decays: gl.shared_memory_descriptor
     """[64] for each stage: by what sums shrink with its tile"""
     sums: gl.shared_memory_descriptor
     """[64] for each consumer, of this part and of the one before"""
+    GATHERS: gl.constexpr
+    """whether four warps load, row by row"""
+    THREADS: gl.constexpr
+    """of the producer and one consumer"""
     shape: Value
 
     @gluon.jit
     def claim(self, n, stage, half):
         """For the producer: waits until a half of tile n's stage is free."""
         if n >= 2:
-            barrier_sync(EMPTY + 2 * stage + half, 160)
+            barrier_sync(EMPTY + 2 * stage + half, self.THREADS)
 
     @gluon.jit
     def wait(self, n, stage: gl.constexpr, half: gl.constexpr):
         """For a consumer: waits until half of tile n is there."""
         mbarrier.wait(self.full.index(2 * stage + half), (n // 2) & 1)
+        if self.GATHERS:  # products read what bulk copies write; what threads write they see behind a fence
+            fence_async_shared()
 
     @gluon.jit
     def release(self, stage: gl.constexpr, half: gl.constexpr):
         """For consumer `half`: it reads its half of a stage no more; of the other's stage nor the weights."""
-        barrier_arrive(EMPTY + 2 * stage + half, 160)
+        barrier_arrive(EMPTY + 2 * stage + half, self.THREADS)
 
     @gluon.jit
     def values(self, stage, half):
