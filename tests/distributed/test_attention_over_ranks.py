@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade.testing import Case
-from saccade.testing.ranks import differences
+from saccade.testing.ranks import differences, measured
 
 EQUAL = 1e-12
 """What sums in another order differ by, in float64, relative to the largest element."""
@@ -106,6 +106,15 @@ def test_both_on_a_mesh(pool, case, mesh):
 def test_reference_backend(pool):
     case = packed("", mask="causal", score="alibi", dropout_p=0.3)
     assert max(differences(pool, case, 3, method="gather", backend="reference").values()) <= EQUAL
+
+
+@pytest.mark.parametrize("settings", [{"method": "gather"}, {"method": "ulysses"}], ids=lambda x: x["method"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_other_dtypes(pool, dtype, settings):
+    """By the one tolerance: partial gradients of keys are rounded on their way."""
+    case = packed("", mask="causal", sink=True, dtype=dtype, h_q=8, h_k=4, d=64)
+    for ratios in pool.run(measured, 4, case, settings):
+        assert max(ratios.values()) <= 1
 
 
 # What ranks do beside it

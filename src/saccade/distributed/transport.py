@@ -31,7 +31,7 @@ class Transport:
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], stage: str) -> Tensor:
         """Rows of x, `sent[i]` of them to rank i in order; returns the rows of all others, `received[i]` of rank i."""
         self.exchanges += 1
-        group = self._group(stage)
+        group = self.group(stage)
         if self.debug:
             self._compare(group, x, stage)
         flat, out = _numbers(x.contiguous()), _numbers(x.new_empty(sum(received), *x.shape[1:]))
@@ -42,13 +42,14 @@ class Transport:
     def broadcast(self, x: Tensor, stage: str) -> Tensor:
         """Rank 0's x, in place."""
         self.exchanges += 1
-        group = self._group(stage)
+        group = self.group(stage)
         if self.debug:
             self._compare(group, x, stage)
         self._run(stage, x, lambda: dist.broadcast(x, group=group, group_src=0, async_op=True))
         return x
 
-    def _group(self, stage: str) -> Any:
+    def group(self, stage: str) -> Any:
+        """The process group, which is as it was when the plan was made."""
         if not self.group_name:
             raise RuntimeError(
                 f"{stage}: the plan was made for {self.size} ranks without processes: pass plan(…, group) a group"
@@ -95,5 +96,5 @@ class Transport:
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """x as a dtype that every transport has."""
-    return x.view(torch.int16) if x.element_size() == 2 and x.is_floating_point() else x
+    """x as a dtype that gloo has; nothing is computed."""
+    return x.view(torch.float16) if x.dtype == torch.bfloat16 else x

@@ -25,6 +25,8 @@ from torch import Tensor
 from saccade import distributed, masks
 from saccade.api import attention
 from saccade.layouts import Dense, Packed
+from saccade.partial import Partial
+from saccade.testing.accuracy import check
 from saccade.testing.cases import Case, Inputs
 
 SIZES = 1, 2, 3, 4, 8
@@ -250,3 +252,51 @@ def results(made: Inputs, keywords: dict[str, Any], settings: Settings) -> dict[
 def _finite(dlse: Tensor, lse: Tensor) -> Tensor:
     """No gradient of what is infinite."""
     return dlse.masked_fill(lse.isinf(), 0)
+
+
+# A call on ranks as a function of whole tensors, for `check`
+
+
+def measured(group: Any, case: Case, settings: Settings) -> dict[str, float]:
+    """The ratios of `check` for a call over the group's ranks, on each of them."""
+    device = settings.get("device", "cpu")
+    made = case.inputs(device)
+    plan = plan_of(group, case, made, settings)
+    keywords = made.keywords | {name: settings[name] for name in ("deterministic",) if name in settings}
+    report = check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, function=over_ranks(plan, case), **keywords)
+    return report.ratios
+
+
+def over_ranks(plan: distributed.ContextPlan, case: Case) -> Callable[..., Any]:
+    """`attention` of tensors that all ranks have whole, each of which gets all results and gradients."""
+    rows, of_lse = (0, 1) if case.order == "thd" else (case.order.index("s"), 2)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, layout: Any, return_lse: bool = False, **keywords: Any) -> Any:
+        if isinstance(keywords.get("sink"), Tensor):
+            keywords["sink"] = _Whole.apply(keywords["sink"], plan)
+        mine = [plan.shard(_Whole.apply(x, plan), rows) for x in (q, k, v)]
+        if isinstance(layout, Dense):
+            keywords["layout"] = layout
+        found = attention(*mine, return_lse=True, context=plan, **keywords)
+        out = plan.unshard(found.out, rows)
+        return Partial(out, plan.unshard(found.lse, of_lse)) if return_lse else out
+
+    return function
+
+
+class _Whole(torch.autograd.Function):
+    """A tensor of all ranks, which all take the same loss of it: its gradient is the mean of theirs, as each has the
+    sum over all losses of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: distributed.ContextPlan) -> Tensor:
+        ctx.plan = plan
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = dx.float() if dx.dtype != torch.float64 else dx.clone()
+        for transport in (ctx.plan.rows_transport(), ctx.plan.heads_transport()):
+            if transport.size > 1:
+                dist.all_reduce(total, group=transport.group("a sum"))
+        return (total / ctx.plan.size).to(dx.dtype), None
