@@ -191,6 +191,18 @@ def gradient():
     return attention(q.requires_grad_(), k, v)
 
 
+def byte_gradient():
+    q, k, v = operands(torch.float8_e4m3fn, torch.bfloat16)
+    return attention(q, k, v.requires_grad_(), descale=Descale(backward="dequantized"))
+
+
+def range_gradient():
+    q, k, v = (x[0].transpose(0, 1) for x in operands(torch.float8_e4m3fn, torch.bfloat16))
+    ends = torch.tensor([0, 100, 200])
+    layout = Packed(ends, starts_k=torch.tensor([0, 50]), seqused_k=torch.tensor([100, 150]))
+    return attention(q, k, v, layout=layout, descale=Descale(k=positive(2, H_K), backward="dequantized"))
+
+
 def factor_gradient(name: str):
     """Of a Descale's own tensors; softmax and PyTorch's own functions would both be differentiable."""
     factor = torch.ones((B, H_Q, S) if name == "shift" else (B, H_K), requires_grad=True)
@@ -225,6 +237,10 @@ ERRORS = {
     "device": (lambda: run(Descale(k=torch.ones((), device="meta"))), ValueError, "on q's device cpu, got meta"),
     "out": (lambda: attention(*E4, out=F32), ValueError, "out must be torch.bfloat16 or torch.float16"),
     "gradient": (gradient, Unsupported, "no gradients"),
+    "gradient of bytes": (byte_gradient, Unsupported, "no gradients"),
+    "backward": (lambda: Descale(backward="exact"), ValueError, "None or 'dequantized', got 'exact'"),
+    "backward beside a shift": (lambda: Descale(shift=random(1), backward="dequantized"), ValueError, "no derivative"),
+    "backward of ranges": (range_gradient, ValueError, "a number, () or (h_k,): q (200, 4, 16)"),
     "gradient of a factor": (lambda: factor_gradient("k"), Unsupported, "no gradients"),
     "gradient of v's": (lambda: factor_gradient("v"), Unsupported, "no gradients"),
     "gradient of the shift": (lambda: factor_gradient("shift"), Unsupported, "no gradients"),

@@ -120,7 +120,7 @@ def attention(
             is contiguous, and it shares no memory with what the call reads; slices of one tensor that lie between one
             another do not. Over pages, rows after the last sequence of `cu_seqlens_q` stay as they are. For calls
             without gradients.
-        descale: what 8-bit k and v, and 8-bit q, stand for: see `Descale`. Such calls have no gradients.
+        descale: what 8-bit k and v, and 8-bit q, stand for: see `Descale`, which also says what has gradients then.
         context: q, k and v are one rank's rows of sequences that many ranks share: see `saccade.distributed.plan`.
 
     Returns:

@@ -74,8 +74,9 @@ def eight_bit_gradients(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why a call of 8-bit operands has no gradients, and what has."""
     got = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     return (
-        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(), or pass the dequantised "
-        f"values, such as k.to(torch.bfloat16) * descale; got {got}"
+        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(); pass Descale(…, "
+        "backward='dequantized') for those of wider q, the sink and captured tensors; or pass the dequantised values, "
+        f"such as k.to(torch.bfloat16) * descale; got {got}"
     )
 
 
@@ -140,7 +141,7 @@ def forward(*arguments: Any) -> Any:
     if needs_gradient(*tensors):
         if error := call.view_layout.gradient_error:
             raise Unsupported(error)
-        if call.k.dtype in EIGHT_BITS:
+        if call.k.dtype in EIGHT_BITS and not call.parsed.dequantized:
             raise Unsupported(eight_bit_gradients(*call[:3]))
         return _apply(_Attention, call, *tensors, *call.tensors)
     with torch._C._AutoDispatchBelowAutograd():

@@ -121,7 +121,7 @@ def _lengths(call: FlatCall, dims: FlatCall) -> int | None:
     header = call.parsed
     order, *used = header.layout.split(",")
     others: Any = [dims.sink, *dims.captures, *dims.tensors[len(used) :]]
-    own = any("offset" in name for name in used) or header.dropout or header.descale != "-"
+    own = any("offset" in name for name in used) or header.dropout or header.descale != "-" or header.dequantized
     if order not in ORDERS or own or any(dim is not None for dim in others) or not _alike(header):
         return None
     return len(used)

@@ -78,6 +78,7 @@ class BoundCall(NamedTuple):
             score="none" if score is None else score.identity,
             backend=backend,
             descale="-" if self.descale is None else self.descale.names,
+            dequantized=self.descale is not None and self.descale.backward,
             deterministic=self.deterministic,
             dropout=dropout is not None,
             max_scores=self.max_scores,
@@ -183,9 +184,21 @@ def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, lay
     sizes = layout.sizes(q, k)
     shape = sizes.b, layout.canonical(k).shape[1], sizes.s_q if layout.knows_rows else None, sizes.s_k
     try:
-        return factors(descale, q.device, q.dtype in EIGHT_BITS, shape, not isinstance(layout, Dense))
+        found = factors(descale, q.device, q.dtype in EIGHT_BITS, shape, not isinstance(layout, Dense))
     except ValueError as error:
         raise ValueError(f"{error}: {_shapes(q, k, v, layout)}") from None
+    if found.backward and layout.starts_k is not None and not _one_for_all(found):
+        raise ValueError(
+            "with ranges of keys (starts_k), of which several sequences may share a row, backward='dequantized' needs "
+            f"a descale of k and v that is a number, () or (h_k,): {_shapes(q, k, v, layout)}"
+        )
+    return found
+
+
+def _one_for_all(found: Factors) -> bool:
+    """Whether all sequences, and blocks, share the factors of k and v."""
+    of_keys = [x for x in (found.k, found.v) if x is not None]
+    return all(x.shape[2] == 1 and (x.shape[0] == 1 or x.stride(0) == 0) for x in of_keys)
 
 
 def _check_shift(shift: Tensor, q: Tensor, layout: Layout, others: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,15 @@ class Descale:
         shift: float32 in the LSE's shape, which `quantize` makes for smoothed keys: what `q kᵀ` lacks in each row.
             It is added to the LSE and to `max_scores`. Sinks and score functions, to which the scores themselves
             matter, are refused beside it.
+        backward: None, and a call that needs a gradient is refused; or "dequantized": the backward is that of 16-bit
+            operands on the values, in the dtype of out, so of wider queries, the sink and captured tensors. Numbers of
+            8 bits have no gradient: it would be rounded to 8 bits itself.
 
     Raises:
         TypeError: neither a number nor a float32 tensor.
         ValueError: a number that is not positive, or beyond float32's normal ones; a tensor of more than three
-            dimensions, or one that is nested or sparse. The values of tensors are not read.
+            dimensions, or one that is nested or sparse. The values of tensors are not read. An unknown `backward`, or
+            one beside a shift, which has no derivative.
 
     >>> k = v = torch.randn(1, 2, 128, 64).to(torch.float8_e4m3fn)
     >>> q = torch.randn(1, 4, 128, 64, dtype=torch.bfloat16)
@@ -56,9 +60,16 @@ class Descale:
     k: Tensor | float | None = None
     v: Tensor | float | None = None
     shift: Tensor | None = None
+    backward: Literal["dequantized"] | None = None
 
     def __post_init__(self) -> None:
         shift = self.shift
+        if self.backward not in (None, "dequantized"):
+            raise ValueError(f"backward must be None or 'dequantized', got {arguments.told(self.backward)}")
+        if self.backward and shift is not None:
+            raise ValueError(
+                "the shift of smoothed keys has no derivative: omit backward, or quantize without smooth_k"
+            )
         if shift is not None and (not isinstance(shift, Tensor) or shift.dtype != torch.float32):
             raise TypeError(f"the shift must be a float32 tensor in the LSE's shape, got {arguments.told(shift)}")
         for name in NAMES:
@@ -94,43 +105,64 @@ class Factors(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
+    backward: bool = False
+    """Whether the values have gradients."""
+
+    @property
+    def each(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.q, self.k, self.v
 
     @property
     def blocked(self) -> bool:
         """Whether a factor goes by blocks."""
-        return any(x is not None and x.shape[2] > 1 for x in self)
+        return any(x is not None and x.shape[2] > 1 for x in self.each)
 
     @property
     def names(self) -> str:
         """The operands that have a factor, such as `kv`; `-` is none."""
-        return "".join(name for name, x in zip(NAMES, self, strict=True) if x is not None) or "-"
+        return "".join(name for name, x in zip(NAMES, self.each, strict=True) if x is not None) or "-"
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [x for x in self if x is not None]
+        return [x for x in self.each if x is not None]
 
     @property
     def key(self) -> Hashable:
         """Everything but values."""
-        return tuple([None if x is None else (x.shape, x.stride()) for x in self])
+        return tuple([None if x is None else (x.shape, x.stride()) for x in self.each])
 
     @staticmethod
     def from_tensors(names: str, tensors: list[Tensor]) -> Factors:
         """The inverse of `names` and `tensors`; takes from the end of the list."""
-        return Factors(**{name: tensors.pop() for name in reversed(names) if name in NAMES})
+        found = {name: tensors.pop() for name in reversed(names) if name in NAMES}
+        return Factors(found.get("q"), found.get("k"), found.get("v"))
 
     def of_sequence(self, i: int) -> Factors:
         """Those of one sequence, as a batch of one."""
-        return Factors(*(None if x is None else x[i : i + 1] for x in self))
+        return self.mapped(lambda x: x[i : i + 1])
 
     def of_heads(self, heads: slice) -> Factors:
         """Those of some key heads."""
-        return Factors(*(None if x is None else x[:, heads] for x in self))
+        return self.mapped(lambda x: x[:, heads])
 
-    def values(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the operand of this name, (b, h, s, d), stands for, in another dtype."""
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Factors:
+        """The same, of changed tensors."""
+        q, k, v = (None if x is None else change(x) for x in self.each)
+        return self._replace(q=q, k=k, v=v)
+
+    def values(self, name: str, x: Tensor, dtype: torch.dtype, starts: Tensor | None = None) -> Tensor:
+        """What the operand of this name, (b, h, s, d), stands for, rounded once to another dtype. Sequences end to end
+        are one batch row and begin at `starts`."""
         factor = getattr(self, name)
-        return x.to(dtype) if factor is None else x.to(dtype) * by_row(factor, x).to(dtype)
+        if factor is None:
+            return x.to(dtype)
+        if starts is not None:
+            factor = _of_packed_rows(factor, starts, x.shape[2])
+        elif factor.shape[0] > x.shape[0]:  # ranges of keys, which share their factors
+            factor = factor[:1]
+        wide = torch.promote_types(dtype, torch.float32)
+        of_rows = _to_heads(factor, x)[..., None] if starts is not None else by_row(factor, x)
+        return (x.to(wide) * of_rows.to(wide)).to(dtype)
 
 
 def by_row(factor: Tensor, x: Tensor, first: int = 0) -> Tensor:
@@ -138,8 +170,24 @@ def by_row(factor: Tensor, x: Tensor, first: int = 0) -> Tensor:
     if factor.shape[2] > 1:
         rows = torch.arange(first, first + x.shape[2], device=x.device) // BLOCK
         factor = factor[:, :, rows.clamp(max=factor.shape[2] - 1)]
+    return _to_heads(factor, x)[..., None]
+
+
+def _to_heads(factor: Tensor, x: Tensor) -> Tensor:
+    """A factor (b, h_k, n) for each head of x (b, h, s, d)."""
     h, h_k = x.shape[1], factor.shape[1]
-    return factor.repeat_interleave(h // max(h_k, 1), dim=1)[..., None] if h != h_k else factor[..., None]
+    return factor.repeat_interleave(h // max(h_k, 1), dim=1) if h != h_k else factor
+
+
+def _of_packed_rows(factor: Tensor, starts: Tensor, t: int) -> Tensor:
+    """A factor (b, h_k, n) of sequences that begin at `starts` (b + 1) at all t rows, (1, h_k, t). After the last
+    sequence any of them."""
+    if not factor.shape[0]:
+        return factor.new_ones(1, factor.shape[1], t)
+    row = torch.arange(t, device=factor.device)
+    number = torch.searchsorted(starts[1:].to(row.dtype).contiguous(), row, right=True).clamp(max=len(starts) - 2)
+    block = ((row - starts[number]) // BLOCK).clamp(0, factor.shape[2] - 1)
+    return factor[number, :, block].T[None]
 
 
 def factors(
@@ -172,7 +220,7 @@ def factors(
             x = None if x == 1.0 else torch.full((), x, dtype=torch.float32, device=device)
         blocks = None if s is None else -(-s // BLOCK)
         found.append(None if x is None else _expanded(name, x, device, (b, h_k, blocks), bounds))
-    return Factors(*found)
+    return Factors(found[0], found[1], found[2], descale.backward is not None)
 
 
 def _expanded(

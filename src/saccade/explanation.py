@@ -38,7 +38,7 @@ class Explanation:
         self.workspace = plan.module.workspace(self.spec) if plan else None
         self.gradient = self.backend
         if plan and plan.backend != "reference":  # which PyTorch differentiates itself
-            gradient = _plan_if_any(call, plan.backend, gradient=True)
+            gradient = _backward_if_any(call, plan.backend)
             self.gradient = gradient.backend if gradient else None
 
     def __str__(self) -> str:
@@ -60,6 +60,15 @@ class Explanation:
         return f"chosen, with the backward of {self.gradient}" if self.gradient else "chosen, without a backward"
 
     __repr__ = __str__
+
+
+def _backward_if_any(call: Spec | Problem, backend: str) -> dispatch.Plan | None:
+    """The Plan of the backward, of 8-bit operands that of their values if they have one."""
+    if isinstance(call, Problem) and call.descale is not None:
+        if call.layout.gradient_error or not call.descale.backward:
+            return None
+        call = call.dequantized(call.out_dtype)
+    return _plan_if_any(call, backend, gradient=True)
 
 
 def _plan_if_any(call: Spec | Problem, backend: str, gradient: bool = False) -> dispatch.Plan | None:

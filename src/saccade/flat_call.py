@@ -25,6 +25,8 @@ class Header(NamedTuple):
     backend: str = "auto"
     descale: str = "-"
     """Which operands have factors, `Factors.names`: these are tensors, before the numbers."""
+    dequantized: bool = False
+    """Whether 8-bit operands have the backward of their values."""
     deterministic: bool = False
     dropout: bool = False
     """Its state is the last of the tensors, and p the second of the floats."""
@@ -102,7 +104,9 @@ class FlatCall(NamedTuple):
         dropout = Dropout(tensors.pop(), floats.pop(0)) if header.dropout else None
         if header.numbers:
             floats = tensors.pop().tolist()
-        descale = Factors.from_tensors(header.descale, tensors) if self.k.dtype in EIGHT_BITS else None
+        descale = None
+        if self.k.dtype in EIGHT_BITS:
+            descale = Factors.from_tensors(header.descale, tensors)._replace(backward=header.dequantized)
         layout = layouts.from_tensors(header.layout, tensors, ints, self.q.shape[0], self.k.shape[0])
         mask = masks.from_tensors(header.mask, ints, tensors, floats)
         score = scores.from_tensors(header.score, list(self.captures), ints, floats)

@@ -132,8 +132,8 @@ def append_kv(
     arguments.flags(interleaved=interleaved)
     k_new, v_new, q = layouts.with_rows(k_new), layouts.with_rows(v_new), None if q is None else layouts.with_rows(q)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
-    flat = k_cache, v_cache, k_new, v_new, q, places.tensors, places.text, tables, bool(interleaved), *found[1:]
-    direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q, *found[1:])
+    flat = k_cache, v_cache, k_new, v_new, q, places.tensors, places.text, tables, bool(interleaved), *found.each[1:]
+    direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q, *found.each[1:])
     rotated = _append(*flat) if direct else torch.ops.saccade.append_kv(*flat)
     return None if q is None else rotated
 

@@ -160,15 +160,19 @@ def _backward(
     *flat, wanted = arguments
     call = FlatCall(*flat)
     problem = call.problem(max_scores=False)  # which have no gradient
+    if problem.descale is not None:
+        problem = problem.dequantized(dout.dtype)
     plan, problem = dispatch.planned(problem, call.parsed.backend, gradient=True)
     layout = problem.layout
     dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
     with torch._C._DisableAutocast():
         dq, dk, dv, dsink, dcaptures = plan.module.run_backward(problem, saved)
-    none = call.q.new_empty(0)
+    none = dout.new_empty(0)
     dsink, *dcaptures = (none.clone() if x is None else x for x in (dsink, *dcaptures))
-    return layout.ordered(dq), layout.ordered(dk), layout.ordered(dv), dsink, dcaptures
+    of_operands = zip((dq, dk, dv), call[:3], strict=True)
+    dq, dk, dv = (none.clone() if x.dtype in EIGHT_BITS else layout.ordered(dx) for dx, x in of_operands)
+    return dq, dk, dv, dsink, dcaptures
 
 
 # Fakes: shapes, dtypes and strides of the results.
@@ -198,10 +202,15 @@ def _fake_backward(
     *flat, wanted = arguments
     call = FlatCall(*flat)
     layout = call.view_layout
-    dq, dk, dv = (layout.ordered(empty_like_rows(layout.canonical(x), x.shape[-1])) for x in call[:3])
-    dsink = call.q.new_empty(0) if call.sink is None else torch.empty_like(call.sink)
+    dq, dk, dv = (
+        dout.new_empty(0)
+        if x.dtype in EIGHT_BITS
+        else layout.ordered(empty_like_rows(layout.canonical(x), x.shape[-1]))
+        for x in call[:3]
+    )
+    dsink = dout.new_empty(0) if call.sink is None else torch.empty_like(call.sink)
     dcaptures = [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if asked else call.q.new_empty(0)
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if asked else dout.new_empty(0)
         for x, asked in zip(call.captures, wanted, strict=True)
     ]
     return dq, dk, dv, dsink, dcaptures

@@ -157,12 +157,13 @@ class Problem:
             return self.q.dtype
         return torch.bfloat16 if self.out is None else self.out.dtype
 
-    def dequantized(self) -> Problem:
-        """The same call of what 8-bit operands stand for, which are dense, in float32 or float64."""
-        descale, dtype = self.descale, self.lse_dtype()
+    def dequantized(self, dtype: torch.dtype | None = None) -> Problem:
+        """The same call of what 8-bit operands stand for, in another dtype, or in float32 or float64; not of pages."""
+        descale, dtype, layout = self.descale, dtype or self.lse_dtype(), self.layout
         if descale is None:
             return self
-        q, k, v = (descale.values(name, getattr(self, name), dtype) for name in ("q", "k", "v"))
+        sides = ("q", layout.cu_seqlens_q), ("k", layout.cu_seqlens_k), ("v", layout.cu_seqlens_k)
+        q, k, v = (descale.values(name, getattr(self, name), dtype, starts) for name, starts in sides)
         return replace(self, q=q, k=k, v=v, out=None, descale=None, launches={})
 
     def empty_out(self) -> Tensor:

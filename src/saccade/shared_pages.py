@@ -191,13 +191,13 @@ def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
     """Those of the prefix and of each sequence's own keys."""
     blocks = keys // BLOCK
 
-    def first(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:1] if x.shape[2] == 1 else x[:1, :, :blocks]
+    def first(x: Tensor) -> Tensor:
+        return x[:1] if x.shape[2] == 1 else x[:1, :, :blocks]
 
-    def rest(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[2] == 1 else x[:, :, min(blocks, x.shape[2] - 1) :]
+    def rest(x: Tensor) -> Tensor:
+        return x if x.shape[2] == 1 else x[:, :, min(blocks, x.shape[2] - 1) :]
 
-    return Factors(*map(first, descale)), Factors(*map(rest, descale))
+    return descale.mapped(first), descale.mapped(rest)
 
 
 def forward(problem: Problem, planned: list[Part], lse: bool) -> Outputs:

@@ -158,3 +158,28 @@ def test_a_graph_is_replayed_with_other_factors_and_lengths() -> None:
         graph.replay()
         assert torch.equal(found, step())
         check(q, k, v, layout=Paged(table, used), descale=Descale(k=of_k, v=of_v), backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_backward_of_the_values(d: int, eight: bool) -> None:
+    """Of wider queries, or of a sink beside 8-bit ones, as the 16-bit backward has it: factors are powers of two, so
+    that values are what 16 bits hold."""
+    b, h_q, h_k, s = 2, 4, 2, 300
+    q, k, v = (torch.randn(b, h, s, d, device="cuda").to(E4M3) for h in (h_q, h_k, h_k))
+    powers = [torch.randint(-2, 2, (b, h_k, 3), device="cuda").float().exp2() for _ in range(3)]
+    rows = torch.arange(s, device="cuda") // 128
+    wide = [
+        (x.float() * y[:, :, rows, None].repeat_interleave(x.shape[1] // h_k, 1)).bfloat16()
+        for x, y in zip((q, k, v), powers, strict=True)
+    ]
+    sink = torch.randn(h_q, device="cuda", requires_grad=True)
+    query = wide[0].detach().requires_grad_(not eight)
+    leaves = [sink] if eight else [query, sink]
+    descale = Descale(powers[0] if eight else None, *powers[1:], backward="dequantized")
+    dout = torch.randn(b, h_q, s, d, device="cuda").bfloat16()
+    out = attention(q if eight else query, k, v, mask=causal(), sink=sink, descale=descale)
+    found = torch.autograd.grad(out, leaves, dout)
+    wanted = torch.autograd.grad(attention(query, *wide[1:], mask=causal(), sink=sink), leaves, dout)
+    for x, y in zip(found, wanted, strict=True):
+        assert (x - y).float().norm() <= (2**-3 if eight else 2**-6) * y.float().norm()

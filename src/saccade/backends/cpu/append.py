@@ -29,7 +29,7 @@ def append(step: Append) -> Tensor | None:
     there = (places.slot >= 0) & (places.slot < pages * size)
     slot = places.slot[there]
     sequence, position = places.sequence[there], places.position[there]
-    for cache, new, factor in zip(step[:2], step[2:4], step.descale[1:], strict=True):
+    for cache, new, factor in zip(step[:2], step[2:4], step.descale.each[1:], strict=True):
         rows = new.flatten(0, -3)[there]
         if step.quantizes:
             rows = rows.float()

@@ -50,7 +50,7 @@ def record(problem: Problem) -> DescaleArgs | None:
     """The device form of a Problem's descale, if it has one."""
     if problem.descale is None:
         return None
-    return DescaleArgs(*(FactorArgs.of(x, problem.q) for x in problem.descale))
+    return DescaleArgs(*(FactorArgs.of(x, problem.q) for x in problem.descale.each))
 
 
 @triton.jit

@@ -71,7 +71,8 @@ class GateRow(NamedTuple):
         if self.dtype not in EIGHT_BITS:
             return None
         b = 2 if "packed" in self.words else 1
-        return Factors(*torch.ones(3, b, 2, 4 if "blocks" in self.words else 1))
+        q, k, v = torch.ones(3, b, 2, 4 if "blocks" in self.words else 1)
+        return Factors(q, k, v)
 
 
 PACKED = Packed(*torch.zeros(2, 3, dtype=torch.int32), 512, 512)

@@ -49,7 +49,7 @@ def arguments(call: Append, rotated: Tensor | None) -> tuple[Any, ...]:
     caches, descale = call[:2], None
     if call.quantizes:
         caches = [x.view(torch.uint8) for x in caches]
-        descale = DescaleArgs(*(FactorArgs.of(x, new) for x in call.descale))
+        descale = DescaleArgs(*(FactorArgs.of(x, new) for x in call.descale.each))
     rows = (TensorArgs.of(view(x)) for x in (new, call.v_new, *caches))
     queries = (None if x is None else TensorArgs.of(view(x)) for x in (q, rotated))
     angles = None

@@ -272,7 +272,7 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool =
     caches = [torch.empty(256, h_k, size, n, dtype=dtype) for n in (d, d_v)]
     if latent:
         caches[1] = caches[0][..., :d_v]
-    factors = Factors(None, *torch.empty(2, b, h_k, 1)) if eight else None
+    factors = Factors(None, torch.empty(b, h_k, 1), torch.empty(b, h_k, 1)) if eight else None
     problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0, descale=factors)
     split = split_kv(problem, 132)
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
