@@ -27,6 +27,12 @@ def has_e4m3(device: torch.device) -> bool:
 
 
 @cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have on an NVIDIA GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@cache
 def triton_obstacle() -> str | None:
     """What keeps Triton's kernels from running here at all, or None."""
     if find_spec("triton") is None:

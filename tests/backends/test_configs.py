@@ -88,6 +88,9 @@ def test_candidates_of_triton():
     shipped = configs.table("h200")
     made = rows([(64, 64), (128, 128), (256, 256)])
     assert {row.key() for row in made} == {key for key in shipped if key.startswith("triton ")}
+    wide = rows([(512, 512), (64, 320)])
+    assert [row.kernel for row in wide[:4]] == ["forward", "dk", "dv", "dq"]
+    assert all(list(row.candidates()) for row in wide)
     for row in made:
         assert triton.TileConfig(**{**shipped[row.key()], "spill": 0}) in list(row.candidates())
 

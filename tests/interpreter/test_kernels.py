@@ -9,6 +9,8 @@ from saccade import masks
 from saccade.backends.device import masks as device_masks
 from saccade.backends.device import records
 from saccade.backends.device import scores as device_scores
+from saccade.backends.triton import launch
+from saccade.backends.triton.config import TileConfig
 from saccade.layouts import Dense
 from saccade.masks import Mask
 from saccade.problem import Problem
@@ -21,7 +23,7 @@ FLOAT32 = [
     "plain", "window", "window-right-open", "prefixes", "prefix-or-window", "documents-causal", "documents-scattered",
     "documents-or-window", "union-in-window", "group3", "d1", "d111", "sink", "bshd", "everything", "ragged-sink",
     "few-queries", "few-keys-sink", "one-query", "one-key", "no-queries", "no-keys-sink", "no-batch",
-    "dropout", "dropout-plain", "dropout-everything",
+    "dropout", "dropout-plain", "dropout-everything", "d512", "d320", "d64-384", "d512-192", "packed-d512",
 ]  # fmt: skip
 FLOAT16 = ["causal", "documents-window", "softcap-sink", "d72", "ragged"]
 
@@ -34,6 +36,22 @@ FLOAT16 = ["causal", "documents-window", "softcap-sink", "d72", "ragged"]
 def test_named_case(case: Case) -> None:
     given = case.inputs()
     check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords).assert_ok()
+
+
+WIDE = Case("", dtype="fp32", b=1, s_q=20, s_k=40, d=8, d_v=300, mask="causal", sink=True, dropout_p=0.2, order="bshd")
+
+
+@pytest.mark.parametrize("columns", [64, 256])
+@pytest.mark.parametrize("case", [WIDE, WIDE.replace(order="thd", b=2, ranges=True)], ids=["dense", "ranges"])
+def test_programs_with_some_columns_of_values(case: Case, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(kernel: str, problem: Problem) -> TileConfig:
+        return TileConfig(16, 16, 4, 1, columns=columns if kernel in ("forward", "dv") else 0)
+
+    monkeypatch.setattr(launch, "_config", config)
+    given = case.inputs()
+    tensors, gradients = (given.q, given.k, given.v), {"dout": given.dout, "dlse": given.dlse}
+    report = check(*tensors, **gradients, backend="triton", return_max_scores=True, **given.keywords)
+    report.assert_ok()
 
 
 PACKED = Case("", dtype="fp32", b=3, h_q=2, h_k=1, s_q=40, s_k=40, d=16, order="thd", lengths=(40, 0, 7), tail=3)

@@ -41,6 +41,8 @@ def named() -> list[Case]:
         mixed.replace(name="gpt-oss", h_q=16, mask="window(127,0)", sink=True, s_k=300, cache="heads"),
         decode.replace(name="gpt-oss-full", h_q=16, sink=True, s_k=300, cache="heads"),
         mixed.replace(name="gemma", d=256, mask="window(99,0)", score="softcap(50)", s_k=190, cache="heads"),
+        chunk.replace(name="wide", d=512, d_v=320, cache="heads"),
+        decode.replace(name="decode-wide", d=384, score="softcap(9)"),
         mixed.replace(name="one-head-alibi", h_q=4, h_k=1, score="alibi", d=128, page_size=1, cache="one-head"),
         chunk.replace(name="chunk-one-head", h_q=3, h_k=1, mask="window(60,0)", page_size=16, cache="one-head"),
         mixed.replace(name="mixed-pages", d=80, d_v=64, score="softcap(9)", page_size=32, cache="pages"),

@@ -94,7 +94,7 @@ def reasons(vllm, **changes):
 
 def test_what_runs(vllm):
     for changes in (
-        {}, {"has_sink": True}, {"head_size": 256}, {"head_size": 80}, {"dtype": torch.float32}, {"block_size": 1},
+        {}, {"has_sink": True}, {"head_size": 512}, {"head_size": 80}, {"dtype": torch.float32}, {"block_size": 1},
         {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2", "head_size": 80}, {"kv_cache_dtype": "bfloat16"},
         {"kv_cache_dtype": None}, {"device_capability": None},
     ):  # fmt: skip
@@ -109,7 +109,7 @@ def test_what_runs(vllm):
 
 
 def test_what_does_not_run_is_explained(vllm):
-    assert "triton: takes head dims up to 256, not 320" in reasons(vllm, head_size=320)
+    assert "triton: takes head dims up to 512, not 640" in reasons(vllm, head_size=640)
     assert "triton: runs on sm80+" in reasons(vllm, device_capability=type("T4", (), {"major": 7, "minor": 5})())
     assert "pointers and strides of q, k and v at multiples of 16 bytes" in reasons(
         vllm, kv_cache_dtype="fp8", head_size=72

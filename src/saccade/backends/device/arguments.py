@@ -23,15 +23,17 @@ class TileShape(NamedTuple):
     BLOCK_K: Any
     BLOCK_D: Any
     BLOCK_DV: Any
+    """of v's columns, all that a program sums"""
     PRECISION: Any
     """of products of float32: see `tl.dot`"""
     REST: Any = tl.constexpr(0)
     """columns of q and k after the first BLOCK_D that are a tile of their own: a power of two, or 0"""
 
     @staticmethod
-    def of(problem: Problem, block_q: int, block_k: int) -> TileShape:
+    def of(problem: Problem, block_q: int, block_k: int, columns: int = 0) -> TileShape:
+        """columns: of v that a program sums, or 0: all."""
         d, d_v = problem.q.shape[3], problem.v.shape[3]
-        sizes = problem.group, d, d_v, block_q, block_k, block_d(d), block_d(d_v), precision()
+        sizes = problem.group, d, d_v, block_q, block_k, block_d(d), columns or block_d(d_v), precision()
         return TileShape(*map(tl.constexpr, sizes))
 
 

@@ -104,7 +104,8 @@ def recompute_launch(kernel: Any, problem: Problem, *constants: Any) -> Launch:
 def recompute_blocks(problem: Problem) -> tuple[int, int]:
     """BLOCK_Q, at most BLOCK_K, and BLOCK_K."""
     size = 32 if problem.q.dtype == torch.float32 else 64
-    size = size if _widest(problem) <= 128 else size // 2
+    widest = _widest(problem)
+    size = size if widest <= 128 else size // 2 if widest <= 256 else 16
     return size, size
 
 

@@ -67,9 +67,11 @@ class KVHead:
     """TensorArgs"""
     first_k: Any
     first_v: Any
-    """pointers to the first row"""
+    """pointers to the first row, of v from the first column on"""
     keys: Any
     """keys in use"""
+    column: Any
+    """the first of the columns of v that this program reads, and sums: see `value_column`"""
 
 
 @aggregate
@@ -133,10 +135,20 @@ def load_q(x, block, D: tl.constexpr, BLOCK_D: tl.constexpr, shape):
 
 
 @triton.jit
-def store_q(x, block, value, D: tl.constexpr, BLOCK_D: tl.constexpr, shape):
+def store_q(x, block, value, D: tl.constexpr, BLOCK_D: tl.constexpr, shape, first_column=0):
     """Writes the block's rows, in use or not, of out or dq."""
-    base = head(x, block.batch, block.args.h, block.first_q)
-    store_tile(x, base, block.start, block.there, value, shape.BLOCK_Q, D, BLOCK_D)
+    base = head(x, block.batch, block.args.h, block.first_q) + first_column
+    store_tile(x, base, block.start, block.there, value, shape.BLOCK_Q, D, BLOCK_D, first_column)
+
+
+@triton.jit
+def value_column(shape):
+    """The first column of v that this program sums: 0, or where the second axis of the grid says, if one tile does not
+    hold them all."""
+    if shape.D_V > shape.BLOCK_DV:
+        return tl.program_id(1) * shape.BLOCK_DV
+    else:
+        return 0
 
 
 @triton.jit
@@ -144,7 +156,8 @@ def kv_head(k, v, block, shape):
     """The key head of the block."""
     h = block.args.h // shape.GROUP
     first_k = head(k, block.batch, h, block.first_k)
-    return KVHead(k, v, first_k, head(v, block.batch, h, block.first_k), block.args.keys)
+    column = value_column(shape)
+    return KVHead(k, v, first_k, head(v, block.batch, h, block.first_k) + column, block.args.keys, column)
 
 
 @triton.jit
@@ -156,7 +169,7 @@ def load_k(kv, start, shape, CHECK: tl.constexpr):
 @triton.jit
 def load_v(kv, start, shape, CHECK: tl.constexpr):
     """Values [start, start + BLOCK_K), [block_k, d_v]."""
-    return load_tile(kv.v, kv.first_v, start, kv.keys, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, CHECK)
+    return load_tile(kv.v, kv.first_v, start, kv.keys, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, CHECK, kv.column)
 
 
 @triton.jit

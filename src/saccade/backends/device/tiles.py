@@ -38,27 +38,30 @@ def places(x, base, start, N: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, base, start, stop, N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr):
-    """Rows [start, start + N) of one head, zero from `stop` on (if CHECK) and beyond column D."""
+def load_tile(
+    x, base, start, stop, N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr, first_column=0
+):
+    """Rows [start, start + N) of one head, zero from `stop` on (if CHECK) and beyond column D. With D > BLOCK_D the
+    tile has BLOCK_D of the columns, from the first one on, where `base` is."""
     # [N, BLOCK_D]
     place = places(x, base, start, N, BLOCK_D)
     row = (start + tl.arange(0, N) < stop)[:, None]
-    column = (tl.arange(0, BLOCK_D) < D)[None, :]
-    if CHECK and D < BLOCK_D:
+    column = (first_column + tl.arange(0, BLOCK_D) < D)[None, :]
+    if CHECK and D % BLOCK_D != 0:
         return tl.load(place, mask=row & column, other=0.0)
     elif CHECK:
         return tl.load(place, mask=row, other=0.0)
-    elif D < BLOCK_D:
+    elif D % BLOCK_D != 0:
         return tl.load(place, mask=column, other=0.0)
     else:
         return tl.load(place)
 
 
 @triton.jit
-def store_tile(x, base, start, stop, value, N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes rows [start, min(start + N, stop)) of one head, columns below D."""
+def store_tile(x, base, start, stop, value, N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, first_column=0):
+    """Writes rows [start, min(start + N, stop)) of one head, columns below D, as `load_tile` reads them."""
     row = (start + tl.arange(0, N) < stop)[:, None]
-    column = (tl.arange(0, BLOCK_D) < D)[None, :]
+    column = (first_column + tl.arange(0, BLOCK_D) < D)[None, :]
     tl.store(places(x, base, start, N, BLOCK_D), value.to(x.ptr.dtype.element_ty), mask=row & column)
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
 from saccade.backends.device import block_d
+from saccade.backends.triton.config import WIDE
 from saccade.descale import EIGHT_BITS
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
 
+WIDE_GRADIENTS = 132 << 10
+"""Bytes that float32 gradients of WIDE head dims need."""
 obstacle = hardware.triton_obstacle
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
@@ -22,7 +27,7 @@ SUPPORT = Support(
     masks=MASKS,
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
-    max_d=256,
+    max_d=512,
     wider=(("paged", 576, 512),),
     needs_with=(("paged", "aligned"),),
 )
@@ -38,6 +43,11 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
     if eight_bit_pages and problem.k.device.type == "cuda" and block_d(d) != block_d(d_v):
         # Such prompts were wrong on an H200, with Triton 3.6, and right in its interpreter (docs/findings/triton.md).
         return [f"takes 8-bit pages whose head dims fill tiles of one width, not {d} and {d_v}"]
+    if gradient and max(d, d_v) > WIDE and problem.q.dtype == torch.float32 and problem.k.is_cuda:
+        room = WIDE_GRADIENTS if torch.version.hip else hardware.shared_bytes(problem.k.device)
+        if room < WIDE_GRADIENTS:
+            needed = f"needs {WIDE_GRADIENTS >> 10} KB of shared memory for float32 gradients of head dims above {WIDE}"
+            return [f"{needed}, and a program has {room >> 10} KB here; 16-bit ones need 98"]
     return []
 
 

@@ -1,5 +1,8 @@
 """The backward kernels: delta, then dK and dV a kv block at a time, and dQ a q block at a time.
 
+Sums of both dK and dV do not fit the registers where a head dim is above 256: there each has a launch of its own of one
+kernel, which computes the gradients whose tensors it is given.
+
 Nothing is added across programs, so the gradients are the same bits in every run.
 """
 
@@ -27,6 +30,7 @@ from saccade.backends.device.q_block import (
     load_v,
     q_block,
     store_q,
+    value_column,
     weight_gradient,
 )
 from saccade.backends.device.sequences import extent, numbered, tile_of
@@ -44,7 +48,9 @@ class HeadGradients:
     first_dout: Any
     shift: Any
     delta: Any
-    """pointers to the first row"""
+    """pointers to the first row, of dout from the first column on"""
+    column: Any
+    """the first of the columns of dout that this program reads: see `value_column`"""
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
@@ -83,14 +89,24 @@ def _apply_slope(ds, qk, args, q_idx, kv_idx):
 
 
 @triton.jit
+def key_sums(wanted, shape, BLOCK_D: tl.constexpr):
+    """Zeros [block_k, BLOCK_D] for dk or dv, or one where that is not wanted: None."""
+    if wanted is None:
+        return tl.zeros([1, 1], tl.float32)
+    else:
+        return tl.zeros([shape.BLOCK_K, BLOCK_D], tl.float32)
+
+
+@triton.jit
 def dkdv_step(
     dk, dv, start, k_tile, v_tile, kv_idx, rows, args, shape, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True
 ):
-    """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v]. ALIGNED: as `weight_gradient` says."""
+    """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v], or as `key_sums` says. v_tile: None where
+    dk is not wanted. ALIGNED: as `weight_gradient` says."""
     # [block_q, d], [block_q, d_v]
     q_tile = load_tile(rows.q, rows.first_q, start, args.rows, shape.BLOCK_Q, shape.D, shape.BLOCK_D, MASKED)
     dout_tile = load_tile(
-        rows.dout, rows.first_dout, start, args.rows, shape.BLOCK_Q, shape.D_V, shape.BLOCK_DV, MASKED
+        rows.dout, rows.first_dout, start, args.rows, shape.BLOCK_Q, shape.D_V, shape.BLOCK_DV, MASKED, rows.column
     )
     # [block_q]
     q_idx = start + tl.arange(0, shape.BLOCK_Q)
@@ -102,19 +118,41 @@ def dkdv_step(
         row_delta = tl.load(rows.delta + q_idx)
     # [block_k, block_q]
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=shape.PRECISION)
-    dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=shape.PRECISION)
+    if v_tile is None:
+        dp = tl.zeros_like(qk)
+    else:
+        dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=shape.PRECISION)
     p, ds = weight_gradient(
         qk, dp, row_lse[None, :], row_delta[None, :], args, q_idx[None, :], kv_idx[:, None], MASKED, ALIGNED
     )
-    ds = _apply_slope(ds, qk, args, q_idx[None, :], kv_idx[:, None])
-    dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=shape.PRECISION)
-    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=shape.PRECISION)
+    if dv.shape[0] > 1:
+        dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=shape.PRECISION)
+    if v_tile is not None:
+        ds = _apply_slope(ds, qk, args, q_idx[None, :], kv_idx[:, None])
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=shape.PRECISION)
     return dk, dv
+
+
+@triton.jit
+def store_dk(dk, base, start, there, live, value, shape):
+    """Writes the rows of dk that are `there`, zeros where they are not live."""
+    value = tl.where(live[:, None], value, 0.0)
+    store_tile(dk, base, start, there, value, shape.BLOCK_K, shape.D, shape.BLOCK_D)
+
+
+@triton.jit
+def store_dv(dv, base, start, there, live, value, dropout, shape, column):
+    """The same for dv, from a first column on, after what dropout divides by."""
+    if dropout is not None:
+        value *= dropout.factor
+    value = tl.where(live[:, None], value, 0.0)
+    store_tile(dv, base, start, there, value, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, column)
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
-    """dk = scale ds^T q and dv = p^T dout for one kv block of one key head, over all query heads of its group."""
+    """dk = scale ds^T q and dv = p^T dout for one kv block of one key head, over all query heads of its group; of dk or
+    dv None, only the other."""
     # The first keys of a causal mask have the most rows.
     b, head_k, _, start_k = tile_of(used_k, h_q // shape.GROUP, s_k, shape.BLOCK_K, False)
     batch, first_q, _, rows = extent(used_q, b, s_q)
@@ -132,16 +170,20 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
     # [block_k, d], [block_k, d_v]
     k_head = head(k, batch, head_k, first_k)
     k_tile = load_tile(k, k_head, start_k, keys, shape.BLOCK_K, shape.D, shape.BLOCK_D, True)
-    v_head = head(v, batch, head_k, first_k)
-    v_tile = load_tile(v, v_head, start_k, keys, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, True)
-    dk_sum = tl.zeros([shape.BLOCK_K, shape.BLOCK_D], tl.float32)
-    dv_sum = tl.zeros([shape.BLOCK_K, shape.BLOCK_DV], tl.float32)
+    if dk is None:
+        v_tile = None
+    else:
+        v_head = head(v, batch, head_k, first_k)
+        v_tile = load_tile(v, v_head, start_k, keys, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, True)
+    column = value_column(shape)
+    dk_sum = key_sums(dk, shape, shape.BLOCK_D)
+    dv_sum = key_sums(dv, shape, shape.BLOCK_DV)
     for i in range(shape.GROUP):
         h = head_k * shape.GROUP + i
         row = (batch.to(tl.int64) * h_q + h) * s_q + first_q
         q_head = head(q, batch, h, first_q)
-        dout_head = head(dout, batch, h, first_q)
-        gradients = HeadGradients(q, dout, q_head, dout_head, shift + row, delta + row)
+        dout_head = head(dout, batch, h, first_q) + column
+        gradients = HeadGradients(q, dout, q_head, dout_head, shift + row, delta + row, column)
         args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
         if mask.block_sparse:  # the block lists of heads may differ
             number = block_number(used_k, h_q // shape.GROUP, start_k, shape.BLOCK_K)
@@ -155,15 +197,11 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
         for step in range(core, core_end, shape.BLOCK_Q):
             start = tile_start(mask, block_list, step, shape.BLOCK_Q)
             dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False)
-    if dropout is not None:
-        dv_sum *= dropout.factor
     # Keys that are not in use get zeros.
-    dk_sum = tl.where(live[:, None], dk_sum * scale, 0.0)
-    dv_sum = tl.where(live[:, None], dv_sum, 0.0)
-    dk_head = head(dk, batch, head_k, first_k)
-    store_tile(dk, dk_head, start_k, there, dk_sum, shape.BLOCK_K, shape.D, shape.BLOCK_D)
-    dv_head = head(dv, batch, head_k, first_k)
-    store_tile(dv, dv_head, start_k, there, dv_sum, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV)
+    if dk is not None:
+        store_dk(dk, head(dk, batch, head_k, first_k), start_k, there, live, dk_sum * scale, shape)
+    if dv is not None:
+        store_dv(dv, head(dv, batch, head_k, first_k) + column, start_k, there, live, dv_sum, dropout, shape, column)
 
 
 @triton.jit

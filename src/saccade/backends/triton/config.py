@@ -9,8 +9,16 @@ from saccade import configs
 from saccade.backends.device import block_d
 from saccade.spec import EIGHT_BIT_WORDS, Spec
 
-KERNELS = ("forward", "dkdv", "dq")
-"""forward; dK and dV by blocks of keys; dQ by blocks of rows."""
+WIDE = 256
+"""Above this head dim dK and dV have a launch each: sums of both are more than there are registers."""
+
+
+def kernels(spec: Spec) -> tuple[str, ...]:
+    """The kernels of a Spec with tiles of their own: forward; dK and dV by blocks of keys; dQ by blocks of rows."""
+    return ("forward", "dk", "dv", "dq") if max(spec.d, spec.d_v) > WIDE else ("forward", "dkdv", "dq")
+
+
+BY_KEYS = ("dkdv", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,9 @@ class TileConfig:
     stages: int
     spill: int = 0
     """Bytes that ptxas may spill; its row in the table says why that is the fastest all the same."""
+    columns: int = 0
+    """Of out or dv, that a program computes, a power of two; 0: all. Each group of columns recomputes the scores, on
+    tiles of more rows than there are registers for otherwise."""
 
 
 def key(kernel: str, spec: Spec) -> str:
@@ -47,6 +58,12 @@ def formula(kernel: str, spec: Spec) -> TileConfig:
         if wide <= 64:
             return TileConfig(64, 32, 8, 2)
         return TileConfig(32, 16, 8, 2) if wide <= 128 else TileConfig(16, 16, 8, 1)
+    if wide > WIDE:
+        return {
+            "forward": TileConfig(32, 32, 8, 2),
+            "dk": TileConfig(16, 32, 8, 1),
+            "dv": TileConfig(32, 32, 8, 1),
+        }.get(kernel, TileConfig(32, 16, 8, 1))
     if spec.dtype in EIGHT_BIT_WORDS:  # each tile has sums of its own
         return TileConfig(128 if wide <= 128 else 64, 64, 8, 3 if wide <= 128 else 2)
     if kernel == "forward":

@@ -91,7 +91,8 @@ def forward_kernel(
     BYTES: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T) v, lse and max_scores, (b, h_q, s_q) contiguous or None, for one q block of one head a
-    program. descale: DeviceDescale of 8-bit k and v, or None. BYTES: products are those of 8-bit q, k and v."""
+    program, and BLOCK_DV columns of out. descale: DeviceDescale of 8-bit k and v, or None. BYTES: products are those of
+    8-bit q, k and v."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
     h = block.args.h
@@ -120,15 +121,18 @@ def forward_kernel(
         acc, row_max, row_sum = _step(acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, False, BYTES)
 
     stored = block.q_idx < block.there
+    told = stored  # once, where several programs have columns of the same rows
+    if shape.D_V > shape.BLOCK_DV:
+        told = block.q_idx < tl.where(kv.column == 0, block.there, 0)
     acc, row_max, row_sum = store_largest(
-        max_scores, block.place, stored, acc, row_max, row_sum, score, live, sink, h, True
+        max_scores, block.place, told, acc, row_max, row_sum, score, live, sink, h, True
     )
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = values(acc, descale, block.args.b, h // shape.GROUP)
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     if dropout is not None:
         acc *= block.args.dropout.factor
-    store_q(out, block, acc, shape.D_V, shape.BLOCK_DV, shape)
+    store_q(out, block, acc, shape.D_V, shape.BLOCK_DV, shape, kv.column)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))
-        tl.store(lse + block.place, row_lse, mask=stored)
+        tl.store(lse + block.place, row_lse, mask=told)

@@ -13,7 +13,7 @@ from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton import append, launch, paged, quantize
-from saccade.backends.triton.config import KERNELS, config, key
+from saccade.backends.triton.config import config, kernels, key
 from saccade.configs import table
 from saccade.spec import Spec
 
@@ -29,16 +29,20 @@ QUANTIZE = (
     "16bit d128/128 parts", "16bit d256/256 mean rotated",
 )  # fmt: skip
 """A kernel, and what a call has: see `quantize.compiled`."""
-EIGHT_BITS = "d64/64 full", "d128/128 masked", "d256/256 full", "d128/128 masked blocks", "d128/128 full wide"
+WIDE_ROWS = "dk 16bit d512/512 ranges", "dv 16bit d512/512 masked dropout", "dk 16bit d64/512 packed"
+EIGHT_BITS = (
+    "d64/64 full", "d128/128 masked", "d256/256 full", "d128/128 masked blocks", "d128/128 full wide",
+    "d512/512 masked",
+)  # fmt: skip
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
 
 def configs() -> Iterator[str]:
     """Every row of the table, then formulas where the table is silent."""
     yield from (row for row in table(GPU) if row.startswith("triton "))
-    silent = Spec("fp32", 256, mask="causal"), Spec("bf16", 32)
+    silent = Spec("fp32", 256, mask="causal"), Spec("bf16", 32), *(Spec(dtype, 512) for dtype in ("bf16", "fp32"))
     for spec in silent:
-        yield from (key(kernel, spec) for kernel in KERNELS if key(kernel, spec) not in table(GPU))
+        yield from (key(kernel, spec) for kernel in kernels(spec) if key(kernel, spec) not in table(GPU))
 
 
 def features() -> Iterator[str]:
@@ -53,6 +57,9 @@ def features() -> Iterator[str]:
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
     yield from (f"triton paged 16bit d576/512 {word} latent" for word in paged.LATENT)
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
+    yield from (f"triton paged {size} d512/512 {word}" for size in ("8bit", "16bit") for word in ("decode", "fixed"))
+    yield from (f"triton {name} 16bit d512/512 relative_bias" for name in ("captured_gradients", "row_totals"))
+    yield from (f"triton {words}" for words in WIDE_ROWS)
     yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:3], "append", "slots"))
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
     yield from (f"triton quantize {words}" for words in QUANTIZE)
@@ -84,6 +91,8 @@ def compiled(name: str) -> tuple[Any, int]:
     outputs = {
         "forward": (out, rows, top, None, descale.record(problem)),
         "dkdv": (v, k, v, rows, rows),
+        "dk": (v, k, None, rows, rows),
+        "dv": (v, None, v, rows, rows),
         "dq": (v, q, rows, rows),
     }[row.kernel]
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))

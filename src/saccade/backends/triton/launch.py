@@ -18,7 +18,7 @@ from saccade.backends.device.gradients import aligned_rows, sink_gradient
 from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
-from saccade.backends.triton.config import TileConfig, config
+from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.backends.triton.ranges_kernel import ranges_dkdv_kernel
 from saccade.layouts import empty_like_rows
@@ -60,11 +60,17 @@ def backward(
         # Packed rows stand alone here.
         used = None if problem.layout.ragged_keys else sequences.spans(problem)[0]
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(problem.score)
-        grid = q.shape[:2].numel() * -(-q.shape[2] // DELTA_ROWS), 1, 1
-        preprocess = Launch(delta_kernel, grid, (v.shape[3], DELTA_ROWS, block_d(v.shape[3])))
+        block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
+        grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
+        preprocess = Launch(delta_kernel, grid, (v.shape[3], block_q, block_d(v.shape[3])))
         preprocess(q.device.index, (dout, aligned_rows(saved.out), *rows))
         operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
-        _launch("dkdv", problem, (*operands, TensorArgs.of(dk), TensorArgs.of(dv), shift, delta), tiles)
+        sums = TensorArgs.of(dk), TensorArgs.of(dv)
+        if max(q.shape[3], v.shape[3]) > WIDE:
+            _launch("dk", problem, (*operands, sums[0], None, shift, delta), tiles)
+            _launch("dv", problem, (*operands, None, sums[1], shift, delta), tiles)
+        else:
+            _launch("dkdv", problem, (*operands, *sums, shift, delta), tiles)
         _launch("dq", problem, (*operands, TensorArgs.of(dq), shift, delta), tiles)
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
@@ -84,8 +90,8 @@ def operand(problem: Problem, name: str, x: Tensor | None = None) -> TensorArgs:
     return args
 
 
-KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
-RANGES_KERNELS = KERNELS | {"dkdv": ranges_dkdv_kernel}
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, **dict.fromkeys(BY_KEYS, dkdv_kernel)}
+RANGES_KERNELS = KERNELS | dict.fromkeys(BY_KEYS, ranges_dkdv_kernel)
 """The same where sequences may share keys."""
 
 
@@ -105,16 +111,19 @@ def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles 
 
 
 def _tile_arguments(name: str, problem: Problem, tile: TileConfig) -> tuple[Any, ...]:
-    if name == "dkdv" and problem.layout.starts_k is not None:  # its programs own no sequence's block
+    by_keys = name in BY_KEYS
+    if by_keys and problem.layout.starts_k is not None:  # its programs own no sequence's block
         return common_arguments(problem, masks.record(problem))
-    return tile_arguments(problem, tile.block_q, tile.block_k, name == "dkdv")
+    return tile_arguments(problem, tile.block_q, tile.block_k, by_keys)
 
 
 def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1) -> Launch:
-    blocks = tile.block_q, tile.block_k
-    grid, shape = tile_grid(problem, *blocks, by_keys=name == "dkdv"), TileShape.of(problem, *blocks)
-    if name == "dkdv" and problem.layout.starts_k is not None:
+    blocks, by_keys = (tile.block_q, tile.block_k), name in BY_KEYS
+    grid, shape = tile_grid(problem, *blocks, by_keys), TileShape.of(problem, *blocks, tile.columns)
+    if by_keys and problem.layout.starts_k is not None:
         grid = problem.k.shape[1] * -(-problem.k.shape[2] // tile.block_k), 1, 1
+    if tile.columns:
+        grid = grid[0], -(-problem.v.shape[3] // tile.columns), 1
     kernels = KERNELS if problem.layout.starts_k is None else RANGES_KERNELS
     constants = (shape, eight_bits.products(problem)) if name == "forward" else (shape,)
     return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages)

@@ -22,7 +22,7 @@ from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import FLAGS, UNITS, TensorArgs, runtime_int
 from saccade.backends.triton import launch
-from saccade.backends.triton.config import TileConfig, formula
+from saccade.backends.triton.config import WIDE, TileConfig, formula
 from saccade.backends.triton.merge_kernel import merge_kernel
 from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
 from saccade.backends.triton.paged_tiles import PageTable
@@ -42,8 +42,6 @@ FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
-WIDE = 256
-"""Columns from which on they are two tiles, where they are no power of two."""
 CHUNK = 16
 """Parts that the merge adds up at a time."""
 
@@ -120,13 +118,15 @@ def config(problem: Problem, rows: int) -> TileConfig:
     if spec.dtype == "fp32":
         return formula("forward", spec)
     wide, eight = max(block_d(spec.d), block_d(spec.d_v)), problem.k.dtype in EIGHT_BITS
-    block_k = 128 if wide <= 64 else 64 if wide <= 128 else 32
+    block_k = 128 if wide <= 64 else 64 if wide <= 128 else 16 if wide == 2 * WIDE else 32  # above, v is part of k
     # Converted tiles need registers.
-    fixed = TileConfig(FIXED_ROWS, block_k, 8 if wide > (128 if eight else WIDE) else 4, 3)
+    most = FIXED_ROWS // 2 if eight and wide > WIDE else FIXED_ROWS
+    fixed = TileConfig(most, block_k, 8 if wide > (128 if eight else WIDE) else 4, 3)
     if layout.num_splits == 1:
         return fixed
     if wide > WIDE:
-        return TileConfig(FEW_ROWS, 64, 8, 3) if rows <= FEW_ROWS else TileConfig(FIXED_ROWS, block_k, 8, 3)
+        few = TileConfig(FEW_ROWS, 64, 8, 3) if reads_once(problem) else TileConfig(FEW_ROWS, 32 if eight else 16, 4, 4)
+        return few if rows <= FEW_ROWS else fixed
     if rows <= FEW_ROWS:
         # As many bytes; blocks of a Descale hold whole tiles.
         return TileConfig(FEW_ROWS, min(2 * block_k, 128) if eight else block_k, 4, 4)

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.dropout import opened
-from saccade.backends.device.q_block import ScoreArgs, TileRange, edge_length, edge_start
+from saccade.backends.device.q_block import ScoreArgs, TileRange, edge_length, edge_start, value_column
 from saccade.backends.device.records import FAR, plain_int
 from saccade.backends.device.sequences import extent
-from saccade.backends.device.tiles import head, load_tile, store_tile, tile_range
-from saccade.backends.triton.backward_kernels import HeadGradients, dkdv_step
+from saccade.backends.device.tiles import head, load_tile, tile_range
+from saccade.backends.triton.backward_kernels import HeadGradients, dkdv_step, key_sums, store_dk, store_dv
 
 CHUNK = tl.constexpr(128)
 """Sequences that a program looks at at once."""
@@ -33,12 +33,21 @@ def next_reader(used_k, after, chunk, start, s_k, BLOCK_K: tl.constexpr):
     return tl.min(tl.where(reads, b, FAR))
 
 
+@triton.jit
+def kept(live, sums, before):
+    """Sums of keys that are live, and those from before of others."""
+    if sums.shape[0] > 1:
+        return tl.where(live[:, None], sums, before)
+    else:  # not wanted
+        return sums
+
+
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def ranges_dkdv_kernel(
     q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
 ):
     """dk = scale ds^T q and dv = p^T dout for BLOCK_K rows of one key head, over all sequences and query heads that
-    read them."""
+    read them; of dk or dv None, only the other."""
     blocks = tl.cdiv(s_k, shape.BLOCK_K)
     start_k = tl.program_id(0) % blocks * shape.BLOCK_K
     head_k = tl.program_id(0) // blocks
@@ -46,9 +55,13 @@ def ranges_dkdv_kernel(
         dropout = opened(dropout)
     # [block_k, d], [block_k, d_v]
     k_tile = load_tile(k, head(k, head_k * 0, head_k), start_k, s_k, shape.BLOCK_K, shape.D, shape.BLOCK_D, True)
-    v_tile = load_tile(v, head(v, head_k * 0, head_k), start_k, s_k, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, True)
-    dk_sum = tl.zeros([shape.BLOCK_K, shape.BLOCK_D], tl.float32)
-    dv_sum = tl.zeros([shape.BLOCK_K, shape.BLOCK_DV], tl.float32)
+    if dk is None:
+        v_tile = None
+    else:
+        v_tile = load_tile(v, head(v, head_k * 0, head_k), start_k, s_k, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV, True)
+    column = value_column(shape)
+    dk_sum = key_sums(dk, shape, shape.BLOCK_D)
+    dv_sum = key_sums(dv, shape, shape.BLOCK_DV)
     # [block_k]
     row_k = start_k + tl.arange(0, shape.BLOCK_K)
     read = row_k < 0
@@ -74,8 +87,8 @@ def ranges_dkdv_kernel(
                 h = head_k * shape.GROUP + i
                 row = (batch.to(tl.int64) * h_q + h) * s_q + first_q
                 q_head = head(q, batch, h, first_q)
-                dout_head = head(dout, batch, h, first_q)
-                gradients = HeadGradients(q, dout, q_head, dout_head, shift + row, delta + row)
+                dout_head = head(dout, batch, h, first_q) + column
+                gradients = HeadGradients(q, dout, q_head, dout_head, shift + row, delta + row, column)
                 args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
                 for step in range(0, edge_length(tiles), shape.BLOCK_Q):
                     start = edge_start(mask, tiles, step, shape.BLOCK_Q)
@@ -87,13 +100,12 @@ def ranges_dkdv_kernel(
                         dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False, False
                     )
             # Keys beside the range are other sequences': what NaN in this one's rows made of them does not count.
-            dk_sum = tl.where(live[:, None], dk_sum, dk_before)
-            dv_sum = tl.where(live[:, None], dv_sum, dv_before)
+            dk_sum = kept(live, dk_sum, dk_before)
+            dv_sum = kept(live, dv_sum, dv_before)
             b = next_reader(used_k, b, chunk, start_k, s_k, shape.BLOCK_K)
-    if dropout is not None:
-        dv_sum *= dropout.factor
     # Keys that no sequence reads get zeros.
-    dk_sum = tl.where(read[:, None], dk_sum * scale, 0.0)
-    dv_sum = tl.where(read[:, None], dv_sum, 0.0)
-    store_tile(dk, head(dk, head_k * 0, head_k), start_k, s_k, dk_sum, shape.BLOCK_K, shape.D, shape.BLOCK_D)
-    store_tile(dv, head(dv, head_k * 0, head_k), start_k, s_k, dv_sum, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV)
+    if dk is not None:
+        store_dk(dk, head(dk, head_k * 0, head_k), start_k, s_k, read, dk_sum * scale, shape)
+    if dv is not None:
+        dv_head = head(dv, head_k * 0, head_k) + column
+        store_dv(dv, dv_head, start_k, s_k, read, dv_sum, dropout, shape, column)

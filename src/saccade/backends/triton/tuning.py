@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from saccade.backends import Saved
 from saccade.backends.device.tuning import TuneRow
 from saccade.backends.triton import launch
-from saccade.backends.triton.config import KERNELS, TileConfig, block_d, key
+from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, block_d, kernels, key
 from saccade.problem import Problem
 
 SHARED_BYTES = 227 << 10
@@ -24,21 +25,28 @@ class TritonTuneRow(TuneRow):
 
     def candidates(self) -> Iterator[TileConfig]:
         """Tiles worth a try: operands fit shared memory, scores and sums the registers of their warps."""
+        yield from self._candidates(0)
+        if self.kernel in ("forward", "dv") and block_d(self.d_v) > WIDE:
+            yield from self._candidates(WIDE)
+
+    def _candidates(self, columns: int) -> Iterator[TileConfig]:
         size = self.dtype.itemsize
-        d, d_v = block_d(self.d), block_d(self.d_v)
-        sums = {"forward": d_v, "dkdv": d + d_v, "dq": d}[self.kernel]
-        for block_q in (32, 64, 128):
-            for block_k in (32, 64, 128):
-                streamed, resident = (block_q, block_k) if self.kernel == "dkdv" else (block_k, block_q)
-                if resident < streamed and self.kernel != "dkdv" and resident < 64:
+        d, d_v = block_d(self.d), columns or block_d(self.d_v)
+        by_keys = self.kernel in BY_KEYS
+        sums = {"forward": d_v, "dkdv": d + d_v, "dk": d, "dv": d_v, "dq": d}[self.kernel]
+        sizes = (32, 64, 128) if max(d, d_v) <= WIDE else (16, 32, 64, 128)
+        for block_q in sizes:
+            for block_k in sizes:
+                streamed, resident = (block_q, block_k) if by_keys else (block_k, block_q)
+                if resident < streamed and not by_keys and resident < 64:
                     continue
-                products = 1 if self.kernel == "forward" else 2
+                products = 1 if self.kernel in ("forward", "dv") else 2
                 for warps in (4, 8):
                     registers = (block_q * block_k * products + resident * sums) / (warps * 32)
                     for stages in (1, 2, 3, 4):
                         shared = size * (d + d_v) * (streamed * stages + resident * (products - 1))
                         if shared <= SHARED_BYTES and 32 <= registers <= 200:
-                            yield TileConfig(block_q, block_k, warps, stages)
+                            yield TileConfig(block_q, block_k, warps, stages, columns=columns)
 
     def call(self, problem: Problem, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
         if self.kernel == "forward":
@@ -51,4 +59,5 @@ class TritonTuneRow(TuneRow):
 
 def rows(dims: list[tuple[int, int]]) -> list[TritonTuneRow]:
     """The rows of the table for these head dims (d, d_v), in 16-bit types."""
-    return [TritonTuneRow(kernel, d, d_v, masked) for d, d_v in dims for masked in (False, True) for kernel in KERNELS]
+    plain = [TritonTuneRow("forward", d, d_v, masked) for d, d_v in dims for masked in (False, True)]
+    return [replace(row, kernel=kernel) for row in plain for kernel in kernels(row.spec())]

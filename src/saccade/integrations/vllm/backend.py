@@ -41,7 +41,7 @@ class VLLMBackend(_vllm.AttentionBackend):
     """What vLLM asks before it takes the backend, and its classes.
 
     Pages have any size and any of vLLM's layouts. Sliding windows, soft caps, ALiBi, sinks, layers that see all keys,
-    shared caches, any head dims up to 256 that are multiples of 8, FP8 caches, and batch invariance, by `num_splits=1`.
+    shared caches, any head dims up to 512 that are multiples of 8, FP8 caches, and batch invariance, by `num_splits=1`.
     Not: encoders, cross attention, MLA, context parallelism, ranges of images, R-SWA.
     """
 
