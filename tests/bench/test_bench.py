@@ -471,6 +471,7 @@ def paged(**changes) -> Case:
         Cell(paged(), "decode"),
         Cell(paged(used="k", page_size=1, s_k=120, score="alibi"), "decode"),
         Cell(paged(s_q=7, s_k=90, used="k", mask="causal"), "forward"),
+        Cell(paged(h_k=1, d=24, d_v=16, cache="latent"), "decode"),
     ],
     ids=str,
 )
@@ -501,15 +502,20 @@ def test_a_wrong_result_over_pages_is_found():
     assert verifier.error_ratio((out.flip(0),), "paged") > 1
 
 
-def test_paged_operands_of_flash_attention(monkeypatch):
-    cell = Cell(paged(s_q=3, mask="causal"), "forward")
+@pytest.mark.parametrize(
+    "case", [paged(s_q=3, mask="causal"), paged(s_q=2, h_k=1, d=24, d_v=16, cache="latent")], ids=str
+)
+def test_paged_operands_of_flash_attention(case: Case, monkeypatch):
+    cell = Cell(case.replace(dtype="bf16"), "forward")
 
-    def fwd(q, k, v, seqused_k, page_table, num_splits, softmax_scale, is_causal):
+    def fwd(q, k, v, seqused_k, page_table, num_splits, softmax_scale, is_causal, q_v=None):
         mask = causal() if is_causal else None
+        if q_v is not None:
+            q, k = torch.cat([q_v, q], dim=-1), torch.cat([v, k], dim=-1)
         return attention(q, k, v, mask=mask, layout=Paged(page_table, seqused_k), scale=softmax_scale, return_lse=True)
 
     monkeypatch.setattr(torch.ops, "flash_attn_3", types.SimpleNamespace(fwd=fwd))
-    found = measured("fa3", cell=Cell(cell.case.replace(dtype="bf16"), "forward"))["fa3"]
+    found = measured("fa3", cell=cell)["fa3"]
     assert found.reason is None
     assert found.error_ratio <= 1
 
@@ -521,6 +527,8 @@ def test_bytes_and_pairs_of_a_cache_are_of_the_keys_in_use():
     assert cost.visible_pairs(case, inputs) == 3 * int(keys.sum()) - 3 * case.b
     rows_ = 2 * 3 * 3 * 8 * 16  # q and out
     assert cost.Cost.of(case, inputs, "forward").bytes == 4 * (rows_ + int(keys.sum()) * 2 * 2 * 16)
+    case = case.replace(cache="latent")  # values are keys
+    assert cost.Cost.of(case, runs.inputs_of(case, CPU), "forward").bytes == 4 * (rows_ + int(keys.sum()) * 2 * 16)
 
 
 def test_block_masks():

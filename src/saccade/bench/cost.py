@@ -32,7 +32,7 @@ class Cost:
     def of(case: Case, inputs: Inputs, call: str) -> Cost:
         """Forward: 2 h_q (d + d_v) for each visible pair of query and key; backward: 2.5 times that."""
         forward = 2 * case.h_q * (case.d + case.d_v) * visible_pairs(case, inputs)
-        return Cost(int(forward * SHARE[call]), _bytes(inputs, call))
+        return Cost(int(forward * SHARE[call]), _bytes(case, inputs, call))
 
 
 def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
@@ -86,11 +86,12 @@ def visible_keys(mask: Mask | None, extent: Extent, b: int, rows: Tensor) -> Ten
     return visible & mask.sees(extent, batch, batch * 0, rows, keys)
 
 
-def _bytes(inputs: Inputs, call: str) -> int:
+def _bytes(case: Case, inputs: Inputs, call: str) -> int:
     layout = inputs.keywords.get("layout")
     if isinstance(layout, Paged):  # keys in use: a server's cache holds more
         keys, out = int(layout.seqused_k.sum()), inputs.q.shape[:-1].numel() * inputs.v.shape[-1]
-        row = inputs.k.shape[2] * (inputs.k.shape[3] + inputs.v.shape[3])
+        columns = inputs.k.shape[3] + (0 if case.cache == "latent" else inputs.v.shape[3])
+        row = inputs.k.shape[2] * columns
         return (inputs.q.numel() + keys * row + out) * inputs.q.element_size()
     q, k, v, out, lse = (_size(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse))
     forward = q + k + v + out

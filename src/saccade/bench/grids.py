@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from saccade.bench import serving
 from saccade.testing.callbacks import USUAL
 from saccade.testing.cases import MODELS, NAMED, Case
 
@@ -195,33 +196,6 @@ _INTERVALS = [
 ]
 
 
-def _paged(b: int, s_k: int, h_q: int = 32, page_size: int = 64, s_q: int = 1, score: str = "none") -> Case:
-    """Requests with caches of s_k keys each, or, below 0, of mixed lengths up to -s_k; their last s_q rows attend."""
-    case = Case("", b=b, h_q=h_q, h_k=8, s_q=s_q, s_k=abs(s_k), d=128, order="paged", page_size=page_size, score=score)
-    return named(case.replace(mask="causal" if s_q > 1 else "none", used="all" if s_k > 0 else "k"))
-
-
-_CACHES = (1, 65536), (8, 8192), (64, 4096), (128, 8192), (256, -16384)
-_DECODE = [
-    *(_paged(b, s_k, h_q) for h_q in (32, 64) for b, s_k in _CACHES),
-    *(_paged(b, s_k, page_size=size) for size in (1, 16) for b, s_k in _CACHES),
-    _paged(64, 4096, score="alibi"),
-    _paged(1, 2048),
-    *(named(_paged(b, s_k, page_size=size).replace(cache="heads")) for size in (64, 16) for b, s_k in _CACHES[1:4]),
-]
-_PROMPTS = [
-    *(_paged(4, 8192 + 2048, page_size=size, s_q=2048) for size in (64, 16)),
-    *(_paged(b, s, page_size=size, s_q=new) for b, s, new in ((1, 32768, 2048), (8, 4096, 4096)) for size in (64, 128)),
-    _paged(16, 8192, s_q=256),
-    *(named(_paged(4, 8192 + 2048, page_size=size, s_q=2048).replace(cache="heads")) for size in (64, 16)),
-]
-_SHARED = [named(_paged(b, n + 512).replace(used=f"shared{n}")) for n in (8192, 32768) for b in (4, 16, 64)]
-_DRAFTS = [
-    *(_paged(b, s_k, s_q=s_q) for b, s_k in ((8, 8192), (64, 4096)) for s_q in (1, 2, 4, 8, 16, 32, 64)),
-    *(named(_paged(b, s_k, s_q=15).replace(mask="tree")) for b, s_k in ((8, 8192), (64, 4096))),
-]
-
-
 def _documents(dtype: str, mask: str) -> Case:
     dice = random.Random(0)
     return _packed([dice.randint(100, 2000) for _ in range(64)], 4, 4, 64, mask, dtype)
@@ -308,22 +282,27 @@ GRIDS = {
         "64 packed documents of 100 to 2000 tokens against SDPA on the padded batch",
     ),
     "decode": BenchGrid(
-        _cells(_DECODE, "decode"),
+        _cells(map(named, serving.DECODE), "decode"),
         ("auto", "fa3"),
         "one new token over a paged cache, as a CUDA graph: 32 or 64 heads on 8, pages of 64, 16 and 1, views",
     ),
     "shared-prefix": BenchGrid(
-        _cells(_SHARED, "decode"),
+        _cells(map(named, serving.SHARED), "decode"),
         ("auto", "shared-prefix", "fa3"),
         "one new token over 8k or 32k keys that 4 to 64 sequences share and 512 of their own: plain, and shared_pages",
     ),
     "drafts": BenchGrid(
-        _cells(_DRAFTS, "decode"),
+        _cells(map(named, serving.DRAFTS), "decode"),
         ("auto", "fa3"),
         "1 to 64 drafted tokens over a paged cache, as a CUDA graph: causal, and a tree of 15 by mask_mod",
     ),
+    "mla": BenchGrid(
+        _cells(map(named, serving.LATENT), "decode"),
+        ("auto", "saccade-triton", "fa3"),
+        "latent attention, 16 and 128 heads on one of d 576/512: 1 to 128 caches of 1k to 64k, as a CUDA graph",
+    ),
     "prompts": BenchGrid(
-        _cells(_PROMPTS, "forward"),
+        _cells(map(named, serving.PROMPTS), "forward"),
         ("saccade-gluon", "saccade-triton", "fa3"),
         "chunks of 256 to 4096 tokens over a paged cache, causal: 32 heads on 8, pages of 64, 128 and 16",
     ),

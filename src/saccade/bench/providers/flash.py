@@ -76,7 +76,10 @@ class FlashAttention3(_Flash):
         layout = inputs.keywords["layout"]
         options = {"seqused_k": layout.seqused_k, "page_table": layout.block_table, "num_splits": 0}
         options |= {"softmax_scale": cell.case.d**-0.5, "is_causal": cell.case.mask == "causal"}
-        return Prepared(lambda: torch.ops.flash_attn_3.fwd(inputs.q, inputs.k, inputs.v, **options)[:1], "paged")
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if cell.case.cache == "latent":  # apart: what is keys and values, and what is keys alone
+            q, k, options["q_v"] = q[..., cell.case.d_v :], k[..., cell.case.d_v :], q[..., : cell.case.d_v]
+        return Prepared(lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[:1], "paged")
 
     @staticmethod
     def _load() -> bool:
