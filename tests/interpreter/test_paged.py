@@ -70,3 +70,17 @@ def test_rows_of_no_sequence_stay_in_out(splits):
     assert torch.equal(out[:18], plain[:18])
     assert (out[18:] == 7).all()
     assert not plain[18:].any()
+
+
+def test_values_are_taken_from_keys_where_they_are_their_view(monkeypatch):
+    """Calls that differ in nothing but whose memory the values have; and a kernel that takes them from the keys."""
+    q, cache, other = torch.randn(2, 1, 16, 48).half(), torch.randn(8, 16, 1, 48).half(), torch.randn(8, 16, 1, 48)
+    layout = Paged(torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([60, 9]))
+    seen, reads_once = [], launches.reads_once
+    monkeypatch.setattr(launches, "reads_once", lambda problem: seen.append(reads_once(problem)) or seen[-1])
+    for v in (cache[..., :40], other.half()[..., :40], cache.clone()[..., :40], cache[..., 8:]) * 2:
+        check(q, cache, v, layout=layout, backend="triton").assert_ok()
+        assert set(seen) == {v.data_ptr() == cache.data_ptr()}
+        seen.clear()
+    monkeypatch.setattr(launches, "reads_once", lambda problem: True)
+    assert check(q, cache, other.half()[..., :40], layout=layout, backend="triton").ratio > 1

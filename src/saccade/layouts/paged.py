@@ -19,7 +19,8 @@ from saccade.scores import Sizes
 
 @dataclass(frozen=True, eq=False)
 class Paged(Layout):
-    """Keys and values in the pages of a cache: k (pages, page_size, h_k, d), v (pages, page_size, h_k, d_v).
+    """Keys and values in the pages of a cache: k (pages, page_size, h_k, d), v (pages, page_size, h_k, d_v), which may
+    be k's first columns by being their view, and is then read with k.
 
     Formula: sequence `i` has `seqused_k[i]` keys. Its key `j` is row `j % page_size` of the page
     `block_table[i, j // page_size]`. q is (b, s_q, h_q, d), and so is out, with an LSE of (b, h_q, s_q); or, with
