@@ -28,7 +28,7 @@ def calls(heads: int, given: torch.dtype, packed: bool, **options) -> Quantizati
     else:
         x, used = numbers(2, heads, 200, d, dtype=given), [150, 0]
     x[0, 0, 3, 1], x[0, 1, 140, 2], x[0, 0, 125, 0] = torch.nan, torch.inf, 1e4
-    return Quantization(x, 2, used=torch.tensor(used), blocks=2, scale=0.3, **options)
+    return Quantization(x, 2, used=torch.tensor(used), blocks=2, **options)
 
 
 def assert_same(found, wanted):
@@ -84,6 +84,35 @@ def test_rotation_and_means(heads, packed):
                 torch.testing.assert_close(launches.mean(keys), operations.mean(keys), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("d", [80, 96, 128, 192, 256, 512])
+def test_rotation_of_wide_heads(d):
+    """Chunks of 64 columns that meet, all, some or none; what is no number is all of its row."""
+    x = torch.randn(1, 4, 130, d).to(torch.float16)
+    x[0, 1, 3, d - 1] = torch.nan
+    call = Quantization(x, 2, per="block", blocks=2, rotate=True)
+    found, wanted = launches.quantize(call), operations.quantize(call)
+    torch.testing.assert_close(found[1], wanted[1])
+    codes, right = (x[0].view(torch.uint8).int() for x in (found, wanted))
+    assert ((codes - right).abs() <= 1).all()
+    assert (codes != right).float().mean() < 0.01
+    mean = torch.randn(1, 2, d)
+    for options in ({"mean": mean}, {"mean": mean, "subtracts": True}):
+        moved = call._replace(**options)
+        found, wanted = launches.quantize(moved), operations.quantize(moved)
+        torch.testing.assert_close(found[1], wanted[1])
+        if not moved.subtracts:
+            torch.testing.assert_close(found[2], wanted[2], equal_nan=True, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("per", ["head", "block"])
+def test_small_tiles(per, monkeypatch):
+    """Programs with a part of a block each share its factor."""
+    monkeypatch.setattr(launches, "tile_of", lambda name, call: launches.ProgramTile(32, 4))
+    for heads, packed in ((2, False), (6, True)):
+        call = calls(heads, torch.bfloat16, packed, per=per)
+        assert_same(launches.quantize(call), operations.quantize(call))
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_every_number(dtype):
     """All codes, the middles between neighbours, and what is beside them."""
@@ -103,8 +132,8 @@ def test_every_number(dtype):
 
 
 @triton.jit
-def _of_first_row(x, at, shape):
-    return tl.where((tl.arange(0, 128) == 0)[:, None], tl.abs(x), 0.0)
+def _of_first_row(x):
+    return tl.max(tl.where((tl.arange(0, 128) == 0)[:, None], tl.abs(x), 0.0))
 
 
 @triton.jit
@@ -112,11 +141,16 @@ def _truncated(x, factor):
     return x / factor * 0.9999
 
 
+@triton.jit
+def _of_one(largest, maxima, at, shape):
+    return largest, 0
+
+
 def test_wrong_kernels_are_rejected(monkeypatch):
-    """The maximum of some rows, and a quotient that is a bit too small."""
+    """The maximum of some rows, or of one head, and a quotient that is a bit too small."""
     call = calls(6, torch.bfloat16, False, per="block")
     wanted = operations.quantize(call)
-    for name, wrong in (("_sizes", _of_first_row), ("_quotient", _truncated)):
+    for name, wrong in (("_largest", _of_first_row), ("_quotient", _truncated), ("_of_all", _of_one)):
         with monkeypatch.context() as faulty:
             faulty.setattr(quantize_kernel, name, wrong)
             with pytest.raises(AssertionError):

@@ -174,8 +174,6 @@ class Quantization(NamedTuple):
     rotate: bool = False
     keys_first: bool = False
     """whether the rows of a head are neighbours in memory, not the elements of a row"""
-    scale: float = 1.0
-    """of the shift"""
 
     @property
     def sequences(self) -> int:

@@ -38,7 +38,7 @@ def quantize(call: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
         if call.subtracts:
             x = x - mean
         else:
-            shift = _by_batch(call, torch.where(rows.live, (x * mean).sum(-1) * call.scale, 0))
+            shift = _by_batch(call, torch.where(rows.live, (x * mean).sum(-1), 0))
     descale, by_row = _factors(call, rows, x)
     x = quotient(x, by_row.repeat_interleave(len(x) // call.h_k, dim=0)[..., None], call.dtype)
     if call.per == "block":

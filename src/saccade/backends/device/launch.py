@@ -30,6 +30,8 @@ class Launch:
     compiled: Any = None
     fuses: bool = True
     """Whether a product and a sum may become one instruction, which rounds once."""
+    registers: int | None = None
+    """How many a thread may have, so that a multiprocessor has more programs; None is up to the compiler."""
 
     def __call__(self, device: Any, arguments: tuple[Any, ...]) -> None:
         if self.compiled is None:  # as always in the interpreter, which compiles nothing
@@ -52,8 +54,10 @@ class Launch:
         return self.kernel.warmup(*arguments, *self.constants, **self._options(self.stages), grid=(1,))
 
     def _options(self, stages: int) -> dict[str, Any]:
-        apart = {} if self.fuses else {"enable_fp_fusion": False}
-        return {"num_warps": self.warps, "num_stages": stages, **apart}
+        more: dict[str, Any] = {} if self.fuses else {"enable_fp_fusion": False}
+        if self.registers is not None:
+            more["maxnreg"] = self.registers
+        return {"num_warps": self.warps, "num_stages": stages, **more}
 
 
 def cached_launch(problem: Problem, key: Any, make: Callable[[], Launch]) -> Launch:

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import next_power_of_2
+from triton import knobs, next_power_of_2
 
 from saccade.backends import Quantization, rotated_elements
 from saccade.backends.device.eight_bits import converts
@@ -18,18 +18,21 @@ from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.device.sequences import spans_of
 from saccade.backends.triton import quantize_kernel as kernels
+from saccade.backends.triton.mean_kernel import PARTS, mean_kernel, mean_parts_kernel
 from saccade.backends.triton.quantize_kernel import QuantizeShape, QuantizeSizes
 from saccade.bounded_cache import BoundedCache
 from saccade.descale import BLOCK
 from saccade.layouts import empty_bytes
 
 _PER = {"tensor": kernels.TENSOR, "head": kernels.HEAD, "block": kernels.BY_BLOCK}
+POLLS = 256
+"""How often a program looks for what others found: some hundred microseconds."""
 TYPES = {torch.float8_e4m3fn: kernels.E4M3, torch.float8_e5m2: kernels.E5M2}
 _KERNELS = {
     "largest": kernels.largest_kernel,
     "quantize": kernels.quantize_kernel,
-    "parts": kernels.mean_parts_kernel,
-    "mean": kernels.mean_kernel,
+    "parts": mean_parts_kernel,
+    "mean": mean_kernel,
 }
 
 
@@ -40,12 +43,12 @@ def quantize(call: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
     # Programs write every factor, but for blocks and sequences that have no rows.
     whole = call.starts is None and x.numel()
     descale = (torch.empty if whole else torch.ones)(call.descale_shape, dtype=torch.float32, device=x.device)
-    shift = found = None
+    shift = None
     if call.mean is not None and not call.subtracts:
         shift = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     if x.shape[:3].numel():
-        if call.per != "block":
-            found = torch.zeros(call.descale_shape, dtype=torch.int32, device=x.device)
+        found = maxima(call)
+        if found is not None and call.per != "block":
             _launch("largest", call, largest_arguments(call, found))
         _launch("quantize", call, arguments(call, made, found, descale, shift))
     return made, descale, shift
@@ -56,12 +59,23 @@ def mean(call: Quantization) -> Tensor:
     rotated if the rows are."""
     b, h, _, d = call.x.shape
     made = torch.empty(call.sequences, h, d, dtype=torch.float32, device=call.x.device)
-    parts = made.new_empty(b * _tiles(call, kernels.PARTS.value), h, d)
+    parts = made.new_empty(b * _tiles(call, PARTS.value), h, d)
     if made.numel():
         if parts.numel():
             _launch("parts", call, parts_arguments(call, parts))
         _launch("mean", call, mean_arguments(call, parts, made))
     return made
+
+
+def maxima(call: Quantization) -> Tensor | None:
+    """Zeros, where programs leave the maxima that others need: of those that share a factor, or by blocks of each."""
+    shape = call.descale_shape
+    if call.per == "block":
+        tile = tile_of("quantize", call)
+        if call.x.shape[1] == call.h_k and tile.rows == BLOCK:
+            return None
+        shape = (_programs(call, tile),)
+    return torch.zeros(shape, dtype=torch.int32, device=call.x.device)
 
 
 _launches: BoundedCache[Any, Launch] = BoundedCache(1024)
@@ -77,36 +91,56 @@ def _launch(name: str, call: Quantization, arguments: tuple[Any, ...]) -> None:
         launch(x.device.index, arguments)
 
 
+class ProgramTile(NamedTuple):
+    """What one program has of a head, and how it is compiled."""
+
+    rows: int
+    """at most a block"""
+    warps: int
+    registers: int | None = None
+    """of a thread, at most"""
+
+
+def tile_of(name: str, call: Quantization) -> ProgramTile:
+    """A program's tile: a thread has 64 numbers of it, of rotated float32, which are two operands of products, 32."""
+    thin = call.rotate and call.x.dtype == torch.float32
+    rows = min(BLOCK, max((1 << 14 if thin else 1 << 15) // _block_d(call), 16))
+    return ProgramTile(rows, min(max(rows * _block_d(call) // (1024 if thin else 2048), 4), 16))
+
+
 def prepare(name: str, call: Quantization) -> Launch:
     """A kernel's launch."""
-    b, h, _, d = call.x.shape
-    heads = _heads(name, call)
-    shape = QuantizeShape(*map(tl.constexpr, _shape(call, heads)))
+    b, h, _, _ = call.x.shape
+    tile = tile_of(name, call)
+    shape = QuantizeShape(*map(tl.constexpr, _shape(call, tile)))
     programs = {
-        "parts": b * h * _tiles(call, kernels.PARTS.value),
+        "parts": b * h * _tiles(call, PARTS.value),
         "mean": call.sequences * h,
-    }.get(name, b * (h // heads) * _tiles(call))
-    warps = 4 if d <= 64 else 8 if d <= 128 or call.x.dtype == torch.float32 else 16
-    return Launch(_KERNELS[name], (programs, 1, 1), (shape,), warps)
+    }.get(name, _programs(call, tile))
+    return Launch(_KERNELS[name], (programs, 1, 1), (shape,), tile.warps, registers=tile.registers)
 
 
-def _shape(call: Quantization, heads: int) -> tuple[Any, ...]:
+def _block_d(call: Quantization) -> int:
+    return max(next_power_of_2(max(call.x.shape[3], 1)), 16)
+
+
+def _programs(call: Quantization, tile: ProgramTile) -> int:
+    b, h = call.x.shape[:2]
+    return b * h * _tiles(call) * (BLOCK // tile.rows)
+
+
+def _shape(call: Quantization, tile: ProgramTile) -> tuple[Any, ...]:
     """The fields of a QuantizeShape."""
     d = call.x.shape[3]
-    block_d = max(next_power_of_2(max(d, 1)), 16)
-    chunk = min(block_d, 16 if call.x.dtype == torch.float32 else 64)
     mixed = rotated_elements(d) if call.rotate else 1
+    width = _block_d(call) if mixed == 1 else min(_block_d(call), 64)
+    levels = (mixed // min(mixed, width)).bit_length() - 1
     group = call.x.shape[1] // call.h_k
     per, kind = _PER[call.per].value, TYPES[call.dtype].value
-    flags = converts(call.x.device), call.subtracts, call.keys_first
-    # Few at once take few registers, so that a multiprocessor has many programs. Products and columns want more.
-    rows = BLOCK if (mixed > 1 and call.x.dtype != torch.float32) or call.keys_first else 32
-    return d, block_d, chunk, mixed, 1 / math.sqrt(mixed), heads, rows, group, per, kind, *flags
-
-
-def _heads(name: str, call: Quantization) -> int:
-    """Heads of one program: those that share a factor, where it finds the factor itself."""
-    return call.x.shape[1] // call.h_k if name == "quantize" and call.per == "block" else 1
+    seen = max(128 * tile.warps, next_power_of_2(group * BLOCK // tile.rows))
+    polls = 1 if knobs.runtime.interpret else POLLS
+    numbers = d, width, _block_d(call) // width, mixed, levels, 1 << levels, 1 / math.sqrt(mixed), tile.rows, group
+    return *numbers, per, kind, converts(call.x.device), call.subtracts, call.keys_first, seen, polls
 
 
 def _tiles(call: Quantization, blocks: int = 1) -> int:
@@ -134,15 +168,15 @@ def arguments(
 ) -> tuple[Any, ...]:
     codes = made.view(torch.uint8)
     out = TensorArgs.of(codes.transpose(2, 3) if call.keys_first else codes)
-    return TensorArgs.of(call.x), out, call.mean, found, descale, shift, _span(call), _sizes(call), call.scale
+    return TensorArgs.of(call.x), out, call.mean, found, descale, shift, _span(call), _sizes(call)
 
 
 def parts_arguments(call: Quantization, parts: Tensor) -> tuple[Any, ...]:
-    return TensorArgs.of(call.x), parts, _span(call), _sizes(call, kernels.PARTS.value)
+    return TensorArgs.of(call.x), parts, _span(call), _sizes(call, PARTS.value)
 
 
 def mean_arguments(call: Quantization, parts: Tensor, made: Tensor) -> tuple[Any, ...]:
-    return parts, made, _span(call), _sizes(call, kernels.PARTS.value)
+    return parts, made, _span(call), _sizes(call, PARTS.value)
 
 
 def compiled(name: str, d: int, dtype: torch.dtype, words: list[str]) -> Any:
@@ -154,8 +188,8 @@ def compiled(name: str, d: int, dtype: torch.dtype, words: list[str]) -> Any:
     kind = torch.float8_e5m2 if "e5m2" in words else torch.float8_e4m3fn
     starts = torch.zeros(3, dtype=torch.int32) if "packed" in words else None
     flags = "rotated" in words, "keys_first" in words
-    call = Quantization(x, 2, starts, None, mean, "centred" in words, per, kind, 4, *flags, 1.0)
-    parts, found = torch.empty(2, 2, d), None if per == "block" else torch.zeros(2, 2, dtype=torch.int32)
+    call = Quantization(x, 2, starts, None, mean, "centred" in words, per, kind, 4, *flags)
+    parts, found = torch.empty(2, 2, d), maxima(call)
     made, shift = empty_bytes(x, kind, call.keys_first), torch.empty(x.shape[:3]) if "shifted" in words else None
     given = {
         "largest": lambda: largest_arguments(call, torch.zeros(2, 2, dtype=torch.int32)),

@@ -1,4 +1,4 @@
-"""8-bit numbers and their factors: one program for each 128 rows of a head, or of all heads that share a key head."""
+"""8-bit numbers and their factors: a program has some rows of one head, and reads them once."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -13,34 +13,36 @@ import triton.language as tl
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, sequence_at
-from saccade.backends.device.tiles import head, load_tile, places
+from saccade.backends.device.tiles import head
+from saccade.backends.triton.hadamard_kernel import column_of, of_rows, rotated, row_of
 from saccade.descale import BLOCK as _BLOCK
 
 BLOCK = tl.constexpr(_BLOCK)
 SMALLEST = tl.constexpr(2.0**-126)
 """The least factor: the smallest normal number."""
 INFINITY = tl.constexpr(float("inf"))
-PARTS = tl.constexpr(2)
-"""Blocks of rows of one partial sum of the mean."""
 E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1)
 TENSOR, HEAD, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class QuantizeShape(NamedTuple):
-    """What a kernel is compiled for; all are constexpr."""
+    """What a kernel is compiled for; all are constexpr. A program has a tile of ROWS rows of one head, [N, WIDTH]: its
+    CHUNKS of WIDTH columns are one below the other, N = CHUNKS ROWS, in the order of `row_of` and `column_of`."""
 
     D: Any
-    BLOCK_D: Any
-    CHUNK: Any
-    """columns that a product with the Hadamard matrix takes at once"""
+    WIDTH: Any
+    """columns that a product with the Hadamard matrix takes at once; without a rotation all of them"""
+    CHUNKS: Any
     MIXED: Any
     """elements that the matrix mixes; 1 is no rotation"""
+    LEVELS: Any
+    """how often chunks are added and subtracted after the products, which is where they meet"""
+    MEETING: Any
+    """how many of them meet"""
     FACTOR: Any
     """1 / sqrt(MIXED)"""
-    HEADS: Any
-    """heads of one program"""
     ROWS: Any
-    """rows that it converts at once"""
+    """rows of one program, at most BLOCK"""
     GROUP: Any
     """heads that share a factor"""
     PER: Any
@@ -49,6 +51,10 @@ class QuantizeShape(NamedTuple):
     """whether the device converts to these bytes"""
     SUBTRACTS: Any
     KEYS_FIRST: Any
+    SEEN: Any
+    """a power of two, from four for each thread on: what a program looks at to see the maxima of others"""
+    POLLS: Any
+    """how often it looks before it finds them itself"""
 
 
 class QuantizeSizes(NamedTuple):
@@ -66,19 +72,24 @@ class QuantizeSizes(NamedTuple):
 
 @aggregate
 class RowBlock:
-    """The block of rows, and the heads, of a program."""
+    """The rows, and the head, of a program."""
 
     batch: Any
     h: Any
-    """the first head"""
     key_head: Any
     sequence: Any
     number: Any
     """of the block, in its sequence"""
+    start: Any
+    """the program's first row, in the sequence"""
+    tile: Any
+    """the block's number among those of all batch rows"""
+    member: Any
+    """the program's number among those whose rows share a factor by blocks"""
     first: Any
     """the sequence's first row"""
     stop: Any
-    """in the sequence, of the block's rows that are there"""
+    """in the sequence, of the rows that are there"""
     used: Any
     """the same of those in use"""
     known: Any
@@ -86,14 +97,19 @@ class RowBlock:
 
 
 @triton.jit
-def _block_at(span, sizes, shape):
+def _block_at(span, sizes, shape, LAST_FIRST: tl.constexpr):
     s = plain_int(sizes.s)
     tiles = plain_int(sizes.tiles)
-    groups = plain_int(sizes.heads) // shape.HEADS
-    item = tl.program_id(0)
-    number = item % tiles
-    h = item // tiles % groups * shape.HEADS
-    b = item // tiles // groups
+    key_heads = plain_int(sizes.heads) // shape.GROUP
+    # Programs whose rows share a factor follow one another, so that they run at one time.
+    parts: tl.constexpr = BLOCK // shape.ROWS
+    member = tl.program_id(0) % (shape.GROUP * parts)
+    tile = tl.program_id(0) // (shape.GROUP * parts)
+    if LAST_FIRST:
+        tile = tl.num_programs(0) // (shape.GROUP * parts) - 1 - tile
+    number = tile % tiles
+    key_head = tile // tiles % key_heads
+    b = tile // tiles // key_heads
     if is_packed(span):
         sequence = sequence_at(span, number, s, BLOCK)
         batch, first, there, used = extent(span, sequence, s)
@@ -102,77 +118,93 @@ def _block_at(span, sizes, shape):
         sequence = b
         batch, first, there, used = extent(span, b, s)
     known = sequence < plain_int(sizes.sequences)
-    return RowBlock(batch, h, h // shape.GROUP, sequence, number, first, there, used, known)
+    h = key_head * shape.GROUP + member // parts
+    start = number * BLOCK + member % parts * shape.ROWS
+    return RowBlock(batch, h, key_head, sequence, number, start, tile, member, first, there, used, known)
 
 
 @triton.jit
-def _signs(row, column, MIXED: tl.constexpr):
-    """[rows, columns] of the block-diagonal Hadamard matrix, not normalised: (-1)^(ones in row & column)."""
-    ones = row[:, None] & column[None, :] & (MIXED - 1)
-    ones ^= ones >> 4
-    ones ^= ones >> 2
-    ones ^= ones >> 1
-    # Numbers up to 255 have their upper four bits in the lower ones by now.
-    same = row[:, None] // MIXED == column[None, :] // MIXED
-    return tl.where(same, 1.0 - 2.0 * (ones & 1).to(tl.float32), 0.0)
+def _member(at, member, shape):
+    """The place of another program, whose rows share a factor with this one's."""
+    parts: tl.constexpr = BLOCK // shape.ROWS
+    h = at.key_head * shape.GROUP + member // parts
+    start = at.number * BLOCK + member % parts * shape.ROWS
+    return RowBlock(
+        at.batch, h, at.key_head, at.sequence, at.number, start, at.tile, member, at.first, at.stop, at.used, at.known
+    )
 
 
 @triton.jit
 def _of_head(mean, at, sizes, shape):
-    """[BLOCK_D]: the mean of the sequence's keys."""
-    d = tl.arange(0, shape.BLOCK_D)
+    """[N, WIDTH], or [1, WIDTH] of one chunk: the mean of the sequence's keys."""
     heads = plain_int(sizes.heads) // shape.GROUP
     sequence = tl.minimum(at.sequence, plain_int(sizes.sequences) - 1)
-    return tl.load(mean + (sequence.to(tl.int64) * heads + at.key_head) * shape.D + d, mask=d < shape.D, other=0.0)
+    mean += (sequence.to(tl.int64) * heads + at.key_head) * shape.D
+    w = tl.arange(0, shape.WIDTH)
+    if shape.CHUNKS == 1:
+        return tl.load(mean + w, mask=w < shape.D, other=0.0)[None, :]
+    else:
+        # [CHUNKS / 2, 1, 2, 1, WIDTH]
+        chunk = tl.arange(0, shape.CHUNKS // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        d = chunk[:, None, :, None, None] * shape.WIDTH + w[None, None, None, None, :]
+        of_chunks = tl.load(mean + d, mask=d < shape.D, other=0.0)
+        whole = tl.broadcast_to(of_chunks, [shape.CHUNKS // 2, shape.ROWS // 8, 2, 8, shape.WIDTH])
+        return tl.reshape(whole, [shape.CHUNKS * shape.ROWS, shape.WIDTH])
 
 
 @triton.jit
-def _values(x, mean, at, h, start, sizes, shape, N: tl.constexpr):
-    """float32 [N, BLOCK_D]: rows [start, start + N) of the sequence in head h, rotated, zero where they are not in use;
-    less the mean if that is subtracted."""
-    base = head(x, at.batch, h, at.first)
-    if shape.MIXED == 1:
-        made = load_tile(x, base, start, at.used, N, shape.D, shape.BLOCK_D, True).to(tl.float32)
-    else:
-        made = tl.zeros([N, shape.BLOCK_D], tl.float32)
-        column = tl.arange(0, shape.BLOCK_D)
-        row = (start + tl.arange(0, N) < at.used)[:, None]
-        for chunk in tl.range(0, shape.D, shape.CHUNK, num_stages=1):
-            inner = chunk + tl.arange(0, shape.CHUNK)
-            # [N, CHUNK]
-            place = places(x, base + chunk, start, N, shape.CHUNK)
-            part = tl.load(place, mask=row & (inner < shape.D)[None, :], other=0.0)
-            # [CHUNK, BLOCK_D]; both are exact in every dtype, so that only sums round.
-            signs = _signs(inner, column, shape.MIXED).to(part.dtype)
-            made = tl.dot(part, signs, made, input_precision="ieee")
-        made *= shape.FACTOR
+def _loaded(x, at, h, shape):
+    """[N, WIDTH]: the program's rows in head h, zero where they are not in use."""
+    stride = plain_int(x.stride_s)
+    if x.wide:
+        stride = stride.to(tl.int64)
+    row = row_of(shape)
+    column = column_of(shape)
+    place = head(x, at.batch, h, at.first) + at.start * stride * x.unit
+    place = place + ((row * (stride * x.unit))[:, None] + column)
+    there = (at.start + row < at.used)[:, None]
+    if shape.D < shape.WIDTH * shape.CHUNKS:
+        there = there & (column < shape.D)
+    return tl.load(place, mask=there, other=0.0)
+
+
+@triton.jit
+def _values(x, mean, at, h, sizes, shape):
+    """float32 [N, WIDTH]: the program's rows in head h, rotated, less the mean if that is subtracted; zero where they
+    are not in use."""
+    loaded = _loaded(x, at, h, shape)
+    made = loaded.to(tl.float32) if shape.MIXED == 1 else rotated(loaded, shape)
     if shape.SUBTRACTS:
-        made -= _of_head(mean, at, sizes, shape)[None, :]
+        made = tl.where((at.start + row_of(shape) < at.used)[:, None], made - _of_head(mean, at, sizes, shape), 0.0)
     return made
 
 
 @triton.jit
-def _sizes(x, at, shape):
-    """The absolute values of the numbers in rows in use, else zero."""
+def _largest(x):
+    """The largest absolute value of the numbers in a tile."""
     size = tl.abs(x)
-    size = tl.where(size < INFINITY, size, 0.0)
-    if shape.SUBTRACTS:  # other rows are zero only before
-        row = at.number * BLOCK + tl.arange(0, BLOCK)
-        size = tl.where((row < at.used)[:, None], size, 0.0)
-    return size
+    return tl.max(tl.max(tl.where(size < INFINITY, size, 0.0), 1), 0)
 
 
 @triton.jit
-def _largest(x, mean, at, sizes, shape):
-    """The largest absolute value in the program's heads. They are read again afterwards: their numbers would fill the
-    registers, and a block of one head still is in the first cache then."""
-    start = at.number * BLOCK
-    # [BLOCK]; rows are joined last, for which warps wait for one another.
-    largest = tl.zeros([BLOCK], tl.float32)
-    for i in range(shape.HEADS):
-        values = _values(x, mean, at, at.h + i, start, sizes, shape, BLOCK)
-        largest = tl.maximum(largest, tl.max(_sizes(values, at, shape), 1))
-    return tl.max(largest, 0)
+def _of_all(largest, maxima, at, shape):
+    """The largest of the maxima of the programs whose rows share a factor, and how many of them came too late: each
+    writes its own, plus one in its last place, over a zero, and looks for the others', so that no number is read twice.
+    """
+    members: tl.constexpr = shape.GROUP * (BLOCK // shape.ROWS)
+    maxima += at.tile.to(tl.int64) * members
+    tl.atomic_xchg(maxima + at.member, largest.to(tl.int32, bitcast=True) + 1, sem="relaxed")
+    # As many as there are threads, so that all of a program see one result.
+    i = tl.arange(0, shape.SEEN)
+    missing = 1
+    polls = 0
+    top = 0
+    while (missing > 0) & (polls < shape.POLLS):
+        found = tl.load(maxima + i, mask=i < members, other=1, volatile=True)
+        missing = tl.max((found == 0).to(tl.int32), 0)
+        top = tl.max(found, 0)
+        polls += 1
+    return tl.maximum(top - 1, 0).to(tl.float32, bitcast=True), missing
 
 
 @triton.jit
@@ -186,10 +218,12 @@ def _factor(largest, shape):
 def _quotient(x, factor):
     """x / factor, rounded once; NaN of infinities. The reciprocal is rounded, so one correction suffices (Markstein,
     IA-64 and Elementary Functions, 2000)."""
-    factor = factor + tl.zeros_like(x)
-    inverse = tl.div_rn(1.0, factor)
+    # One number each, not a tile: they take few registers.
+    one = tl.full([1, 1], 1.0, tl.float32)
+    inverse = tl.broadcast_to(tl.div_rn(one, one * factor), x.shape)
+    negative = tl.broadcast_to(one * -factor, x.shape)
     found = x * inverse
-    return tl.fma(tl.fma(-found, factor, x), inverse, found)
+    return tl.fma(tl.fma(found, negative, x), inverse, found)
 
 
 @triton.jit
@@ -216,32 +250,40 @@ def encoded(x, shape):
 
 
 @triton.jit
-def _store(out, at, h, start, x, shape):
-    """Rows from `start` on, as far as they are there; zero in those that are not in use."""
-    row = start + tl.arange(0, shape.ROWS)
-    # [ROWS, BLOCK_D]
-    code = tl.where((row < at.used)[:, None], encoded(x, shape), 0).to(tl.uint8)
-    d = tl.arange(0, shape.BLOCK_D)
-    there = (row < at.stop)[:, None] & (d < shape.D)[None, :]
+def _store(out, at, x, shape):
+    """The program's rows, as far as they are there."""
+    row = row_of(shape)
+    column = column_of(shape)
+    # [N, WIDTH]
+    code = encoded(x, shape)
+    there = (at.start + row < at.stop)[:, None]
+    stride = plain_int(out.stride_s)
     if shape.KEYS_FIRST:
         # out is (b, h, d, s).
-        place = head(out, at.batch, h) + at.first + row[:, None]
-        place += d[None, :].to(tl.int64) * plain_int(out.stride_s) * out.unit
+        place = head(out, at.batch, at.h) + at.first + at.start
+        place = place + (column.to(tl.int64) * stride * out.unit + row[:, None])
+        d = column < shape.D
+        if at.start + shape.ROWS <= at.stop:  # without a mask for rows, neighbours are written at once
+            tl.store(place, code, mask=d)
+        else:
+            tl.store(place, code, mask=there & d)
     else:
-        stride = plain_int(out.stride_s)
         if out.wide:
             stride = stride.to(tl.int64)
-        place = head(out, at.batch, h, at.first) + (row[:, None] * (stride * out.unit) + d[None, :])
-    tl.store(place, code, mask=there)
+        place = head(out, at.batch, at.h, at.first) + at.start * stride * out.unit
+        place = place + ((row * (stride * out.unit))[:, None] + column)
+        if shape.D < shape.WIDTH * shape.CHUNKS:
+            there = there & (column < shape.D)
+        tl.store(place, code, mask=there)
 
 
 @triton.jit
-def _store_shift(shift, x, mean, scale, at, h, start, sizes, shape):
-    """scale q . mean, of each row, float32 (b, h, s)."""
-    total = tl.sum(x * _of_head(mean, at, sizes, shape)[None, :], 1) * scale
-    row = start + tl.arange(0, shape.ROWS)
+def _store_shift(shift, x, mean, at, sizes, shape):
+    """q . mean, of each row, float32 (b, h, s)."""
+    total = of_rows(tl.sum(x * _of_head(mean, at, sizes, shape), 1), shape)
+    row = at.start + tl.arange(0, shape.ROWS)
     s = plain_int(sizes.s)
-    place = shift + (at.batch.to(tl.int64) * plain_int(sizes.heads) + h) * s + at.first + row
+    place = shift + (at.batch.to(tl.int64) * plain_int(sizes.heads) + at.h) * s + at.first + row
     tl.store(place, tl.where(row < at.used, total, 0.0), mask=row < at.stop)
 
 
@@ -257,93 +299,40 @@ def _entry(at, sizes, shape):
 def largest_kernel(x, mean, found, span, sizes, shape):
     """The largest absolute values by sequence and key head, or of all, as the bits of float32, which are ordered as
     integers; found holds zeros."""
-    at = _block_at(span, sizes, shape)
-    largest = _largest(x, mean, at, sizes, shape)
+    at = _block_at(span, sizes, shape, False)
+    largest = _largest(_values(x, mean, at, at.h, sizes, shape))
     place = found + _entry(at, sizes, shape)
     tl.atomic_max(place, largest.to(tl.int32, bitcast=True), mask=at.known & (largest > 0), sem="relaxed")
 
 
 @triton.jit
-def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, scale, shape):
+def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, shape):
     """x: TensorArgs (b, h, s, d); out: the same of bytes. mean: float32 (sequences, h_k, d), or None. found: what
-    `largest_kernel` found, or None by blocks. descale: float32. shift: float32 (b, h, s), or None."""
-    at = _block_at(span, sizes, shape)
+    `largest_kernel` found; by blocks int32 zeros, one for each program, or None where each has a factor of its own.
+    descale: float32. shift: float32 (b, h, s), or None."""
+    # What `largest_kernel` read last is still in the cache.
+    at = _block_at(span, sizes, shape, shape.PER != BY_BLOCK)
+    values = _values(x, mean, at, at.h, sizes, shape)
     if shape.PER == BY_BLOCK:
-        largest = _largest(x, mean, at, sizes, shape)
+        largest = _largest(values)
+        if found is not None:
+            largest, missing = _of_all(largest, found, at, shape)
+            if missing > 0:  # others may not have begun: what they would find
+                for i in tl.range(shape.GROUP * (BLOCK // shape.ROWS), num_stages=1):
+                    other = _member(at, at.member * 0 + i, shape)
+                    largest = tl.maximum(largest, _largest(_values(x, mean, other, other.h, sizes, shape)))
+                values = _values(x, mean, at, at.h, sizes, shape)
         blocks = plain_int(sizes.blocks)
         place = _entry(at, sizes, shape) * blocks + at.number
         mine = at.known & (at.number < blocks)
     else:
         largest = tl.load(found + _entry(at, sizes, shape), mask=at.known, other=0).to(tl.float32, bitcast=True)
         place = _entry(at, sizes, shape)
-        mine = at.known & (at.number == 0) & (at.h % shape.GROUP == 0)
+        mine = at.known & (at.number == 0)
     factor = _factor(largest, shape)
-    tl.store(descale + place, factor, mask=mine)
+    tl.store(descale + place, factor, mask=mine & (at.member == 0))
     if shape.PER == BY_BLOCK:  # of a sequence that is longer than it may be, bytes without a factor
         factor = tl.where(mine | (not at.known), factor, float("nan"))
-    for h in range(at.h, at.h + shape.HEADS):
-        for start in range(at.number * BLOCK, at.number * BLOCK + BLOCK, shape.ROWS):
-            values = _values(x, mean, at, h, start, sizes, shape, shape.ROWS)
-            if shift is not None:
-                _store_shift(shift, values, mean, scale, at, h, start, sizes, shape)
-            _store(out, at, h, start, _quotient(values, factor), shape)
-
-
-@triton.jit
-def mean_parts_kernel(x, parts, span, sizes, shape):
-    """Sums of the rows of PARTS blocks, float32 (b tiles, h, d), where tiles are PARTS blocks."""
-    s = plain_int(sizes.s)
-    tiles = plain_int(sizes.tiles)
-    groups = plain_int(sizes.heads)
-    item = tl.program_id(0)
-    number = item % tiles
-    h = item // tiles % groups
-    b = item // tiles // groups
-    if is_packed(span):
-        sequence = sequence_at(span, number, s, BLOCK * PARTS)
-        batch, first, _, used = extent(span, sequence, s)
-        block = number - blocks_before(span, sequence, first, BLOCK * PARTS)
-    else:
-        batch, first, _, used = extent(span, b, s)
-        block = number
-    base = head(x, batch, h, first)
-    total = tl.zeros([shape.BLOCK_D], tl.float32)
-    for i in range(PARTS):
-        rows = load_tile(x, base, (block * PARTS + i) * BLOCK, used, BLOCK, shape.D, shape.BLOCK_D, True)
-        rows = rows.to(tl.float32)
-        total += tl.sum(tl.where(tl.abs(rows) < INFINITY, rows, 0.0), 0)
-    d = tl.arange(0, shape.BLOCK_D)
-    place = parts + ((b.to(tl.int64) * tiles + number) * groups + h) * shape.D + d
-    tl.store(place, total, mask=d < shape.D)
-
-
-@triton.jit
-def mean_kernel(parts, made, span, sizes, shape):
-    """The mean of a sequence's rows, rotated if they are: float32 (sequences, h, d)."""
-    s = plain_int(sizes.s)
-    tiles = plain_int(sizes.tiles)
-    heads = plain_int(sizes.heads)
-    sequence = tl.program_id(0) // heads
-    h = tl.program_id(0) % heads
-    _, first, _, used = extent(span, sequence, s)
-    place = sequence.to(tl.int64) * tiles
-    if is_packed(span):
-        place = blocks_before(span, sequence, first, BLOCK * PARTS).to(tl.int64)
-    count = tl.cdiv(used, BLOCK * PARTS)
-    total = tl.zeros([shape.BLOCK_D], tl.float32)
-    d = tl.arange(0, shape.BLOCK_D)
-    for start in range(0, count, 32):
-        # [32, BLOCK_D]
-        n = start + tl.arange(0, 32)
-        there = (n < count)[:, None] & (d < shape.D)[None, :]
-        total += tl.sum(tl.load(parts + ((place + n[:, None]) * heads + h) * shape.D + d[None, :], there, 0.0), 0)
-    total = tl.div_rn(total, tl.maximum(used, 1).to(tl.float32) + tl.zeros_like(total))
-    place = made + tl.program_id(0).to(tl.int64) * shape.D
-    if shape.MIXED == 1:
-        tl.store(place + d, total, mask=d < shape.D)
-    else:
-        for start in range(0, shape.D, 16):
-            column = start + tl.arange(0, 16)
-            # [BLOCK_D, 16]
-            turned = tl.sum(total[:, None] * _signs(d, column, shape.MIXED), 0) * shape.FACTOR
-            tl.store(place + column, turned, mask=column < shape.D)
+    if shift is not None:
+        _store_shift(shift, values, mean, at, sizes, shape)
+    _store(out, at, _quotient(values, factor), shape)
