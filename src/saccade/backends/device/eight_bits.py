@@ -141,27 +141,40 @@ class WordRows:
 
 @triton.jit
 def in_words(x, WORD: tl.constexpr):
-    """The same tensor in words of WORD bytes, 2 or 4; its rows start at multiples of 16."""
-    word = tl.int16 if WORD == 2 else tl.int32
-    ptr = x.ptr.to(tl.pointer_type(word), bitcast=True)
-    return WordRows(ptr, x.stride_b, x.stride_h, x.stride_s, x.unit // WORD, x.wide)
+    """The same tensor in words of WORD bytes, 1, 2 or 4; its rows start at multiples of 16."""
+    if WORD == 1:
+        return x
+    else:
+        word = tl.int16 if WORD == 2 else tl.int32
+        ptr = x.ptr.to(tl.pointer_type(word), bitcast=True)
+        return WordRows(ptr, x.stride_b, x.stride_h, x.stride_s, x.unit // WORD, x.wide)
+
+
+@triton.jit
+def _byte_of(words, number: tl.constexpr, dtype: tl.constexpr):
+    byte = (words >> 8 * number).to(tl.uint8)
+    return widened(byte if dtype == tl.uint8 else byte.to(dtype, bitcast=True), tl.float16)
 
 
 @triton.constexpr_function
 def _conversion(number, dtype):
-    """PTX: byte `number` of two words, in one, and both in float16."""
+    """PTX: bytes `number` and `number + 1` of two words; $0 and $1 have each of them of both words, in float16."""
     kind = "e4m3x2" if dtype == tl.float8e4nv else "e5m2x2"
-    picked = f"prmt.b32 t, $1, $2, {(4 + number) << 4 | number};"
-    return f"{{ .reg .b16 x, y; .reg .b32 t; {picked} mov.b32 {{x, y}}, t; cvt.rn.f16x2.{kind} $0, x; }}"
+    picked = sum(place << 4 * i for i, place in enumerate((number, number + 4, number + 1, number + 5)))
+    return f"""{{
+        .reg .b16 x, y; .reg .b32 picked;
+        prmt.b32 picked, $2, $3, {picked}; mov.b32 {{x, y}}, picked;
+        cvt.rn.f16x2.{kind} $0, x; cvt.rn.f16x2.{kind} $1, y;
+    }}"""
 
 
 @triton.jit
-def byte_of(words, number: tl.constexpr, dtype: tl.constexpr, CONVERTS: tl.constexpr):
-    """One byte of each word, counted from the lowest, in float16. CONVERTS: the GPU has an instruction for that."""
+def bytes_of(words, number: tl.constexpr, dtype: tl.constexpr, CONVERTS: tl.constexpr):
+    """Bytes `number` and `number + 1` of each word, counted from the lowest, in float16. CONVERTS: the GPU has an
+    instruction for that."""
     if CONVERTS and words.dtype == tl.int32:
         return tl.inline_asm_elementwise(
-            _conversion(number, dtype), "=r,r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+            _conversion(number, dtype), "=r,=r,r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        byte = (words >> 8 * number).to(tl.uint8)
-        return widened(byte if dtype == tl.uint8 else byte.to(dtype, bitcast=True), tl.float16)
+        return _byte_of(words, number, dtype), _byte_of(words, number + 1, dtype)

@@ -198,14 +198,14 @@ def masked_scores(qk, args, q_idx, kv_idx, MASKED: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(x, row_max, row_sum, score):
-    """p = exp(x - new_max) [..., block_q, block_k], alpha = exp(row_max - new_max), new_max and the new row_sum."""
-    # [..., block_q]
-    new_max = tl.maximum(row_max, tl.max(x, -1))
+def online_softmax(x, row_max, row_sum, score, KEYS: tl.constexpr = 1):
+    """p = exp(x - new_max) [block_q, block_k], alpha = exp(row_max - new_max) [block_q], new_max and the new row_sum.
+    KEYS: the dimension of keys; others may come before and after it."""
+    new_max = tl.maximum(row_max, tl.max(x, KEYS))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without a visible key yet: exp(-inf - 0) = 0
-    p = power(x - tl.expand_dims(shift, -1), score)
+    p = power(x - tl.expand_dims(shift, KEYS), score)
     alpha = power(row_max - shift, score)
-    return p, alpha, new_max, row_sum * alpha + tl.sum(p, -1)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, KEYS)
 
 
 @triton.jit

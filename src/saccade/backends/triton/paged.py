@@ -38,6 +38,8 @@ PROGRAMS = 2
 """Programs that a multiprocessor runs at a time, by their shared memory."""
 FEW_ROWS = 16
 """Flat rows of a tile for decoding."""
+LEAST_ROWS = 8
+"""Flat rows of a tile against 8-bit pages, on NVIDIA's tensor cores."""
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LONG, FEW = 2048, 2048
@@ -107,7 +109,7 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
     ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
     bits = -(-room.bit_length() // 4) * 4 if ordered else 0
     return SplitKV(
-        tile, tiles, splits, slots, layout.num_splits is None, edges, bits, word(problem, tile), slices(problem, tile)
+        tile, tiles, splits, slots, layout.num_splits is None, edges, bits, word(problem), slices(problem, tile)
     )
 
 
@@ -128,8 +130,11 @@ def config(problem: Problem, rows: int) -> TileConfig:
         few = TileConfig(FEW_ROWS, 64, 8, 3) if reads_once(problem) else TileConfig(FEW_ROWS, 32 if eight else 16, 4, 4)
         return few if rows <= FEW_ROWS else fixed
     if rows <= FEW_ROWS:
+        if not eight:
+            return TileConfig(FEW_ROWS, block_k, 4, 4)
         # As many bytes; blocks of a Descale hold whole tiles.
-        return TileConfig(FEW_ROWS, min(2 * block_k, 128) if eight else block_k, 4, 4)
+        few = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(problem.q.device) else LEAST_ROWS
+        return TileConfig(few, min(2 * block_k, 128), 4, 4)
     return TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else fixed
 
 
@@ -225,20 +230,17 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
     return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
 
 
-def word(problem: Problem, tile: TileConfig) -> int:
-    """Bytes of values that a kernel of few rows reads at once: as many as leave 32 columns for four warps."""
-    d_v = problem.v.shape[3]
-    if problem.v.element_size() > 1 or problem.q.dtype == torch.float32 or tile.block_q > FEW_ROWS:
-        return 1
-    return next(n for n in (4, 2, 1) if d_v % n == 0 and (n == 1 or block_d(d_v) >= 32 * n))
-
-
 def slices(problem: Problem, tile: TileConfig) -> int:
-    """One for each warp of a kernel of few rows, whose sums fit its registers for all columns."""
-    d, d_v = problem.k.shape[3], problem.v.shape[3]
-    if tile.block_q > FEW_ROWS or problem.q.dtype == torch.float32 or d > WIDE or block_d(d_v) > 128:
-        return 1
-    return tile.warps
+    """A tile's slices, one for each warp, where few rows read 8-bit pages; else 1."""
+    plain = problem.k.element_size() > 1 or problem.q.dtype == torch.float32
+    wide = max(problem.k.shape[3], problem.v.shape[3]) > WIDE
+    return 1 if plain or wide or tile.block_q > FEW_ROWS else tile.warps
+
+
+def word(problem: Problem) -> int:
+    """Bytes of 8-bit values that few rows read at once: as many as leave 16 columns."""
+    d_v = problem.v.shape[3]
+    return next(n for n in (4, 2, 1) if d_v % n == 0 and (n == 1 or block_d(d_v) >= 16 * n))
 
 
 def many(layout: Layout) -> int:

@@ -5,9 +5,7 @@ Tiles of keys are visited from the first to the last, so that a row's sums have 
 program has to know of all sequences it reads at once, N of them: after a loop or a branch Triton 3.9 forgets which
 addresses are aligned, and fetches nothing ahead.
 
-Where rows are few, each warp may have keys of its own, a slice of a tile's, with a maximum and sums of its own. Tiles
-have one more dimension then, [slices, ...], in which nothing moves from warp to warp until all keys have been seen.
-Numbers of rows, [block_q, 1], broadcast to both.
+Few rows against 8-bit pages have tiles of another form: `paged_slices.py`.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -20,20 +18,14 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.descale import factor_at
-from saccade.backends.device.eight_bits import (
-    byte_of,
-    factor_of_block,
-    in_words,
-    queries,
-    values,
-    widened,
-)
+from saccade.backends.device.eight_bits import factor_of_block, queries, values, widened
 from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
-from saccade.backends.device.tiles import head, in_units, log_sum, power, store_largest, tile_range
+from saccade.backends.device.tiles import head, in_units, log_sum, store_largest, tile_range
 from saccade.backends.triton.paged_schedule import by_length, sequence_of, share
-from saccade.backends.triton.paged_tiles import PagedHead, keys_of_tile, load_rows, pages_of
+from saccade.backends.triton.paged_slices import nothing_yet, of_all_slices, sliced, slices_step, turned
+from saccade.backends.triton.paged_tiles import PagedHead, load_rows, pages_of
 
 
 class SplitArgs(NamedTuple):
@@ -60,136 +52,63 @@ class SplitArgs(NamedTuple):
 
 
 @triton.jit
-def _nothing_yet(sink, h, part, score, shape, WORD: tl.constexpr, SLICES: tl.constexpr):
-    """Sums, largest scores and sums of weights before the first key: nothing but the sink, one more column, which the
-    first slice of the first part has.
-
-    The sums are [block_q, d_v], or [slices, block_q, d_v], or, where values are read in words of several bytes, as many
-    [..., d_v / WORD]: element i of each is that of byte i of a word.
-    """
-    # [block_q] or [slices, block_q]
-    row_sum = tl.zeros([shape.BLOCK_Q] if SLICES == 1 else [SLICES, shape.BLOCK_Q], tl.float32)
-    row_max = row_sum + float("-inf")
-    if sink is not None:
-        carries = part == 0
-        if SLICES > 1:
-            carries = carries & (tl.arange(0, SLICES) == 0)[:, None]
-        row_max = tl.where(carries, row_sum + in_units(tl.load(sink + h).to(tl.float32), score), float("-inf"))
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    zeros = tl.expand_dims(tl.zeros_like(row_sum), -1) + tl.zeros([shape.BLOCK_DV // WORD], tl.float32)
-    if WORD == 1:
-        acc = zeros
-    elif WORD == 2:
-        acc = zeros, zeros
-    else:
-        acc = zeros, zeros, zeros, zeros
-    return acc, row_max, row_sum
+def _rows(x, SLICES: tl.constexpr):
+    """[block_q] as it broadcasts to tiles: [block_q, 1], or [1, block_q] where tiles have slices."""
+    return x[:, None] if SLICES == 1 else x[None, :]
 
 
 @triton.jit
-def _whole(acc, shape, WORD: tl.constexpr):
-    """The sums [block_q, d_v] of all bytes."""
-    if WORD == 1:
-        return acc
-    elif WORD == 2:
-        return tl.reshape(tl.join(acc[0], acc[1]), [shape.BLOCK_Q, shape.BLOCK_DV])
+def _nothing_yet(sink, h, part, score, split, shape):
+    """Sums [block_q, d_v], largest scores and sums of weights [block_q] before the first key: nothing but the sink, one
+    more column, which the first part has."""
+    if split.slices > 1:
+        return nothing_yet(sink, h, part, score, shape, split.word, split.slices)
     else:
-        pairs = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
-        return tl.reshape(pairs, [shape.BLOCK_Q, shape.BLOCK_DV])
+        row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
+        row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
+        if sink is not None:
+            row_max = tl.where(part == 0, in_units(tl.load(sink + h).to(tl.float32), score), float("-inf"))
+            row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+        return tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32), row_max, row_sum
 
 
 @triton.jit
-def _of_all_slices(acc, row_max, row_sum, score, WORD: tl.constexpr, SLICES: tl.constexpr):
-    """The sums, the largest scores and the sums of weights, of [slices, block_q, ...], in units of one maximum."""
-    if SLICES == 1:
-        return acc, row_max, row_sum
-    else:
-        # [block_q]; [slices, block_q, 1]
-        top = tl.max(row_max, 0)
-        factor = power(row_max - tl.where(top == float("-inf"), 0.0, top)[None, :], score)
-        row_sum = tl.sum(row_sum * factor, 0)
-        factor = factor[:, :, None]
-        if WORD == 1:
-            sums = tl.sum(acc * factor, 0)
-        elif WORD == 2:
-            sums = tl.sum(acc[0] * factor, 0), tl.sum(acc[1] * factor, 0)
-        else:
-            sums = (
-                tl.sum(acc[0] * factor, 0),
-                tl.sum(acc[1] * factor, 0),
-                tl.sum(acc[2] * factor, 0),
-                tl.sum(acc[3] * factor, 0),
-            )
-        return sums, top, row_sum
-
-
-@triton.jit
-def _added(acc, alpha, p, v_tile, start, kv, args, shape):
-    """acc alpha + p v"""
+def _weighted(acc, p, alpha, v_tile, start, kv, args, shape):
+    """acc alpha + p v, of one tile of keys."""
+    p = p.to(v_tile.dtype)
     if kv.descale is not None and kv.descale.v.blocked:
         part = tl.dot(p, v_tile, input_precision=shape.PRECISION)
-        return acc * alpha + part * factor_at(kv.descale.v, args.b, kv.h, start)
+        return acc * alpha[:, None] + part * factor_at(kv.descale.v, args.b, kv.h, start)
     else:
-        return tl.dot(p, v_tile, acc * alpha, input_precision=shape.PRECISION)
-
-
-@triton.jit
-def _weighted(acc, p, alpha, k_tile, page, start, kv, dtype: tl.constexpr, args, shape):
-    """acc alpha + p v, of one tile of keys [block_k, d]; products take `dtype`.
-
-    What products on 16 rows take of v are keys side by side. Bytes would be read one by one from shared memory. Words
-    are read as they lie, and the same byte of two of them is a pair of keys.
-    """
-    alpha = tl.expand_dims(alpha, -1)
-    # [block_k, d_v]
-    if kv.v is None:
-        return _added(acc, alpha, p.to(dtype), k_tile, start, kv, args, shape)
-    elif kv.word == 1:
-        v_tile = widened(load_rows(kv.v, page, kv, start, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV), dtype)
-        return _added(acc, alpha, p.to(v_tile.dtype), v_tile, start, kv, args, shape)
-    else:
-        v = in_words(kv.v, kv.word)
-        # [block_k, d_v / WORD]
-        columns: tl.constexpr = shape.BLOCK_DV // kv.word
-        words = load_rows(v, page, kv, start, shape.BLOCK_K, shape.D_V // kv.word, columns)
-        p = p.to(dtype)
-        sums = ()
-        for i in tl.static_range(kv.word):
-            v_tile = byte_of(words, i, kv.v.ptr.dtype.element_ty, kv.converts).to(dtype)
-            sums = sums + (_added(acc[i], alpha, p, v_tile, start, kv, args, shape),)  # noqa: RUF005 - Triton's
-        return sums
+        return tl.dot(p, v_tile, acc * alpha[:, None], input_precision=shape.PRECISION)
 
 
 @triton.jit
 def _step(acc, row_max, row_sum, page, start, q_tiles, kv, q_idx, args, shape, MASKED: tl.constexpr):
-    """One tile of keys, in `page`. acc [block_q, d_v] (see `_nothing_yet`), row_max [block_q] in units of scores,
-    row_sum [block_q], and the pages of the next tile, which are read so early that its keys can be fetched ahead."""
+    """One tile of keys, in `page`. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q], and the
+    pages of the next tile, which are read so early that its keys can be fetched ahead."""
     q_tile, q_rest = q_tiles
-    following = pages_of(kv, start + shape.BLOCK_K, shape.BLOCK_K)
-    # [block_k, d]
-    k_tile = load_rows(kv.k, page, kv, start, shape.BLOCK_K, shape.D, shape.BLOCK_D)
-    # [block_q, block_k]
-    qk = tl.dot(q_tile, _transposed(widened(k_tile, q_tile.dtype)), input_precision=shape.PRECISION)
-    if shape.REST > 0:
-        # [block_k, rest]
-        k_rest = load_rows(kv.k, page, kv, start, shape.BLOCK_K, shape.D, shape.REST, shape.BLOCK_D)
-        qk = tl.dot(q_rest, tl.trans(k_rest), qk, input_precision=shape.PRECISION)
-    if kv.descale is not None:
-        qk *= factor_of_block(kv.descale.k, args.b, kv.h, start)
-    kv_idx = tl.expand_dims(start + keys_of_tile(shape.BLOCK_K, kv.slices), -2)
-    x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
-    p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
-    acc = _weighted(acc, p, alpha, k_tile, page, start, kv, q_tile.dtype, args, shape)
-    return acc, row_max, row_sum, following
-
-
-@triton.jit
-def _transposed(x):
-    """The last two dimensions of two or three, the other way."""
-    if len(x.shape) == 2:
-        return tl.trans(x)
+    if kv.slices > 1:
+        return slices_step(acc, row_max, row_sum, page, start, q_tile, kv, q_idx, args, shape, MASKED)
     else:
-        return tl.permute(x, [0, 2, 1])
+        following = pages_of(kv, start + shape.BLOCK_K, shape.BLOCK_K)
+        # [block_k, d]
+        k_tile = load_rows(kv.k, page, kv, start, shape.BLOCK_K, shape.D, shape.BLOCK_D)
+        # [block_q, block_k]
+        qk = tl.dot(q_tile, tl.trans(widened(k_tile, q_tile.dtype)), input_precision=shape.PRECISION)
+        if shape.REST > 0:
+            # [block_k, rest]
+            k_rest = load_rows(kv.k, page, kv, start, shape.BLOCK_K, shape.D, shape.REST, shape.BLOCK_D)
+            qk = tl.dot(q_rest, tl.trans(k_rest), qk, input_precision=shape.PRECISION)
+        if kv.descale is not None:
+            qk *= factor_of_block(kv.descale.k, args.b, kv.h, start)
+        x = masked_scores(qk, args, q_idx, start + tl.arange(0, shape.BLOCK_K)[None, :], MASKED)
+        p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
+        # [block_k, d_v]
+        v_tile = k_tile if kv.v is None else load_rows(kv.v, page, kv, start, shape.BLOCK_K, shape.D_V, shape.BLOCK_DV)
+        v_tile = widened(v_tile, q_tile.dtype)
+        acc = _weighted(acc, p, alpha, v_tile, start, kv, args, shape)
+        return acc, row_max, row_sum, following
 
 
 @triton.jit
@@ -271,14 +190,11 @@ def paged_kernel(
     table = pages.table + b.to(tl.int64) * plain_int(pages.stride)
     kv = PagedHead(k, v, table, pages, head_k, keys, descale, split.word, split.converts, PAGE, split.slices)
     q_tile, scale = queries(q_tile, scale, descale, b, head_k, q_idx)
-    args = ScoreArgs(b, h[:, None], rows, keys, off, scale, mask, score, None)
-    acc, row_max, row_sum = _nothing_yet(
-        sink if max_scores is None else None, h, part, score, shape, split.word, split.slices
-    )
     if split.slices > 1:
-        # [slices, block_q, d]
-        q_tile = tl.broadcast_to(q_tile[None, :, :], [split.slices, shape.BLOCK_Q, shape.BLOCK_D])
-    q_tiles = q_tile, q_rest
+        q_tile, scale = sliced(q_tile, split.slices), turned(scale)
+    acc, row_max, row_sum = _nothing_yet(sink if max_scores is None else None, h, part, score, split, shape)
+    args = ScoreArgs(b, _rows(h, split.slices), rows, keys, off, scale, mask, score, None)
+    row_idx, q_tiles = _rows(q_idx, split.slices), (q_tile, q_rest)
 
     page = pages_of(kv, first, shape.BLOCK_K)
     if EDGES:
@@ -286,20 +202,17 @@ def paged_kernel(
         core_end = tl.minimum(tl.maximum(core_end, core), end)
         for start in range(first, core, shape.BLOCK_K):
             acc, row_max, row_sum, page = _step(
-                acc, row_max, row_sum, page, start, q_tiles, kv, q_idx[:, None], args, shape, True
+                acc, row_max, row_sum, page, start, q_tiles, kv, row_idx, args, shape, True
             )
         for start in range(core, core_end, shape.BLOCK_K):
             acc, row_max, row_sum, page = _step(
-                acc, row_max, row_sum, page, start, q_tiles, kv, q_idx[:, None], args, shape, False
+                acc, row_max, row_sum, page, start, q_tiles, kv, row_idx, args, shape, False
             )
         first = core_end
     for start in range(first, end, shape.BLOCK_K):
-        acc, row_max, row_sum, page = _step(
-            acc, row_max, row_sum, page, start, q_tiles, kv, q_idx[:, None], args, shape, True
-        )
+        acc, row_max, row_sum, page = _step(acc, row_max, row_sum, page, start, q_tiles, kv, row_idx, args, shape, True)
 
-    acc, row_max, row_sum = _of_all_slices(acc, row_max, row_sum, score, split.word, split.slices)
-    acc = _whole(acc, shape, split.word)
+    acc, row_max, row_sum = of_all_slices(acc, row_max, row_sum, score, shape, split.word, split.slices)
     acc, row_max, row_sum = store_largest(
         max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, part == 0
     )

@@ -105,6 +105,21 @@ def pages_of(kv, start, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _rows(x, page, kv, start, BLOCK_K: tl.constexpr):
+    """Pointers to rows [start, start + BLOCK_K) of one head of the caches k or v."""
+    if _in_one_page(kv.size, BLOCK_K // kv.slices):
+        first = (start + _first_keys(BLOCK_K, kv.slices)) % kv.size
+        stride = plain_int(x.stride_s)
+        if x.wide:
+            stride = stride.to(tl.int64)
+        return head(x, page.to(tl.int64), kv.h, first) + tl.arange(0, BLOCK_K // kv.slices) * (stride * x.unit)
+    else:
+        number = (start + keys_of_tile(BLOCK_K, kv.slices)) % kv.size
+        row = page.to(tl.int64) * plain_int(x.stride_b) + number * plain_int(x.stride_s).to(tl.int64)
+        return x.ptr + kv.h * plain_int(x.stride_h).to(tl.int64) * x.unit + row * x.unit
+
+
+@triton.jit
 def load_rows(
     x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST: tl.constexpr = 0
 ):  # fmt: skip
@@ -112,24 +127,24 @@ def load_rows(
     block_k / slices, BLOCK_D]; zero from `keys` on and beyond column D."""
     page = _known(page, kv.pages)
     d = tl.arange(0, BLOCK_D)
-    kv_idx = start + keys_of_tile(BLOCK_K, kv.slices)
     if kv.slices == 1 and _in_one_page(kv.size, BLOCK_K):
-        # [block_k, BLOCK_D]
         place = places(x, head(x, page.to(tl.int64), kv.h), start % kv.size, BLOCK_K, BLOCK_D)
-    elif _in_one_page(kv.size, BLOCK_K // kv.slices):
-        # [slices, 1]
-        first = (start + _first_keys(BLOCK_K, kv.slices)) % kv.size
-        base = head(x, page.to(tl.int64), kv.h, first)
-        # [block_k / slices, BLOCK_D]
-        stride = plain_int(x.stride_s) * x.unit
-        if x.wide:
-            stride = stride.to(tl.int64)
-        place = base[:, :, None] + (tl.arange(0, BLOCK_K // kv.slices)[:, None] * stride + d[None, :])
     else:
-        row = page.to(tl.int64) * plain_int(x.stride_b) + (kv_idx % kv.size) * plain_int(x.stride_s).to(tl.int64)
-        base = x.ptr + kv.h * plain_int(x.stride_h).to(tl.int64) * x.unit
-        place = base + tl.expand_dims(row * x.unit, -1) + d
-    there = tl.expand_dims(kv_idx < kv.keys, -1)
+        place = tl.expand_dims(_rows(x, page, kv, start, BLOCK_K), -1) + d
+    there = tl.expand_dims(start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys, -1)
     if D < FIRST + BLOCK_D:
         there = there & (d + FIRST < D)
     return tl.load(place + FIRST, mask=there, other=0.0)
+
+
+@triton.jit
+def load_columns(x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The same numbers as [slices, BLOCK_D, block_k / slices]. A tile that is turned after it was loaded is copied to
+    shared memory 4 bytes at a time."""
+    page = _known(page, kv.pages)
+    d = tl.arange(0, BLOCK_D)[:, None]
+    place = _rows(x, page, kv, start, BLOCK_K)[:, None, :] + d
+    there = (start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys)[:, None, :]
+    if D < BLOCK_D:
+        there = there & (d < D)
+    return tl.load(place, mask=there, other=0)
