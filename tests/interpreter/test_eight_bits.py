@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.language as tl  # noqa: F401 - Triton looks for it where functions come from
+import triton.language as tl
 from torch import Tensor
 
 from saccade import Dense, Descale, Packed, alibi, attention, causal, hardware, window
 from saccade.backends.device import descale, eight_bits
-from saccade.backends.triton import paged_kernel
+from saccade.backends.triton import paged_kernel, paged_slices
 from saccade.testing import check, paged
 
 E4M3, E5M2 = KINDS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -121,14 +121,25 @@ def _of_first_block(x, b, h, row):
     return descale.factor_at(x, b, h, row * 0)
 
 
+def _first_slice(x):
+    return tl.trans(tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None, None] == 0, x, 0.0), 0))
+
+
+def _bytes_swapped(words, number: tl.constexpr, dtype: tl.constexpr, CONVERTS: tl.constexpr):
+    return eight_bits._byte_of(words, number + 1, dtype), eight_bits._byte_of(words, number, dtype)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "blocks"),
-    [("values", _forget, 0), ("values", _of_keys, 0), ("queries", _plain_queries, 0),
+    [("_sum", _first_slice, 0), ("bytes_of", _bytes_swapped, 0),
+     ("values", _forget, 0), ("values", _of_keys, 0), ("queries", _plain_queries, 0),
      ("factor_of_block", _of_first_block, 3), ("factor_at", _of_first_block, 3)],
-    ids=["no factor of v", "v by the factor of k", "no factor of k", "k by its first block", "v by its first block"],
+    ids=["one slice", "bytes swapped", "no factor of v", "v by the factor of k", "no factor of k",
+         "k by its first block", "v by its first block"],
 )  # fmt: skip
 def test_wrong_kernels_are_rejected(name: str, wrong: Any, blocks: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(paged_kernel, name, triton.jit(wrong))
+    module = paged_slices if hasattr(paged_slices, name) else paged_kernel
+    monkeypatch.setattr(module, name, triton.jit(wrong))
     q, k, v, keywords = in_bytes("decode", E4M3, dtype="fp16", b=2, s_k=300)
     shape = (2, 2, keywords["layout"].block_table.shape[1]) if blocks else (2, 2)
     scales = Descale(k=positive(*shape), v=positive(*shape) + 1)

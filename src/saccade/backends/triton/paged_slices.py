@@ -21,11 +21,8 @@ from saccade.backends.triton.paged_tiles import keys_of_tile, load_columns, load
 
 @triton.jit
 def turned(x):
-    """[rows, n] as [n, rows]; a number as it is."""
-    if len(x.shape) == 2:
-        return tl.trans(x)
-    else:
-        return x
+    """A number for each row, [block_q, 1], or for all, as [1, block_q] or [1, 1]."""
+    return tl.trans(x + tl.zeros([1, 1], tl.float32))
 
 
 @triton.jit
