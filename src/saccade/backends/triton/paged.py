@@ -40,6 +40,10 @@ FEW_ROWS = 16
 """Flat rows of a tile for decoding."""
 LEAST_ROWS = 8
 """Flat rows of a tile against 8-bit pages, on NVIDIA's tensor cores."""
+LEAST_SLICED = 64
+"""Keys of a tile at least, four slices of 16."""
+FULL = 256
+"""Programs that fill a GPU, about."""
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LONG, FEW = 2048, 2048
@@ -130,12 +134,21 @@ def config(problem: Problem, rows: int) -> TileConfig:
         few = TileConfig(FEW_ROWS, 64, 8, 3) if reads_once(problem) else TileConfig(FEW_ROWS, 32 if eight else 16, 4, 4)
         return few if rows <= FEW_ROWS else fixed
     if rows <= FEW_ROWS:
-        if not eight:
-            return TileConfig(FEW_ROWS, block_k, 4, 4)
-        # As many bytes; blocks of a Descale hold whole tiles.
-        few = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(problem.q.device) else LEAST_ROWS
-        return TileConfig(few, min(2 * block_k, 128), 4, 4)
+        return _sliced(problem, rows, min(2 * block_k, 128)) if eight else TileConfig(FEW_ROWS, block_k, 4, 4)
     return TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else fixed
+
+
+def _sliced(problem: Problem, rows: int, block_k: int) -> TileConfig:
+    """Tiles of few rows against 8-bit pages: as many bytes as of 16 bits, which blocks of a Descale hold whole, or half
+    of them where even these are too few for all multiprocessors."""
+    block_q = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(problem.q.device) else LEAST_ROWS
+    half = block_k // 2
+    programs = problem.layout.sequences * problem.k.shape[1] * (
+        problem.layout.capacity(problem.k.shape[2]) // (half * LEAST_TILES)
+    )  # fmt: skip
+    if half >= LEAST_SLICED and programs < FULL:
+        return TileConfig(block_q, half, 4, 4)
+    return TileConfig(block_q, block_k, 4, 3)
 
 
 def forward(problem: Problem, lse: bool = True, parts: Sequence[Problem] = ()) -> Outputs:

@@ -212,7 +212,7 @@ def paged_kernel(
     for start in range(first, end, shape.BLOCK_K):
         acc, row_max, row_sum, page = _step(acc, row_max, row_sum, page, start, q_tiles, kv, row_idx, args, shape, True)
 
-    acc, row_max, row_sum = of_all_slices(acc, row_max, row_sum, score, shape, split.word, split.slices)
+    acc, row_max, row_sum = of_all_slices(acc, row_max, row_sum, score, split.word, split.slices)
     acc, row_max, row_sum = store_largest(
         max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, part == 0
     )

@@ -105,19 +105,32 @@ def _halvings(n):
 
 @triton.jit
 def _sum(x):
-    """[rows, n], the sum over slices of [slices, n, rows]. tl.sum would move one number at a time between warps."""
+    """[m, n], the sum over slices of [m, n, slices]. tl.sum would move one number at a time between warps."""
+    m: tl.constexpr = x.shape[0]
     n: tl.constexpr = x.shape[1]
-    rows: tl.constexpr = x.shape[2]
-    slices: tl.constexpr = x.shape[0]
-    x = tl.permute(x, [2, 1, 0])
+    slices: tl.constexpr = x.shape[2]
     for i in tl.static_range(_halvings(slices)):
-        x, y = tl.split(tl.reshape(x, [rows, n, slices >> (i + 1), 2]))
+        x, y = tl.split(tl.reshape(x, [m, n, slices >> (i + 1), 2]))
         x += y
-    return tl.reshape(x, [rows, n])
+    return tl.reshape(x, [m, n])
 
 
 @triton.jit
-def of_all_slices(acc, row_max, row_sum, score, shape, WORD: tl.constexpr, SLICES: tl.constexpr):
+def _whole(acc, WORD: tl.constexpr):
+    """Sums [block_q, d_v, slices] of all bytes of words."""
+    if WORD == 1:
+        return tl.permute(acc[0], [2, 1, 0])
+    elif WORD == 2:
+        x = tl.permute(tl.join(acc[0], acc[1]), [2, 1, 3, 0])
+        return tl.reshape(x, [x.shape[0], x.shape[1] * 2, x.shape[3]])
+    else:
+        x = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
+        x = tl.permute(x, [2, 1, 3, 4, 0])
+        return tl.reshape(x, [x.shape[0], x.shape[1] * 4, x.shape[4]])
+
+
+@triton.jit
+def of_all_slices(acc, row_max, row_sum, score, WORD: tl.constexpr, SLICES: tl.constexpr):
     """The sums [block_q, d_v], the largest scores and the sums of weights [block_q]; what they are where there are no
     slices."""
     if SLICES == 1:
@@ -127,13 +140,4 @@ def of_all_slices(acc, row_max, row_sum, score, shape, WORD: tl.constexpr, SLICE
         # [slices, block_q]
         factor = power(row_max - tl.where(top == float("-inf"), 0.0, top)[None, :], score)
         row_sum = tl.sum(row_sum * factor, 0)
-        factor = factor[:, None, :]
-        if WORD == 1:
-            whole = _sum(acc[0] * factor)
-        elif WORD == 2:
-            whole = tl.join(_sum(acc[0] * factor), _sum(acc[1] * factor))
-        else:
-            even = tl.join(_sum(acc[0] * factor), _sum(acc[2] * factor))
-            odd = tl.join(_sum(acc[1] * factor), _sum(acc[3] * factor))
-            whole = tl.join(even, odd)
-        return tl.reshape(whole, [shape.BLOCK_Q, shape.BLOCK_DV]), top, row_sum
+        return _sum(_whole(acc, WORD) * tl.trans(factor)[:, None, :]), top, row_sum
