@@ -131,7 +131,11 @@ def config(problem: Problem, rows: int) -> TileConfig:
     if layout.num_splits == 1:
         return fixed
     if wide > WIDE:
-        few = TileConfig(FEW_ROWS, 64, 8, 3) if reads_once(problem) else TileConfig(FEW_ROWS, 32 if eight else 16, 4, 4)
+        few = (
+            TileConfig(FEW_ROWS, 64, 8, 3)
+            if reads_once(problem)
+            else TileConfig(FEW_ROWS, 32 if eight else 16, 8 if eight else 4, 4)
+        )
         return few if rows <= FEW_ROWS else fixed
     if rows <= FEW_ROWS:
         return _sliced(problem, rows, min(2 * block_k, 128)) if eight else TileConfig(FEW_ROWS, block_k, 4, 4)

@@ -147,4 +147,4 @@ def load_columns(x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLO
     there = (start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys)[:, None, :]
     if D < BLOCK_D:
         there = there & (d < D)
-    return tl.load(place, mask=there, other=0)
+    return tl.load(place, mask=there, other=0.0)
