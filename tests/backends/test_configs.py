@@ -57,6 +57,9 @@ def test_rows_are_of_tiles_and_not_of_dims(dtype):
     assert gluon.key(Spec(dtype, 136, 80, mask="window")) == "gluon forward 16bit d192/128 masked"
     assert gluon.key(Spec(dtype, 8)) == "gluon forward 16bit d64/16 full"
     assert triton.key("dkdv", Spec(dtype, 72, mask="causal")) == "triton dkdv 16bit d128/128 masked"
+    assert (
+        triton.key("dk", Spec(dtype, 64, 320)) == triton.key("dk", Spec(dtype, 512)) == "triton dk 16bit d512/512 full"
+    )
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
@@ -88,7 +91,7 @@ def test_candidates_of_triton():
     shipped = configs.table("h200")
     made = rows([(64, 64), (128, 128), (256, 256)])
     assert {row.key() for row in made} == {key for key in shipped if key.startswith("triton ")}
-    wide = rows([(512, 512), (64, 320)])
+    wide = rows([(512, 512), (320, 320)])
     assert [row.kernel for row in wide[:4]] == ["forward", "dk", "dv", "dq"]
     assert all(list(row.candidates()) for row in wide)
     for row in made:

@@ -33,7 +33,8 @@ class TileShape(NamedTuple):
     def of(problem: Problem, block_q: int, block_k: int, columns: int = 0) -> TileShape:
         """columns: of v that a program sums, or 0: all."""
         d, d_v = problem.q.shape[3], problem.v.shape[3]
-        sizes = problem.group, d, d_v, block_q, block_k, block_d(d), columns or block_d(d_v), precision()
+        block_dv = min(columns or block_d(d_v), block_d(d_v))
+        sizes = problem.group, d, d_v, block_q, block_k, block_d(d), block_dv, precision()
         return TileShape(*map(tl.constexpr, sizes))
 
 

@@ -37,10 +37,14 @@ class TileConfig:
 
 
 def key(kernel: str, spec: Spec) -> str:
-    """A row of the table: what a kernel's best tile depends on."""
+    """A row of the table: what a kernel's best tile depends on. All head dims above WIDE share those of 512/512: what
+    fits these fits all."""
     size = "32bit" if spec.dtype == "fp32" else "8bit" if spec.dtype in EIGHT_BIT_WORDS else "16bit"
     edges = "full" if spec.mask == "none" else "masked"
-    return f"triton {kernel} {size} d{block_d(spec.d)}/{block_d(spec.d_v)} {edges}"
+    d, d_v = block_d(spec.d), block_d(spec.d_v)
+    if max(d, d_v) > WIDE:
+        d = d_v = 2 * WIDE
+    return f"triton {kernel} {size} d{d}/{d_v} {edges}"
 
 
 @lru_cache(maxsize=1024)

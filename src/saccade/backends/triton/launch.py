@@ -123,7 +123,7 @@ def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1
     if by_keys and problem.layout.starts_k is not None:
         grid = problem.k.shape[1] * -(-problem.k.shape[2] // tile.block_k), 1, 1
     if tile.columns:
-        grid = grid[0], -(-problem.v.shape[3] // tile.columns), 1
+        grid = grid[0], -(-problem.v.shape[3] // shape.BLOCK_DV.value), 1
     kernels = KERNELS if problem.layout.starts_k is None else RANGES_KERNELS
     constants = (shape, eight_bits.products(problem)) if name == "forward" else (shape,)
     return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages)
