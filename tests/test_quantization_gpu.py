@@ -79,6 +79,22 @@ def test_graphs_with_other_lengths(per):
         assert torch.equal(made.descale.q, wanted.descale.q)
 
 
+@pytest.mark.parametrize("polls", [0, 1])
+def test_programs_that_come_late(polls, monkeypatch):
+    """Where programs do not wait for the maxima of others, they find them themselves, and give the same bytes."""
+    from saccade.backends.triton import quantize as launches
+
+    sizes = torch.exp2(torch.randint(-4, 5, (1, 16, 3000, 1), device="cuda"))
+    x = (torch.randn(2, 16, 3000, 128, device="cuda") * sizes).to(torch.bfloat16)
+    call = Quantization(x, 2, per="block", blocks=24)
+    codes, factors, _ = launches.quantize(call)
+    monkeypatch.setattr(launches, "POLLS", polls)
+    monkeypatch.setattr(launches, "_launches", type(launches._launches)(8))
+    found = launches.quantize(call)
+    assert_same(found[0], codes)
+    assert torch.equal(found[1], factors)
+
+
 def ordered(codes):
     """Bytes as integers in the order of their numbers; both zeros are 0."""
     bits = codes.view(torch.uint8).int()
