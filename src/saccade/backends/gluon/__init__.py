@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
+from saccade.backends.gluon.latent import limits
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import EIGHT_BIT_WORDS, Spec
@@ -19,6 +20,7 @@ SUPPORT = Support(
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "max_scores", "deterministic", "offsets", "block_scales", "latent", "aligned"),
     max_d=256,
+    wider=(("latent", *limits.DIMS),),
     multiple_of=8,
     needs=("aligned",),
 )
@@ -44,6 +46,8 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
         return ["has no room in shared memory for positions beside dropout"]
     if gradient or not layout.has_pages:
         return []
+    if limits.applies(problem):
+        return limits.refusals(problem)
     h_k, size = problem.k.shape[1:3]
     reasons = []
     if size % MIN_PAGE_ROWS:
@@ -66,12 +70,18 @@ def workspace(spec: Spec) -> str:
     shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
     turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
     turns += score_workspace(spec)
+    if spec.latent and spec.d > SUPPORT.max_d:
+        return "forward: 4 bytes for every element of out, and 17 MB"
     if spec.dtype in EIGHT_BIT_WORDS:
         return "forward: 8 bytes for every stream, and v once more"
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 
 def run_forward(problem: Problem, lse: bool) -> Outputs:
+    if limits.applies(problem):
+        from saccade.backends.gluon.latent import launch as latent_launch
+
+        return latent_launch.forward(problem, lse)
     from saccade.backends.gluon.forward import launch
 
     return launch.forward(problem, lse)

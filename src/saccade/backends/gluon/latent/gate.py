@@ -10,6 +10,7 @@ import torch
 from saccade.backends.device import masks, sequences
 from saccade.backends.device.gate import GateRow
 from saccade.backends.device.records import TensorArgs
+from saccade.backends.gluon.forward.launch import score_record
 from saccade.backends.gluon.latent import launch
 from saccade.layouts import Paged
 from saccade.masks import causal, mask_mod
@@ -53,4 +54,5 @@ def compiled(row: GateRow) -> tuple[Any, int]:
         tensors = *parts, out, torch.empty(4, 128, s_q), sink, schedule, 128, s_q
         return launch.merging(problem, cut).warmup(tensors), 0
     kernel = launch.prepare(problem, cut)
-    return kernel.warmup((q, cache), launch.arguments(problem, *parts, schedule), 1.0), SPILL
+    records = sequences.spans(problem), masks.record(problem), score_record(problem)
+    return kernel.warmup((q, cache), launch.arguments(problem, *parts, schedule, *records), 1.0), SPILL

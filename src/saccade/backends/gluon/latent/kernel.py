@@ -30,7 +30,7 @@ class LatentShape(NamedTuple):
     ROWS: Any
     """of the 64 rows those of one head"""
     ORDER: Any
-    """0: every product is waited for; 1: scores before the other's values; 2: after them"""
+    """of products: see `mma.two_tiles`"""
     REGISTERS: Any
     LOADER_REGISTERS: Any
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Outputs
-from saccade.backends.device import masks, sequences
+from saccade.backends.device import masks, scores, sequences
+from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
 from saccade.backends.gluon.forward import paged_tma
@@ -21,11 +22,9 @@ from saccade.backends.gluon.latent.kernel import LatentShape, latent_kernel
 from saccade.backends.gluon.latent.load import gathers
 from saccade.backends.gluon.latent.schedule import Schedule, merge_kernel, schedule_kernel
 from saccade.backends.gluon.tma_launch import OPTIONS, TMALaunch, shape_of
-from saccade.problem import Problem
+from saccade.problem import Problem, aligned
 
 BLOCK_K = 64
-CHUNK = 8
-"""Parts that the merge adds up at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,36 +52,36 @@ class Cut:
         return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles))
 
 
-def forward(problem: Problem, lse: bool = True, order: int = 1) -> Outputs:
+def forward(problem: Problem, lse: bool = True, order: int = 2) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
-    q, layout = problem.q, problem.layout
+    layout = problem.layout
+    if not aligned(problem.q):  # which the Spec of a cache leaves open
+        problem = replace(problem, q=padded(problem.q))
+    q = problem.q
     out, row_lse = problem.empty_out(), per_row(problem, lse)
     if not layout.sequences or not layout.capacity(problem.k.shape[2]):
         return out.zero_(), nothing_seen(row_lse), None
     if not out.numel():
         return out, row_lse, None
     with on_device(q):
-        cut = Cut.of(problem, multiprocessors(q.device))
-        key = "latent", order, score_key(problem)
+        cut = problem.launches.get("latent cut")
+        if cut is None:
+            cut = problem.launches["latent cut"] = Cut.of(problem, multiprocessors(q.device))
+        score, mask, spans = score_record(problem), masks.record(problem), sequences.spans(problem)
+        # What is compiled for, and the Problem's key does not hold.
+        key = "latent", order, score.identity.value, score.linear.value, score.vast.value
         launch = problem.launches.get(key)
         if launch is None:
             launch = problem.launches[key] = prepare(problem, cut, order)
-        schedule = empty_schedule(problem, cut)
-        used_q, used_k = sequences.spans(problem)
+        index, target = q.device.index, TensorArgs.of(out)
+        schedule, parts = empty_schedule(problem, cut), empty_parts(problem, cut)
         lengths = q.shape[2], layout.capacity(problem.k.shape[2])
-        index = q.device.index
-        scheduling(problem)(index, (schedule, used_q, used_k, masks.record(problem), *lengths))
-        parts, part_lse = empty_parts(problem, cut)
-        launch(index, (q, problem.k), arguments(problem, parts, part_lse, schedule), problem.scale)
+        scheduling(problem)(index, (schedule, *spans, mask, *lengths))
+        launch(index, (q, problem.k), arguments(problem, *parts, schedule, spans, mask, score), problem.scale)
         sink = None if problem.sink is None else problem.sink.contiguous()
-        merging(problem, cut)(index, (parts, part_lse, TensorArgs.of(out), row_lse, sink, schedule, *q.shape[1:3]))
+        tensors = *parts, target, row_lse, sink, schedule, *q.shape[1:3]
+        merging(problem, cut, (lse, target.unit.value))(index, tensors)
     return out, row_lse, None
-
-
-def score_key(problem: Problem) -> tuple[bool, ...]:
-    """What is compiled for, and the Problem's key does not hold."""
-    score = score_record(problem)
-    return score.identity.value, score.linear.value, score.vast.value
 
 
 def empty_schedule(problem: Problem, cut: Cut) -> Schedule:
@@ -102,23 +101,35 @@ def scheduling(problem: Problem) -> Launch:
     return cached_launch(problem, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
 
 
-def merging(problem: Problem, cut: Cut) -> Launch:
-    splits = 1 << (cut.lines - 1).bit_length()
-    constants = problem.group, cut.rows, problem.v.shape[3], splits, CHUNK
-    grid = problem.q.shape[:3].numel(), 1, 1
-    return cached_launch(problem, "latent merge", lambda: Launch(merge_kernel, grid, constants, stages=1))
+def merging(problem: Problem, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
+    """`key`: what is compiled for besides, and the Problem's key does not hold."""
+
+    def make() -> Launch:
+        # Many sequences have few parts each, whose rows are small programs; few sequences have as many as lines.
+        warps, chunk = (1, 4) if 2 * problem.layout.sequences >= cut.lines else (4, 16)
+        constants = problem.group, cut.rows, problem.v.shape[3], 1 << (cut.lines - 1).bit_length(), chunk
+        return Launch(merge_kernel, (problem.q.shape[:3].numel(), 1, 1), constants, warps, stages=1)
+
+    return cached_launch(problem, ("latent merge", *key), make)
 
 
-def arguments(problem: Problem, parts: Tensor, part_lse: Tensor, schedule: Schedule) -> tuple[Any, ...]:
+def arguments(
+    problem: Problem,
+    parts: Tensor,
+    part_lse: Tensor,
+    schedule: Schedule,
+    spans: tuple[Any, Any],
+    mask: masks.DeviceMask,
+    score: scores.DeviceScore,
+) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers."""
     listed = problem.mask is not None and problem.mask.listed
-    mask = masks.record(problem)._replace(all_tiles=FLAGS[listed])
-    pages = paged_tma.record(problem)
+    rules = mask._replace(all_tiles=FLAGS[listed]), score
     cache = TensorArgs.of(problem.k) if gathers(problem.k.shape[2]) else None
-    return cache, parts, part_lse, *sequences.spans(problem), pages, schedule, (mask, score_record(problem))
+    return cache, parts, part_lse, *spans, paged_tma.record(problem), schedule, rules
 
 
-def prepare(problem: Problem, cut: Cut, order: int = 1) -> TMALaunch:
+def prepare(problem: Problem, cut: Cut, order: int = 2) -> TMALaunch:
     """The launch of all calls of the Problem's key."""
     q, k = problem.q, problem.k
     box = paged_tma.box_rows(k.shape[2], BLOCK_K)

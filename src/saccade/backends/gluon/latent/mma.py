@@ -59,15 +59,26 @@ class PartTiles:
 
 
 @gluon.jit
-def issue_scores(c: gl.constexpr, pipe, n):
-    """Starts q k^T [64, 64] of consumer c's tile n; the half of the columns that it sums is there first."""
+def issue_first(c: gl.constexpr, pipe, n):
+    """Starts q k^T [64, 64] of consumer c's tile n in the half of the columns that it sums, which is there first."""
     s = gl.zeros([64, 64], gl.float32, product_layout(64, pipe.latent.dtype))
     pipe.wait(n, c, c)
-    s = warpgroup_mma(pipe.half_of_queries(c), pipe.values(c, c).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(pipe.half_of_queries(c), pipe.values(c, c).permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_rest(c: gl.constexpr, pipe, s, n):
+    """Starts s += q k^T of the other columns: two groups of products."""
     pipe.wait(n, c, 1 - c)
     s = warpgroup_mma(pipe.half_of_queries(1 - c), pipe.values(c, 1 - c).permute((1, 0)), s, is_async=True)
     q = pipe.queries.tiles.index(opaque(2 * HALF)).reshape([64, 64])
     return warpgroup_mma(q, pipe.weights(c).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def issue_scores(c: gl.constexpr, pipe, n):
+    """Starts q k^T [64, 64] of consumer c's tile n."""
+    return issue_rest(c, pipe, issue_first(c, pipe, n), n)
 
 
 @gluon.jit
@@ -145,13 +156,30 @@ def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
         p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
         acc = warpgroup_mma_wait(0, [part])
         pipe.release(1 - c, c)
-    else:
+    elif ORDER == 2:
         state = others_tile(c, pipe, state, n - 1)
         part = issue_others(c, pipe, state.acc, n - 1)
         s = issue_scores(c, pipe, n)
-        acc = warpgroup_mma_wait(1, [part])
+        acc = warpgroup_mma_wait(3, [part])
         pipe.release(1 - c, c)
         s = warpgroup_mma_wait(0, [s])
+        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    elif ORDER == 3:
+        s = issue_first(c, pipe, n)
+        state = others_tile(c, pipe, state, n - 1)
+        part = issue_others(c, pipe, state.acc, n - 1)
+        s = issue_rest(c, pipe, s, n)
+        acc = warpgroup_mma_wait(2, [part])
+        pipe.release(1 - c, c)
+        s = warpgroup_mma_wait(0, [s])
+        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    else:
+        s = issue_scores(c, pipe, n)
+        state = others_tile(c, pipe, state, n - 1)
+        part = issue_others(c, pipe, state.acc, n - 1)
+        s = warpgroup_mma_wait(1, [s])
+        acc = warpgroup_mma_wait(0, [part])
+        pipe.release(1 - c, c)
         p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
     acc = warpgroup_mma_wait(0, [issue_own(c, pipe, shrunk(acc, alpha), p)])
     pipe.release(c, c)

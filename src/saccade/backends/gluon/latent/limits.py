@@ -1,0 +1,38 @@
+"""Which calls the kernel for latent attention takes."""
+
+from __future__ import annotations
+
+from saccade.problem import Problem
+
+DIMS = 576, 512
+"""d and d_v: what DeepSeek's models keep of a token."""
+LEAST_ROWS = 64
+"""Query rows of a sequence and a key head: a whole tile. With fewer, memory bandwidth decides, and `triton` runs."""
+
+
+def applies(problem: Problem) -> bool:
+    """Whether a call is this kernel's, if it is one of this backend's: values are the first columns of keys in pages,
+    and too many for the forward's kernel."""
+    return problem.latent and max(problem.q.shape[3], problem.v.shape[3]) > 256
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Why the kernel does not take a call that is its."""
+    layout, (d, d_v) = problem.layout, DIMS
+    reasons = []
+    if (problem.q.shape[3], problem.v.shape[3]) != DIMS:
+        reasons.append(f"takes head dims {d}/{d_v} for latent attention, not {problem.q.shape[3]}/{problem.v.shape[3]}")
+    if problem.k.element_size() != 2:
+        reasons.append("takes latent attention of 16-bit operands")
+    if layout.cu_seqlens_q is not None:
+        reasons.append("takes latent attention of as many queries for each sequence, not end to end")
+    if layout.num_splits is not None:
+        reasons.append(f"splits the keys of latent attention by itself: not with num_splits={layout.num_splits}")
+    if problem.dropout is not None or problem.max_scores:
+        reasons.append("has no dropout and no max_scores for latent attention")
+    rows = problem.q.shape[2] * problem.group
+    if rows < LEAST_ROWS:
+        reasons.append(
+            f"takes latent attention of {LEAST_ROWS} query rows and more for each sequence and key head, not {rows}"
+        )
+    return reasons

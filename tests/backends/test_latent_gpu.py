@@ -1,0 +1,179 @@
+"""Latent attention on Hopper: 64 query rows and more on one key head, whose values are the keys' first columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import Paged, attention, causal, explain
+from saccade.backends.gluon.latent import launch
+from saccade.testing import check, paged
+from saccade.testing.cases import Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+    ),
+]
+
+LATENT = Case(
+    "latent", dtype="bf16", b=5, h_q=128, h_k=1, s_q=1, s_k=1000, d=576, d_v=512, order="paged", page_size=64,
+    cache="latent",
+)  # fmt: skip
+CASES = [
+    LATENT,
+    LATENT.replace(name="one", b=1, s_k=1),
+    LATENT.replace(name="tiles", b=1, s_k=64),
+    LATENT.replace(name="long", b=2, s_k=9000, dtype="fp16"),
+    LATENT.replace(name="many", b=140, s_k=300),
+    LATENT.replace(name="half", h_q=64, page_size=128),
+    LATENT.replace(name="odd", h_q=100, s_q=3, mask="causal", page_size=16),
+    LATENT.replace(name="drafts", s_q=2, mask="causal", page_size=1),
+    LATENT.replace(name="few-heads", h_q=16, s_q=6, mask="causal", page_size=48),
+    LATENT.replace(name="two-heads", h_q=128, h_k=2, s_q=2, mask="causal", page_size=32),
+    LATENT.replace(name="window", s_q=2, mask="window(200,0)", sink=True, page_size=8),
+    LATENT.replace(name="prefix", s_q=4, mask="prefix(9)|window(60,0)", dtype="fp16"),
+    LATENT.replace(name="predicate", s_q=2, mask="dilated_window", page_size=1),
+    LATENT.replace(name="softcap", score="softcap(5)", sink=True, dtype="fp16"),
+    LATENT.replace(name="alibi", s_q=2, score="alibi", mask="causal"),
+    LATENT.replace(name="prompt", b=2, h_q=64, s_q=70, mask="causal"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(case: Case) -> None:
+    for seed in range(2):
+        given = case.inputs("cuda", seed=seed)
+        check(given.q, given.k, given.v, backend="gluon", **given.keywords).assert_ok()
+        assert explain(given.q, given.k, given.v, **given.keywords).backend == "gluon"
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drawn_cases(seed: int) -> None:
+    drawn = paged.draw(seed, ("bf16", "fp16")[seed % 2])
+    group = (64, 128, 100)[seed % 3]
+    case = drawn.replace(
+        h_k=1, h_q=group, d=576, d_v=512, s_k=40 + 197 * seed, cache="latent", splits=0, tail=0, s_q=1 + seed % 4
+    )
+    given = case.inputs("cuda", seed=seed)
+    if explain(given.q, given.k, given.v, **given.keywords).backend == "gluon":
+        report = check(given.q, given.k, given.v, backend="gluon", **given.keywords)
+        assert report.ratio <= 1, f"{case.describe()}\n{report}"
+
+
+def cache_of(lens: list[int], size: int = 64) -> tuple[Tensor, Paged]:
+    """A cache whose unused rows are NaN, and whose tables name no page where there is none."""
+    width = -(-max(lens) // size)
+    cache = torch.full((len(lens) * width + 3, size, 1, 576), torch.nan, device="cuda", dtype=torch.bfloat16)
+    order = torch.randperm(len(cache), device="cuda").int()[: len(lens) * width].view(len(lens), width)
+    for row, n in zip(order, lens, strict=True):
+        for i in range(-(-n // size)):
+            there = min(size, n - i * size)
+            cache[row[i], :there] = torch.randn(there, 1, 576, device="cuda").bfloat16()
+        row[-(-n // size) :] = 2**30
+    return cache, Paged(order, torch.tensor(lens, dtype=torch.int32, device="cuda"))
+
+
+LENS = [1000, 0, 64, 129, 4000, 1]
+
+
+@pytest.mark.parametrize("size", [1, 16, 64])
+def test_repeats_are_bitwise_equal(size: int) -> None:
+    cache, layout = cache_of(LENS, size)
+    q = torch.randn(len(LENS), 2, 128, 576, device="cuda").bfloat16()
+    given: dict[str, Any] = {"layout": layout, "mask": causal(), "return_lse": True, "backend": "gluon"}
+    first = attention(q, cache, cache[..., :512], **given)
+    for _ in range(300):
+        again = attention(q, cache, cache[..., :512], **given)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_a_graph_is_replayed_with_other_lengths() -> None:
+    cache, layout = cache_of([4000] * 6)
+    used = layout.seqused_k
+    assert used is not None
+    q = torch.randn(6, 1, 128, 576, device="cuda").bfloat16()
+
+    def step() -> list[Tensor]:
+        given: dict[str, Any] = {"layout": Paged(layout.block_table, used), "return_lse": True, "backend": "gluon"}
+        return list(attention(q, cache, cache[..., :512], **given))
+
+    used.zero_()
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for lens in (LENS, [0] * 6, [4000] * 6, [5, 4000, 0, 0, 64, 3]):
+        used.copy_(torch.tensor(lens, dtype=torch.int32))
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(found, step(), strict=True)), lens
+        check(q, cache, cache[..., :512], layout=Paged(layout.block_table, used), backend="gluon").assert_ok()
+
+
+def _nothing(parts: Tensor, part_lse: Tensor) -> None:
+    pass
+
+
+def _a_part_is_lost(parts: Tensor, part_lse: Tensor) -> None:
+    part_lse[1] = -torch.inf
+
+
+def _halves_are_swapped(parts: Tensor, part_lse: Tensor) -> None:
+    parts.copy_(parts.roll(256, -1))
+
+
+def _a_stale_stage(parts: Tensor, part_lse: Tensor) -> None:
+    parts[1] = parts[0]
+
+
+def _sums_of_one_consumer(parts: Tensor, part_lse: Tensor) -> None:
+    parts[0] *= 2
+    part_lse[0] -= 0.7
+
+
+def _one_percent(parts: Tensor, part_lse: Tensor) -> None:
+    parts *= 1.01
+
+
+FAULTS = [_a_part_is_lost, _halves_are_swapped, _a_stale_stage, _sums_of_one_consumer, _one_percent]
+
+
+@pytest.mark.parametrize("fault", [_nothing, *FAULTS])
+def test_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong parts fail by the tolerance; those of the kernel stay below it."""
+    merging = launch.merging
+
+    def faulty(*given: Any) -> Any:
+        merge = merging(*given)
+
+        def run(device: Any, tensors: tuple[Any, ...]) -> None:
+            fault(*tensors[:2])
+            merge(device, tensors)
+
+        return run
+
+    monkeypatch.setattr(launch, "merging", faulty)
+    cache, layout = cache_of([3000, 700])
+    q = torch.randn(2, 1, 128, 576, device="cuda").bfloat16()
+    report = check(q, cache, cache[..., :512], layout=layout, backend="gluon")
+    assert (report.ratio <= 1) == (fault is _nothing), report
+
+
+def test_what_is_refused_names_what_would_work() -> None:
+    cache, layout = cache_of([100, 50])
+    q = torch.randn(2, 1, 16, 576, device="cuda").bfloat16()
+    with pytest.raises(Exception, match="64 query rows and more for each sequence and key head, not 16"):
+        attention(q, cache, cache[..., :512], layout=layout, backend="gluon")
+    with pytest.raises(Exception, match="576/512 for latent attention, not 576/448"):
+        attention(q.repeat(1, 1, 8, 1), cache, cache[..., :448], layout=layout, backend="gluon")
