@@ -199,3 +199,34 @@ def recomputed(group):
 
 def test_checkpointing(pool):
     assert all(pool.run((HERE, "recomputed"), 3))
+
+
+def compiled(group, method):
+    """A layer under torch.compile beside itself: results, gradients, and how often it was compiled."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from saccade import attention, causal
+    from saccade.distributed import plan
+
+    def layer(q, k, v, made):
+        return attention(q * 2, k, v, mask=causal(), context=made).square()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    quick = torch.compile(layer, backend=counter, fullgraph=True)
+    same = []
+    for lengths in (list(DOCUMENTS), [50, 100, 50], list(DOCUMENTS)):  # of as many rows
+        made = plan(lengths, group, mask=causal(), method=method, heads=8)
+        torch.manual_seed(3)
+        whole = torch.randn(3, sum(lengths), 8, 16, dtype=torch.float64)
+        leaves = [x.requires_grad_() for x in made.shard(whole, 1)]
+        found = []
+        for function in (quick, quick, layer):
+            out = function(*leaves, made)
+            found.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
+        same += [torch.equal(x, y) for again in found[1:] for x, y in zip(again, found[0], strict=True)]
+    return all(same), counter.frame_count
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_compiles_as_one_graph(pool, method):
+    assert pool.run((HERE, "compiled"), 2, method) == [(True, 2)] * 2

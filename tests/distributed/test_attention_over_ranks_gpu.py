@@ -46,7 +46,7 @@ def gpus():
         yield pool
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_by_the_one_tolerance(gpus, case, method):
     if method == "ulysses" and case.h_k % gpus.size and gpus.size % case.h_k:
@@ -56,7 +56,7 @@ def test_by_the_one_tolerance(gpus, case, method):
         assert max(ratios.values()) <= 1
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
 def test_repeats_are_bitwise_equal(gpus, method):
     assert all(gpus.run((str(Path(__file__)), "repeated"), gpus.size, method, 100, seconds=300))
 

@@ -169,7 +169,7 @@ def test_pictures(tmp_path):
         ((torch.tensor([], dtype=torch.int64), 2), {}, ValueError, "offsets cu_seqlens"),
         (([3], 0), {}, ValueError, "a number of ranks must be an integer from 1 on, got 0"),
         (([3], 2), {"rank": 2}, ValueError, "rank must be below the number of ranks, got 2 of 2"),
-        (([3], 2), {"method": "ring"}, ValueError, "unknown method 'ring'; it is one of auto, gather, ulysses"),
+        (([3], 2), {"method": "ring"}, ValueError, "unknown method 'ring'; it is one of auto, gather, pull, ulysses"),
         (([3], 2), {"mask": torch.ones(3, 3)}, TypeError, r"mask must be a Mask such as causal\(\)"),
         (([3], 3), {"method": "ulysses", "heads": (4, 2)}, ValueError, "3 ranks divide query heads"),
         (([3], 2), {"heads": (3, 2)}, ValueError, "h_q must be a multiple of h_k"),

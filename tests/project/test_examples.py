@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,3 +112,13 @@ def test_train_bytes(monkeypatch, capsys, tmp_path, drawn):
     assert end.value.code == 0, told
     assert picture.exists() == drawn
     assert ("The picture is" if drawn else "pip install matplotlib") in told
+
+
+def test_train_long():
+    """Two processes and one have the same losses: the example asserts it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    example = [str(EXAMPLES / "train_long.py"), "--steps", "2", "--rows", "700"]
+    done = subprocess.run([*command, *example], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "700 rows over 2 ranks" in done.stdout
+    assert "2 steps in" in done.stdout

@@ -12,10 +12,10 @@ from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
 from saccade.descale import EIGHT_BITS
 from saccade.distributed.context_plan import ContextPlan
-from saccade.distributed.heads import HeadExchange, heads_error
+from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import reach_of
 from saccade.dropout import Dropout
-from saccade.layouts import Dense, Layout, Packed
+from saccade.layouts import Dense, Layout
 from saccade.layouts.validate import counts_from_first, sink_error
 from saccade.masks import KeyInterval, Mask, as_mask
 from saccade.scores import ScoreMod, Traced
@@ -74,27 +74,26 @@ def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, 
     """The call of all rows of this rank's part, and of its share of the heads."""
     rows = [_to_rows(given, x) for x in operands]
     h_q, h_k = rows[0].shape[1], rows[1].shape[1]
-    queries, keys = _heads_exchange(plan, h_q, h_q), _heads_exchange(plan, h_k, h_q)
+    queries, keys = plan.heads_exchange(h_q, h_q), plan.heads_exchange(h_k, h_q)
     first, n = queries.heads[plan.heads_transport().rank]
     layout = plan.layout(operands[0].device, "sbhd")
-    part = Dense("sbhd") if plan.batch is not None else Packed.from_lengths([0])  # for its views alone
     both = keys(torch.cat(rows[1:], dim=-1), KEYS)
     if plan.ranks.parts > 1:
         both = plan.keys_exchange()(both, KEYS)
-    q = _user_order(queries(rows[0], QUERIES), part)
-    k, v = _from_rows(both, part, operands[1].shape[-1])
+    q = _user_order(queries(rows[0], QUERIES), layout)
+    k, v = _from_rows(both, layout, operands[1].shape[-1])
     sink = options.sink if options.sink is None else options.sink[first : first + n]
     own = options._replace(score_mod=_of_heads(options.score_mod, q, first), sink=sink)
     call = _bound(q, k, v, layout, own)
     if call.mask is not None and "h" in call.mask.indices:
         raise Unsupported(_by_head_refusal(f"the mask {call.mask!r} depends on the head"))
     out, lse, max_scores = _run(plan, call, own)
-    out = _user_order(queries.adjoint(_to_rows(part, out), RESULT), given)
+    out = _user_order(queries.adjoint(_to_rows(layout, out), RESULT), given)
 
     def rows_of_all_heads(x: Tensor | None, asked: bool) -> Tensor | None:
         if x is None or not asked:
             return None
-        x = queries.adjoint(part.canonical_lse(x).permute(2, 1, 0).contiguous(), RESULT)
+        x = queries.adjoint(layout.canonical_lse(x).permute(2, 1, 0).contiguous(), RESULT)
         return given.ordered_lse(x.permute(2, 1, 0))
 
     lse = rows_of_all_heads(lse, options.return_lse)
@@ -140,10 +139,6 @@ def _user_order(x: Tensor, layout: Layout) -> Tensor:
 def _from_rows(both: Tensor, layout: Layout, d: int) -> tuple[Tensor, Tensor]:
     """Keys and values."""
     return _user_order(both[..., :d], layout), _user_order(both[..., d:], layout)
-
-
-def _heads_exchange(plan: ContextPlan, h: int, h_q: int) -> HeadExchange:
-    return plan.kept(("heads", h, h_q), lambda: HeadExchange(plan.part_rows(), h, h_q, plan.heads_transport()))
 
 
 def _of_heads(score_mod: Any, q: Tensor, first: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -14,11 +13,14 @@ from torch import Tensor
 from saccade import arguments
 from saccade.distributed import cost, picture
 from saccade.distributed.groups import Ranks
+from saccade.distributed.heads import HeadExchange
 from saccade.distributed.pieces import Piece, shifted
-from saccade.distributed.rows import RowExchange
+from saccade.distributed.pull import PulledRows
+from saccade.distributed.rows import RowExchange, numbers
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
-from saccade.layouts import Dense, Layout, Packed
+from saccade.layouts import ORDERS, Dense, Layout, Packed
+from saccade.lazily import lazily
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,7 +33,7 @@ class ContextPlan:
     sharding: Sharding
     ranks: Ranks
     method: str
-    """`gather`, `ulysses` or `ulysses×gather`."""
+    """`gather`, `pull`, `ulysses`, `ulysses×gather` or `ulysses×pull`."""
     why: str
     """Why this method."""
     batch: int | None = None
@@ -64,7 +66,7 @@ class ContextPlan:
         """(document, start, stop) of this rank's rows, in their order."""
         return self.sharding.by_rank[self.rank]
 
-    @cached_property
+    @lazily
     def rows(self) -> int:
         """How many rows this rank has; of a batch, in each of its rows."""
         return sum(piece.rows for piece in self.pieces)
@@ -87,13 +89,15 @@ class ContextPlan:
     def _tensor(self, what: str, device: Any) -> Tensor:
         key = what, str(device)
         if key not in self._kept:
-            starts = {"rows": [0, *accumulate(self.lengths)], "positions": [0] * len(self.lengths)}
-            if what == "documents":
-                parts = [torch.full((piece.rows,), piece.document) for piece in self.pieces]
+            pieces, first = self.pieces, [0, *accumulate(self.lengths)]
+            if what == "rows":
+                found = numbers([(first[p.document] + p.start, p.rows) for p in pieces], device)
+            elif what == "positions":
+                found = numbers([(p.start, p.rows) for p in pieces], device)
             else:
-                first = starts[what]
-                parts = [torch.arange(p.start, p.stop) + first[p.document] for p in self.pieces]
-            self._kept[key] = torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
+                found = torch.tensor([p.document for p in pieces], dtype=torch.int64)
+                found = found.repeat_interleave(torch.tensor([p.rows for p in pieces], dtype=torch.int64)).to(device)
+            self._kept[key] = found
         return self._kept[key]
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -145,10 +149,11 @@ class ContextPlan:
 
     def layout(self, device: Any, order: str = "bhsd") -> Layout:
         """`local` on a device; of a batch in this order."""
-        make = self._packed if self.batch is None else self._dense
-        return self.kept(("layout", str(device), order), lambda: make(device, order))
+        if self.batch is None:
+            return self.kept(("layout", str(device)), lambda: self._packed(device))
+        return self.kept(("layout", str(device), order), lambda: self._dense(device, order))
 
-    def _packed(self, device: Any, order: str) -> Packed:
+    def _packed(self, device: Any) -> Packed:
         sharding, part = self.sharding, self.ranks.part
         if self.ranks.parts == 1:
             return Packed.from_lengths(self.lengths, device=device)
@@ -158,8 +163,7 @@ class ContextPlan:
         for span in sharding.keys[part]:
             keys[span.document], first[span.document] = span.rows, span.start
         layout = Packed.from_lengths(rows, keys, device=device)
-        places = [torch.arange(p.start, p.stop, dtype=torch.int32) for p in sharding.by_part[part]]
-        q_offset = torch.cat([torch.empty(0, dtype=torch.int32), *places])[None].to(device)
+        q_offset = self._positions(device)
         k_offset = torch.tensor(first, dtype=torch.int32, device=device)
         return Packed(
             layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k, q_offset=q_offset,
@@ -167,17 +171,35 @@ class ContextPlan:
         )  # fmt: skip
 
     def _dense(self, device: Any, order: str) -> Dense:
-        part = self.ranks.part
         if self.ranks.parts == 1:
             return Dense(order)
-        places = [torch.arange(p.start, p.stop, dtype=torch.int32) for p in self.sharding.by_part[part]]
-        q_offset = torch.cat([torch.empty(0, dtype=torch.int32), *places])[None].to(device)
-        return Dense(order, q_offset=q_offset, k_offset=sum(span.start for span in self.sharding.keys[part]))
+        k_offset = sum(span.start for span in self.sharding.keys[self.ranks.part])
+        return Dense(order, q_offset=self._positions(device), k_offset=k_offset)
+
+    def _positions(self, device: Any) -> Tensor:
+        """(1, rows of the part) int32"""
+        pieces = self.sharding.by_part[self.ranks.part]
+        return numbers([(p.start, p.rows) for p in pieces], device).int()[None]
+
+    def prepare(self) -> None:
+        """Makes what calls need, so that torch.compile finds it."""
+        assert self.rows >= 0
+        for order in ("bhsd",) if self.batch is None else ORDERS:
+            self.layout(self.ranks.device, order)
+        if self.ranks.parts > 1:
+            self.keys_exchange()
+        if self.ranks.heads > 1 and self.heads is not None:
+            for h in self.heads:
+                self.heads_exchange(h, self.heads[0])
+
+    def heads_exchange(self, h: int, h_q: int) -> HeadExchange:
+        """All rows of this part and a share of h heads, for all heads of this rank's rows."""
+        return self.kept(("heads", h, h_q), lambda: HeadExchange(self.part_rows(), h, h_q, self.heads_transport()))
 
     def keys_exchange(self) -> RowExchange:
         """The keys of all parts to the rows that see them."""
-        sharding = self.sharding
-        return self.kept("keys", lambda: RowExchange(sharding.by_part, sharding.keys, self.rows_transport()))
+        sharding, kind = self.sharding, PulledRows if self.method.endswith("pull") else RowExchange
+        return self.kept("keys", lambda: kind(sharding.by_part, sharding.keys, self.rows_transport()))
 
     def rows_transport(self) -> Transport:
         """Between the ranks with the same heads, one of each part."""

@@ -94,6 +94,7 @@ def _of_groups(rows: Any, heads: Any) -> Ranks:
     part, parts = (0, 1) if rows is None else (rows.rank(), rows.size())
     number, n = (0, 1) if heads is None else (heads.rank(), heads.size())
     group = rows if rows is not None else heads
-    device = "cuda" if "nccl" in dist.get_backend(group) and torch.cuda.is_available() else "cpu"
+    cuda = "nccl" in dist.get_backend(group) and torch.cuda.is_available()
+    device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
     names = ("" if x is None else x.group_name for x in (rows, heads))
     return Ranks(parts * n, part * n + number, n, *names, device=device)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.bounded_cache import BoundedCache
+from saccade.distributed import peers
 from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.cost import divided_bytes, gathered_bytes
 from saccade.distributed.groups import Ranks, ranks_of
@@ -17,7 +18,7 @@ from saccade.distributed.sharding import Sharding
 from saccade.layouts.offsets import check_offsets
 from saccade.masks import Mask
 
-METHODS = "auto", "gather", "ulysses"
+METHODS = "auto", "gather", "pull", "ulysses"
 
 _plans: BoundedCache[Any, ContextPlan] = BoundedCache(64)
 
@@ -48,8 +49,9 @@ def plan(
         head_dim: d.
         mask: the widest mask of the calls: `causal()`, `window(…)` and what `&` makes of them decide who sees what.
             Any other, and None, counts as if every row saw its whole document. Calls may have narrower masks.
-        method: "gather": keys and values go to the ranks whose rows see them. "ulysses": each rank computes all rows of
-            some heads. "auto": the one that moves fewer bytes, where heads and head_dim are given, else "gather".
+        method: "gather": keys and values go to the ranks whose rows see them, by a collective. "pull": ranks copy them
+            out of each other's memory, on GPUs of one host. "ulysses": each rank computes all rows of some heads.
+            "auto": "gather" or "ulysses", which moves fewer bytes, where heads and head_dim are given, else "gather".
         rank: which of a number of ranks this is.
         timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words; None, and GPUs:
             the group's own timeout.
@@ -92,6 +94,13 @@ def plan(
         chosen, word, why = _method(method, ranks, lengths, counted, head_dim, reach)
         sharding = Sharding(lengths, chosen.parts, chosen.heads, reach)
         made = ContextPlan(sharding, chosen, word, why, batch, counted, head_dim, timeout, debug)
+        if not isinstance(group, int):
+            if method == "pull" and not peers.reachable(ranks.device):
+                raise ValueError(
+                    "method='pull' needs GPUs that reach each other's memory, and a group of NCCL, got ranks on "
+                    f"{ranks.device}: 'gather' runs everywhere"
+                )
+            made.prepare()
         found = _plans.put(key, made)
     return found
 
@@ -145,7 +154,11 @@ def _method(
     if heads is not None and ranks.heads > 1 and (error := heads_error(ranks.heads, *heads)):
         raise ValueError(f"{error}: use method='gather', or a smaller last dimension of the mesh")
     if ranks.heads > 1 and ranks.parts > 1:
-        return ranks, "ulysses×gather", "the last dimension of the mesh divides heads"
+        return (
+            ranks,
+            f"ulysses×{'pull' if method == 'pull' else 'gather'}",
+            "the last dimension of the mesh divides heads",
+        )
     if method != "auto":
         return ranks, method, "as asked for"
     if ranks.heads > 1:

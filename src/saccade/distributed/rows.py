@@ -67,8 +67,8 @@ class RowExchange(Exchange):
         """For each rank, which own rows it needs, and where its rows are among those needed here."""
         if device not in self._indices:
             self._indices[device] = (
-                [_numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
-                [_numbers([(s.target, s.rows) for s in part], device) for part in self.received],
+                [numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
+                [numbers([(s.target, s.rows) for s in part], device) for part in self.received],
             )
         return self._indices[device]
 
@@ -105,11 +105,10 @@ class RowExchange(Exchange):
         return (self.rows if backward else self.needed, *given[1:])
 
 
-def _numbers(parts: list[tuple[int, int]], device: torch.device) -> Tensor:
+def numbers(parts: list[tuple[int, int]], device: torch.device | str) -> Tensor:
     """The rows of segments (start, rows), one after the other."""
     if not parts:
         return torch.empty(0, dtype=torch.int64, device=device)
     starts, rows = zip(*parts, strict=True)
     shift = [start - end + n for start, n, end in zip(starts, rows, accumulate(rows), strict=True)]
-    numbers = torch.arange(sum(rows)) + torch.tensor(shift).repeat_interleave(torch.tensor(rows))
-    return numbers.to(device)
+    return (torch.arange(sum(rows)) + torch.tensor(shift).repeat_interleave(torch.tensor(rows))).to(device)

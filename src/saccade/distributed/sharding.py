@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 
 from saccade.distributed.balance import balanced
 from saccade.distributed.pieces import Piece, Reach, joined, spans
+from saccade.lazily import lazily
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,21 @@ class Sharding:
     reach: Reach
     """What rows see at most."""
 
-    @cached_property
+    @lazily
     def by_part(self) -> list[list[Piece]]:
         """The pieces of each part, in order of documents and rows."""
         if self.parts == 1:
             return [[Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]]
         return balanced(self.lengths, self.parts, self.reach)
 
-    @cached_property
+    @lazily
     def by_rank(self) -> list[list[Piece]]:
         """The pieces of each rank: a part's rows go to its ranks in order, in equal numbers."""
         if self.heads == 1:
             return self.by_part
         return [share for pieces in self.by_part for share in _shares(pieces, self.heads)]
 
-    @cached_property
+    @lazily
     def keys(self) -> list[list[Piece]]:
         """For each part the keys that its rows see, one span for each document with rows there."""
         return [list(spans(pieces, self.lengths, self.reach)) for pieces in self.by_part]
@@ -68,7 +68,7 @@ class Sharding:
             found.append(mine)
         return found
 
-    @cached_property
+    @lazily
     def fingerprint(self) -> str:
         """Equal where plans are."""
         text = repr((self.lengths, self.parts, self.heads, self.reach))

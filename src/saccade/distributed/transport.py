@@ -30,10 +30,7 @@ class Transport:
 
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], stage: str) -> Tensor:
         """Rows of x, `sent[i]` of them to rank i in order; returns the rows of all others, `received[i]` of rank i."""
-        self.exchanges += 1
-        group = self.group(stage)
-        if self.debug:
-            self._compare(group, x, stage)
+        group = self.begin(x, stage)
         flat, out = _numbers(x.contiguous()), _numbers(x.new_empty(sum(received), *x.shape[1:]))
         arguments = out, flat, list(received), list(sent)
         self._run(stage, x, lambda: dist.all_to_all_single(*arguments, group=group, async_op=True))
@@ -41,12 +38,17 @@ class Transport:
 
     def broadcast(self, x: Tensor, stage: str) -> Tensor:
         """Rank 0's x, in place."""
+        group = self.begin(x, stage)
+        self._run(stage, x, lambda: dist.broadcast(x, group=group, group_src=0, async_op=True))
+        return x
+
+    def begin(self, x: Tensor, stage: str) -> Any:
+        """The group, before an exchange; compared with the other ranks' if asked."""
         self.exchanges += 1
         group = self.group(stage)
         if self.debug:
             self._compare(group, x, stage)
-        self._run(stage, x, lambda: dist.broadcast(x, group=group, group_src=0, async_op=True))
-        return x
+        return group
 
     def group(self, stage: str) -> Any:
         """The process group, which is as it was when the plan was made."""
