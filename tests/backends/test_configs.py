@@ -89,7 +89,7 @@ def test_candidates_of_triton():
     from saccade.backends.triton.tuning import rows
 
     shipped = configs.table("h200")
-    made = rows([(64, 64), (128, 128), (256, 256)])
+    made = rows([(64, 64), (128, 128), (256, 256), (512, 512)])
     assert {row.key() for row in made} == {key for key in shipped if key.startswith("triton ")}
     wide = rows([(512, 512), (320, 320)])
     assert [row.kernel for row in wide[:4]] == ["forward", "dk", "dv", "dq"]
