@@ -36,7 +36,7 @@ from saccade import Dense, Paged, append_kv, attention, causal
 VOCABULARY, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 128, 2, 8, 2, 32
 PAGE_SIZE, LONGEST = 16, 256
 CHUNK = 48
-"""Tokens of a step, those of prompts included."""
+"""Tokens of a step, those of prompts included, of which there may be a page in any case."""
 
 
 def angles(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -322,10 +322,10 @@ class Server:
         """Tokens of those that speak, and chunks of prompts, end to end; who has not read all of its own says none."""
         self._read()
         self.held = None
-        room = CHUNK - sum(request.missing() == 1 for request in self.running)
+        room = max(CHUNK - sum(request.missing() == 1 for request in self.running), PAGE_SIZE)
         rows = []
         for request in self.running:
-            n = min(request.missing(), max(room, 0)) if request.missing() > 1 else 1
+            n = min(request.missing(), room) if request.missing() > 1 else 1
             room -= n if request.missing() > 1 else 0
             rows.append(n)
         width = max(len(self.prefix) + len(request.pages) for request in self.running)
@@ -393,12 +393,13 @@ def drawn_requests(n: int, prefix: list[int]) -> list[Request]:
 @torch.no_grad()
 def trace_steps(model: Model, slots: int, prefix: list[int], path: str, steps: int = 6) -> None:
     """A trace of steps in which `slots` requests speak, after some untraced ones."""
-    requests = [Request([*prefix, i % VOCABULARY], wanted=steps + 6) for i in range(slots)]
+    requests = [Request([*prefix, i % VOCABULARY], wanted=LONGEST - len(prefix) - 1) for i in range(slots)]
     pages = (slots + 1) * LONGEST // PAGE_SIZE
     server = Server(model, slots, pages, prefix, model.embedding.weight.device)
-    server.admit(requests)
-    while any(x.count() < 3 for x in server.running):
+    server.admit([*requests])
+    while any(x.count() < 3 for x in requests):
         server.step()
+    assert len(server.running) == slots, f"prompts of {slots} requests take too long to read beside their tokens"
     kinds = torch.profiler.ProfilerActivity
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as trace:

@@ -205,7 +205,8 @@ def forward(problem: Problem, planned: list[Part], lse: bool) -> Outputs:
     module = planned[0][0].module
     together = getattr(module, "run_parts", None) if all(plan.module is module for plan, _ in planned) else None
     if together is not None:
-        return together(problem, [part for _, part in planned], lse)
+        # The prefix last: it leaves more to add up, which is read again soon.
+        return together(problem, [part for _, part in reversed(planned)], lse)
     (a, lse_a, top_a), (b, lse_b, top_b) = (_run(*part) for part in planned)
     if problem.layout.cu_seqlens_q is None:
         shape = problem.q.shape[0], problem.q.shape[2]

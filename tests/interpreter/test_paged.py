@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Paged, attention, explain
+from saccade import Paged, attention, causal, explain, interval, mask_mod
 from saccade.backends.triton import paged as launches
 from saccade.testing import paged
 from saccade.testing.accuracy import check
@@ -35,6 +35,24 @@ def test_short_sequences_have_fewer_parts(lengths, monkeypatch):
 def test_a_predicate_for_several_queries():
     given = CASES["drafts-predicate"].replace(dtype="fp16", b=2, s_q=3, s_k=60).inputs()
     check(given.q, given.k, given.v, backend="triton", **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize("n", [3, 20])
+def test_a_tree_is_asked_for_behind_the_context_alone(n, monkeypatch):
+    """Tiles of the context are inside of the mask's core, and those behind it are not."""
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 1)
+    context, table = 300, torch.randperm(24, dtype=torch.int32).view(1, 24)
+    k, v = torch.randn(2, 24, 16, 1, 16).half()
+    q, drafted = torch.randn(1, n, 2, 16).half(), torch.rand(n, n).tril() + torch.eye(n) > 0.4
+    layout = Paged(table, torch.tensor([context + n]))
+
+    def sees(b, h, q_idx, kv_idx):
+        return drafted[(q_idx - context).clamp(0, n - 1), (kv_idx - context).clamp(0, n - 1)]
+
+    tree = causal() & (interval(None, context) | mask_mod(sees))
+    check(q, k, v, layout=layout, mask=tree, backend="triton").assert_ok()
+    plain = attention(q, k, v, layout=layout, mask=causal(), backend="triton")
+    assert not torch.equal(attention(q, k, v, layout=layout, mask=tree, backend="triton")[:, 1:], plain[:, 1:])
 
 
 def test_the_longest_sequence_starts_first(monkeypatch):

@@ -82,6 +82,26 @@ def test_a_tree_for_each_sequence(n: int) -> None:
             torch.testing.assert_close(out[b, i], wanted[0, 0])
 
 
+def test_the_context_as_an_interval() -> None:
+    """The same tree where the predicate is asked behind the context alone, with a shared prefix and without."""
+    n, contexts = 9, torch.tensor([90, 70, 64])
+    seen = torch.stack([ancestors(drawn_tree(n, seed)) for seed in range(3)])
+    k, v, table = cache(3, 10)
+    table[:, :4] = table[0, :4]
+    q = torch.randn(3, n, H_Q, D)
+
+    def drafted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        i, j = (q_idx - contexts[b]).clamp(0, n - 1), (kv_idx - contexts[b]).clamp(0, n - 1)
+        return seen[b, i, j]
+
+    mask = causal() & (interval(None, contexts[:, None]) | mask_mod(drafted))
+    wanted = attention(q, k, v, layout=Paged(table, contexts + n), mask=tree_mask(seen, contexts))
+    for shared in (0, 4):
+        layout = Paged(table, contexts + n, shared_pages=shared)
+        check(q, k, v, layout=layout, mask=mask).assert_ok()
+        torch.testing.assert_close(attention(q, k, v, layout=layout, mask=mask), wanted)
+
+
 def test_as_branches() -> None:
     """Branches of one length, by bounds that tensors hold: every branch sees the context and itself. No predicate."""
     branches, length, contexts = 4, 5, torch.tensor([50, 17])

@@ -188,7 +188,7 @@ class Case:
 
     def _mask(self, generator: torch.Generator, device: torch.device | str) -> Mask | None:
         if self.mask in gallery.NAMES:
-            return gallery.made(self.mask, self.s_q, device)
+            return gallery.made(self.mask, self.s_q, device, self.s_k if self.order == "paged" else None)
         bounds = [bound for call in re.findall(r"\(([\w,]+)\)", self.mask) for bound in call.split(",")]
         numbers = [bound for bound in bounds if bound == "None" or bound.isdigit()]
         kind = re.sub(r"\((?:\d|None)[\w,]*\)", "", self.mask)

@@ -8,7 +8,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from saccade.masks import Mask, causal, documents, mask_mod, prefix
+from saccade.masks import Mask, causal, documents, interval, mask_mod, prefix
 
 
 def sliding_tiles(tile: int, reach: int) -> Mask:
@@ -54,7 +54,8 @@ def dilated_window(reach: int, step: int) -> Mask:
 def tree(parents: list[int], context: int, device: torch.device | str = "cpu") -> Mask:
     """Drafted tokens of a speculative decoder see the context, their ancestors and themselves.
 
-    `parents` has the parent of each drafted token, -1 for a root. The context precedes them, and is causal.
+    `parents` has the parent of each drafted token, -1 for a root. The context precedes them, and is causal. It is an
+    interval, so that no kernel asks the predicate there.
     """
     n = len(parents)
     ancestors = torch.eye(n, dtype=torch.bool)
@@ -65,9 +66,9 @@ def tree(parents: list[int], context: int, device: torch.device | str = "cpu") -
 
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         i, j = ((idx - context).clamp(0, max(n - 1, 0)) for idx in (q_idx, kv_idx))
-        return (kv_idx < context) | ancestors[i, j]
+        return ancestors[i, j]
 
-    return causal() & mask_mod(seen)
+    return causal() & (interval(None, context) | mask_mod(seen))
 
 
 def modalities(segments: Tensor, images: Tensor) -> Mask:
@@ -95,9 +96,10 @@ def _packed(s: int, device: torch.device | str) -> Tensor:
     return torch.bucketize(torch.arange(s), starts, right=True)[None].to(device)
 
 
-def _tree(s: int, device: torch.device | str) -> Mask:
-    drafted = min(s // 2, 15)
-    return tree([(i - 1) // 2 for i in range(drafted)], s - drafted, device)
+def _tree(s: int, device: torch.device | str, keys: int | None = None) -> Mask:
+    """Of half of the tokens, up to 15; or of all rows, after the other keys. Every draft has two children."""
+    drafted = min(s // 2, 15) if keys is None else s
+    return tree([(i - 1) // 2 for i in range(drafted)], (keys or s) - drafted, device)
 
 
 def _modalities(s: int, device: torch.device | str) -> Mask:
@@ -133,11 +135,11 @@ _MADE: dict[str, Callable[[int, torch.device | str], Mask]] = {
 NAMES = tuple(_MADE)
 
 
-def made(name: str, s: int, device: torch.device | str = "cpu") -> Mask:
-    """One of `NAMES` for s rows and keys.
+def made(name: str, s: int, device: torch.device | str = "cpu", keys: int | None = None) -> Mask:
+    """One of `NAMES` for s rows and keys; or for a paged cache of so many keys, of which the last s are the rows'.
 
     >>> print(made("tree", 8).draw(8))
-    mask_mod(seen)&causal
+    (interval(None,4)|mask_mod(seen))&causal
     ■ · · · · · · ·
     ■ ■ · · · · · ·
     ■ ■ ■ · · · · ·
@@ -147,4 +149,4 @@ def made(name: str, s: int, device: torch.device | str = "cpu") -> Mask:
     ■ ■ ■ ■ ■ · ■ ·
     ■ ■ ■ ■ ■ ■ · ■
     """
-    return _MADE[name](s, device)
+    return _tree(s, device, keys) if name == "tree" else _MADE[name](s, device)

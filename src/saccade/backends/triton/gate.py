@@ -21,6 +21,8 @@ DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
 RANGES_SPILL = 1400
 """What sums over sequences cost: those of the sequences before leave the registers, outside of the loops over rows."""
+DRAFTS_SPILL = 64
+"""What a loop for tiles inside of the core costs beside one for the others, whose mask has parts. Not timed."""
 QUANTIZE = (
     "16bit d128/128 quantize block", "16bit d64/64 quantize block packed e5m2", "16bit d128/128 quantize head grouped",
     "16bit d128/128 quantize block grouped shifted", "16bit d128/128 quantize block centred rotated",
@@ -61,7 +63,7 @@ def features() -> Iterator[str]:
     yield from (f"triton paged {size} d512/512 {word}" for size in ("8bit", "16bit") for word in ("decode", "fixed"))
     yield from (f"triton {name} 16bit d512/512 relative_bias" for name in ("captured_gradients", "row_totals"))
     yield from (f"triton {words}" for words in WIDE_ROWS)
-    yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:3], "append", "slots"))
+    yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:4], "append", "slots"))
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
     yield from (f"triton quantize {words}" for words in QUANTIZE)
 
@@ -82,7 +84,8 @@ def compiled(name: str) -> tuple[Any, int]:
             return append.compiled(row.d, row.d_v, row.dtype, by_slot=word == "slots"), 0
         latent = "latent" in features
         kernel = paged.compiled(word, row.d, row.d_v, row.dtype, "max_scores" in features, latent)
-        return kernel, paged.LATENT[word] if latent else 0
+        spill = DRAFTS_SPILL if word.startswith("drafts") else 0
+        return kernel, paged.LATENT[word] if latent else spill
     problem = row.problem()
     if row.kernel in SHARED:
         return device_gate.compiled(row.kernel, problem), 0

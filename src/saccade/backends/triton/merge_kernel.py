@@ -32,16 +32,17 @@ def merge_kernel(
     total = tl.where(empty, 1.0, total)
     # [BLOCK_DV]
     column = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
+    # What a thread adds up stays in its registers until the end.
+    acc = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
     for at in range(0, splits, CHUNK):
         # [CHUNK]
         number = at + tl.arange(0, CHUNK)
         part = number * rows.to(tl.int64) + place
-        weight = tl.exp(tl.load(part_lse + part, mask=number < splits, other=float("-inf")) - top) / total
+        weight = tl.exp(tl.load(part_lse + part, mask=number < splits, other=float("-inf")) - top)
         there = (weight != 0)[:, None] & (column < D_V)[None, :]
-        acc += tl.sum(
-            tl.load(parts + part[:, None] * D_V + column[None, :], mask=there, other=0.0) * weight[:, None], 0
-        )
+        # [CHUNK, BLOCK_DV]
+        acc += tl.load(parts + part[:, None] * D_V + column[None, :], mask=there, other=0.0) * weight[:, None]
+    acc = tl.sum(acc, 0) / total
     h = place % h_q
     row = place // h_q % s_q
     batch = place // h_q // s_q

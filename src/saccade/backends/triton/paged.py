@@ -28,7 +28,7 @@ from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
 from saccade.backends.triton.paged_tiles import PageTable
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Layout, Paged
-from saccade.masks import causal
+from saccade.masks import causal, prefix, window
 from saccade.problem import ALIGNMENT, Problem
 
 MAX_SPLITS = 128
@@ -49,7 +49,9 @@ FIXED_ROWS = 64
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
 CHUNK = 16
-"""Parts that the merge adds up at a time."""
+"""Parts that the merge adds up at a time, where there are no more; else four times as many."""
+CHUNK_SIZE = 1024
+"""Elements of these for each warp at most."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class SplitKV:
     fair: bool
     """Sequences have parts by their lengths, up to `splits`."""
     edges: bool
+    """Tiles inside of the mask's core are plain ones: where products take time, or the mask's function does."""
     bits: int
     """of lengths, by which sequences are put in order, or 0"""
     word: int
@@ -104,11 +107,13 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
     slots = processors * PROGRAMS
     room = layout.capacity(problem.k.shape[2])
     if layout.num_splits is None:
-        most = min(2 * slots // (least * h_k), room // (tile.block_k * LEAST_TILES), MAX_SPLITS)
+        programs = slots if sequences_ == 1 else 2 * slots  # as lengths may differ
+        most = min(programs // (least * h_k), room // (tile.block_k * LEAST_TILES), MAX_SPLITS)
         splits = max(1, most)
     else:
         splits = min(layout.num_splits, MAX_SPLITS)
-    edges = layout.num_splits != 1 and tile.block_q > FIXED_ROWS
+    asks = problem.mask is not None and not problem.mask.exact  # more than a comparison, where the hull is not the core
+    edges = layout.num_splits != 1 and (tile.block_q > FIXED_ROWS or asks)
     # The longest first, where programs come one after the other, and may be long.
     ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
     bits = -(-room.bit_length() // 4) * 4 if ordered else 0
@@ -197,7 +202,7 @@ def _merged(parts: Sequence[Problem], whole: Problem, outputs: tuple[Tensor, Ten
     end, target = whole.layout.cu_seqlens_q[-1:] if whole.keeps_tail else None, TensorArgs.of(out)
     form = row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype, out.data_ptr() % ALIGNMENT
     tensors = found, lses, tops, target, row_lse, row_top, end, lses[0].numel(), count, *q.shape[1:3]
-    _launch("merge", parts[-1], splits[-1], form, tensors)
+    _launch("merge" if count <= CHUNK else "merge many", parts[0], splits[0], form, tensors)
 
 
 def _split(problem: Problem) -> SplitKV:
@@ -237,9 +242,10 @@ def page_table(layout: Paged, cache: Tensor) -> PageTable:
 def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
     q, d_v, layout, tile = problem.q, problem.v.shape[3], problem.layout, split.config
     assert isinstance(layout, Paged)
-    if name == "merge":
-        constants = d_v, block_d(d_v), 2 * MAX_SPLITS, CHUNK
-        return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=4, stages=1)
+    if name.startswith("merge"):
+        chunk, warps = (CHUNK, 4) if name == "merge" else (4 * CHUNK, 8)
+        constants = d_v, block_d(d_v), 2 * MAX_SPLITS, min(chunk, warps * CHUNK_SIZE // block_d(d_v))
+        return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=warps, stages=1)
     first, rest = map(tl.constexpr, columns(q.shape[3]))
     shape = TileShape.of(problem, tile.block_q, tile.block_k)._replace(BLOCK_D=first, REST=rest)
     features = name == "part", LEAST_TILES, split.edges, many(layout), split.bits
@@ -272,15 +278,19 @@ def _launch(name: str, problem: Problem, split: SplitKV, form: Iterable[Any], te
 
 
 # The rows of the compile gate: what comes after "triton paged 16bit d128/128".
-ROWS = "decode", "fixed", "prompt", "merge"
+ROWS = "decode", "fixed", "prompt", "drafts", "drafts16", "merge", "merges"
 LATENT = {"decode": 0, "prompt": 256}
 """Rows of d576/512, whose values are read with their keys, and the bytes that they spill."""
 
 
 def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
     """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
-    query each; a chunk of a prompt over pages of 64; or the merge. `latent`: 16 heads of queries on one of keys."""
-    b, s_q, size = {"prompt": (1, 512, 64), "fixed": (128, 1, 16)}.get(word, (4, 1, 16))
+    query each; a chunk of a prompt over pages of 64; 4 or 16 drafts, whose mask must be asked; or merges, of few parts
+    and of many. `latent`:
+    16 heads of queries on one of keys."""
+    forms = {"prompt": (1, 512, 64), "fixed": (128, 1, 16), "drafts": (4, 4, 16), "drafts16": (4, 16, 16)}
+    b, s_q, size = forms.get(word, (4, 1, 16))
+    mask = prefix(7) | window(30, 2) if word.startswith("drafts") else causal()
     offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
     splits = 1 if word == "fixed" else None
     layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)
@@ -292,14 +302,15 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool =
     if latent:
         caches[1] = caches[0][..., :d_v]
     factors = Factors(None, torch.empty(b, h_k, 1), torch.empty(b, h_k, 1)) if eight else None
-    problem = Problem(q, caches[0], caches[1], None, causal(), None, layout, 1.0, descale=factors)
+    problem = Problem(q, caches[0], caches[1], None, mask, None, layout, 1.0, descale=factors)
     split = split_kv(problem, 132)
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
     top = lse if max_scores else None
     name = "whole" if split.splits == 1 else "part"
-    if word == "merge":
+    if word.startswith("merge"):
+        name = {"merges": "merge many"}.get(word, word)
         numbers = out[..., 0].numel(), split.splits, *shape[1:]
-        return prepare("merge", problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
+        return prepare(name, problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
     target = (TensorArgs.of(out), None) if split.splits == 1 else (parts, lse)
     operands = TensorArgs.of(q), TensorArgs.of(caches[0]), None if reads_once(problem) else TensorArgs.of(caches[1])
     given = arguments(problem, split, parted=name == "part")

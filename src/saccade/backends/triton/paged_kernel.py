@@ -147,7 +147,7 @@ def paged_kernel(
     """One tile of flat query rows against one part of its keys, for one key head.
 
     out: TensorArgs, lse and max_scores (b, h_q, s_q) or None; SPLIT: float32 (splits, b, s_q, h_q, d_v) and (splits, b,
-    s_q, h_q), each part's own softmax. EDGES: tiles inside of the mask's core are plain ones; for tiles of many rows.
+    s_q, h_q), each part's own softmax. EDGES: tiles inside of the mask's core are plain ones.
     BITS: of lengths, by which sequences are put in order, or 0.
     """
     heads = h_q // shape.GROUP
