@@ -235,10 +235,10 @@ def test_what_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("b", "rows", "pages", "runs"), [(4, 1, 512, True), (2, 1, 512, False), (4, 1, 100, False), (4, 40, 512, False)]
+    ("b", "rows", "pages", "runs"), [(8, 1, 512, True), (4, 1, 512, False), (8, 1, 300, False), (8, 40, 512, False)]
 )
 def test_what_pays_on_a_gpu(b: int, rows: int, pages: int, runs: bool) -> None:
-    """Bytes that are read less, and rows so few that reading is what takes the time: 8k keys of 4 sequences and up."""
+    """Bytes that are read less, and rows so few that reading is what takes the time: 8k keys of 8 sequences."""
     cache = torch.empty(1, 8, 1, 128, dtype=torch.bfloat16).expand(pages, -1, 16, -1)
     q, table = torch.empty(b, 16, rows, 128, dtype=torch.bfloat16), torch.zeros(b, pages, dtype=torch.int32)
     layout = Paged(table, torch.zeros(b, dtype=torch.int32), shared_pages=pages)

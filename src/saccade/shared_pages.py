@@ -20,9 +20,9 @@ from saccade.masks import KeyInterval, MaskMod, Window
 from saccade.problem import Problem
 from saccade.scores import Traced
 
-MOST_ROWS, LEAST_SAVED = 64, 48_000_000
+MOST_ROWS, LEAST_SAVED = 16, 200_000_000
 """On a GPU a prefix is shared where a key head has at most so many query rows of a sequence, and where at least so many
-bytes of keys and values need not be read again."""
+bytes of keys and values need not be read again (docs/findings/triton.md)."""
 
 
 def obstacle(problem: Problem) -> str | None:
