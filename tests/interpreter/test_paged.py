@@ -102,3 +102,13 @@ def test_values_are_taken_from_keys_where_they_are_their_view(monkeypatch):
         seen.clear()
     monkeypatch.setattr(launches, "reads_once", lambda problem: True)
     assert check(q, cache, other.half()[..., :40], layout=layout, backend="triton").ratio > 1
+
+
+def test_wide_keys_of_8_bits_are_one_tile():
+    """Their queries are scaled by the largest number of a row, wherever it stands."""
+    q = torch.randn(1, 1, 4, 320).bfloat16()
+    q[..., 300] *= 1e6
+    q[..., 0] *= 1e-3
+    k, v = (torch.randn(4, 16, 1, n).to(torch.float8_e4m3fn) for n in (320, 320))
+    layout = Paged(torch.arange(4, dtype=torch.int32)[None], torch.tensor([50]))
+    check(q, k, v, layout=layout, backend="triton", scale=1e-6).assert_ok()

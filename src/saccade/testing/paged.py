@@ -131,7 +131,7 @@ CACHES = {
     "heads": "a tensor (pages, h_k, page_size, d + d_v), as vLLM has it",
     "pages": "a tensor (pages, 3, 2, page_size, h_k, max(d, d_v)): a page of 3 layers, keys and values",
     "one-head": "as `rows`, with h_k = 1 and head strides that no kernel may read",
-    "latent": "a tensor (pages, page_size, h_k, d): values are the first d_v columns of keys",
+    "latent": "a tensor (pages, page_size, h_k, max(d, d_v)): values begin where keys do",
 }
 """How keys and values lie, by Case.cache."""
 
@@ -151,8 +151,8 @@ def empty(cache: str, rows: tuple[int, ...], d: int, d_v: int, like: Tensor) -> 
         memory = like.new_full((pages, 3, 2, size, h_k, max(d, d_v)), torch.nan)
         return memory[:, 1, 0, ..., :d], memory[:, 1, 1, ..., :d_v]
     if cache == "latent":
-        k = like.new_empty(*rows, d)
-        return k, k[..., :d_v]
+        row = like.new_empty(*rows, max(d, d_v))
+        return row[..., :d], row[..., :d_v]
     if cache == "heads":
         both = like.new_empty(pages, h_k, size, d + d_v).transpose(1, 2)
     else:

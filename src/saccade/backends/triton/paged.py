@@ -46,6 +46,8 @@ FULL = 256
 """Programs that fill a GPU, about."""
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
+LATENT_TILE = TileConfig(FEW_ROWS, 32, 4, 3)
+"""Where values are read with keys: 36 KB, so that two programs have room. With `num_splits=1` of all as wide keys."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
 CHUNK = 16
@@ -76,19 +78,20 @@ class SplitKV:
     """of a tile's keys, each a warp's own, or 1"""
 
 
-def columns(d: int) -> tuple[int, int]:
+def columns(d: int, dtype: torch.dtype) -> tuple[int, int]:
     """The columns of k in a first tile, and in one of the rest: powers of two, as padding more than 256 costs too much.
+    8-bit tiles are one: their queries are scaled as a whole.
 
-    >>> columns(192), columns(512), columns(576)
+    >>> columns(192, torch.float16), columns(512, torch.float16), columns(576, torch.float16)
     ((256, 0), (512, 0), (512, 64))
     """
     first = 1 << d.bit_length() - 1
-    return (first, block_d(d - first)) if first < d and d > WIDE else (block_d(d), 0)
+    return (first, block_d(d - first)) if WIDE < d != first and dtype not in EIGHT_BITS else (block_d(d), 0)
 
 
 def reads_once(problem: Problem) -> bool:
     """Whether the kernel takes values from its tile of keys."""
-    first, _ = columns(problem.q.shape[3])
+    first, _ = columns(problem.k.shape[3], problem.k.dtype)
     return problem.latent and problem.k.dtype not in EIGHT_BITS and first == block_d(problem.v.shape[3])
 
 
@@ -104,7 +107,8 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
         least = max(flat // tile.block_q, sequences_)
     else:
         tiles = least = b * -(-flat // tile.block_q)
-    slots = processors * PROGRAMS
+    # With room for rounding, where it was measured: four parts of each of 64 sequences, not five.
+    slots = processors * PROGRAMS * (15 if problem.k.shape[3] > 2 * WIDE else 16) // 16
     room = layout.capacity(problem.k.shape[2])
     if layout.num_splits is None:
         programs = slots if sequences_ == 1 else 2 * slots  # as lengths may differ
@@ -134,13 +138,11 @@ def config(problem: Problem, rows: int) -> TileConfig:
     most = FIXED_ROWS // 2 if eight and wide > WIDE else FIXED_ROWS
     fixed = TileConfig(most, block_k, 8 if wide > (128 if eight else WIDE) else 4, 3)
     if layout.num_splits == 1:
-        return fixed
+        return fixed if wide <= 2 * WIDE else LATENT_TILE
+    if wide > WIDE and reads_once(problem):
+        return LATENT_TILE if rows <= FEW_ROWS else TileConfig(FIXED_ROWS, 64, 8, 2)
     if wide > WIDE:
-        few = (
-            TileConfig(FEW_ROWS, 64, 8, 3)
-            if reads_once(problem)
-            else TileConfig(FEW_ROWS, 32 if eight else 16, 8 if eight else 4, 4)
-        )
+        few = TileConfig(FEW_ROWS, 32, 8, 4) if eight else TileConfig(FEW_ROWS, 16, 4, 4)
         return few if rows <= FEW_ROWS else fixed
     if rows <= FEW_ROWS:
         return _sliced(problem, rows, min(2 * block_k, 128)) if eight else TileConfig(FEW_ROWS, block_k, 4, 4)
@@ -246,7 +248,7 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
         chunk, warps = (CHUNK, 4) if name == "merge" else (4 * CHUNK, 8)
         constants = d_v, block_d(d_v), 2 * MAX_SPLITS, min(chunk, warps * CHUNK_SIZE // block_d(d_v))
         return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=warps, stages=1)
-    first, rest = map(tl.constexpr, columns(q.shape[3]))
+    first, rest = map(tl.constexpr, columns(q.shape[3], problem.k.dtype))
     shape = TileShape.of(problem, tile.block_q, tile.block_k)._replace(BLOCK_D=first, REST=rest)
     features = name == "part", LEAST_TILES, split.edges, many(layout), split.bits
     grid = split.tiles * split.splits * problem.k.shape[1], 1, 1
@@ -279,16 +281,22 @@ def _launch(name: str, problem: Problem, split: SplitKV, form: Iterable[Any], te
 
 # The rows of the compile gate: what comes after "triton paged 16bit d128/128".
 ROWS = "decode", "fixed", "prompt", "drafts", "drafts16", "merge", "merges"
-LATENT = {"decode": 0, "prompt": 256}
-"""Rows of d576/512, whose values are read with their keys, and the bytes that they spill."""
+LATENT = {"decode": 12, "fixed": 4, "prompt": 500}
+"""Rows of d576/512, whose values are read with their keys, and the bytes that they spill. The prompt's are 276 on
+Triton 3.6, where 64 keys are faster than 32 with fewer spills, and 640 on 3.9, not timed. It has parts: of a whole
+one ptxas serialises the products on 3.6 (C7515), whatever the tile."""
 
 
 def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
     """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
     query each; a chunk of a prompt over pages of 64; 4 or 16 drafts, whose mask must be asked; or merges, of few parts
-    and of many. `latent`:
-    16 heads of queries on one of keys."""
-    forms = {"prompt": (1, 512, 64), "fixed": (128, 1, 16), "drafts": (4, 4, 16), "drafts16": (4, 16, 16)}
+    and of many. `latent`: 16 heads of queries on one of keys."""
+    forms = {
+        "prompt": (1, 64 if latent else 512, 64),
+        "fixed": (128, 1, 16),
+        "drafts": (4, 4, 16),
+        "drafts16": (4, 16, 16),
+    }
     b, s_q, size = forms.get(word, (4, 1, 16))
     mask = prefix(7) | window(30, 2) if word.startswith("drafts") else causal()
     offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
