@@ -21,7 +21,7 @@ DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
 RANGES_SPILL = 1400
 """What sums over sequences cost: those of the sequences before leave the registers, outside of the loops over rows."""
-DRAFTS_SPILL = 64
+DRAFTS_SPILL = 96
 """What a loop for tiles inside of the core costs beside one for the others, whose mask has parts. Not timed."""
 QUANTIZE = (
     "16bit d128/128 quantize block", "16bit d64/64 quantize block packed e5m2", "16bit d128/128 quantize head grouped",
