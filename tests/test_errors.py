@@ -186,7 +186,7 @@ UNSUPPORTED = {
     "8-bit keys of a GPU's backend": (lambda: plan("bf16 kv_fp8_e4m3 d64 cpu", backend="gluon"), "gluon: runs on sm90"),
     "gradients over 8-bit keys": (
         lambda: attention(Q.clone().requires_grad_(), K8, K8),
-        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(), or pass the dequantised values",
+        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(); pass Descale(…, backward='dequantized')",
     ),
     "gradients of 8-bit keys": (
         lambda: attention(Q, K8.clone().requires_grad_(), K8, backend="reference"),
@@ -195,7 +195,7 @@ UNSUPPORTED = {
     "a GPU's backend": (lambda: attention(Q, K, V, backend="triton"), "triton: "),
     "a GPU's Spec": (lambda: plan("bf16 d128 sm90", backend="cpu"), "cpu: runs on cpu, not on sm90"),
     "no device of ours": (lambda: attention(*(x.to("meta") for x in (Q, K, V))), "not on meta"),
-    "too wide": (lambda: plan("bf16 d257 sm90", backend="triton"), "up to 256, not 257"),
+    "too wide": (lambda: plan("bf16 d513 sm90", backend="triton"), "up to 512, not 513"),
     "an older GPU": (lambda: plan("bf16 d64 aligned sm80", backend="gluon"), "gluon: runs on sm90, not on sm80"),
     "a newer GPU": (lambda: plan("bf16 d64 aligned sm100", backend="gluon"), "gluon: runs on sm90, not on sm100"),
     "fp32 on Hopper": (
