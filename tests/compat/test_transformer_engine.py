@@ -344,12 +344,12 @@ def test_takes_what_transformer_engine_takes():
     assert list(inspect.signature(DotProductAttention).parameters)[:-1] == constructor.split()
 
 
-def test_context_parallel_is_refused(monkeypatch):
+def test_two_groups_are_refused(monkeypatch):
     core = DotProductAttention(H, (D, D_V), G, qkv_format="bshd", cp_group=[object(), object()])
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     core(*operands("bshd"))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    with pytest.raises(Unsupported, match="cp_group of 4 ranks"):
+    with pytest.raises(Unsupported, match="cp_group of two groups, 4 ranks in all: pass one group"):
         core(*operands("bshd"))
 
 

@@ -83,6 +83,12 @@ def test_one_document_is_taken_from_both_ends():
     assert sorted(near.pulled) == [0, 5, 5, 5]
 
 
+def test_pairs():
+    found = plan([8, 16], 2, rows="pairs", mask=causal()).sharding.by_rank
+    assert found[0] == [Piece(0, 0, 2), Piece(0, 6, 8), Piece(1, 0, 4), Piece(1, 12, 16)]
+    assert found[1] == [Piece(0, 2, 6), Piece(1, 4, 12)]
+
+
 def test_whole_documents_need_nothing_from_elsewhere():
     found = plan([100] * 16, 4, mask=causal()).sharding
     assert found.pulled == [0] * 4
@@ -174,6 +180,9 @@ def test_pictures(tmp_path):
         (([3], 3), {"method": "ulysses", "heads": (4, 2)}, ValueError, "3 ranks divide query heads"),
         (([3], 2), {"heads": (3, 2)}, ValueError, "h_q must be a multiple of h_k"),
         (([3], 2), {"heads": (3, 2, 1)}, TypeError, r"heads must be \(h_q, h_k\) or one number, got 3 numbers"),
+        (([3], 2), {"rows": "equal"}, ValueError, "unknown rows 'equal'; it is one of balanced, pairs"),
+        (([8, 6], 2), {"rows": "pairs"}, ValueError, r"needs lengths that are multiples of 4, got \[8, 6\]"),
+        (([8], 2), {"rows": "pairs", "method": "ulysses"}, ValueError, "rows='pairs' goes with method='gather'"),
         (([3], 2), {"head_dim": 0}, ValueError, "head_dim must be an integer from 1 on"),
         (([3], 2), {"timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
         (([3],), {}, ValueError, "plan needs torch.distributed.init_process_group first"),

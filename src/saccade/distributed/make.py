@@ -14,11 +14,12 @@ from saccade.distributed.cost import divided_bytes, gathered_bytes
 from saccade.distributed.groups import Ranks, ranks_of
 from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import Reach, reach_of
-from saccade.distributed.sharding import Sharding
-from saccade.layouts.offsets import check_offsets
+from saccade.distributed.sharding import PairSharding, Sharding
+from saccade.layouts.offsets import check_offsets, shortened
 from saccade.masks import Mask
 
 METHODS = "auto", "gather", "pull", "ulysses"
+ROWS = "balanced", "pairs"
 
 _plans: BoundedCache[Any, ContextPlan] = BoundedCache(64)
 
@@ -31,6 +32,7 @@ def plan(
     head_dim: int | None = None,
     mask: Mask | None = None,
     method: str = "auto",
+    rows: str = "balanced",
     rank: int | None = None,
     timeout: float | None = None,
     debug: bool = False,
@@ -52,6 +54,8 @@ def plan(
         method: "gather": keys and values go to the ranks whose rows see them, by a collective. "pull": ranks copy them
             out of each other's memory, on GPUs of one host. "ulysses": each rank computes all rows of some heads.
             "auto": "gather" or "ulysses", which moves fewer bytes, where heads and head_dim are given, else "gather".
+        rows: "balanced"; or "pairs": of each document, in 2 R chunks, numbers r and 2 R - 1 - r, as loaders for
+            TransformerEngine and Megatron lay them. Lengths are multiples of 2 R then.
         rank: which of a number of ranks this is.
         timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words; None, and GPUs:
             the group's own timeout.
@@ -79,6 +83,8 @@ def plan(
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; it is one of {', '.join(METHODS)}")
+    if rows not in ROWS:
+        raise ValueError(f"unknown rows {rows!r}; it is one of {', '.join(ROWS)}")
     lengths, batch = _lengths(documents)
     counted = _heads(heads)
     if head_dim is not None:
@@ -88,11 +94,15 @@ def plan(
     if timeout is not None and arguments.number("timeout", timeout) <= 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     ranks, reach = ranks_of(group, rank, method == "ulysses"), reach_of(mask)
-    key = lengths, batch, ranks, counted, head_dim, reach, method, timeout, debug
+    key = lengths, batch, ranks, counted, head_dim, reach, method, rows, timeout, debug
     found = _plans.get(key)
     if found is None:
-        chosen, word, why = _method(method, ranks, lengths, counted, head_dim, reach)
-        sharding = Sharding(lengths, chosen.parts, chosen.heads, reach)
+        asked = "gather" if rows == "pairs" and method == "auto" else method
+        chosen, word, why = _method(asked, ranks, lengths, counted, head_dim, reach)
+        if rows == "pairs":
+            _check_pairs(lengths, chosen)
+        kind = PairSharding if rows == "pairs" else Sharding
+        sharding = kind(lengths, chosen.parts, chosen.heads, reach)
         made = ContextPlan(sharding, chosen, word, why, batch, counted, head_dim, timeout, debug)
         if not isinstance(group, int):
             if method == "pull" and not peers.reachable(ranks.device):
@@ -103,6 +113,16 @@ def plan(
             made.prepare()
         found = _plans.put(key, made)
     return found
+
+
+def _check_pairs(lengths: tuple[int, ...], ranks: Ranks) -> None:
+    if ranks.heads > 1:
+        raise ValueError("rows='pairs' goes with method='gather' or 'pull', and no mesh of two dimensions")
+    if any(n % (2 * ranks.size) for n in lengths):
+        raise ValueError(
+            f"rows='pairs' over {ranks.size} ranks needs lengths that are multiples of {2 * ranks.size}, got "
+            f"{shortened(list(lengths))}: rows='balanced' takes any"
+        )
 
 
 def _lengths(documents: Any) -> tuple[tuple[int, ...], int | None]:

@@ -71,8 +71,24 @@ class Sharding:
     @lazily
     def fingerprint(self) -> str:
         """Equal where plans are."""
-        text = repr((self.lengths, self.parts, self.heads, self.reach))
+        text = type(self).__name__ + repr((self.lengths, self.parts, self.heads, self.reach))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class PairSharding(Sharding):
+    """Each document in 2 R chunks, of which rank r has number r and number 2 R - 1 - r."""
+
+    @lazily
+    def by_part(self) -> list[list[Piece]]:
+        ranks = self.parts
+        return [
+            joined(
+                Piece(i, n // (2 * ranks) * chunk, n // (2 * ranks) * (chunk + 1))
+                for i, n in enumerate(self.lengths)
+                for chunk in (part, 2 * ranks - 1 - part)
+            )
+            for part in range(ranks)
+        ]
 
 
 def overlap(span: Piece, of_document: dict[int, list[Piece]]) -> int:

@@ -21,9 +21,10 @@ from saccade.compat.transformer_engine.inference import cached_visibility
 from saccade.compat.transformer_engine.masks import layout_of, visibility
 from saccade.compat.transformer_engine.score_mods import combined_score_mod
 from saccade.dispatch import Unsupported
-from saccade.layouts import Layout
+from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
 from saccade.partial import Scored
+from saccade.scores import Softcap
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -89,8 +90,8 @@ class DotProductAttention(torch.nn.Module):
         tp_group: gives tp_size.
         layer_number: which of a cache's layers this one is.
         attention_type: "self" or "cross"; not read: a call has the lengths that it has.
-        cp_group: refused if it has more than one rank, when it is called.
-        cp_global_ranks: for cp_group, and so cp_stream and cp_comm_type.
+        cp_group: ranks that share each sequence, in the two chunks of TransformerEngine's loaders; sbhd and bshd.
+        cp_global_ranks: not read: the group knows its ranks, and keys are gathered; so are cp_stream and cp_comm_type.
         softmax_scale: 1/sqrt(d) when None.
         softmax_type: "vanilla"; "off-by-one": `exp / (1 + sum exp)`; "learnable": `exp / (exp(offset_h) + sum exp)`,
             with the parameter `softmax_offset`, (h_q).
@@ -105,7 +106,7 @@ class DotProductAttention(torch.nn.Module):
 
     Raises:
         WrongCall: arguments that do not fit, a ValueError and an AssertionError.
-        Unsupported: FP8, context parallelism; or no backend runs the call.
+        Unsupported: FP8; over a cp_group biases, padding and sequences end to end; or no backend runs the call.
 
     >>> core = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal")
     >>> q, k, v = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
@@ -192,7 +193,7 @@ class DotProductAttention(torch.nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Ranks that share a sequence; one of more than one rank is refused when the module is called."""
+        """Ranks that share each sequence: rank r of R has its chunks r and 2 R - 1 - r of 2 R."""
         self.cp_group = cp_group
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -218,8 +219,6 @@ class DotProductAttention(torch.nn.Module):
 
     def _attention_call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> AttentionCall:
         """What a call means; nothing is computed or written."""
-        if self.cp_group is not None and (ranks := _ranks(self.cp_group)) > 1:
-            raise Unsupported(f"DotProductAttention: a cp_group of {ranks} ranks: context parallelism is not supported")
         key = self._key(arguments, keywords)
         meaning, new = None if key is None else _MEANINGS.get(key), arguments[:3]
         if meaning is None:
@@ -242,11 +241,39 @@ class DotProductAttention(torch.nn.Module):
             "return_max_scores": bool(self.return_max_logit),
             "backend": self.backend,
         }
+        if meaning.step is not None and self.cp_group is not None and _ranks(self.cp_group) > 1:
+            raise Unsupported(
+                "DotProductAttention: a cp_group has no inference_params: set_context_parallel_group(None)"
+            )
         if meaning.step is not None:
             q, k, v = meaning.step.to_rows(q), *meaning.step.params.caches(meaning.step.layer)
+        elif self.cp_group is not None and _ranks(self.cp_group) > 1:
+            given |= self._shared(q, k, given)
         elif meaning.keys is not None:
             k, v = (x.narrow(meaning.order.index("s"), 0, meaning.keys) for x in (k, v))
         return AttentionCall(new, (q, k, v), given, meaning)
+
+    def _shared(self, q: Tensor, k: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a call whose sequences the ranks of the group have, each in two chunks of the same length."""
+        from saccade import distributed  # for who needs it
+
+        layout, score_mod = given["layout"], given["score_mod"]
+        ranks, told = _ranks(self.cp_group), "DotProductAttention: over a cp_group of "
+        if isinstance(self.cp_group, list):
+            raise Unsupported(f"{told}two groups, {ranks} ranks in all: pass one group")
+        if not isinstance(layout, Dense) or not layout.plain or q.shape[:-2] != k.shape[:-2]:
+            raise Unsupported(
+                f"{told}{ranks} ranks calls are self-attention in sbhd or bshd without padding, got q {tuple(q.shape)} "
+                f"and k {tuple(k.shape)} with {layout!r}: saccade.attention(…, context=plan) takes documents of any "
+                "lengths"
+            )
+        if not (score_mod is None or isinstance(score_mod, Softcap)):
+            raise Unsupported(f"{told}{ranks} ranks there are no biases and score functions, got {score_mod!r}")
+        if given["return_max_scores"]:
+            raise Unsupported(f"{told}{ranks} ranks there is no return_max_logit: set it to False")
+        b, s = (q.shape[layout.order.index(name)] for name in "bs")
+        plan = distributed.plan((b, s * ranks), self.cp_group, mask=given["mask"], rows="pairs")
+        return {"context": plan}
 
     def _key(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """All that a meaning but its lengths depends on, of a call that gives q, k, v, offsets and longest lengths, and
