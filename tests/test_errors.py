@@ -186,7 +186,7 @@ UNSUPPORTED = {
     "8-bit keys of a GPU's backend": (lambda: plan("bf16 kv_fp8_e4m3 d64 cpu", backend="gluon"), "gluon: runs on sm90"),
     "gradients over 8-bit keys": (
         lambda: attention(Q.clone().requires_grad_(), K8, K8),
-        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(); pass Descale(…, backward='dequantized')",
+        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(); pass Descale(…, backward='",
     ),
     "gradients of 8-bit keys": (
         lambda: attention(Q, K8.clone().requires_grad_(), K8, backend="reference"),
