@@ -72,11 +72,12 @@ def outputs(acc, weight, args, live):
 @gluon.jit
 def normalize(row_max, row_sum, rows, args, live):
     """By what acc becomes out, lse and max_scores [64] from the sums [64, 8] of each thread."""
-    return weights_of_rows(row_max, gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout), rows, args, live)
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    return weights_of_rows(row_max, total, rows, args.sink, live)
 
 
 @gluon.jit
-def weights_of_rows(row_max, total, rows, args, live):
+def weights_of_rows(row_max, total, rows, sink, live):
     """The same from sums [64]. The sink is one more column, and no score."""
     rule = rows.rule
     row_max = row_max * rule.natural
@@ -88,8 +89,8 @@ def weights_of_rows(row_max, total, rows, args, live):
         row_max = gl.maximum(row_max + level, LOWEST_VAST)
     top_score = largest(row_max, total, live)
     share = total * 0 + 1
-    if args.sink is not None:
-        column = gl.load(args.sink + rows.h, mask=live, other=0.0).to(gl.float32)
+    if sink is not None:
+        column = gl.load(sink + rows.h, mask=live, other=0.0).to(gl.float32)
         top = gl.maximum(row_max, column)
         share = gl.exp2((row_max - top) * LOG2E)
         total = total * share + gl.exp2((column - top) * LOG2E)

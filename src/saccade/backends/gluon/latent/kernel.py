@@ -43,6 +43,8 @@ class LatentArgs:
     k_desc: Value
     cache: Value
     """TensorArgs of the cache, where rows are gathered; else None"""
+    out: Value
+    lse: Value
     parts: Value
     part_lse: Value
     used_q: Value
@@ -52,8 +54,6 @@ class LatentArgs:
     mask: Value
     score: Value
     sink: Value
-    """None: whoever merges parts adds it"""
-    dropout: Value
     tiles: gl.tensor
     """of query rows"""
     blocks: gl.tensor
@@ -68,11 +68,11 @@ class LatentArgs:
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "h_k", "group", "s_q", "s_k"])
 def latent_kernel(
-    q_desc, k_desc, cache, parts, part_lse, used_q, used_k, pages, schedule, rules, tiles, blocks, h_k, group, s_q,
-    s_k, scale, shape,
+    q_desc, k_desc, cache, out, lse, parts, part_lse, sink, used_q, used_k, pages, schedule, rules, tiles, blocks, h_k,
+    group, s_q, s_k, scale, shape,
 ):  # fmt: skip
-    """out = softmax(q k^T) k[:, :512] and lse of each part: parts float32 (parts, tiles, 64, 512), part_lse (parts,
-    tiles, 64).
+    """out = softmax(q k^T) k[:, :512] and lse, or None, of sequences that a line has whole; of others those of each
+    part, without the sink: parts float32 (parts, tiles, 64, 512), part_lse (parts, tiles, 64).
 
     q_desc: (b, h_k, group, s_q, 576) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc: (pages, h_k,
     page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. rules: the mask and the score. A
@@ -81,7 +81,7 @@ def latent_kernel(
     DTYPE: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = shape.ROWS
     args = LatentArgs(
-        q_desc, k_desc, cache, parts, part_lse, used_q, used_k, pages, schedule, rules[0], rules[1], None, None,
+        q_desc, k_desc, cache, out, lse, parts, part_lse, used_q, used_k, pages, schedule, rules[0], rules[1], sink,
         tiles, blocks, h_k, group, s_q, s_k, scale, shape,
     )  # fmt: skip
     GATHERS: gl.constexpr = gathers(pages.size)

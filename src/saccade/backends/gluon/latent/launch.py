@@ -68,17 +68,19 @@ def forward(problem: Problem, lse: bool = True, order: int = 2) -> Outputs:
         if cut is None:
             cut = problem.launches["latent cut"] = Cut.of(problem, multiprocessors(q.device))
         score, mask, spans = score_record(problem), masks.record(problem), sequences.spans(problem)
+        target = TensorArgs.of(out)
+        sink = None if problem.sink is None else problem.sink.contiguous()
         # What is compiled for, and the Problem's key does not hold.
-        key = "latent", order, score.identity.value, score.linear.value, score.vast.value
+        key = "latent", lse, target.unit.value, order, score.identity.value, score.linear.value, score.vast.value
         launch = problem.launches.get(key)
         if launch is None:
             launch = problem.launches[key] = prepare(problem, cut, order)
-        index, target = q.device.index, TensorArgs.of(out)
+        index = q.device.index
         schedule, parts = empty_schedule(problem, cut), empty_parts(problem, cut)
         lengths = q.shape[2], layout.capacity(problem.k.shape[2])
         scheduling(problem)(index, (schedule, *spans, mask, *lengths))
-        launch(index, (q, problem.k), arguments(problem, *parts, schedule, spans, mask, score), problem.scale)
-        sink = None if problem.sink is None else problem.sink.contiguous()
+        results = target, row_lse, *parts, sink
+        launch(index, (q, problem.k), arguments(problem, results, schedule, spans, mask, score), problem.scale)
         tensors = *parts, target, row_lse, sink, schedule, *q.shape[1:3]
         merging(problem, cut, (lse, target.unit.value))(index, tensors)
     return out, row_lse, None
@@ -115,18 +117,17 @@ def merging(problem: Problem, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
 
 def arguments(
     problem: Problem,
-    parts: Tensor,
-    part_lse: Tensor,
+    results: tuple[Any, ...],
     schedule: Schedule,
     spans: tuple[Any, Any],
     mask: masks.DeviceMask,
     score: scores.DeviceScore,
 ) -> tuple[Any, ...]:
-    """What the kernel takes between its descriptors and the numbers."""
+    """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
     listed = problem.mask is not None and problem.mask.listed
     rules = mask._replace(all_tiles=FLAGS[listed]), score
     cache = TensorArgs.of(problem.k) if gathers(problem.k.shape[2]) else None
-    return cache, parts, part_lse, *spans, paged_tma.record(problem), schedule, rules
+    return cache, *results, *spans, paged_tma.record(problem), schedule, rules
 
 
 def prepare(problem: Problem, cut: Cut, order: int = 2) -> TMALaunch:

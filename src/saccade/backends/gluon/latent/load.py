@@ -21,9 +21,9 @@ from saccade.backends.gluon.shim import aggregate, copy_async, tma_load
 from saccade.backends.gluon.tiles import zero_tail
 
 # Of a part: its sequence (-1: no more parts), its number, its first tile of keys and how many there are, those between
-# which no mask is needed, and the sequence's rows and keys in use.
-BATCH, PART, FIRST, TILES, CORE, CORE_END, ROWS_USED, KEYS = (gl.constexpr(i) for i in range(8))
-NUMBERS = 8
+# which no mask is needed, the sequence's rows and keys in use, and whether it is all of the sequence.
+BATCH, PART, FIRST, TILES, CORE, CORE_END, ROWS_USED, KEYS, WHOLE = (gl.constexpr(i) for i in range(9))
+NUMBERS = 9
 
 
 @aggregate
@@ -92,6 +92,7 @@ def open_part(args, pipe, rows, b, place, stop, drawn):
     pipe.queries.put(at, CORE_END, core_end // 64)
     pipe.queries.put(at, ROWS_USED, used)
     pipe.queries.put(at, KEYS, keys)
+    pipe.queries.put(at, WHOLE, ((place == start) & (end <= stop)).to(gl.int32))
     return first, tiles, keys
 
 

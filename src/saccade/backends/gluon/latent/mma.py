@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from saccade.backends.device.tiles import head
 from saccade.backends.gluon.forward.epilogue import weights_of_rows
 from saccade.backends.gluon.forward.scores import (
     LOWEST,
@@ -25,6 +26,7 @@ from saccade.backends.gluon.latent.load import (
     PART,
     ROWS_USED,
     TILES,
+    WHOLE,
     row_tile,
 )
 from saccade.backends.gluon.latent.pipeline import HALF
@@ -200,12 +202,11 @@ def score_rows(args, rule, rows, b, used, keys):
 
 
 @gluon.jit
-def store_part(c: gl.constexpr, args, pipe, tile, rows, state, part, done):
+def store_part(c: gl.constexpr, args, tile, rows, state, total, part):
     """Writes a part's out and LSE."""
     layout: gl.constexpr = state.acc.type.layout
-    total = pipe.total(c, done, gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout))
     live = (rows.q_idx < rows.rows) & (rows.h < (tile.h_k + 1) * args.group)
-    weight, lse, _ = weights_of_rows(state.row_max, total, rows, args, live)
+    weight, lse, _ = weights_of_rows(state.row_max, total, rows, None, live)
     first = (part.to(gl.int64) * args.tiles + tile.number) * 64
     if c == 0:
         gl.store(args.part_lse + first + gl.arange(0, 64, state.row_max.type.layout), lse)
@@ -214,6 +215,22 @@ def store_part(c: gl.constexpr, args, pipe, tile, rows, state, part, done):
     there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
     out = shrunk(state.acc, weight)
     gl.store(args.parts + (first * 512 + c * 256) + (i[:, None] * 512 + column[None, :]), out, mask=there)
+
+
+@gluon.jit
+def store_whole(c: gl.constexpr, args, tile, rows, state, total):
+    """Writes out and LSE of all of a sequence's keys."""
+    layout: gl.constexpr = state.acc.type.layout
+    live = (rows.q_idx < rows.rows) & (rows.h < (tile.h_k + 1) * args.group)
+    weight, lse, _ = weights_of_rows(state.row_max, total, rows, args.sink, live)
+    if c == 0 and args.lse is not None:
+        place = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
+        gl.store(args.lse + place, lse, mask=live)
+    place = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
+    column = c * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
+    there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
+    out = shrunk(state.acc, weight).to(args.out.ptr.dtype.element_ty)
+    gl.store(place[:, None] + column[None, :], out, mask=there)
 
 
 @gluon.jit
@@ -232,7 +249,7 @@ def consume(c: gl.constexpr, args, pipe):
     while b >= 0:
         rows = score_rows(args, rule, tile, b, pipe.queries.get(at, ROWS_USED), pipe.queries.get(at, KEYS))
         end = begin + pipe.queries.get(at, TILES)
-        first, part = pipe.queries.get(at, FIRST), pipe.queries.get(at, PART)
+        first, part, whole = pipe.queries.get(at, FIRST), pipe.queries.get(at, PART), pipe.queries.get(at, WHOLE)
         tiles = PartTiles(rows, first, begin, pipe.queries.get(at, CORE), pipe.queries.get(at, CORE_END))
         state = PartState(
             gl.zeros([64, 256], gl.float32, product_layout(256, pipe.latent.dtype)),
@@ -253,7 +270,11 @@ def consume(c: gl.constexpr, args, pipe):
             acc = warpgroup_mma_wait(0, [issue_others(c, pipe, state.acc, end - 1)])
             pipe.release(1 - c, c)
             state = PartState(acc, state.row_max, state.row_sum)
-        store_part(c, args, pipe, tile, rows, state, part, done)
+        total = pipe.total(c, done, gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout))
+        if whole != 0:
+            store_whole(c, args, tile, rows, state, total)
+        else:
+            store_part(c, args, tile, rows, state, total, part)
         begin = end
         done += 1
         pipe.queries.wait(done)

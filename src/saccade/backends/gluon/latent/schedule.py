@@ -79,7 +79,8 @@ def merge_kernel(
     parts, part_lse, out, lse, sink, schedule, h_q, s_q, GROUP: tl.constexpr, ROWS: tl.constexpr, D_V: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`lse = log(exp(sink) + sum_i exp(lse_i))`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts.
+    """`lse = log(exp(sink) + sum_i exp(lse_i))`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts, unless it has
+    one, whose results are in out and lse already.
 
     parts: float32 (parts, tiles of rows, 64, d_v), not written where part_lse is -inf; SPLITS: lines, at least.
     """
@@ -100,6 +101,8 @@ def merge_kernel(
     end = tl.load(schedule.starts + b + 1)
     first = start // length
     count = tl.where(end > start, (end - 1) // length - first + 1, 0)
+    if count == 1:
+        return
     # [SPLITS]
     i = tl.arange(0, SPLITS)
     row_of_parts = ((first + b).to(tl.int64) * tiles + tile) * 64 + within
