@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends.device import block_d, block_lists, dropout, masks, scores, sequences
+from saccade.descale import EIGHT_BITS
 from saccade.problem import Problem
 
 
@@ -33,9 +34,19 @@ class TileShape(NamedTuple):
     def of(problem: Problem, block_q: int, block_k: int, columns: int = 0) -> TileShape:
         """columns: of v that a program sums, or 0: all."""
         d, d_v = problem.q.shape[3], problem.v.shape[3]
-        block_dv = min(columns or block_d(d_v), block_d(d_v))
-        sizes = problem.group, d, d_v, block_q, block_k, block_d(d), block_dv, precision()
+        of_k, of_v = block_d(d), min(columns or block_d(d_v), block_d(d_v))
+        whole = of_v == block_d(d_v) and max(d, d_v) <= ONE_WIDTH
+        if problem.k.dtype in EIGHT_BITS and block_q >= WARP_GROUP_ROWS and whole:
+            of_k = of_v = max(of_k, of_v)
+        sizes = problem.group, d, d_v, block_q, block_k, of_k, of_v, precision()
         return TileShape(*map(tl.constexpr, sizes))
+
+
+WARP_GROUP_ROWS = 64
+"""Rows from which products are those of whole warp groups on Hopper."""
+ONE_WIDTH = 256
+"""Head dims up to which tiles of 8-bit keys and values have one width. Converted, they take turns at one place in
+shared memory, and where their widths differ ptxas 12.8 loses the place of the values (docs/findings/triton.md)."""
 
 
 def precision() -> str:

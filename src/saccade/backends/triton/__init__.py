@@ -9,7 +9,6 @@ import torch
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
-from saccade.backends.device import block_d
 from saccade.backends.triton.config import WIDE
 from saccade.descale import EIGHT_BITS
 from saccade.masks import KINDS as MASKS
@@ -40,9 +39,6 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
     eight_bit_pages = problem.layout.has_pages and problem.k.dtype in EIGHT_BITS
     if eight_bit_pages and max(d, d_v) > SUPPORT.max_d:
         return [f"takes 8-bit pages of head dims up to {SUPPORT.max_d}, not {d} and {d_v}"]
-    if eight_bit_pages and problem.k.device.type == "cuda" and block_d(d) != block_d(d_v):
-        # Such prompts were wrong on an H200, with Triton 3.6, and right in its interpreter (docs/findings/triton.md).
-        return [f"takes 8-bit pages whose head dims fill tiles of one width, not {d} and {d_v}"]
     if gradient and max(d, d_v) > WIDE and problem.q.dtype == torch.float32 and problem.k.is_cuda:
         room = WIDE_GRADIENTS if torch.version.hip else hardware.shared_bytes(problem.k.device)
         if room < WIDE_GRADIENTS:

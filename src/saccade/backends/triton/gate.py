@@ -35,6 +35,7 @@ QUANTIZE = (
 WIDE_ROWS = "dk 16bit d512/512 ranges", "dv 16bit d512/512 masked dropout", "dk 16bit d64/512 packed"
 EIGHT_BITS = (
     "d64/64 full", "d128/128 masked", "d256/256 full", "d128/128 masked blocks", "d128/128 full wide",
+    "d64/32 causal wide",
     "d512/512 masked",
 )  # fmt: skip
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
@@ -64,6 +65,7 @@ def features() -> Iterator[str]:
     yield from (f"triton {name} 16bit d512/512 relative_bias" for name in ("captured_gradients", "row_totals"))
     yield from (f"triton {words}" for words in WIDE_ROWS)
     yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:4], "append", "slots"))
+    yield "triton paged 8bit d64/32 prompt"
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
     yield from (f"triton quantize {words}" for words in QUANTIZE)
 

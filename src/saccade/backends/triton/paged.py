@@ -249,7 +249,9 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
         constants = d_v, block_d(d_v), 2 * MAX_SPLITS, min(chunk, warps * CHUNK_SIZE // block_d(d_v))
         return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=warps, stages=1)
     first, rest = map(tl.constexpr, columns(q.shape[3], problem.k.dtype))
-    shape = TileShape.of(problem, tile.block_q, tile.block_k)._replace(BLOCK_D=first, REST=rest)
+    shape = TileShape.of(problem, tile.block_q, tile.block_k)
+    if rest.value:
+        shape = shape._replace(BLOCK_D=first, REST=rest)
     features = name == "part", LEAST_TILES, split.edges, many(layout), split.bits
     grid = split.tiles * split.splits * problem.k.shape[1], 1, 1
     return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
