@@ -108,9 +108,9 @@ def test_dense_padded_and_packed(d: int, d_v: int, eight: bool, kind: torch.dtyp
     ends = torch.tensor([0, 400, 600], device="cuda"), torch.tensor([0, 350, 666], device="cuda")
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     for form in ("number", "sequence", "block"):
-        scales = factors(form, b, h_k, s_k)
+        scales, of_packed = factors(form, b, h_k, s_k), factors(form, b, h_k, 512)
         if eight:
-            scales = Descale(scales.k, scales.k, scales.v)
+            scales, of_packed = (Descale(x.k, x.k, x.v) for x in (scales, of_packed))
         for options in (
             {},
             {"mask": causal(), "score_mod": softcap(5.0)},
@@ -121,7 +121,7 @@ def test_dense_padded_and_packed(d: int, d_v: int, eight: bool, kind: torch.dtyp
         slopes = torch.rand(h_q, device="cuda")
         packed = Packed(*ends, 512, 512)
         check(
-            *flat, descale=scales, layout=packed, mask=causal(), score_mod=alibi(slopes), backend="triton"
+            *flat, descale=of_packed, layout=packed, mask=causal(), score_mod=alibi(slopes), backend="triton"
         ).assert_ok()
 
 

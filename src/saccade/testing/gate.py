@@ -5,7 +5,7 @@
 Triton compiles without a GPU, and ptxas, which comes with it, reports registers, spills and warnings. A kernel is
 fit to ship if ptxas warns of nothing, if it spills no more than its config row says, with the reason, if its shared
 memory is within what Hopper gives one program, if no mbarrier shares its place with anything else, and if no
-instruction reads a uniform register that none has written.
+instruction changes a uniform register that none has written.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _read(key: str, compiled: Any, log: str, allowed_spill: int) -> Fit:
         return max((int(found) for found in re.findall(pattern, log)), default=0)
 
     told = tuple(line for line in log.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line))
-    told += tuple(f"read before it is written: {x}" for x in unwritten(compiled.asm["cubin"]))
+    told += tuple(f"changed before it is written: {x}" for x in unwritten(compiled.asm["cubin"]))
     told += tuple(f"mbarrier at {place} is scratch memory too" for place in reused_barriers(compiled.asm["ptx"]))
     registers, spill = number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores")
     return Fit(key, registers, spill, compiled.metadata.shared, told, allowed_spill)
