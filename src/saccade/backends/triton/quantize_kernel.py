@@ -189,6 +189,15 @@ def _largest(x):
 
 
 @triton.jit
+def _largest_of_kept(x):
+    """The same of a tile that is in registers anyway: few hold infinities, and all would pay for the comparisons."""
+    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    if not (largest < INFINITY):
+        largest = _largest(x)
+    return largest
+
+
+@triton.jit
 def _of_all(largest, maxima, at, shape):
     """The largest of the maxima of the programs whose rows share a factor, and whether one of them came too late: each
     writes its own, plus one in its last place, over a zero, and looks for the others', so that no number is read twice.
@@ -314,7 +323,7 @@ def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, shape):
     at = _block_at(span, sizes, shape, shape.PER != BY_BLOCK)
     values = _values(x, mean, at, at.h, sizes, shape)
     if shape.PER == BY_BLOCK:
-        largest = _largest(values)
+        largest = _largest_of_kept(values)
         if found is not None:
             largest, missing = _of_all(largest, found, at, shape)
             if missing:  # others may not have begun: what they would find
