@@ -235,7 +235,8 @@ def test_what_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("b", "rows", "pages", "runs"), [(8, 1, 512, True), (4, 1, 512, False), (8, 1, 300, False), (8, 40, 512, False)]
+    ("b", "rows", "pages", "runs"),
+    [(8, 1, 512, True), (4, 1, 512, True), (2, 1, 512, False), (99, 1, 60, False), (8, 40, 512, False)],
 )
 def test_what_pays_on_a_gpu(b: int, rows: int, pages: int, runs: bool) -> None:
     """Bytes that are read less, and rows so few that reading is what takes the time: 8k keys of 8 sequences."""

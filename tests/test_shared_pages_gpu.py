@@ -33,6 +33,7 @@ H_Q, H_K, D = 16, 4, 128
 @pytest.fixture(autouse=True)
 def _whatever_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pages, "LEAST_SAVED", 0)
+    monkeypatch.setattr(shared_pages, "LEAST_KEYS", 0)
     monkeypatch.setattr(shared_pages, "MOST_ROWS", 1 << 30)
 
 

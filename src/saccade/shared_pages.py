@@ -20,9 +20,9 @@ from saccade.masks import KeyInterval, MaskMod, Window
 from saccade.problem import Problem
 from saccade.scores import Traced
 
-MOST_ROWS, LEAST_SAVED = 16, 200_000_000
-"""On a GPU a prefix is shared where a key head has at most so many query rows of a sequence, and where at least so many
-bytes of keys and values need not be read again (docs/findings/triton.md)."""
+MOST_ROWS, LEAST_KEYS, LEAST_SAVED = 16, 1024, 100_000_000
+"""On a GPU a prefix of at least so many keys is shared where a key head has at most so many query rows of a sequence, and
+where at least so many bytes of keys and values need not be read again (docs/findings/triton.md)."""
 
 
 def obstacle(problem: Problem) -> str | None:
@@ -55,9 +55,11 @@ def _cost(problem: Problem) -> str | None:
     layout = problem.layout
     if (rows := -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // layout.sequences)) > MOST_ROWS:
         return f"{rows} query rows of a sequence for each key head are limited by products, more than {MOST_ROWS}"
-    if (saved := _saved(problem)) < LEAST_SAVED:
+    keys, saved = _shared_keys(problem), _saved(problem)
+    if keys < LEAST_KEYS or saved < LEAST_SAVED:
         return (
-            f"two would read {saved / 1e6:.1f} MB of keys and values less, which pays from {LEAST_SAVED / 1e6:.0f} on"
+            f"two would read {saved / 1e6:.1f} MB of keys and values less, of a prefix of {keys} keys, which pays from "
+            f"{LEAST_SAVED / 1e6:.0f} MB and {LEAST_KEYS} keys on"
         )
     return None
 

@@ -187,8 +187,8 @@ def test_nothing_else_is_written() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """gluon without its refusal of few query rows."""
-    monkeypatch.setattr(gluon, "FEW_ROWS", -1)
-    monkeypatch.setattr(gluon, "FEW_ITEMS", 0)
+    monkeypatch.setattr(gluon, "LEAST_ROWS", 0)
+    monkeypatch.setattr(gluon, "LEAST_ITEMS", 0)
 
 
 def in_bulk(case: Case) -> Case:

@@ -249,8 +249,8 @@ PLACES = [
 @pytest.mark.parametrize(("name", "backend"), PLACES)
 def test_serving(name, backend, monkeypatch):
     # Hopper's kernels leave so few rows to others.
-    monkeypatch.setattr(gluon, "FEW_ROWS", -1)
-    monkeypatch.setattr(gluon, "FEW_ITEMS", 0)
+    monkeypatch.setattr(gluon, "LEAST_ROWS", 0)
+    monkeypatch.setattr(gluon, "LEAST_ITEMS", 0)
     server = Server(WORLDS[name], 0, "cpu" if backend == "cpu" else "cuda", backend)
     with torch.no_grad():
         for i in range(250):

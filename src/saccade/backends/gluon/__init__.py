@@ -32,11 +32,10 @@ MIN_PAGE_ROWS = 8
 """Rows of a page that a bulk copy brings at least: those whose places in shared memory are swizzled together."""
 ITEM_ROWS = 128
 """Query rows that are worked on together."""
-FEW_ROWS = 64
-"""Mean query rows of a sequence and a key head up to which memory bandwidth decides, and `triton` is faster."""
-FEW_ITEMS = 66
-"""Work items below which half of an H200 would be idle, as this kernel does not split keys. Neither number has been
-measured."""
+LEAST_ROWS = 64
+"""Mean query rows of a sequence and a key head: with fewer the memory decides, and `triton` is as fast or faster."""
+LEAST_ITEMS = 64
+"""Work items: with fewer half of an H200 is idle, as this kernel does not split keys (docs/findings/triton.md)."""
 
 
 def refusals(problem: Problem, gradient: bool) -> list[str]:
@@ -57,10 +56,10 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
     sequences = max(layout.sequences, 1)
     rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // sequences)
     items = sequences * h_k * -(-rows // ITEM_ROWS)
-    if layout.sequences and (rows <= FEW_ROWS or items < FEW_ITEMS):
+    if layout.sequences and (rows < LEAST_ROWS or items < LEAST_ITEMS):
         reasons.append(
-            f"takes many query rows for pages: more than {FEW_ROWS} for each sequence and key head, and at least "
-            f"{FEW_ITEMS} blocks of {ITEM_ROWS} of them in all, not {rows} and {items}"
+            f"takes many query rows for pages: at least {LEAST_ROWS} for each sequence and key head, and at least "
+            f"{LEAST_ITEMS} blocks of {ITEM_ROWS} of them in all, not {rows} and {items}"
         )
     return reasons
 
