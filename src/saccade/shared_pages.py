@@ -21,8 +21,8 @@ from saccade.problem import Problem
 from saccade.scores import Traced
 
 MOST_ROWS, LEAST_KEYS, LEAST_SAVED = 16, 1024, 100_000_000
-"""On a GPU a prefix of at least so many keys is shared where a key head has at most so many query rows of a sequence, and
-where at least so many bytes of keys and values need not be read again (docs/findings/triton.md)."""
+"""On a GPU a prefix of at least so many keys is shared where a key head has at most so many query rows of a sequence,
+and where at least so many bytes of keys and values need not be read again (docs/findings/triton.md)."""
 
 
 def obstacle(problem: Problem) -> str | None:
