@@ -29,8 +29,6 @@ class LatentShape(NamedTuple):
 
     ROWS: Any
     """of the 64 rows those of one head"""
-    ORDER: Any
-    """of products: see `mma.two_tiles`"""
     REGISTERS: Any
     LOADER_REGISTERS: Any
 

@@ -52,7 +52,7 @@ class Cut:
         return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles))
 
 
-def forward(problem: Problem, lse: bool = True, order: int = 2) -> Outputs:
+def forward(problem: Problem, lse: bool = True) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     layout = problem.layout
     if not aligned(problem.q):  # which the Spec of a cache leaves open
@@ -71,10 +71,10 @@ def forward(problem: Problem, lse: bool = True, order: int = 2) -> Outputs:
         target = TensorArgs.of(out)
         sink = None if problem.sink is None else problem.sink.contiguous()
         # What is compiled for, and the Problem's key does not hold.
-        key = "latent", lse, target.unit.value, order, score.identity.value, score.linear.value, score.vast.value
+        key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.vast.value
         launch = problem.launches.get(key)
         if launch is None:
-            launch = problem.launches[key] = prepare(problem, cut, order)
+            launch = problem.launches[key] = prepare(problem, cut)
         index = q.device.index
         schedule, parts = empty_schedule(problem, cut), empty_parts(problem, cut)
         lengths = q.shape[2], layout.capacity(problem.k.shape[2])
@@ -130,7 +130,7 @@ def arguments(
     return cache, *results, *spans, paged_tma.record(problem), schedule, rules
 
 
-def prepare(problem: Problem, cut: Cut, order: int = 2) -> TMALaunch:
+def prepare(problem: Problem, cut: Cut) -> TMALaunch:
     """The launch of all calls of the Problem's key."""
     q, k = problem.q, problem.k
     box = paged_tma.box_rows(k.shape[2], BLOCK_K)
@@ -140,6 +140,6 @@ def prepare(problem: Problem, cut: Cut, order: int = 2) -> TMALaunch:
     ]
     capacity = problem.layout.capacity(k.shape[2])
     numbers = cut.tiles, cut.blocks, k.shape[1], problem.group, q.shape[2], capacity
-    sizes = {"ROWS": cut.rows, "ORDER": order, "REGISTERS": 232, "LOADER_REGISTERS": 48}
+    sizes = {"ROWS": cut.rows, "REGISTERS": 232, "LOADER_REGISTERS": 48}
     constants = {"shape": LatentShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     return TMALaunch(latent_kernel, (cut.tiles * cut.lines, 1, 1), shapes, numbers, constants, OPTIONS)

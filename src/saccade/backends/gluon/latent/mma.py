@@ -141,48 +141,19 @@ def others_tile(c: gl.constexpr, pipe, state, n):
 
 @gluon.jit
 def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
-    """The state after the other consumer's tile n - 1 and its own tile n: while the values of the one are multiplied,
-    it takes the softmax of the other."""
-    ORDER: gl.constexpr = pipe.shape.ORDER
-    if ORDER == 0:
-        s = warpgroup_mma_wait(0, [issue_scores(c, pipe, n)])
-        state = others_tile(c, pipe, state, n - 1)
-        acc = warpgroup_mma_wait(0, [issue_others(c, pipe, state.acc, n - 1)])
-        pipe.release(1 - c, c)
-        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
-    elif ORDER == 1:
-        s = issue_scores(c, pipe, n)
-        state = others_tile(c, pipe, state, n - 1)
-        part = issue_others(c, pipe, state.acc, n - 1)
-        s = warpgroup_mma_wait(1, [s])
-        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
-        acc = warpgroup_mma_wait(0, [part])
-        pipe.release(1 - c, c)
-    elif ORDER == 2:
-        state = others_tile(c, pipe, state, n - 1)
-        part = issue_others(c, pipe, state.acc, n - 1)
-        s = issue_scores(c, pipe, n)
-        acc = warpgroup_mma_wait(3, [part])
-        pipe.release(1 - c, c)
-        s = warpgroup_mma_wait(0, [s])
-        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
-    elif ORDER == 3:
-        s = issue_first(c, pipe, n)
-        state = others_tile(c, pipe, state, n - 1)
-        part = issue_others(c, pipe, state.acc, n - 1)
-        s = issue_rest(c, pipe, s, n)
-        acc = warpgroup_mma_wait(2, [part])
-        pipe.release(1 - c, c)
-        s = warpgroup_mma_wait(0, [s])
-        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
-    else:
-        s = issue_scores(c, pipe, n)
-        state = others_tile(c, pipe, state, n - 1)
-        part = issue_others(c, pipe, state.acc, n - 1)
-        s = warpgroup_mma_wait(1, [s])
-        acc = warpgroup_mma_wait(0, [part])
-        pipe.release(1 - c, c)
-        p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    """The state after the other consumer's tile n - 1 and its own tile n.
+
+    The values of the one come between the first scores of the other and the rest: so they wait for no copy of keys, and
+    their stage is free soon (docs/findings/gluon_latent.md).
+    """
+    s = issue_first(c, pipe, n)
+    state = others_tile(c, pipe, state, n - 1)
+    part = issue_others(c, pipe, state.acc, n - 1)
+    s = issue_rest(c, pipe, s, n)
+    acc = warpgroup_mma_wait(2, [part])  # two groups of products came after it
+    pipe.release(1 - c, c)
+    s = warpgroup_mma_wait(0, [s])
+    p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
     acc = warpgroup_mma_wait(0, [issue_own(c, pipe, shrunk(acc, alpha), p)])
     pipe.release(c, c)
     return PartState(acc, row_max, row_sum)
