@@ -150,7 +150,7 @@ def test_wrong_kernels_are_rejected(monkeypatch):
     """The maximum of some rows, or of one head, and a quotient that is a bit too small."""
     call = calls(6, torch.bfloat16, False, per="block")
     wanted = operations.quantize(call)
-    for name, wrong in (("_largest_of_kept", _of_first_row), ("_quotient", _truncated), ("_of_all", _of_one)):
+    for name, wrong in (("_largest", _of_first_row), ("_quotient", _truncated), ("_of_all", _of_one)):
         with monkeypatch.context() as faulty:
             faulty.setattr(quantize_kernel, name, wrong)
             with pytest.raises(AssertionError):

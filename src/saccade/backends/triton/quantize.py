@@ -104,8 +104,6 @@ class ProgramTile(NamedTuple):
 def tile_of(name: str, call: Quantization) -> ProgramTile:
     """A program's tile, as measured on an H200: a thread has 64 numbers of it where registers suffice."""
     d, grouped = _block_d(call), call.x.shape[1] > call.h_k
-    if name == "parts":
-        return ProgramTile(32, min(max(d // 16, 4), 16))
     thin = call.x.dtype == torch.float32 and call.rotate  # two operands of products
     rows = min(BLOCK, max((1 << 14 if thin else 1 << 15) // d, 16))
     warps = min(max(rows * d // (1024 if thin else 2048), 4), 16)
@@ -114,9 +112,7 @@ def tile_of(name: str, call: Quantization) -> ProgramTile:
     more = grouped or call.mean is not None
     if call.rotate and d == 128 and not more:
         return ProgramTile(rows, 4, 168)
-    if call.rotate or call.keys_first:
-        return ProgramTile(rows, warps)
-    if d == 256:
+    if name == "parts" or call.rotate or call.keys_first or d == 256:
         return ProgramTile(rows, warps)
     return ProgramTile(rows, warps, 112 if grouped and call.per == "block" else 80)
 
