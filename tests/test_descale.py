@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Descale, Packed, Paged, Spec, Unsupported, alibi, attention, causal, explain, softcap, window
+from saccade import (
+    Dense,
+    Descale,
+    Packed,
+    Paged,
+    Spec,
+    Unsupported,
+    alibi,
+    attention,
+    causal,
+    explain,
+    explanation,
+    softcap,
+    window,
+)
 from saccade.testing import check
 
 KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -253,3 +267,17 @@ def test_errors(name: str):
     with pytest.raises(kind) as raised:
         call()
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend", "words"),
+    [("fp8_e4m3 d64 causal aligned sm90", "gluon", "hardly pays at d 64"),
+     ("fp8_e4m3 d128 aligned sm90", "gluon", None),
+     ("fp8_e4m3 d128 sm90", "triton", "have not been timed"),
+     ("bf16 kv_fp8_e4m3 d128 paged sm90", "triton", "half the time"),
+     ("bf16 kv_fp8_e4m3 d128 sm90", "triton", "over pages alone"),
+     ("bf16 d64 sm90", "gluon", None), ("fp8_e4m3 d64 cpu", "cpu", None)],
+)  # fmt: skip
+def test_explain_says_where_8_bits_do_not_pay(spec: str, backend: str, words: str | None):
+    told = explanation._pays(Spec.parse(spec), backend)
+    assert told is None if words is None else words in str(told)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from saccade import (
     Dense,
+    Descale,
     Packed,
     Paged,
     Unsupported,
@@ -187,6 +188,10 @@ UNSUPPORTED = {
     "gradients over 8-bit keys": (
         lambda: attention(Q.clone().requires_grad_(), K8, K8),
         "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(); pass Descale(…, backward='",
+    ),
+    "gradients of a factor": (
+        lambda: attention(Q, K8, K8, descale=Descale(k=torch.ones(2, requires_grad=True), backward="dequantized")),
+        "pass descale.k torch.float32",
     ),
     "gradients of 8-bit keys": (
         lambda: attention(Q, K8.clone().requires_grad_(), K8, backend="reference"),

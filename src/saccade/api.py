@@ -186,7 +186,8 @@ def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: 
     """Which backend runs a call, and one line of reason for each that does not.
 
     Args:
-        q: the first of `attention`'s arguments, followed by the others; or a Spec's text alone.
+        q: the first of `attention`'s arguments, followed by the others; or a Spec's text alone, such as
+            "bf16 d128 aligned sm90", which is `aligned` where rows start at multiples of 16 bytes.
 
     Raises:
         ValueError: arguments that `attention` would refuse, or text that is not a Spec.

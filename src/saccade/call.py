@@ -166,7 +166,10 @@ def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
     if k != v:
         raise ValueError(f"k and v must share one dtype, got q {q}, k {k}, v {v}")
     if k not in EIGHT_BITS:
-        raise ValueError(f"q, k and v must share one dtype, got {q}, {k}, {v}; k and v of 8 bits go with a wider q")
+        raise ValueError(
+            f"q, k and v must share one dtype, got {q}, {k}, {v}; k and v of 8 bits, float8_e4m3fn or float8_e5m2, go "
+            "with a wider q"
+        )
     if q in EIGHT_BITS:
         raise ValueError(f"8-bit q, k and v must share one dtype, got {q}, {k}, {v}")
 
@@ -178,9 +181,17 @@ def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, lay
     if k.dtype not in EIGHT_BITS:
         raise ValueError(f"descale is for 8-bit operands, got q {q.dtype}, k {k.dtype} and v {v.dtype}: omit it")
     given = () if descale is None else (descale.q, descale.k, descale.v, descale.shift)
-    fixed = [x for x in (q, k, v) if x.dtype in EIGHT_BITS] + [x for x in given if isinstance(x, Tensor)]
-    if autograd.needs_gradient(*fixed):
-        raise Unsupported(autograd.eight_bit_gradients(q, k, v))
+    names = ("q", "k", "v", "descale.q", "descale.k", "descale.v", "descale.shift")
+    fixed = {
+        name: x
+        for name, x in zip(names, (q, k, v, *given), strict=False)
+        if isinstance(x, Tensor) and (name not in "qkv" or x.dtype in EIGHT_BITS)
+    }
+    if autograd.needs_gradient(*fixed.values()):
+        if descale is None or descale.backward is None:
+            raise Unsupported(autograd.eight_bit_gradients(q, k, v))
+        of = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in fixed.items() if autograd.needs_gradient(x))
+        raise Unsupported(f"8-bit operands and their factors have no gradients: pass {of} without one, by .detach()")
     sizes = layout.sizes(q, k)
     shape = sizes.b, layout.canonical(k).shape[1], sizes.s_q if layout.knows_rows else None, sizes.s_k
     try:

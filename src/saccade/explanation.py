@@ -19,6 +19,7 @@ class Explanation:
         reasons: backend name -> the reasons against it; an empty list is one that runs.
         hidden: the part of the mask that the score function is, or None.
         shared: what is done about a layout's shared pages, or None.
+        pays: what 8-bit operands were measured to gain on Hopper, where that is little or not known, or None.
     """
 
     def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
@@ -36,6 +37,7 @@ class Explanation:
             self.shared = shared_pages.explanation(whole, backend)
         self.backend = plan.backend if plan else None
         self.workspace = plan.module.workspace(self.spec) if plan else None
+        self.pays = _pays(self.spec, self.backend)
         self.gradient = self.backend
         if plan and plan.backend != "reference":  # which PyTorch differentiates itself
             gradient = _backward_if_any(call, plan.backend)
@@ -50,6 +52,8 @@ class Explanation:
             lines.append(f"  part of the score function masks keys: it runs as the mask {self.hidden!r}")
         if self.shared is not None:
             lines.append(f"  {self.shared}")
+        if self.pays is not None:
+            lines.append(f"  {self.pays}")
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
         return "\n".join(lines)
@@ -76,3 +80,24 @@ def _plan_if_any(call: Spec | Problem, backend: str, gradient: bool = False) -> 
         return dispatch.plan_for(call, backend, gradient)
     except Unsupported:
         return None
+
+
+def _pays(spec: Spec, backend: str | None) -> str | None:
+    """Where 8-bit operands do not pay, with the row that says so."""
+    if spec.device != "sm90" or backend is None or not (spec.dtype.startswith("fp8") or spec.kv):
+        return None
+    if spec.kv:
+        return (
+            "8-bit pages take half the time of 16-bit ones where reading is most of it, and 0.85 to 0.98 of it for 8k "
+            "keys in all and fewer (benchmarks/tables/h200/decode-8bit-e3c735d.txt)"
+            if spec.layout == "paged"
+            else "8-bit keys and values beside 16-bit queries save memory; their time was measured over pages alone"
+        )
+    if backend != "gluon":
+        return f"8-bit products of {backend} have not been timed; those of gluon are faster than 16-bit ones"
+    if max(spec.d, spec.d_v) <= 64:
+        return (
+            "FP8 hardly pays at d 64: 1.04 to 1.14 times the speed of 16 bits from 2k to 16k, without quantize "
+            "(benchmarks/results/h200/2026-11-22-fp8-20c2747.jsonl)"
+        )
+    return None
