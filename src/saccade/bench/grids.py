@@ -286,6 +286,11 @@ GRIDS = {
         ("auto", "fa3"),
         "one new token over a paged cache, as a CUDA graph: 32 or 64 heads on 8, pages of 64, 16 and 1, views",
     ),
+    "decode-8bit": BenchGrid(
+        _cells(map(named, serving.EIGHT_BITS), "decode"),
+        ("auto", "saccade-triton-bf16"),
+        "one new token over 8-bit pages, beside 16-bit ones of the same values, as a CUDA graph: 1k to 64k keys",
+    ),
     "shared-prefix": BenchGrid(
         _cells(map(named, serving.SHARED), "decode"),
         ("auto", "shared-prefix", "fa3"),

@@ -43,12 +43,14 @@ def paged_inputs(case: Case, device: torch.device) -> Inputs:
     table[mapped] = torch.randperm(int(pages.sum()), generator=generator, dtype=torch.int32)
     table[:, : shared_pages(case)] = table[:1, : shared_pages(case)]
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=TORCH_DTYPES[case.dtype])
+    def normal(x: Tensor) -> Tensor:
+        return (
+            x.copy_(torch.randn(x.shape, device=device, dtype=torch.bfloat16)) if x.element_size() == 1 else x.normal_()
+        )
 
-    q = normal(case.b, case.s_q, case.h_q, case.d)
+    q = normal(torch.empty(case.b, case.s_q, case.h_q, case.d, device=device, dtype=TORCH_DTYPES[case.dtype]))
     rows = int(pages.sum()), case.page_size, case.h_k
-    k, v = (x.normal_() for x in paged.empty(case.cache, rows, case.d, case.d_v, q))
+    k, v = (normal(x) for x in paged.empty(case.cache, rows, case.d, case.d_v, q))
     layout = Paged(table.to(device), lengths.int().to(device))
     gradients = q.new_empty(0)  # a cache has none
     return Inputs(q, k, v, gradients, gradients, case.keywords(generator, device, layout))

@@ -32,6 +32,11 @@ PROMPTS = [
     paged(16, 8192, s_q=256),
     *(paged(4, 8192 + 2048, page_size=size, s_q=2048).replace(cache="heads") for size in (64, 16)),
 ]
+EIGHT_BITS = [
+    *(paged(b, s_k).replace(dtype="fp8_e4m3") for s_k in (1024, 8192, 65536) for b in (1, 8, 64) if b * s_k <= 1 << 20),
+    *(paged(64, 8192, page_size=size).replace(dtype="fp8_e4m3") for size in (1, 16)),
+    paged(64, 8192, h_q=64).replace(dtype="fp8_e4m3"),
+]
 SHARED = [paged(b, n + 512).replace(used=f"shared{n}") for n in (8192, 32768) for b in (4, 16, 64)]
 DRAFTS = [
     *(paged(b, s_k, s_q=s_q) for b, s_k in ((8, 8192), (64, 4096)) for s_q in (1, 2, 4, 8, 16, 32, 64)),

@@ -31,6 +31,7 @@ _ALL: list[Provider] = [
     *(CausalInterval(form) for form in FORMS),
     LeftPadded(),
     WiderValues("gluon"),
+    WiderValues("triton"),
     CudnnFp8(),
     FlashAttention3(),
     FlashAttention4(),
