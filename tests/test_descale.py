@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from saccade import (
     Descale,
     Packed,
     Paged,
+    Partial,
     Spec,
     Unsupported,
     alibi,
@@ -121,6 +124,61 @@ def test_nan_beyond_the_keys_stays_there():
     layout = Paged(torch.tensor([[1, 2]]), torch.tensor([5]))
     found = attention(random(1, 1, 2, D).to(torch.bfloat16), k, v, layout=layout, descale=Descale(k=0.5, v=2.0))
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("splits", [None, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_factors_of_what_is_not_in_use(backend: str, dtype: torch.dtype, splits: int | None):
+    """May be NaN: of blocks behind the last key, and of sequences without keys."""
+    used = torch.tensor([100, 0, 140])
+    clean = [positive(3, H_K, 3, seed=i) for i in range(2)]
+    unused = torch.arange(3) >= torch.tensor([1, 0, 2])[:, None, None]
+    dirty = [x.masked_fill(unused, torch.nan) for x in clean]
+
+    def poisoned(*operands: Tensor, **keywords: Any) -> Any:
+        """The oracle has the others."""
+        factors = (x[:, :, : keywords["descale"].k.shape[2]] for x in dirty)
+        return attention(*operands, **keywords | {"descale": Descale(None, *factors)})
+
+    def right(q: Tensor, k: Tensor, v: Tensor, layout: Any, n: int = 3) -> None:
+        descale = Descale(None, *(x[:, :, :n] for x in clean))
+        options = {"layout": layout, "mask": causal(), "sink": random(H_Q), "backend": backend, "function": poisoned}
+        check(q, k, v, descale=descale, return_max_scores=True, **options).assert_ok()
+
+    k, v = (random(3, H_K, 300, D, seed=i).to(torch.float8_e4m3fn) for i in range(2))
+    q = random(3, H_Q, 20, D).to(dtype)
+    if splits is None:
+        right(q, k, v, Dense(seqused_k=used))
+        flat = [torch.cat([x[i, :, :n].transpose(0, 1) for i, n in enumerate(used.tolist())]) for x in (k, v)]
+        ends = torch.tensor([0, 20, 40, 60]), torch.tensor([0, 100, 100, 240])
+        right(q.transpose(1, 2).flatten(0, 1), *flat, Packed(*ends), 2)
+    pages = [x[:, :, :256].transpose(1, 2).unflatten(1, (2, 128)).flatten(0, 1).contiguous() for x in (k, v)]
+    table = torch.arange(6, dtype=torch.int32).view(3, 2)
+    right(q[:, :, :2].transpose(1, 2), *pages, Paged(table, used, num_splits=splits))
+    ends = torch.tensor([0, 5, 7, 20], dtype=torch.int32)
+    right(q[0].transpose(0, 1), *pages, Paged(table, used, ends, num_splits=splits))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_mapped_over_factors(backend: str):
+    """Of every form, beside queries that are mapped too or shared; each result is that of its own factors."""
+    q, k, v = operands(torch.float8_e4m3fn, torch.float32)
+    options = {"mask": causal(), "backend": backend}
+    several = torch.stack([q, 2 * q, q.flip(2)])
+
+    def call(x: Tensor, q: Tensor) -> Any:
+        return attention(q, k, v, descale=Descale(k=x, v=2 * x), return_lse=True, **options)
+
+    for shape in ((), (H_K,), (B, H_K), (B, H_K, 2)):
+        factors = positive(3, *shape)
+        for axis, queries in ((None, q), (0, several)):
+            found = torch.vmap(call, (0, axis))(factors, queries)
+            for i in range(3):
+                own = Partial(*(x if x is None else x[i] for x in found))
+                descale = Descale(k=factors[i], v=2 * factors[i])
+                given = q if axis is None else several[i]
+                check(given, k, v, descale=descale, function=lambda *_, own=own, **__: own, **options).assert_ok()
 
 
 def test_compiled_batched_and_kept():

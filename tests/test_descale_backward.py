@@ -117,6 +117,27 @@ def test_compiled_and_mapped():
     torch.testing.assert_close(mapped, torch.stack([torch.func.grad(loss)(x, v) for x in several]))
 
 
+@pytest.mark.parametrize("changed", ["k", "v", "factors of k", "factors of v"])
+def test_what_changes_before_the_backward(changed: str):
+    """A backward that reads it again refuses; the reference has kept the values."""
+    q = random(B, H_Q, 40, D).requires_grad_()
+    k, v = bytes_of(B, H_K, 40, D, seed=1), bytes_of(B, H_K, 40, D, seed=2)
+    factors = [powers(B, H_K, 1, seed=i) for i in (3, 4)]
+    given = {"k": k, "v": v, "factors of k": factors[0], "factors of v": factors[1]}[changed]
+
+    def loss(backend: str) -> Tensor:
+        descale = Descale(None, *factors, backward="dequantized")
+        return attention(q, k, v, descale=descale, mask=causal(), backend=backend).square().sum()
+
+    early, late, kept, wanted = (loss(backend) for backend in ("cpu", "cpu", "reference", "reference"))
+    early.backward()
+    (wanted,) = torch.autograd.grad(wanted, q)
+    (given.view(torch.uint8) if given.dtype == E4M3 else given).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    assert torch.equal(torch.autograd.grad(kept, q)[0], wanted)
+
+
 def test_explained():
     q, k, v = random(B, H_Q, 40, D), bytes_of(B, H_K, 40, D), bytes_of(B, H_K, 40, D)
     assert "cpu: chosen, without a backward" in str(explain(q, k, v))

@@ -136,6 +136,49 @@ def test_any_shape(data):
             )
 
 
+SIZES = {"all": 1.0, "none": 0.0, "tiny": 1e-40, "huge": 1e36}
+
+
+@hypothesis.given(data=st.data())
+def test_any_lengths(data):
+    """Padded and packed sequences of queries and of keys; rows not in use are NaN, and become zero."""
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 9)))
+    h_k, group, d, d_v, b = (draw(st.integers(1, n)) for n in (3, 3, 20, 20, 3))
+    given = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+    per, dtype = draw(st.sampled_from(["tensor", "head", "block"])), draw(st.sampled_from([E4M3, E5M2]))
+    some = st.lists(st.sampled_from([0, 1, 5, 127, 128, 129, 200]), min_size=b, max_size=b)
+    lengths = {"q": draw(some), "k": draw(some)}
+    lengths["v"] = lengths["k"]
+    padded, size = {}, SIZES[draw(st.sampled_from([*SIZES]))]
+    more = {"q": draw(st.integers(0, 2)), "k": draw(st.integers(0, 2))}
+    more["v"] = more["k"]
+    for name, h, width in (("q", h_k * group, d), ("k", h_k, d), ("v", h_k, d_v)):
+        x = numbers(b, h, max(lengths[name]) + more[name], width).clamp(-300, 300).mul(size).to(given)
+        if x.numel() and draw(st.booleans()):
+            x.view(-1)[torch.randint(0, x.numel(), (2,))] = torch.tensor([torch.nan, -torch.inf], dtype=given)
+        unused = torch.arange(x.shape[2]) >= torch.tensor(lengths[name])[:, None]
+        padded[name] = x.masked_fill(unused[:, None, :, None], torch.nan)
+    packed = draw(st.booleans())
+
+    def by_rows(name: str, x: Tensor) -> Tensor:
+        return torch.cat([x[i, :, :n].transpose(0, 1) for i, n in enumerate(lengths[name])]) if packed else x
+
+    sides = [torch.tensor(lengths[name]) for name in "qk"]
+    layout = Dense("bhsd", *sides)
+    if packed:
+        layout = Packed(*(torch.cat([torch.zeros(1), x.cumsum(0)]).int() for x in sides))
+    keywords = {"per": per, "dtype": dtype, "layout": layout, "v_order": draw(st.sampled_from(["rows", "keys"]))}
+    made = quantize(*(by_rows(name, x) for name, x in padded.items()), **keywords)
+    for name, x in padded.items():
+        codes, factors = by_hand(x, h_k, lengths[name], per, dtype)
+        assert_same(getattr(made, name).double(), by_rows(name, codes))
+        found = getattr(made.descale, name)
+        if per == "block":
+            found, factors = found[:, :, : factors.shape[2]], factors[:, :, : found.shape[2]]
+        assert torch.equal(found, factors)
+
+
 def hadamard(d: int) -> Tensor:
     """The orthogonal matrix of `rotate`, by its recursion."""
     size = math.gcd(d, 1 << 20)

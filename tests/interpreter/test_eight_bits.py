@@ -5,6 +5,7 @@ it carries nothing when it rounds to e4m3. Tests on a GPU have all three."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from saccade import Dense, Descale, Packed, alibi, attention, causal, hardware, window
 from saccade.backends.device import descale, eight_bits
 from saccade.backends.triton import paged_kernel, paged_slices
-from saccade.testing import check, paged
+from saccade.testing import Case, check, paged
 
 E4M3, E5M2 = KINDS = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = {case.name: case for case in paged.named()}
@@ -46,6 +47,74 @@ def test_pages(name: str, dtype: str, kind: torch.dtype):
     check(q, k, v, descale=scales, backend="triton", **keywords).assert_ok()
     blocks = Descale(k=positive(b, h_k, keys), v=positive(b, h_k, keys))
     check(q, k, v, descale=blocks, backend="triton", **keywords).assert_ok()
+
+
+def drawn_factor(dice: random.Random, b: int, h_k: int, n: int) -> Tensor | float | None:
+    """In any form that a Descale takes, of any strides."""
+    forms = {
+        "none": lambda: None,
+        "number": lambda: dice.choice([0.25, 1.7]),
+        "()": lambda: positive(1)[0],
+        "(h_k,)": lambda: positive(h_k),
+        "(b, h_k)": lambda: positive(b, h_k),
+        "blocks": lambda: positive(b, h_k, n),
+        "turned": lambda: positive(n, h_k, b).permute(2, 1, 0),
+        "expanded": lambda: positive(1, h_k, 1).expand(b, h_k, n),
+    }
+    return forms[dice.choice(list(forms))]()
+
+
+def of_used_blocks(factor: Tensor | float | None, used: Tensor) -> Tensor | float | None:
+    """Its copy with NaN for the blocks and sequences that are not in use."""
+    if not isinstance(factor, Tensor) or factor.ndim < 2:
+        return factor
+    blocks = -(-used[:, None, None] // 128)
+    unused = torch.arange(factor.shape[2]) >= blocks if factor.ndim == 3 else (blocks == 0)[..., 0]
+    return factor.masked_fill(unused, torch.nan)
+
+
+def decoding(dice: random.Random, seed: int) -> Case:
+    """Up to 16 rows for a head of keys: what reads bytes in words."""
+    rows = dice.randint(1, 16)
+    group = dice.choice([n for n in range(1, rows + 1) if rows % n == 0])
+    d = dice.choice([16, 32, 48, 64, 80, 96, 128, 256])
+    case = paged.draw(seed, dice.choice(["bf16", "fp16", "fp32"]))
+    h_k = min(case.h_k, 2)
+    return case.replace(
+        b=min(case.b, 2),
+        h_q=group * h_k,
+        h_k=h_k,
+        s_q=rows // group,
+        s_k=dice.choice([1, 15, 17, 63, 64, 65, 127, 128, 129, 260]),
+        d=d,
+        d_v=dice.choice([d, dice.choice([16, 32, 64, 96, 128, 256])]),
+        page_size=dice.choice([1, 2, 7, 8, 16, 32, 48, 64, 128, 256]),
+        splits=dice.choice([0, 0, 1, 2, 7]),
+        cache=dice.choice(["apart", "rows", "heads", "pages"]),
+    )
+
+
+@pytest.mark.parametrize("first", range(12, 24, 3))
+def test_drawn_decoding(first: int, request: pytest.FixtureRequest):
+    """A dozen calls by default, many with `--everything`."""
+    for i in range(60 if request.config.getoption("--everything") else 3):
+        seed = first + i % 3 + 1000 * (i // 3)
+        torch.manual_seed(seed)
+        dice = random.Random(seed)
+        case = decoding(dice, seed)
+        given, kind = case.inputs(seed=seed), dice.choice(KINDS)
+        k, v = paged.stored(case.cache, *(rounded(x, kind) for x in (given.k, given.v)))
+        table, used = given.keywords["layout"].block_table, given.keywords["layout"].seqused_k
+        shape = case.b, case.h_k, -(-table.shape[1] * case.page_size // 128)
+        factors = [drawn_factor(dice, *shape) for _ in "kv"]
+        poisoned = Descale(None, *(of_used_blocks(x, used) for x in factors))
+
+        def call(*operands: Tensor, poisoned: Descale = poisoned, **keywords: Any) -> Any:
+            return attention(*operands, **keywords | {"descale": poisoned})
+
+        keywords = given.keywords | {"descale": Descale(None, *factors), "backend": "triton"}
+        report = check(given.q, k, v, function=call, return_max_scores=True, **keywords)
+        assert report.ratio <= 1, f"seed {seed}: {case.describe()}, {kind}, {factors}: {report}"
 
 
 @pytest.mark.parametrize("d_v", [16, 64, 128, 256])

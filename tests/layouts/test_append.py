@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from itertools import accumulate
 
 import pytest
 import torch
@@ -269,6 +271,68 @@ def test_quantized_rows(form, kind, device):
             quotient = (call[new][b, 0] / by_row[b, :, None]).double()
             least = (quotient.clamp(every.min(), every.max())[..., None] - every).abs().amin(-1)
             assert torch.equal((quotient.clamp(every.min(), every.max()) - found).abs(), least)
+
+
+def nearest(x: Tensor, kind: torch.dtype) -> Tensor:
+    """Of x (float64), ties to even, at most the largest number; NaN of infinities."""
+    mantissa, least = (3, -6) if kind == torch.float8_e4m3fn else (2, -14)
+    unit = torch.exp2((torch.frexp(x).exponent - 1).clamp(min=least).double() - mantissa)
+    top = torch.finfo(kind).max
+    return torch.where(x.isfinite(), (x / unit).round() * unit, torch.nan).clamp(-top, top)
+
+
+def drawn_factor(dice: random.Random, b: int, h: int, blocks: int) -> Tensor | float | None:
+    shape = dice.choice([None, 0.01, (), (h,), (b, h), (b, h, blocks), (b, h, blocks)])
+    if not isinstance(shape, tuple):
+        return shape
+    factor = torch.rand(shape) / 20 + 0.002
+    return factor[:1].expand(shape) if len(shape) > 1 and dice.random() < 0.3 else factor
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drawn_8_bit_rows(seed, device):
+    """The byte at every slot, where rows cross pages and blocks of factors, and nothing is written elsewhere."""
+    dice = random.Random(seed)
+    kind, dtype = dice.choice(KINDS), dice.choice([torch.float16, torch.bfloat16, torch.float32])
+    b, h, size = dice.choice([1, 2, 3]), dice.choice([1, 2, 3]), dice.choice([1, 2, 7, 16, 48, 128, 256])
+    used = [dice.choice([0, 1, 15, 100, 127, 128, 129]) for _ in range(b)]
+    packed, new = dice.random() < 0.5, [dice.choice([0, 1, 3, 17, 130]) for _ in range(b)]
+    new = new if packed else [max(1, new[0])] * b
+    width = -(-max(map(sum, zip(used, new, strict=True))) // size) + dice.randint(0, 1)
+    pages, blocks = b * width + 1, -(-width * size // 128)
+    table = torch.randperm(pages)[: b * width].view(b, width).int()
+    d, d_v = dice.choice([8, 16, 24, 64]), dice.choice([8, 40, 128])
+    both = torch.full((pages, size, h, d + d_v), 0.75).to(kind).to(device)
+    if dice.random() < 0.5:  # heads before rows, as vLLM has them
+        both = codes(both).transpose(1, 2).contiguous().transpose(1, 2).view(kind)
+    caches = both.split([d, d_v], dim=-1)
+    rows = [torch.randn(sum(new), h, n).mul(dice.choice([1, 30])).to(dtype) for n in (d, d_v)]
+    for x in rows:
+        odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 6e4, -0.0], dtype=dtype)
+        if dice.random() < 0.5 and len(x):
+            x.view(-1)[torch.randint(0, x.numel(), (5,))] = odd
+    factors = [drawn_factor(dice, b, h, blocks) for _ in caches]
+    offsets = torch.tensor([0, *accumulate(new)], dtype=torch.int32)
+    layout = Paged(
+        *(None if x is None else x.to(device) for x in (table, torch.tensor(used), offsets if packed else None))
+    )
+    descale = Descale(None, *(x.to(device) if isinstance(x, Tensor) else x for x in factors))
+    given = (x if packed else x.unflatten(0, (b, -1)) for x in rows)
+    append_kv(*caches, layout, *(x.to(device) for x in given), descale=descale)
+
+    whose = torch.arange(b).repeat_interleave(torch.tensor(new))
+    position = torch.cat([n + torch.arange(m) for n, m in zip(used, new, strict=True)])
+    at = table[whose, position // size].long(), position % size
+    for cache, x, factor in zip(caches, rows, factors, strict=True):
+        of_rows = torch.as_tensor(1.0 if factor is None else factor)
+        of_rows = of_rows[..., None] if of_rows.ndim == 2 else of_rows[None, :, None] if of_rows.ndim == 1 else of_rows
+        of_rows = of_rows.expand(b, h, blocks)[whose, :, position // 128]  # (rows, h)
+        wanted = nearest((x.float() / of_rows[..., None]).double(), kind)
+        found = cache.cpu()
+        assert torch.equal(found[at].double().nan_to_num(nan=1e6), wanted.nan_to_num(nan=1e6))
+        elsewhere = torch.ones(pages, size, dtype=torch.bool)
+        elsewhere[at] = False
+        assert (found[elsewhere].float() == 0.75).all()
 
 
 def test_8_bit_keys_are_rotated_before(device):
