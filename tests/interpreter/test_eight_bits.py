@@ -191,7 +191,7 @@ def _of_first_block(x, b, h, row):
 
 
 def _first_slice(x):
-    return tl.trans(tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None, None] == 0, x, 0.0), 0))
+    return tl.sum(tl.where(tl.arange(0, x.shape[2])[None, None, :] == 0, x, 0.0), 2)
 
 
 def _bytes_swapped(words, number: tl.constexpr, dtype: tl.constexpr, CONVERTS: tl.constexpr):
