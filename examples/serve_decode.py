@@ -4,8 +4,8 @@
 
 - **Pages.** Keys and values live in pages of one cache. A request takes pages when it is let in, and returns them when
   it has said what it should.
-- **A shared prefix.** All prompts begin with one system prompt. Its pages are computed once, belong to all requests,
-  and are read once for a whole batch.
+- **A shared prefix.** Most prompts begin with one system prompt. Its pages are computed once, and belong to
+  all requests as far as their prompts are equal to it. Those that all requests of a step share are read once for it.
 - **Chunks beside decoding.** A step has one token of each request that speaks, and chunks of the prompts of those that
   are still reading, end to end in one call, up to a number of tokens: long prompts delay nobody for long.
 - **Graphs.** Steps that only decode run in batches of a few sizes. A GPU captures each once and replays it as a graph,
@@ -138,8 +138,16 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, drawn: Tensor) ->
     return (reached <= drawn[:, None] * reached[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
 
 
+def check_tokens(name: str, tokens: list[int]) -> None:
+    for i, token in enumerate(tokens):
+        if not isinstance(token, int) or not 0 <= token < VOCABULARY:
+            raise ValueError(f"tokens must be integers in [0, {VOCABULARY}), got {token!r} at {i} of the {name}")
+
+
 @dataclass(eq=False)
 class Request:
+    """Raises ValueError for what no server could answer."""
+
     prompt: list[int]
     wanted: int
     """how many tokens"""
@@ -148,11 +156,31 @@ class Request:
     seed: int = 0
     said: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    """of its own, after those of the prefix"""
+    """those of the prefix that it shares, and then its own"""
+    shared: int = 0
+    """how many pages of the prefix"""
     cached: int = 0
     """tokens whose keys are in the cache, the prefix included"""
     unread: int = 0
     """tokens that are said after those, and which the host has not read"""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt needs a token at least: the model says what comes after it")
+        check_tokens("prompt", self.prompt)
+        if not isinstance(self.wanted, int) or self.wanted < 1:
+            raise ValueError(f"wanted must be an integer of at least 1, got {self.wanted!r}")
+        if len(self.prompt) + self.wanted > LONGEST:
+            raise ValueError(
+                f"a prompt and what follows may have {LONGEST} tokens, got a prompt of {len(self.prompt)} and "
+                f"wanted={self.wanted}"
+            )
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed must have 64 bits, got {self.seed}")
 
     def tokens(self) -> list[int]:
         return self.prompt + self.said
@@ -169,14 +197,16 @@ class Request:
 class Batch:
     """The requests of a step as tensors, which every step of `size` requests reads and writes: a graph may replay it.
 
+    All of them begin with the same `shared` pages.
+
     Rows without a request have no keys, cost next to nothing, and have no page to which their token could be written.
     """
 
-    def __init__(self, size: int, prefix: list[int], device: torch.device) -> None:
+    def __init__(self, size: int, shared: int, device: torch.device) -> None:
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.table, self.prefix = integers(size, LONGEST // PAGE_SIZE), prefix
+        self.table, self.shared = integers(size, LONGEST // PAGE_SIZE), shared
         self.used, self.live, self.tokens = integers(size), integers(size), integers(size, dtype=torch.int64)
         self.seed, self.temperature, self.top_p = (
             integers(size, dtype=torch.int64),
@@ -187,7 +217,7 @@ class Batch:
     def place(self, requests: list[Request]) -> None:
         """Writes what the step needs to know."""
         width = self.table.shape[1]
-        pages = [(self.prefix + x.pages + [-1] * width)[:width] for x in requests]
+        pages = [(x.pages + [-1] * width)[:width] for x in requests]
         pages += [[-1] * width] * (len(self.used) - len(requests))
         self.table.copy_(torch.tensor(pages, dtype=torch.int32))
         rows = [(x.cached, 1, x.tokens()[-1], x.seed, x.temperature, x.top_p) for x in requests]
@@ -222,9 +252,17 @@ class Unread:
 
 
 class Server:
-    """Requests that run, at most `slots`, the pages of their caches, and those of the prefix of all prompts."""
+    """Requests that run, at most `slots`, the pages of their caches, and those of a prefix that prompts may share."""
 
     def __init__(self, model: Model, slots: int, pages: int, prefix: list[int], device: torch.device) -> None:
+        if slots < 1:
+            raise ValueError(f"a server needs a slot at least, got slots={slots}")
+        if len(prefix) > LONGEST or len(prefix) // PAGE_SIZE >= pages:
+            raise ValueError(
+                f"a prefix may have {LONGEST} tokens, and must leave a page of {PAGE_SIZE} to requests, got a prefix "
+                f"of {len(prefix)} tokens and pages={pages}"
+            )
+        check_tokens("prefix", prefix)
         self.model, self.device, self.rotary, self.slots = model, device, angles(device), slots
         dtype = next(model.parameters()).dtype
         self.caches = torch.zeros(LAYERS, 2, pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
@@ -232,31 +270,52 @@ class Server:
         self.running: list[Request] = []
         # Whole pages of it are common; what is left of it is read with each prompt.
         self.prefix = [self.free.pop() for _ in range(len(prefix) // PAGE_SIZE)]
-        sizes = [1 << i for i in range((slots - 1).bit_length() + 1)]
-        self.batches = {size: Batch(size, self.prefix, device) for size in sizes}
+        shared = len(self.prefix) * PAGE_SIZE
+        self.prefix_tokens = prefix[:shared]
+        self.batches: dict[tuple[int, int], Batch] = {}
+        """by their sizes, which are powers of two, and the pages that their requests share"""
         self.held: tuple[Batch, list[Request]] | None = None
         """whose tensors are up to date after the last step, and for whom"""
         self.unread: list[Unread] = []
-        shared = len(self.prefix) * PAGE_SIZE
         if shared:
             table, used = self._tensor([self.prefix]), self._tensor([0])
             after = Paged(table, used + shared)
-            self.model(
-                Step(self._tensor([prefix[:shared]]).long(), Paged(table, used), after), self.caches, self.rotary
-            )
+            step = Step(self._tensor([self.prefix_tokens]).long(), Paged(table, used), after)
+            self.model(step, self.caches, self.rotary)
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def needs(self, request: Request) -> tuple[int, int]:
+        """Pages of the prefix that it shares, and pages of its own; ValueError if it cannot be served.
+
+        It shares the whole pages that its prompt begins with, short of its last token, after which it speaks.
+        """
+        if request.pages:
+            raise ValueError("a request is served once, and this one has had its pages: make another one")
+        equal = 0
+        for one, other in zip(request.prompt[:-1], self.prefix_tokens, strict=False):
+            if one != other:
+                break
+            equal += 1
+        shared, tokens = equal // PAGE_SIZE, len(request.prompt) + request.wanted
+        own, room = -(-tokens // PAGE_SIZE) - shared, self.caches.shape[2] - len(self.prefix)
+        if own > room:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens with wanted={request.wanted} needs {own} pages of its own, "
+                f"and the server has {room}: {self.caches.shape[2]} less {len(self.prefix)} of the prefix"
+            )
+        return shared, own
 
     def admit(self, waiting: list[Request]) -> None:
         """Lets in, in their order, who has a slot and pages for everything that it will say."""
         while waiting and len(self.running) < self.slots:
             request = waiting[0]
-            need = -(-(len(request.prompt) + request.wanted) // PAGE_SIZE) - len(self.prefix)
-            if need > len(self.free):
+            shared, own = self.needs(request)
+            if own > len(self.free):
                 break
-            request.pages = [self.free.pop() for _ in range(need)]
-            request.cached = len(self.prefix) * PAGE_SIZE
+            request.pages = self.prefix[:shared] + [self.free.pop() for _ in range(own)]
+            request.shared, request.cached = shared, shared * PAGE_SIZE
             self.running.append(waiting.pop(0))
 
     def step(self) -> None:
@@ -270,7 +329,7 @@ class Server:
         if done:
             self._read()
         for request in done:
-            self.free += request.pages
+            self.free += request.pages[request.shared :]
             self.running.remove(request)
 
     def _read(self, all_but: int = 0) -> None:
@@ -278,9 +337,16 @@ class Server:
         while len(self.unread) > all_but:
             self.unread.pop(0).read()
 
+    def _shared(self) -> int:
+        """Pages that all who run begin with."""
+        return min(request.shared for request in self.running)
+
     def _decode(self) -> None:
         """A step of the smallest batch that has room, replayed where there are graphs."""
-        batch = next(batch for size, batch in self.batches.items() if size >= len(self.running))
+        key = 1 << (len(self.running) - 1).bit_length(), self._shared()
+        if key not in self.batches:
+            self.batches[key] = Batch(*key, self.device)
+        batch = self.batches[key]
         if self.held != (batch, self.running):
             self._read()
             batch.place(self.running)
@@ -297,7 +363,7 @@ class Server:
 
     def _run(self, batch: Batch) -> None:
         """Reads and writes the batch's own tensors alone, and nothing of it waits for the host."""
-        after = Paged(batch.table, batch.used + batch.live, shared_pages=len(self.prefix))
+        after = Paged(batch.table, batch.used + batch.live, shared_pages=batch.shared)
         step = Step(batch.tokens[:, None], Paged(batch.table, batch.used), after)
         logits = self.model(step, self.caches, self.rotary)[:, 0]
         batch.used += batch.live
@@ -328,33 +394,35 @@ class Server:
             n = min(request.missing(), room) if request.missing() > 1 else 1
             room -= n if request.missing() > 1 else 0
             rows.append(n)
-        width = max(len(self.prefix) + len(request.pages) for request in self.running)
-        table = self._tensor([(self.prefix + x.pages + [-1] * width)[:width] for x in self.running])
+        width = max(len(request.pages) for request in self.running)
+        table = self._tensor([(x.pages + [-1] * width)[:width] for x in self.running])
         before, offsets = self._tensor([x.cached for x in self.running]), self._tensor([0, *accumulate(rows)])
         tokens = [t for x, n in zip(self.running, rows, strict=True) for t in x.tokens()[x.cached : x.cached + n]]
-        after = Paged(table, before + offsets.diff(), offsets, shared_pages=len(self.prefix))
+        after = Paged(table, before + offsets.diff(), offsets, shared_pages=self._shared())
         step = Step(self._tensor(tokens).long(), Paged(table, before, offsets), after)
         last = (offsets[1:].long() - 1).clamp(min=0)
         logits = self.model(step, self.caches, self.rotary)[last]
         for request, n in zip(self.running, rows, strict=True):
             request.cached += n
-        temperature, top_p = torch.tensor([(x.temperature, x.top_p) for x in self.running], device=self.device).unbind(
-            1
-        )
-        drawn = uniform(self._tensor([x.seed for x in self.running]).long(), after.seqused_k.long())
+        numbers = [(x.temperature, x.top_p) for x in self.running]
+        temperature, top_p = torch.tensor(numbers, dtype=torch.float32, device=self.device).unbind(1)
+        seeds = torch.tensor([x.seed for x in self.running], dtype=torch.int64, device=self.device)
+        drawn = uniform(seeds, after.seqused_k.long())
         said = sample(logits, temperature, top_p, drawn)
         self.unread.append(Unread([x if x.missing() == 0 else None for x in self.running], said))
 
 
 @torch.no_grad()
 def serve(requests: list[Request], slots: int, pages: int, prefix: list[int], model: Model) -> tuple[int, float]:
-    """How many steps it took, and the seconds of them."""
+    """How many steps it took, and the seconds of them; ValueError, before the first, if one cannot be served."""
     server = Server(model, slots, pages, prefix, model.embedding.weight.device)
+    if len({*requests}) < len(requests):
+        raise ValueError("a request is served once, and one is given twice: make another one")
+    for request in requests:
+        server.needs(request)
     waiting, steps, start = list(requests), 0, time.perf_counter()
     while waiting or server.running:
         server.admit(waiting)
-        if not server.running:
-            raise ValueError(f"a request of {len(waiting[0].prompt)} tokens needs more pages than {len(server.free)}")
         server.step()
         steps += 1
     assert len(server.free) + len(server.prefix) == pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import runpy
 import subprocess
 import sys
@@ -37,6 +38,87 @@ def test_what_is_said_depends_on_nobody_else(device):
         said.append([request.said for request in requests])
     assert said[0] == said[1] == said[2]
     assert said[0] == [example["plain_loop"](model, request) for request in requests]
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 32, 40])
+def test_prompts_share_what_they_begin_with(device, length):
+    """Prompts that are the prefix, go on after it, end inside of it, leave it, or have nothing of it, side by side."""
+    example = runpy.run_path(str(EXAMPLES / "serve_decode.py"))
+    torch.manual_seed(0)
+    model, dice = example["Model"]().to(device), random.Random(length)
+    prefix = [dice.randrange(256) for _ in range(length)]
+    for slots, pages in ((1, 9), (3, 14), (8, 64)):
+        prompts = [prefix, prefix[:16], prefix[:17], prefix[: length // 2], [*prefix[:-1], 255 - sum(prefix[-1:])]]
+        prompts += [prefix + [dice.randrange(256) for _ in range(dice.choice([1, 2, 40]))] for _ in range(3)]
+        prompts += [[dice.randrange(256) for _ in range(dice.randint(1, 60))] for _ in range(2)]
+        requests = [
+            example["Request"](
+                prompt, dice.randint(1, 5), dice.choice([0.0, 1.0]), dice.choice([1.0, 0.5]), dice.randrange(1 << 63)
+            )
+            for prompt in dice.sample(prompts, len(prompts))
+            if prompt
+        ]
+        example["serve"](requests, slots, pages, prefix, model)
+        assert [x.said for x in requests] == [example["plain_loop"](model, x) for x in requests]
+        for x in requests:
+            ends = [16 * i for i in range(length // 16 + 1) if 16 * i < len(x.prompt)]
+            assert 16 * x.shared == max(end for end in ends if x.prompt[:end] == prefix[:end])
+
+
+def test_a_prefix_that_is_not_that_of_the_prompt_changes_tokens(device):
+    """Sharing by number instead of by tokens is noticed."""
+    example = runpy.run_path(str(EXAMPLES / "serve_decode.py"))
+    torch.manual_seed(0)
+    model, server = example["Model"]().to(device), example["Server"]
+    request = example["Request"]([1] * 40, 8)
+    needs = server.needs
+    server.needs = lambda self, request: (2, needs(self, request)[1])
+    example["serve"]([request], 1, 64, [2] * 32, model)
+    assert request.said != example["plain_loop"](model, request)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([], 3), "a prompt needs a token"),
+        (([1], 0), "wanted must be an integer of at least 1, got 0"),
+        (([1], -1), "wanted must be .* got -1"),
+        (([1] * 250, 7), "may have 256 tokens, got a prompt of 250 and wanted=7"),
+        (([3, 256], 2), r"tokens must be integers in \[0, 256\), got 256 at 1 of the prompt"),
+        (([-1], 2), "tokens must be .* got -1 at 0"),
+        (([1.5], 2), "tokens must be .* got 1.5 at 0"),
+        (([1], 2, -1.0), "temperature must be at least 0, got -1.0"),
+        (([1], 2, float("nan")), "temperature must be at least 0, got nan"),
+        (([1], 2, 1.0, 0.0), "top_p must be above 0 and at most 1, got 0.0"),
+        (([1], 2, 1.0, 1.0, 1 << 63), "seed must have 64 bits"),
+    ],
+)
+def test_requests_that_no_server_could_answer(given, message):
+    with pytest.raises(ValueError, match=message):
+        runpy.run_path(str(EXAMPLES / "serve_decode.py"))["Request"](*given)
+
+
+def test_requests_that_a_server_refuses(device):
+    """Before the first step; what just fits is served."""
+    example = runpy.run_path(str(EXAMPLES / "serve_decode.py"))
+    model, request = example["Model"]().to(device), example["Request"]
+    served, longest = request([2] * 33, 3), request([1] * 250, 6)
+    example["serve"]([served, longest], 2, 18, [2] * 32, model)
+    assert (len(served.said), len(longest.said)) == (3, 6)
+    twice, other = request([1], 2), request([1], 2)
+    for requests, slots, pages, prefix, message in (
+        ([other], 0, 64, [], "slots=0"),
+        ([other], 1, 0, [], "got a prefix of 0 tokens and pages=0"),
+        ([other], 1, 2, [2] * 32, "got a prefix of 32 tokens and pages=2"),
+        ([other], 1, 64, [2] * 257, "got a prefix of 257 tokens and pages=64"),
+        ([other], 1, 64, [2, 999], "got 999 at 1 of the prefix"),
+        ([other, request([1] * 40, 9)], 1, 5, [2] * 32, "needs 4 pages of its own, and the server has 3: 5 less 2"),
+        ([other, twice, twice], 3, 64, [], "one is given twice"),
+        ([other, served], 3, 64, [], "has had its pages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            example["serve"](requests, slots, pages, prefix, model)
+    assert not other.said
 
 
 def test_batches_of_a_size_come_back(device):
