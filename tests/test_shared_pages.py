@@ -179,6 +179,40 @@ def test_out_keeps_its_tail() -> None:
     assert (attention(q, k, v, mask=causal(), layout=layout)[7:] == 0).all()
 
 
+HIDDEN: dict[str, Any] = {
+    "prefix": lambda h, kv_idx: kv_idx < PREFIX,
+    "own keys": lambda h, kv_idx: kv_idx >= PREFIX,
+    "all": lambda h, kv_idx: kv_idx >= 0,
+    "all of a head": lambda h, kv_idx: h == 1,
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sink", [None, 0.5, -torch.inf, 1e4])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_scores_that_hide_keys(hidden: str, sink: float | None, backend: str) -> None:
+    """One part of the merge, or both, has an LSE of -inf; a sink may have that too, or all of the weight."""
+    hides = HIDDEN[hidden]
+    sinks = None if sink is None else torch.full((H_Q,), sink)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where(hides(h, kv_idx), -torch.inf, score)
+
+    for s_q in (1, 3):
+        k, v, table = cache()
+        q = torch.randn(B, s_q, H_Q, D)
+        layout = Paged(table, torch.tensor([PREFIX + 9, PREFIX + 30, 30]), shared_pages=SHARED)
+        keywords: dict[str, Any] = {"layout": layout, "mask": causal(), "score_mod": score_mod, "sink": sinks}
+        if backend == "cpu":
+            assert "reads the first 4 pages once" in str(explain(q, k, v, backend=backend, **keywords))
+        check(q, k, v, backend=backend, return_max_scores=sink is None, **keywords).assert_ok()
+        tops = (
+            attention(q, k, v, backend=backend, return_max_scores=True, **keywords | {"sink": x})[-1]
+            for x in (sinks, None)
+        )
+        assert torch.equal(*tops)  # a sink is no score
+
+
 def test_pages_that_nobody_uses_may_hold_nan() -> None:
     k, v, table = cache()
     k[table[0, 2:SHARED].long()], v[table[0, 2:SHARED].long()] = torch.nan, torch.nan

@@ -38,7 +38,7 @@ class Paged(Layout):
             the same bits whatever else is in the batch, and however many of its neighbours come in the same call.
         q_offset: where rows stand, as in `Dense` or, with cu_seqlens_q, in `Packed`. None stands for the keys in use
             less the query rows: the last row stands where the last key does.
-        k_offset: where keys stand: an int or a tensor (b,).
+        k_offset: where keys stand: an int or a tensor (b,). It needs q_offset.
         shared_pages: how many pages all sequences have in common: the first columns of block_table, read in row 0. The
             meaning is that of 0. The common pages are read once for all sequences, where nothing but lengths tells
             these apart; `explain` says whether they are. Shorter sequences end inside of them.
