@@ -41,11 +41,10 @@ def test_named_case(case: Case) -> None:
 WIDE = Case("", dtype="fp32", b=1, s_q=20, s_k=40, d=8, d_v=300, mask="causal", sink=True, dropout_p=0.2, order="bshd")
 
 
-@pytest.mark.parametrize("columns", [64, 256])
 @pytest.mark.parametrize("case", [WIDE, WIDE.replace(order="thd", b=2, ranges=True)], ids=["dense", "ranges"])
-def test_programs_with_some_columns_of_values(case: Case, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_with_some_columns_of_values(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def config(kernel: str, problem: Problem) -> TileConfig:
-        return TileConfig(16, 16, 4, 1, columns=columns if kernel in ("forward", "dv") else 0)
+        return TileConfig(16, 16, 4, 1, columns=256 if kernel in ("forward", "dv") else 0)
 
     monkeypatch.setattr(launch, "_config", config)
     given = case.inputs()
