@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -175,12 +176,13 @@ def captured(prepared: Prepared, device: torch.device) -> Prepared:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         prepared.call()
+    return replace(prepared, call=partial(_replay, graph, prepared))
 
-    def replay() -> Results:
-        graph.replay()
-        return ()
 
-    return replace(prepared, call=replay)
+def _replay(graph: torch.cuda.CUDAGraph, _prepared: Prepared) -> Results:
+    """Holds what was captured: the graph reads the memory of its operands, which may have no other owner."""
+    graph.replay()
+    return ()
 
 
 def peak_mib(prepared: Prepared, device: torch.device) -> float | None:
