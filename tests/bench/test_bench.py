@@ -12,8 +12,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, attention, causal, window
-from saccade.bench import cost, first_call, grids, rows, timing
+from saccade import Dense, Packed, Paged, attention, causal, quantize, window
+from saccade.bench import cost, first_call, grids, quantizing, rows, timing
 from saccade.bench import run as runs
 from saccade.bench.grids import GRIDS, MODES, Cell, named
 from saccade.bench.machine import Run
@@ -26,6 +26,7 @@ from saccade.bench.rows import BenchRow
 from saccade.bench.run import Bench
 from saccade.bench.timing import Clock, HostStopwatch, Times
 from saccade.bench.verify import Verifier, sampled
+from saccade.bench.verify_bytes import BytesVerifier
 from saccade.compat import torch_varlen
 from saccade.masks import Extent, of_batch_row
 from saccade.testing.cases import NAMED, SMALL, Case
@@ -541,6 +542,41 @@ def test_block_masks():
     assert "matmul" not in found
 
 
+SHARED = named(Case("", dtype="fp32", b=2, h_q=4, h_k=2, s_q=150, s_k=140, d=16))
+
+
+@pytest.mark.parametrize("words", ["tensor", "head rotate", "block smooth", "block smooth rotate keys"])
+def test_bytes_of_quantize(words):
+    found = measured("quantize", "copy-of-bytes", "auto", cell=Cell(SHARED, f"quantize {words}"), ceilings=CEILINGS)
+    assert found["quantize"].error_ratio <= 1
+    assert found["quantize"].gbps == pytest.approx(found["copy-of-bytes"].gbps * found["quantize"].ratio)
+    assert found["copy-of-bytes"].error_ratio is found["auto"].ms is None
+
+
+@pytest.mark.parametrize("wrong", ["q", "k", "v", "shift", "factor"])
+def test_wrong_bytes_are_seen(wrong):
+    mode, inputs = "quantize block smooth rotate", SHARED.inputs()
+    made = quantize(inputs.q, inputs.k, inputs.v, **quantizing.options(mode))
+    verifier = BytesVerifier(mode, inputs)
+    assert verifier.error_ratio(made) <= 1
+    if wrong == "factor":
+        made.descale.k[-1, -1, -1] *= 1 + 2.0**-12
+    elif wrong == "shift":
+        made.shift[-1, -1, -1] += 2.0**-10
+    else:
+        getattr(made, wrong).view(torch.uint8)[-1, -1, -1, -1] ^= 2
+    assert not verifier.error_ratio(made) <= 1
+
+
+def test_what_quantize_must_move():
+    inputs = SHARED.inputs()
+    numbers = [x.numel() for x in (inputs.q, inputs.k, inputs.v)]
+    assert quantizing.cost(inputs, "quantize block").bytes == 5 * sum(numbers)
+    assert quantizing.cost(inputs, "quantize head smooth").bytes == 9 * sum(numbers) + 4 * numbers[1]
+    with pytest.raises(ValueError, match="quantize row"):
+        quantizing.options("quantize row")
+
+
 # How much work
 
 
@@ -602,7 +638,7 @@ def test_grids():
     for grid in GRIDS.values():
         assert len({str(cell) for cell in grid.cells}) == len(grid.cells)
         for cell in grid.cells:
-            assert cell.call in (*MODES, "block mask")
+            assert cell.call in (*MODES, "block mask", "quantize")
             assert cell.case == named(cell.case)
     assert len(list(grids.cells(["flex-bar", "grid-forward"]))) == 16 + 30 - 8
     with pytest.raises(ValueError, match="grid-fwd"):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from saccade.bench import serving
+from saccade.bench import quantizing, serving
 from saccade.testing.callbacks import USUAL
 from saccade.testing.cases import MODELS, NAMED, Case
 
@@ -24,13 +24,16 @@ class Cell:
     case: Case
     mode: str
     """One of `MODES`; `decode`: a forward as a CUDA graph; `host`: the host's time for one forward; `first forward`,
-    `first backward`: the first call in a new process; `block mask`: making one."""
+    `first backward`: the first call in a new process; `block mask`: making one; `quantize block rotate` and the like:
+    8-bit operands, as a CUDA graph, with the options of `quantizing`."""
     deterministic: bool = False
     """Gradients bitwise equal from run to run."""
 
     @property
     def call(self) -> str:
-        """The call that is timed: one of `MODES`, or `block mask`."""
+        """The call that is timed: one of `MODES`, `block mask` or `quantize`."""
+        if self.mode.startswith("quantize "):
+            return "quantize"
         return "forward" if self.mode in ("decode", "host") else self.mode.removeprefix("first ")
 
     @property
@@ -40,7 +43,12 @@ class Cell:
     @property
     def has_rates(self) -> bool:
         """Whether the device's time is measured, so that TFLOP/s, GB/s and ceilings apply."""
-        return self.mode in (*MODES, "decode")
+        return self.in_graph or self.mode in MODES
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether the call is replayed as a CUDA graph, so that the host's time does not count."""
+        return self.mode == "decode" or self.call == "quantize"
 
     @property
     def layout(self) -> str:
@@ -310,6 +318,11 @@ GRIDS = {
         _cells(map(named, serving.PROMPTS), "forward"),
         ("saccade-gluon", "saccade-triton", "fa3"),
         "chunks of 256 to 4096 tokens over a paged cache, causal: 32 heads on 8, pages of 64, 128 and 16",
+    ),
+    "quantize": BenchGrid(
+        tuple(Cell(named(case), mode) for case, mode in quantizing.calls()),
+        ("quantize", "copy-of-bytes"),
+        "8-bit q, k and v beside a copy of the bytes that must move: d 64, 128 and 256, 1 and 8 heads on one, s = 16k",
     ),
     "block-masks": BenchGrid(
         tuple(

@@ -88,7 +88,7 @@ class BenchRow(Run):
                 return f"{1e3 * ms:.1f} µs"
             case "first":
                 return f"{1e-3 * ms:.2f} s"
-            case "decode":
+            case "decode" | "quantize":
                 return f"{self.gbps or 0:.0f}"
             case "block":
                 return f"{ms:.3g} ms"
@@ -104,7 +104,7 @@ class BenchRow(Run):
         return json.dumps({name: _rounded(value) for name, value in asdict(self).items()}, ensure_ascii=False)
 
 
-UNITS = {"host": "microseconds", "first": "seconds", "decode": "GB/s", "block": "milliseconds"}
+UNITS = {"host": "microseconds", "first": "seconds", "decode": "GB/s", "quantize": "GB/s", "block": "milliseconds"}
 """By the first word of a mode; others are in TFLOP/s."""
 
 _OF_CASE = "dtype", "mask", "score", "sink", "b", "h_q", "h_k", "s_q", "s_k", "d", "d_v"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from saccade.api import explain
-from saccade.bench import timing
+from saccade.bench import quantizing, timing
 from saccade.bench.cost import Cost
 from saccade.bench.first_call import first_call
 from saccade.bench.grids import Cell
@@ -23,6 +23,7 @@ from saccade.bench.providers import CEILINGS, Prepared, Provider
 from saccade.bench.rows import BenchRow, empty_row, with_ratios
 from saccade.bench.timing import Clock
 from saccade.bench.verify import Verifier
+from saccade.bench.verify_bytes import BytesVerifier
 from saccade.testing.cases import Case, Inputs
 
 Tell = Callable[[str], None]
@@ -142,7 +143,7 @@ def _ready(table: _CellTable, inputs: Inputs) -> dict[str, Prepared]:
     if bench.check:
         bench.tell(f"{cell}: exact answer")
         try:
-            verifier = Verifier(cell, inputs)
+            verifier = BytesVerifier(cell.mode, inputs) if cell.call == "quantize" else Verifier(cell, inputs)
         except Exception as problem:  # most likely memory
             for name in table.rows:
                 table.failed(name, f"not checked, so not timed: the oracle failed: {described(problem)}")
@@ -153,7 +154,7 @@ def _ready(table: _CellTable, inputs: Inputs) -> dict[str, Prepared]:
         try:
             prepared = provider.prepare(cell, inputs)
             if provider.role != "ceiling":
-                if verifier is not None and verifier.names:
+                if verifier is not None and verifier.names and provider.checked:
                     error = verifier.check(prepared)
                     table.update(name, error_ratio=error)
                     if not error <= 1 and not provider.timed_if_wrong:
@@ -161,7 +162,7 @@ def _ready(table: _CellTable, inputs: Inputs) -> dict[str, Prepared]:
                         continue
                 if cell.call == "block mask":
                     table.update(name, mib=timing.peak_mib(prepared, bench.device))
-                if cell.mode == "decode":
+                if cell.in_graph:
                     prepared = timing.captured(prepared, bench.device)
             ready[name] = prepared
         except Exception as problem:  # a peer may raise anything
@@ -173,10 +174,16 @@ def _time(table: _CellTable, ready: dict[str, Prepared], inputs: Inputs) -> None
     bench, cell = table.bench, table.cell
     _forget(bench.device)
     bench.tell(f"{cell}: timing {len(ready)}")
-    cost = Cost.of(cell.case, inputs, cell.call) if cell.has_rates else None
+    cost = _cost(cell, inputs) if cell.has_rates else None
     measure = timing.measure_host if cell.mode == "host" else timing.measure
     for name, times in measure(ready, bench.device, bench.clock, table.failed).items():
         table.rows[name] = table.rows[name].timed(times, ready[name].cost or cost)
+
+
+def _cost(cell: Cell, inputs: Inputs) -> Cost:
+    if cell.call == "quantize":
+        return quantizing.cost(inputs, cell.mode)
+    return Cost.of(cell.case, inputs, cell.call)
 
 
 def _time_first_calls(table: _CellTable, inputs: Inputs) -> None:

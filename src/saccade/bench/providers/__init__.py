@@ -15,6 +15,7 @@ from saccade.bench.providers.eight_bits import CudnnFp8, WiderValues
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4, FlashAttnFace
 from saccade.bench.providers.flex import Flex
 from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
+from saccade.bench.providers.quantize import CopyOfBytes, Quantize
 from saccade.bench.providers.saccade import MaxScores, Naive, Saccade, SharedPrefix
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
 from saccade.bench.providers.torch_varlen import TorchVarlen
@@ -46,6 +47,8 @@ _ALL: list[Provider] = [
     Naive(),
     BlockMasks(),
     FlexBlockMasks(),
+    Quantize(),
+    CopyOfBytes(),
 ]
 
 PROVIDERS = {provider.name: provider for provider in _ALL}

@@ -55,6 +55,8 @@ class Provider:
     deterministic = False
     module = ""
     """What `available` imports."""
+    checked = True
+    """Whether its results are those of the cell; a copy has none."""
     timed_if_wrong = False
     """Whether it is timed with an error above the tolerance, which is in its row, because that is its choice."""
 
