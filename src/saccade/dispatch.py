@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
+from saccade import hardware
 from saccade.backends import Backend, Unsupported
 from saccade.bounded_cache import BoundedCache
 from saccade.masks_from_scores.rewrite import move_to_mask
@@ -92,8 +93,9 @@ _plans: BoundedCache[Any, Plan] = BoundedCache(4096)
 
 
 def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) -> list[str]:
-    """Why this backend does not run this call, or its backward, here; empty when it does. A Spec does not hold all that
-    a Problem does, such as lengths."""
+    """Why this backend does not run this call, or its backward; empty when it does. A Spec does not hold all that a
+    Problem does, such as lengths. Of a device that this machine does not have, what backends declare is all there is to
+    know."""
     module = _module(backend)
     support = module.GRADIENT if gradient else module.SUPPORT
     if support is None:
@@ -101,7 +103,7 @@ def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) 
     spec = call if isinstance(call, Spec) else call.spec()
     if reasons := support.reasons(spec):
         return reasons
-    if (obstacle := module.obstacle()) is not None:
+    if hardware.present(spec.device) and (obstacle := module.obstacle()) is not None:
         return [obstacle]
     return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []
 

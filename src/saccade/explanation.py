@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saccade import dispatch, shared_pages
+from saccade import dispatch, hardware, shared_pages
 from saccade.dispatch import Unsupported
 from saccade.masks_from_scores.rewrite import WHOLE_SCORES, move_to_mask, window_and_rest
 from saccade.problem import Problem
@@ -20,6 +20,7 @@ class Explanation:
         hidden: the part of the mask that the score function is, or None.
         shared: what is done about a layout's shared pages, or None.
         pays: what 8-bit operands were measured to gain on Hopper, where that is little or not known, or None.
+        elsewhere: what is not known of a device that this machine does not have, or None.
     """
 
     def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
@@ -38,6 +39,12 @@ class Explanation:
         self.backend = plan.backend if plan else None
         self.workspace = plan.module.workspace(self.spec) if plan else None
         self.pays = _pays(self.spec, self.backend)
+        self.elsewhere = None
+        if not hardware.present(self.spec.device):
+            self.elsewhere = (
+                f"{self.spec.device} is not in this machine: where it is, a GPU's backends need its PyTorch, which "
+                "brings triton, and cudnn needs saccade[cudnn]"
+            )
         self.gradient = self.backend
         if plan and plan.backend != "reference":  # which PyTorch differentiates itself
             gradient = _backward_if_any(call, plan.backend)
@@ -52,11 +59,28 @@ class Explanation:
             lines.append(f"  part of the score function masks keys: it runs as the mask {self.hidden!r}")
         if self.shared is not None:
             lines.append(f"  {self.shared}")
-        if self.pays is not None:
-            lines.append(f"  {self.pays}")
+        lines += [f"  {note}" for note in (self.pays, self.elsewhere) if note is not None]
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
         return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, object]:
+        """The same for programs, in what JSON has.
+
+        >>> found = explain("fp32 d64 causal cpu").as_dict()
+        >>> found["backend"], found["gradient"], found["reasons"]["gluon"][0]
+        ('cpu', 'cpu', 'runs on sm90, not on cpu')
+        """
+        notes = {name: getattr(self, name) for name in ("shared", "pays", "elsewhere")}
+        return {
+            "spec": str(self.spec),
+            "backend": self.backend,
+            "gradient": self.gradient,
+            "reasons": self.reasons,
+            "hidden": None if self.hidden is None else repr(self.hidden),
+            "memory": self.workspace,
+            **notes,
+        }
 
     def _chosen(self) -> str:
         if self.gradient == self.backend:

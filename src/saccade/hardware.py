@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.util import find_spec
 
@@ -17,6 +18,17 @@ def name(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and every GPU that torch sees."""
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+
+
+@cache
+def present(word: str) -> bool:
+    """Whether this machine has such a device; those that no backend names are not asked for."""
+    return not re.fullmatch(r"sm\d+|gfx\w+", word) or word in map(name, devices())
 
 
 @cache

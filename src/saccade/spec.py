@@ -91,9 +91,9 @@ class Spec:
                 parsed["dtype"] = word
             elif word.removeprefix("kv_") in EIGHT_BIT_WORDS:
                 parsed["kv"] = word.removeprefix("kv_")
-            elif match := re.fullmatch(r"group(\d+)", word):
+            elif match := re.fullmatch(r"group([1-9]\d*)", word):
                 parsed["group"] = int(match[1])
-            elif match := re.fullmatch(r"d(\d+)(?:/(\d+))?", word):
+            elif match := re.fullmatch(r"d([1-9]\d*)(?:/([1-9]\d*))?", word):
                 parsed["d"], parsed["d_v"] = int(match[1]), int(match[2] or match[1])
             elif word in LAYOUTS:
                 parsed["layout"] = word

@@ -13,10 +13,10 @@ pytest.importorskip("typer", reason="the extra [cli]")
 from typer.testing import CliRunner
 
 import saccade
-from saccade import attention, cli, dispatch
+from saccade import attention, cli, dispatch, hardware
 from saccade.bench import report
 from saccade.cli import check
-from saccade.cli.app import app
+from saccade.cli.app import EXIT_CODES, app
 from saccade.testing import accuracy
 from saccade.testing.cases import NAMED
 
@@ -28,6 +28,22 @@ def run(*words: str):
 def rows(*words: str):
     found = run("check", "--json", *words)
     return found.exit_code, [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def test_version():
+    found = run("--version")
+    assert (found.exit_code, found.stdout) == (0, f"saccade {saccade.__version__}\n")
+
+
+def test_help_says_what_exit_codes_mean():
+    assert " ".join(EXIT_CODES.split()) in " ".join(run("--help").stdout.split())
+
+
+def test_info_as_json():
+    found = json.loads(run("info", "--json").stdout)
+    assert found["versions"]["torch"] == torch.__version__
+    assert [*found["backends"]] == list(dispatch.NAMES)
+    assert found["backends"]["cpu"] == "runs on cpu"
 
 
 def test_info_names_versions_devices_and_backends():
@@ -45,6 +61,26 @@ def test_explain_prints_what_the_library_says():
     assert run("explain", "bf16", "group4", "d128", "causal", "cpu").stdout == found.stdout
 
 
+def test_explain_as_json():
+    found = run("explain", "bf16", "d128", "causal", "cpu", "--json")
+    told = json.loads(found.stdout)
+    assert (found.exit_code, told["backend"], told["gradient"]) == (0, "cpu", "cpu")
+    assert told == json.loads(json.dumps(saccade.explain("bf16 d128 causal cpu").as_dict()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other machine is one with a GPU")
+def test_explain_speaks_of_other_machines(monkeypatch):
+    """What is installed here says nothing of them, triton included."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(hardware, "triton_obstacle", lambda: "triton is not installed")
+    for words, backend in (("causal aligned sm90", "gluon"), ("causal sm90", "triton"), ("sm80", "triton")):
+        found = run("explain", f"bf16 d128 {words}")
+        assert found.exit_code == 0
+        assert f"{backend}: chosen" in found.stdout
+        assert "is not in this machine" in found.stdout
+    assert "not in this machine" not in run("explain", "bf16 d128 cpu").stdout
+
+
 def test_explain_exits_with_1_when_nothing_runs_it():
     found = run("explain", "fp32 d64 sm70")
     assert found.exit_code == 1
@@ -56,6 +92,11 @@ def test_explain_exits_with_1_when_nothing_runs_it():
     [
         (["explain", "bf16 d64 nonsense"], "nonsense"),
         (["explain", "d64"], "dtype"),
+        (["explain", "bf16 d64 group0"], "unknown word 'group0'"),
+        (["explain", "bf16 d0"], "unknown word 'd0'"),
+        (["explain"], "spec"),
+        (["nonsense"], "No such command"),
+        (["completion", "tcsh"], "bash, zsh, fish"),
         (["explain", "bf16 d64", "--backend", "nonsense"], "nonsense"),
         (["check", "--backend", "nonsense"], "nonsense"),
         (["check", "--cases", "llama3-8b,nonsense"], "nonsense"),
@@ -72,6 +113,7 @@ def test_explain_exits_with_1_when_nothing_runs_it():
         (["bench", "--match", "("], "missing )"),
         (["bench", "--cases", "nonsense"], "nonsense"),
         (["bench", "--compare", "/nowhere"], "/nowhere"),
+        (["bench", "--cases", "causal", "--out", "/proc/nowhere/rows.jsonl"], "/proc/nowhere"),
     ],
 )
 def test_wrong_words_are_usage_errors(words, complaint):

@@ -183,6 +183,13 @@ def _list_grids() -> None:
 
 def _file(out: Path | None, place: torch.device, run: Run, names: list[str]) -> Path | None:
     """`h200/2026-11-21-grid-forward-1a2b3c4d.jsonl` under a folder."""
-    if out is None or out.suffix == ".jsonl":
-        return out
-    return out / folder(place) / f"{run.date[:10]}-{'-'.join(names)}-{run.run}.jsonl"
+    if out is None:
+        return None
+    file = out
+    if out.suffix != ".jsonl":
+        file = out / folder(place) / f"{run.date[:10]}-{'-'.join(names)}-{run.run}.jsonl"
+    try:  # now, not after the first cell
+        rows.append(file, [])
+    except OSError as wrong:
+        raise typer.BadParameter(f"--out: {wrong}") from None
+    return file

@@ -60,7 +60,7 @@ def check(
     length: Annotated[
         int, typer.Option(min=0, help="The longest sequence; 0: the real length on a GPU, 512 on a CPU.")
     ] = 0,
-    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object for each case, in a line.")] = False,
 ) -> None:
     """Runs the attention calls of real models: error over tolerance, time, and speed-up over PyTorch's own attention.
 

@@ -18,3 +18,4 @@ def _known(name: str) -> str:
 Backend = Annotated[
     str, typer.Option(help="auto, or the name of a backend, which then runs the call or refuses it.", callback=_known)
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

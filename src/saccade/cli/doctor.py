@@ -1,0 +1,112 @@
+"""`saccade doctor`: what is installed, what would run, and what to install, one line each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import typer
+
+import saccade
+from saccade import Spec, Unsupported, causal, dispatch, hardware
+from saccade.bench.machine import device_name, version
+from saccade.bench.run import described
+from saccade.cli.info import found_compiler
+from saccade.testing import accuracy
+
+OLDEST_TORCH = 2, 11
+TORCH_WHEELS = "https://pytorch.org/get-started/locally"
+OPTIONAL = {
+    "nvidia-cudnn-frontend": ("cudnn", 'backend="cudnn"'),
+    "matplotlib": ("demo", "pictures: Mask.plot, the demo's curves"),
+    "transformers": ("transformers", 'models of transformers by attn_implementation="saccade"'),
+}
+"""Package -> the extra that brings it, and what it is for."""
+
+
+class Finding(NamedTuple):
+    mark: str
+    """`ok`; `--`, something one may want; `!!`, something that does not work."""
+    text: str
+
+
+def doctor() -> None:
+    """Prints what is installed, what would run, and what to install, one line each; computes one call on each device.
+
+    `ok` works, `--` is optional, `!!` is to be mended. The exit code is 1 if a line begins with `!!`.
+    """
+    wrong = 0
+    for finding in findings():
+        wrong += finding.mark == "!!"
+        typer.echo(f"{finding.mark}  {finding.text}")
+    typer.echo(f"{wrong} to be mended" if wrong else "what is here works")
+    raise typer.Exit(1 if wrong else 0)
+
+
+def findings() -> Iterator[Finding]:
+    yield _torch()
+    for device in hardware.devices():
+        yield _plan(device)
+    if not torch.cuda.is_available():
+        yield _no_gpu()
+    yield _tool("triton", version("triton"), "pip install triton")
+    yield _tool("C compiler", found_compiler(), "install gcc, or set CC")
+    for package, (extra, purpose) in OPTIONAL.items():
+        here = version(package)
+        yield (
+            Finding("ok", f"{package} {here}")
+            if here
+            else Finding("--", f"{package} is not installed; for {purpose}: pip install 'saccade[{extra}]'")
+        )
+    for device in hardware.devices():
+        yield _call(device)
+
+
+def _torch() -> Finding:
+    text = f"saccade {saccade.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    if tuple(int(word) for word in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        return Finding("!!", f"{text}: torch must be {'.'.join(map(str, OLDEST_TORCH))} or newer: {TORCH_WHEELS}")
+    return Finding("ok", text)
+
+
+def _plan(device: torch.device) -> Finding:
+    word = hardware.name(device)
+    name = f"{device}: {device_name(device)}" + (f", {word}" if device.type != "cpu" else "")
+    try:
+        backend = dispatch.plan(Spec("bf16", 128, mask="causal", aligned=True, device=word)).backend
+    except Unsupported as refused:
+        return Finding("!!", f"{name}: " + "; ".join(str(refused).splitlines()[1:4]).replace("  ", ""))
+    return Finding("ok", f"{name}: attention runs on `{backend}`")
+
+
+def _no_gpu() -> Finding:
+    driver = shutil.which("nvidia-smi") or next(filter(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")), None)
+    if driver is None:
+        return Finding("--", "no GPU: torch sees none, and no driver is here")
+    built = torch.version.cuda or torch.version.hip
+    text = f"torch is built for {built} and sees no GPU: see its driver" if built else "this torch is built for CPUs"
+    return Finding("!!", f"a GPU's driver is here ({driver}); {text}: {TORCH_WHEELS}")
+
+
+def _tool(name: str, found: str | None, remedy: str) -> Finding:
+    """What GPU kernels need."""
+    if found:
+        return Finding("ok", f"{name}: {found}")
+    if torch.cuda.is_available():
+        return Finding("!!", f"{name} is missing, and GPU kernels need it: {remedy}")
+    return Finding("--", f"{name}: none; only GPU kernels need it")
+
+
+def _call(device: torch.device) -> Finding:
+    dtype = torch.bfloat16
+    q, k, v = (accuracy.random((1, heads, 96, 64), dtype, device, seed) for seed, heads in enumerate((4, 2, 2)))
+    try:
+        report = accuracy.check(q, k, v, mask=causal())
+    except Exception as problem:  # a compiler's or a driver's
+        return Finding("!!", f"{device}: a small call fails: {described(problem)}")
+    text = f"{device}: a small call, forward and backward, on `{report.backend}`: {report.ratio:.2f} of the tolerance"
+    return Finding("ok" if report.ratio <= 1 else "!!", text)
