@@ -137,51 +137,62 @@ def load_half(args, pipe, page, h_k, n, start, keys, half, REST: gl.constexpr, t
 
 
 @gluon.jit
-def copy_chunks(tiles, first, COUNT: gl.constexpr, place, column, there):
-    """Starts copies of COUNT chunks of 64 columns from `column` on: of each row [64] that is `there`, and zeros."""
+def copy_columns(tile, COLUMNS: gl.constexpr, place, there):
+    """Starts copies of each row [64] from `place` on that is `there`, and zeros of others, to a tile [64, COLUMNS]."""
     layout: gl.constexpr = place.type.layout.parent
-    for i in gl.static_range(COUNT):
-        # [64, 64]
-        at = place[:, None] + (column + i * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout)))[None, :]
-        copy_async(tiles.index(first + i).reshape([64, 64]), at, mask=there[:, None])
+    # [64, COLUMNS]
+    at = place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    copy_async(tile, at, mask=there[:, None])
 
 
 @gluon.jit
 def gather_half(pipe, n, place, there, half, REST: gl.constexpr):
     """Fills a half of a stage with columns of rows [64]."""
+    WIDTH: gl.constexpr = 64 * HALF
     stage = n % 2
     pipe.claim(n, stage, half)
-    copy_chunks(pipe.latent, (2 * stage + half) * HALF, HALF, place, half * (64 * HALF), there)
+    copy_columns(pipe.values(stage, half), WIDTH, place + half * WIDTH, there)
     if REST:
-        copy_chunks(pipe.rest, stage, 1, place, 128 * HALF, there)
+        copy_columns(pipe.rest.index(stage).reshape([64, 64]), 64, place + 2 * WIDTH, there)
     async_copy.mbarrier_arrive(pipe.full.index(2 * stage + half), increment_count=False)
 
 
+ROWS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Of the rows that four warps gather: 16 bytes a thread."""
+
+
 @gluon.jit
-def gather_tile(args, pipe, h_k, b, n, start, keys):
+def numbers_of(args, b, start, keys):
+    """What the table says of the tile of keys from `start` on: of all keys [64], or, in bulk, of its boxes [32]."""
+    if args.cache is None:
+        return pages_of(args.pages, b, start, keys, 64)
+    else:
+        # [64]
+        kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
+        table = args.pages.table + b.to(gl.int64) * plain_int(args.pages.stride)
+        return gl.load(table + kv_idx // args.pages.size, mask=kv_idx < keys, other=0)
+
+
+@gluon.jit
+def gather_tile(args, pipe, h_k, page, n, start, keys):
     """The same as `load_tile`, row by row."""
-    SIZE: gl.constexpr = args.pages.size
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     # [64]
-    kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
     there = kv_idx < keys
-    table = args.pages.table + b.to(gl.int64) * plain_int(args.pages.stride)
-    page = gl.load(table + kv_idx // SIZE, mask=there, other=0)
     page = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1).to(gl.int64)
-    place = head(args.cache, page, h_k, (kv_idx % SIZE).to(gl.int64))
+    place = head(args.cache, page, h_k, (kv_idx % args.pages.size).to(gl.int64))
     gather_half(pipe, n, place, there, n % 2, 0)
     gather_half(pipe, n, place, there, 1 - n % 2, 1)
 
 
 @gluon.jit
-def load_tile(args, pipe, h_k, b, n, start, keys, tails):
-    """Fills a stage; the half comes first that is free first, the owner's."""
+def load_tile(args, pipe, h_k, page, n, start, keys, tails):
+    """Fills a stage from pages of `numbers_of`; the half comes first that is free first, the owner's."""
     if args.cache is None:
-        page = pages_of(args.pages, b, start, keys, 64)
         tails = load_half(args, pipe, page, h_k, n, start, keys, n % 2, 0, tails)
         tails = load_half(args, pipe, page, h_k, n, start, keys, 1 - n % 2, 1, tails)
     else:
-        gather_tile(args, pipe, h_k, b, n, start, keys)
+        gather_tile(args, pipe, h_k, page, n, start, keys)
     return tails
 
 
@@ -199,9 +210,13 @@ def load(args, pipe):
         b = sequence_at(args.schedule, place)
         first, tiles, keys = open_part(args, pipe, rows, b, place, stop, drawn)
         begun = gl.minimum(tiles, 2) - 1  # stages are free sooner than the slot of the queries
+        page = numbers_of(args, b, first * 64, keys)
         for j in range(tiles):
             start = (first + j) * 64
-            tails = load_tile(args, pipe, rows.h_k, b, n, start, keys, tails)
+            # A tile ahead: a load takes as long as half of a tile's products.
+            following = numbers_of(args, b, start + 64, keys)
+            tails = load_tile(args, pipe, rows.h_k, page, n, start, keys, tails)
+            page = following
             n += 1
             if j == begun:
                 load_queries(args, pipe, rows, b, drawn)
