@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,19 +24,26 @@ class MappedFiles(peers.PeerMemory):
         folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
         dist.broadcast_object_list(folder, group=group, group_src=0)
         paths = [Path(folder[0]) / str(i) for i in range(group.size())]
-        paths[group.rank()].write_bytes(b"\xff" * size)
-        self.size, self.device, self._last, self.group = size, device, None, group
+        paths[group.rank()].write_bytes(b"\xff" * 2 * size)
+        self.size, self.device, self.group, self._half = size, device, group, 0
         dist.barrier(group)
-        self._buffers = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
+        self._buffers = [torch.from_file(str(path), shared=True, size=2 * size, dtype=torch.uint8) for path in paths]
 
-    def begin(self):
-        pass
+    def begin(self, seconds=None):
+        self._half ^= 1
 
-    def barrier(self):
+    def barrier(self, seconds=None):
         dist.barrier(self.group)
 
-    def end(self):
-        self.barrier()
+    @contextmanager
+    def beside(self):
+        yield
+
+    def apart(self):
+        return nullcontext()
+
+    def end(self, seconds=None):
+        pass
 
 
 def pulled(group, case, settings):

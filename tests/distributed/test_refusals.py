@@ -150,5 +150,5 @@ def test_ranks_in_different_calls(broken_pool):
     told = [words for words, _ in broken_pool.run((HERE, "failing"), 2, "elsewhere")]
     for words in told:
         assert words.startswith("ranks are in different exchanges:\n  rank 0: plan ")
-        assert "rows of (4, 1, 32)" in words
+        assert "rows of torch.float32 (4, 1, 16) and (4, 1, 16)" in words
     assert told[0] == told[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,14 +61,13 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     if plan.ranks.heads > 1:
         return _by_heads(plan, given, (q, k, v), options)
     layout = plan.layout(q.device, given.order)
-    k, v = _from_rows(_gathered(plan, _to_rows(given, k), _to_rows(given, v)), given, k.shape[-1])
+    k, v = (_user_order(x, given) for x in _needed(plan, _to_rows(given, k), _to_rows(given, v)))
     return _run(plan, _bound(q, k, v, layout, options), options)
 
 
-def _gathered(plan: ContextPlan, k: Tensor, v: Tensor) -> Tensor:
-    """Keys beside values, (keys that this rank's rows see, h_k, b, d + d_v)."""
-    both = torch.cat([k, v], dim=-1)
-    return both if plan.ranks.parts == 1 else plan.keys_exchange()(both, KEYS)
+def _needed(plan: ContextPlan, *keys_values: Tensor) -> Sequence[Tensor]:
+    """Keys and values that this rank's rows see, (keys, h_k, b, d) and (keys, h_k, b, d_v)."""
+    return keys_values if plan.ranks.parts == 1 else plan.keys_exchange()(KEYS, *keys_values)
 
 
 def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, Tensor], options: Options) -> Results:
@@ -77,23 +77,23 @@ def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, 
     queries, keys = plan.heads_exchange(h_q, h_q), plan.heads_exchange(h_k, h_q)
     first, n = queries.heads[plan.heads_transport().rank]
     layout = plan.layout(operands[0].device, "sbhd")
-    both = keys(torch.cat(rows[1:], dim=-1), KEYS)
-    if plan.ranks.parts > 1:
-        both = plan.keys_exchange()(both, KEYS)
-    q = _user_order(queries(rows[0], QUERIES), layout)
-    k, v = _from_rows(both, layout, operands[1].shape[-1])
+    (both,) = keys(KEYS, torch.cat(rows[1:], dim=-1))
+    (q,) = queries(QUERIES, rows[0])
+    d = operands[1].shape[-1]
+    q, k, v = (_user_order(x, layout) for x in (q, *_needed(plan, both[..., :d], both[..., d:])))
     sink = options.sink if options.sink is None else options.sink[first : first + n]
     own = options._replace(score_mod=_of_heads(options.score_mod, q, first), sink=sink)
     call = _bound(q, k, v, layout, own)
     if call.mask is not None and "h" in call.mask.indices:
         raise Unsupported(_by_head_refusal(f"the mask {call.mask!r} depends on the head"))
     out, lse, max_scores = _run(plan, call, own)
-    out = _user_order(queries.adjoint(_to_rows(layout, out), RESULT), given)
+    (out,) = queries.adjoint(RESULT, _to_rows(layout, out))
+    out = _user_order(out, given)
 
     def rows_of_all_heads(x: Tensor | None, asked: bool) -> Tensor | None:
         if x is None or not asked:
             return None
-        x = queries.adjoint(layout.canonical_lse(x).permute(2, 1, 0).contiguous(), RESULT)
+        (x,) = queries.adjoint(RESULT, layout.canonical_lse(x).permute(2, 1, 0).contiguous())
         return given.ordered_lse(x.permute(2, 1, 0))
 
     lse = rows_of_all_heads(lse, options.return_lse)
@@ -134,11 +134,6 @@ def _to_rows(layout: Layout, x: Tensor) -> Tensor:
 
 def _user_order(x: Tensor, layout: Layout) -> Tensor:
     return layout.ordered(x.permute(2, 1, 0, 3))
-
-
-def _from_rows(both: Tensor, layout: Layout, d: int) -> tuple[Tensor, Tensor]:
-    """Keys and values."""
-    return _user_order(both[..., :d], layout), _user_order(both[..., d:], layout)
 
 
 def _of_heads(score_mod: Any, q: Tensor, first: int) -> Any:

@@ -228,8 +228,9 @@ class ContextPlan:
             )
         within, across = kept[key]
         if ranks.heads > 1:
-            x = within(x, stage)
-        return across(x, stage)
+            (x,) = within(stage, x)
+        (x,) = across(stage, x)
+        return x
 
     def _transport(self, key: str, group: str, rank: int, size: int) -> Transport:
         arguments = group, rank, size, self.fingerprint, self.timeout, self.debug

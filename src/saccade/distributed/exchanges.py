@@ -22,43 +22,43 @@ class Exchange(ABC):
         _exchanges[self.name] = self
 
     @abstractmethod
-    def forward(self, x: Tensor, stage: str) -> Tensor: ...
+    def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]: ...
 
     @abstractmethod
-    def backward(self, dy: Tensor, stage: str) -> Tensor: ...
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]: ...
 
     @abstractmethod
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
         """That of the result of a tensor of this shape."""
 
-    def __call__(self, x: Tensor, stage: str) -> Tensor:
-        return torch.ops.saccade_distributed.exchange(x, self.name, stage)
+    def __call__(self, stage: str, *xs: Tensor) -> list[Tensor]:
+        return torch.ops.saccade_distributed.exchange(xs, self.name, stage)
 
-    def adjoint(self, dy: Tensor, stage: str) -> Tensor:
-        return torch.ops.saccade_distributed.exchange_back(dy, self.name, stage)
+    def adjoint(self, stage: str, *dys: Tensor) -> list[Tensor]:
+        return torch.ops.saccade_distributed.exchange_back(dys, self.name, stage)
 
 
 _exchanges: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
 
 library = torch.library.Library("saccade_distributed", "DEF")
-library.define("exchange(Tensor x, str exchange, str stage) -> Tensor")
-library.define("exchange_back(Tensor dy, str exchange, str stage) -> Tensor")
+library.define("exchange(Tensor[] xs, str exchange, str stage) -> Tensor[]")
+library.define("exchange_back(Tensor[] dys, str exchange, str stage) -> Tensor[]")
 
 
-def _forward(x: Tensor, exchange: str, stage: str) -> Tensor:
-    return _exchanges[exchange].forward(x, stage)
+def _forward(xs: list[Tensor], exchange: str, stage: str) -> list[Tensor]:
+    return _exchanges[exchange].forward(xs, stage)
 
 
-def _backward(dy: Tensor, exchange: str, stage: str) -> Tensor:
-    return _exchanges[exchange].backward(dy, stage)
+def _backward(dys: list[Tensor], exchange: str, stage: str) -> list[Tensor]:
+    return _exchanges[exchange].backward(dys, stage)
 
 
-def _fake_forward(x: Tensor, exchange: str, stage: str) -> Tensor:
-    return x.new_empty(_exchanges[exchange].shape(tuple(x.shape), False))
+def _fake_forward(xs: list[Tensor], exchange: str, stage: str) -> list[Tensor]:
+    return [x.new_empty(_exchanges[exchange].shape(tuple(x.shape), False)) for x in xs]
 
 
-def _fake_backward(dy: Tensor, exchange: str, stage: str) -> Tensor:
-    return dy.new_empty(_exchanges[exchange].shape(tuple(dy.shape), True))
+def _fake_backward(dys: list[Tensor], exchange: str, stage: str) -> list[Tensor]:
+    return [dy.new_empty(_exchanges[exchange].shape(tuple(dy.shape), True)) for dy in dys]
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -66,12 +66,12 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.exchange = _exchanges[name]  # which lives as long as the graph
 
 
-def _forward_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return ctx.exchange.adjoint(dy, _back(ctx.stage)), None, None
+def _forward_gradient(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
+    return ctx.exchange.adjoint(_back(ctx.stage), *dys), None, None
 
 
-def _backward_gradient(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
-    return ctx.exchange(dx, _back(ctx.stage)), None, None
+def _backward_gradient(ctx: Any, dxs: list[Tensor]) -> tuple[Any, ...]:
+    return ctx.exchange(_back(ctx.stage), *dxs), None, None
 
 
 def _back(stage: str) -> str:

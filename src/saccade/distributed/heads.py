@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.distributed.exchanges import Exchange
+from saccade.distributed.rows import sums_dtype
 from saccade.distributed.transport import Transport
 
 
@@ -43,26 +44,27 @@ class HeadExchange(Exchange):
         self.heads = [heads_of(i, transport.size, h, h_q) for i in range(transport.size)]
         self.own = self.heads[transport.rank][1]
 
-    def forward(self, x: Tensor, stage: str) -> Tensor:
+    def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
+        (x,) = xs
         rest = x.shape[2:]
         sent = torch.cat([x[:, first : first + n].flatten() for first, n in self.heads])
         each = self.own * rest.numel()
         received = self.transport.all_to_all(
             sent, [n * each for n in self.rows], [len(x) * n * rest.numel() for _, n in self.heads], stage
         )
-        return received.view(sum(self.rows), self.own, *rest)
+        return [received.view(sum(self.rows), self.own, *rest)]
 
-    def backward(self, dy: Tensor, stage: str) -> Tensor:
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
+        (dy,) = dys
         rest, rows = dy.shape[2:], self.rows[self.transport.rank]
         each = self.own * rest.numel()
         counts = [rows * n * rest.numel() for _, n in self.heads]
         received = self.transport.all_to_all(dy.flatten(), counts, [n * each for n in self.rows], stage)
-        wide = dy.dtype if dy.dtype in (torch.float32, torch.float64) else torch.float32
         shared = sum(n for _, n in self.heads) > self.h
-        dx = torch.zeros(rows, self.h, *rest, dtype=wide if shared else dy.dtype, device=dy.device)
+        dx = torch.zeros(rows, self.h, *rest, dtype=sums_dtype(dy.dtype) if shared else dy.dtype, device=dy.device)
         for (first, n), part in zip(self.heads, received.split(counts), strict=True):
             dx[:, first : first + n] += part.view(rows, n, *rest)
-        return dx.to(dy.dtype)
+        return [dx.to(dy.dtype)]
 
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
         if backward:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -11,38 +12,73 @@ from torch import Tensor
 
 
 class PeerMemory:
-    """A buffer of as many bytes on each rank. Copies out of a peer's run on copy engines, beside kernels."""
+    """A buffer of as many bytes on each rank, twice. Copies out of a peer's run on copy engines, beside kernels.
+
+    Exchanges take turns at the two halves: a rank that has passed the barrier of one exchange knows that all have
+    copied what the one before wrote, whose half the next one writes. So an exchange has one barrier. Those in a CUDA
+    graph, which may be replayed after any other, begin and end with one more.
+    """
 
     def __init__(self, size: int, group: Any, device: torch.device) -> None:
         symmetric: Any = import_module("torch.distributed._symmetric_memory")
         self.size, self.device = size, device
-        self.local: Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self.local: Tensor = symmetric.empty(2 * size, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self.local, group)
         ranks, own = group.size(), group.rank()
         self._buffers = [
-            self.local if i == own else self._handle.get_buffer(i, (size,), torch.uint8) for i in range(ranks)
+            self.local if i == own else self._handle.get_buffer(i, (2 * size,), torch.uint8) for i in range(ranks)
         ]
+        self._half = 0
         self._last: Any = None
+        self._patience = group_seconds(group, device)
+        with torch.cuda.device(device):
+            self._copies = torch.cuda.Stream(device)
 
-    def rows(self, rank: int, like: Tensor, n: int) -> Tensor:
-        """The first n rows of what a rank has written, in the form of another tensor's rows."""
-        size = n * row_bytes(like)
-        return self._buffers[rank][:size].view(like.dtype).view(n, *like.shape[1:])
+    def rows(self, rank: int, start: int, like: Tensor, n: int) -> Tensor:
+        """n rows in the form of another tensor's, from the byte `start` on, of what a rank writes in this exchange."""
+        start += self._half * self.size
+        return self._buffers[rank][start : start + n * row_bytes(like)].view(like.dtype).view(n, *like.shape[1:])
 
-    def begin(self) -> None:
+    def begin(self, seconds: float | None = None) -> None:
         """After what was done before with this memory, on whichever stream."""
-        if self._last is not None and not torch.cuda.is_current_stream_capturing():
+        self._half ^= 1
+        if torch.cuda.is_current_stream_capturing():
+            self.barrier(seconds)
+        elif self._last is not None:
             torch.cuda.current_stream(self.device).wait_event(self._last)
 
-    def barrier(self) -> None:
-        """Of all ranks' devices, on the current streams."""
-        self._handle.barrier(channel=0)
+    def barrier(self, seconds: float | None = None) -> None:
+        """Of all ranks' devices, on the current streams. A device that waits longer stops, with words of its rank."""
+        self._handle.barrier(channel=0, timeout_ms=max(1, int(1000 * (seconds or self._patience))))
 
-    def end(self) -> None:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """On a stream of their own, after what is before and before what is after."""
+        main = torch.cuda.current_stream(self.device)
+        self._copies.wait_stream(main)
+        self._main = main
+        with torch.cuda.stream(self._copies):
+            yield
+        main.wait_stream(self._copies)
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """On the stream that is before and after."""
+        return torch.cuda.stream(self._main)
+
+    def end(self, seconds: float | None = None) -> None:
         """After it, ranks may write again."""
-        self.barrier()
-        if not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            self.barrier(seconds)
+        else:
             self._last = torch.cuda.current_stream(self.device).record_event()
+
+
+def group_seconds(group: Any, device: torch.device) -> float:
+    """A group's own timeout."""
+    try:
+        return group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return 600.0
 
 
 def row_bytes(x: Tensor) -> int:
@@ -63,6 +99,11 @@ def memory_of(group: Any, size: int, device: torch.device) -> PeerMemory:
     """The group's memory, of at least so many bytes. It grows by a collective: size is equal on all ranks."""
     found = _memories.get(group.group_name)
     if found is None or found[0] is not group or found[1].size < size:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"memory of {size} bytes for exchanges is made by a call before a CUDA graph captures one: run the "
+                "forward and backward once first"
+            )
         memory = opened(max(1 << 20, 1 << (size - 1).bit_length()), group, device)
         _memories[group.group_name] = found = group, memory
     return found[1]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,52 +16,116 @@ from saccade.distributed.pieces import Piece
 from saccade.distributed.rows import RowExchange, Segment
 from saccade.distributed.transport import Transport
 
+Range = tuple[int, int]
+"""The first row, and how many."""
+
 
 class PulledRows(RowExchange):
-    """A RowExchange over symmetric memory. Each rank writes what it has, all wait, and each copies what it needs; back,
-    each writes the gradients of what it needed, and owners add up theirs in the order of ranks."""
+    """A RowExchange over symmetric memory. Each rank writes the rows that others need, all wait, and each copies what
+    it needs; back, each writes the gradients of what it had from others, and owners add up theirs in the order of
+    ranks."""
 
     def __init__(self, owned: Sequence[list[Piece]], needed: Sequence[list[Piece]], transport: Transport) -> None:
         super().__init__(owned, needed, transport)
         rank = transport.rank
         self.most = max(sum(piece.rows for piece in pieces) for pieces in (*owned, *needed))
-        order = [(rank + i) % transport.size for i in range(transport.size)]  # peers begin at different ones
-        self.pulled = [(i, joined(self.received[i])) for i in order]
-        self.returned = [joined(part) for part in self.sent]
+        self.kept = joined(self.own)
+        # Peers begin at different ones.
+        turns = [(rank + i) % transport.size for i in range(1, transport.size)]
+        self.pulled = [(i, joined(self.received[i])) for i in turns]
+        self.lent = united((s.source, s.rows) for i in turns for s in self.sent[i])
+        self.borrowed = united((s.target, s.rows) for i in turns for s in self.received[i])
+        self.returned = [(i, joined(self.sent[i])) for i in turns]
+        # Where the rows that rank i returns are among all that are returned.
+        self.first = [0, *accumulate(self.sent_rows)]
+        self._tables: dict[torch.device, Tensor] = {}
 
-    def forward(self, x: Tensor, stage: str) -> Tensor:
-        x = x.contiguous()
-        memory = self._memory(x, stage)
-        memory.begin()
-        memory.rows(self.transport.rank, x, self.rows).copy_(x)
-        y = x.new_empty(self.needed, *x.shape[1:])
-        memory.barrier()
-        for i, segments in self.pulled:
-            theirs = x if i == self.transport.rank else memory.rows(i, x, self.most)
+    def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
+        ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
+        with self._written(xs, self.lent, stage) as regions:
+            for i, segments in self.pulled:
+                for source, target, n in segments:
+                    for y, theirs in zip(ys, regions(i), strict=True):
+                        y[target : target + n].copy_(theirs[source : source + n])
+            with regions.apart():
+                for source, target, n in self.kept:
+                    for x, y in zip(xs, ys, strict=True):
+                        y[target : target + n].copy_(x[source : source + n])
+        return ys
+
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
+        dys = [dy.contiguous() for dy in dys]
+        returned = [dy.new_empty(self.first[-1], *dy.shape[1:]) for dy in dys]
+        with self._written(dys, self.borrowed, stage) as regions:
+            for i, segments in self.returned:
+                at = self.first[i]
+                for _, target, n in segments:
+                    for part, theirs in zip(returned, regions(i), strict=True):
+                        part[at : at + n].copy_(theirs[target : target + n])
+                    at += n
+        return [self._added(*pair) for pair in zip(dys, returned, strict=True)]
+
+    @contextmanager
+    def _written(self, xs: list[Tensor], ranges: list[Range], stage: str) -> Iterator[Regions]:
+        """After all ranks have written these rows. What is copied inside runs beside what is done `apart`."""
+        group = self.transport.begin(xs, stage)
+        try:
+            memory = memory_of(group, sum(map(self._size, xs)), xs[0].device)
+            memory.begin(self.transport.timeout)
+            regions = Regions(self, memory, xs)
+            for start, n in ranges:
+                for mine, x in zip(regions(self.transport.rank), xs, strict=True):
+                    mine[start : start + n].copy_(x[start : start + n])
+            memory.barrier(self.transport.timeout)
+            with memory.beside():
+                yield regions
+            memory.end(self.transport.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(self.transport.told(stage, xs, error)) from error
+
+    def _size(self, x: Tensor) -> int:
+        """Bytes of a region for rows like these, which is aligned."""
+        return -(-self.most * row_bytes(x) // 256) * 256
+
+    def _added(self, dy: Tensor, returned: Tensor) -> Tensor:
+        if dy.device.type == "cuda":
+            sums: Any = import_module("saccade.backends.triton.rank_sums")
+            return sums.rank_sums(dy, returned, self._table(dy.device), self.transport.rank)
+        parts, places = [], []
+        for i, segments in enumerate(self.sent):
+            at = self.first[i]
             for source, target, n in segments:
-                y[target : target + n].copy_(theirs[source : source + n])
-        memory.end()
-        return y
+                places.append((len(parts), slice(source, source + n)))
+                parts.append(dy[target : target + n] if i == self.transport.rank else returned[at : at + n])
+                at += n
+        return self.summed(parts or [dy[:0]], places)
 
-    def backward(self, dy: Tensor, stage: str) -> Tensor:
-        dy = dy.contiguous()
-        memory = self._memory(dy, stage)
-        memory.begin()
-        memory.rows(self.transport.rank, dy, self.needed).copy_(dy)
-        wide = dy.dtype if dy.dtype in (torch.float32, torch.float64) else torch.float32
-        dx = torch.zeros(self.rows, *dy.shape[1:], dtype=wide, device=dy.device)
-        memory.barrier()
-        for i, segments in enumerate(self.returned):
-            theirs = dy if i == self.transport.rank else memory.rows(i, dy, self.most)
-            for source, target, n in segments:
-                part = theirs[target : target + n]
-                # By a copy engine first: a kernel that reads a peer's memory is slower than both.
-                dx[source : source + n] += part if i == self.transport.rank else part.clone()
-        memory.end()
-        return dx.to(dy.dtype)
+    def _table(self, device: torch.device) -> Tensor:
+        """(ranks, own rows) int32: for each rank the row of dy, if it is this one, or of what is returned, that is part
+        of an own row's sum; -1 for none."""
+        if device not in self._tables:
+            table = torch.full((self.transport.size, self.rows), -1, dtype=torch.int32)
+            for i, segments in enumerate(self.sent):
+                at = self.first[i]
+                for source, target, n in segments:
+                    first = target if i == self.transport.rank else at
+                    table[i, source : source + n] = torch.arange(first, first + n)
+                    at += n
+            self._tables[device] = table.to(device)
+        return self._tables[device]
 
-    def _memory(self, x: Tensor, stage: str) -> PeerMemory:
-        return memory_of(self.transport.begin(x, stage), self.most * row_bytes(x), x.device)
+
+class Regions:
+    """Where a rank's rows of each tensor are in its memory."""
+
+    def __init__(self, rows: PulledRows, memory: PeerMemory, xs: list[Tensor]) -> None:
+        self.rows, self.memory, self.xs = rows, memory, xs
+        self.starts = [0, *accumulate(rows._size(x) for x in xs)]
+        self.apart = memory.apart
+
+    def __call__(self, rank: int) -> list[Tensor]:
+        of = zip(self.starts, self.xs, strict=False)
+        return [self.memory.rows(rank, start, x, self.rows.most) for start, x in of]
 
 
 def joined(segments: list[Segment]) -> list[Segment]:
@@ -73,4 +141,20 @@ def joined(segments: list[Segment]) -> list[Segment]:
             whole[-1] = last._replace(rows=last.rows + segment.rows)
         else:
             whole.append(segment)
+    return whole
+
+
+def united(ranges: Iterable[Range]) -> list[Range]:
+    """The rows that are in some of the ranges.
+
+    >>> united([(4, 2), (0, 3), (2, 2), (9, 1)])
+    [(0, 6), (9, 1)]
+    """
+    whole: list[Range] = []
+    for start, n in sorted(ranges):
+        if whole and start <= sum(whole[-1]):
+            first = whole[-1][0]
+            whole[-1] = first, max(sum(whole[-1]), start + n) - first
+        else:
+            whole.append((start, n))
     return whole

@@ -72,37 +72,60 @@ class RowExchange(Exchange):
             )
         return self._indices[device]
 
-    def forward(self, x: Tensor, stage: str) -> Tensor:
-        sources, targets = self.indices(x.device)
-        rank, size = self.transport.rank, self.transport.size
-        y = x.new_empty(self.needed, *x.shape[1:])
-        y[targets[rank]] = x[sources[rank]]
-        if size == 1:
-            return y
-        others = [i for i in range(size) if i != rank]
-        sent = x[torch.cat([sources[i] for i in others])]
-        received = self.transport.all_to_all(sent, self.received_rows, self.sent_rows, stage)
-        y[torch.cat([targets[i] for i in others])] = received
-        return y
+    def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
+        sources, targets = self.indices(xs[0].device)
+        rank, others = self.transport.rank, self.others
+        ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
+        for x, y in zip(xs, ys, strict=True):
+            y[targets[rank]] = x[sources[rank]]
+        if others:
+            sent = side_by_side(xs, torch.cat([sources[i] for i in others]))
+            received = self.transport.all_to_all(sent, self.received_rows, self.sent_rows, stage, xs)
+            target = torch.cat([targets[i] for i in others])
+            for y, part in zip(ys, apart(received, ys), strict=True):
+                y[target] = part
+        return ys
 
-    def backward(self, dy: Tensor, stage: str) -> Tensor:
-        sources, targets = self.indices(dy.device)
-        rank, size = self.transport.rank, self.transport.size
-        wide = dy.dtype if dy.dtype in (torch.float32, torch.float64) else torch.float32
-        others = [i for i in range(size) if i != rank]
-        parts = [dy[targets[rank]]]
-        if size > 1:
-            sent = dy[torch.cat([targets[i] for i in others])]
-            received = self.transport.all_to_all(sent, self.sent_rows, self.received_rows, stage)
-            parts = list(received.split(self.sent_rows))
-            parts[rank] = dy[targets[rank]]
-        dx = torch.zeros(self.rows, *dy.shape[1:], dtype=wide, device=dy.device)
-        for source, part in zip(sources, parts, strict=True):
-            dx[source] += part  # a rank has a row once
-        return dx.to(dy.dtype)
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
+        sources, targets = self.indices(dys[0].device)
+        rank, others = self.transport.rank, self.others
+        parts = [[dy[target] if i == rank else dy[:0] for i, target in enumerate(targets)] for dy in dys]
+        if others:
+            sent = side_by_side(dys, torch.cat([targets[i] for i in others]))
+            received = self.transport.all_to_all(sent, self.sent_rows, self.received_rows, stage, dys)
+            for mine, theirs in zip(parts, apart(received, dys), strict=True):
+                mine[:] = [mine[i] if i == rank else part for i, part in enumerate(theirs.split(self.sent_rows))]
+        return [self.summed(mine, [*enumerate(sources)]) for mine in parts]
+
+    @property
+    def others(self) -> list[int]:
+        return [i for i in range(self.transport.size) if i != self.transport.rank]
+
+    def summed(self, parts: list[Tensor], places: list[tuple[int, Any]]) -> Tensor:
+        """Own rows, each the sum of the ranks' parts in their order: `parts[i]` goes to the rows `place`."""
+        like = parts[0]
+        dx = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype), device=like.device)
+        for i, place in places:
+            dx[place] += parts[i]  # a rank has a row once
+        return dx.to(like.dtype)
 
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
         return (self.rows if backward else self.needed, *given[1:])
+
+
+def side_by_side(xs: list[Tensor], rows: Tensor) -> Tensor:
+    """These rows of all tensors, flat, as rows of one."""
+    return torch.cat([x[rows].reshape(len(rows), x.shape[1:].numel()) for x in xs], 1)
+
+
+def apart(both: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The rows of each tensor, in the form of its own."""
+    widths = [x.shape[1:].numel() for x in like]
+    return [x.view(len(both), *y.shape[1:]) for x, y in zip(both.split(widths, 1), like, strict=True)]
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def numbers(parts: list[tuple[int, int]], device: torch.device | str) -> Tensor:
