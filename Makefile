@@ -5,10 +5,14 @@ DEMO_ARGS ?=
 # The Tritons of the oldest PyTorch that pyproject.toml admits and of the newest there is.
 OLDEST := 3.6.0
 NEWEST := 3.9.0
+# The oldest PyTorch that pyproject.toml admits, and the newest that was tried.
+OLDEST_TORCH := 2.11
+NEWEST_TORCH := 2.13
+TORCH_INDEX ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-transformers test-all gate lint types format docs clean
+.PHONY: help install demo test test-transformers test-all gate lint types format docs dist release-check release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 26
@@ -62,6 +66,22 @@ format: .venv/dev.stamp  ## put the code into the form that `make lint` asks for
 
 docs: .venv/docs.stamp  ## the site, into site/
 	$(BIN)/mkdocs build
+
+dist: .venv/dev.stamp  ## wheel and sdist, into dist/
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+
+# The wheel in environments of its own, which bring gigabytes: TORCH_INDEX=https://download.pytorch.org/whl/cpu has less.
+release-check: dist  ## wheel and sdist, and the wheel on the oldest and on the newest PyTorch
+	for torch in $(OLDEST_TORCH) $(NEWEST_TORCH); do \
+	  rm -rf .venv/torch && $(PYTHON) -m venv .venv/torch && \
+	  .venv/torch/bin/pip install "torch==$$torch.*" "$$(echo dist/*.whl)[cli]" \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) && \
+	  (cd .venv/torch && bin/saccade doctor && bin/python -m saccade.testing.selfcheck) || exit 1; \
+	done; rm -rf .venv/torch
+
+release: release-check  ## everything of a release but the upload
+	$(BIN)/python release.py
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .hypothesis .pytest_cache .ruff_cache dist site train_bytes.png

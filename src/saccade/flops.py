@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from saccade.flat_call import FlatCall
+
+
+def register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for formula in (forward, forward_out, backward):
+        operator = getattr(torch.ops.saccade, formula.__name__)
+        register_flop_formula(operator, get_raw=True)(formula)  # pyright: ignore[reportArgumentType]
 
 
 def forward(*args: Any, **_: Any) -> int:

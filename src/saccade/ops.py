@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from saccade import aliasing, autograd, batching, dispatch, flops, shared_pages
+from saccade.after_import import after_import
 from saccade.autograd import forward_mode, needs_gradient, refuse_gradients
 from saccade.backends import Outputs, Saved
 from saccade.call import BoundCall
@@ -217,15 +217,15 @@ def _fake_backward(
 
 
 _OPERATORS: tuple[tuple[Any, ...], ...] = (
-    ("forward", _forward, autograd.forward, _fake_forward, batching.forward, flops.forward),
-    ("forward_out", _forward_out, autograd.forward_out, _fake_forward_out, batching.forward_out, flops.forward_out),
-    ("backward", _backward, autograd.backward, _fake_backward, batching.backward, flops.backward),
+    ("forward", _forward, autograd.forward, _fake_forward, batching.forward),
+    ("forward_out", _forward_out, autograd.forward_out, _fake_forward_out, batching.forward_out),
+    ("backward", _backward, autograd.backward, _fake_backward, batching.backward),
 )
-for _name, _kernel, _derivative, _fake, _batched, _flops in _OPERATORS:
+for _name, _kernel, _derivative, _fake, _batched in _OPERATORS:
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     library.impl(_name, _derivative, "Autograd")
     torch.library.register_fake(f"saccade::{_name}", _fake, lib=library)
     torch.library.register_vmap(f"saccade::{_name}", _batched, lib=library)
-    register_flop_formula(getattr(torch.ops.saccade, _name), get_raw=True)(_flops)  # pyright: ignore[reportArgumentType]
+after_import("torch.utils.flop_counter", flops.register)  # which imports triton
 if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
     library.impl("backward", batching.batched_backward, "Batched")
