@@ -199,11 +199,12 @@ def _of_all(largest, maxima, at, shape):
     missing = 1
     polls = 0
     top = 0
-    while (missing > 0) & (polls < shape.POLLS):
-        found = tl.load(maxima + i, mask=i < members, other=1, volatile=True)
-        missing = tl.max((found == 0).to(tl.int32), 0)
-        top = tl.max(found, 0)
-        polls += 1
+    if shape.POLLS > 0:  # Triton 3.6 fails at a loop of no turns
+        while (missing > 0) & (polls < shape.POLLS):
+            found = tl.load(maxima + i, mask=i < members, other=1, volatile=True)
+            missing = tl.max((found == 0).to(tl.int32), 0)
+            top = tl.max(found, 0)
+            polls += 1
     return tl.maximum(top - 1, 0).to(tl.float32, bitcast=True), missing
 
 
