@@ -103,6 +103,31 @@ def test_both_on_a_mesh(pool, case, mesh):
     assert max(differences(pool, case, 8, mesh=mesh).values()) <= EQUAL
 
 
+PADDED = [
+    packed("documents", mask="causal", sink=True, score="alibi", h_q=8, dropout_p=0.2),
+    packed("short", lengths=(1, 0, 1), mask="window(9,0)", h_q=8),
+    dense("dense", mask="causal", sink=True, h_q=8),
+    dense("dense-sbhd", "sbhd", h_q=8, dropout_p=0.2),
+]
+PADDINGS = [
+    (4, {"method": "gather", "rows": "equal"}),
+    (3, {"method": "gather", "rows": 90}),
+    (4, {"method": "ulysses", "rows": 87}),
+    (8, {"mesh": (4, 2), "rows": "equal"}),
+]
+
+
+@pytest.mark.parametrize("case", PADDED, ids=str)
+@pytest.mark.parametrize(("ranks", "settings"), PADDINGS, ids=str)
+def test_rows_of_padding_change_nothing(pool, case, ranks, settings):
+    """They hold NaN; their results and gradients are zero, and their LSE is -inf."""
+    assert max(differences(pool, case, ranks, **settings).values()) <= EQUAL
+
+
+def test_padding_on_one_rank(pool):
+    assert max(differences(pool, packed("", mask="causal"), 1, rows=230).values()) <= EQUAL
+
+
 def test_reference_backend(pool):
     case = packed("", mask="causal", score="alibi", dropout_p=0.3)
     assert max(differences(pool, case, 3, method="gather", backend="reference").values()) <= EQUAL
@@ -120,16 +145,16 @@ def test_other_dtypes(pool, dtype, settings):
 # What ranks do beside it
 
 
-def rows_and_labels(group, lengths, mesh):
+def rows_and_labels(group, lengths, mesh, rows):
     """What `shard`, `unshard` and `roll` say on one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from saccade import causal
     from saccade.distributed import plan
 
-    made = plan(lengths, group if mesh is None else init_device_mesh("cpu", mesh), mask=causal())
+    made = plan(lengths, group if mesh is None else init_device_mesh("cpu", mesh), mask=causal(), rows=rows)
     x = torch.arange(sum(lengths))
-    mine = made.shard(x)
+    mine = made.shard(x, fill=-1)
     wide = torch.stack([mine, mine], dim=0).double().requires_grad_()
     whole = made.unshard(wide, dim=1)
     (gradient,) = torch.autograd.grad(whole.sum() * 2, wide)
@@ -137,19 +162,29 @@ def rows_and_labels(group, lengths, mesh):
     return mine, whole.detach(), gradient, rolled, made.position_ids, made.document_ids
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(1, None), (3, None), (8, None), (8, (4, 2)), (8, (1, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "rows"),
+    [(1, None, "balanced"), (3, None, "equal"), (8, None, 33), (8, (4, 2), "balanced"), (8, (1, 8), 40)],
+    ids=str,
+)
 @pytest.mark.parametrize("lengths", [list(DOCUMENTS), [3, 1], [0]], ids=["documents", "few", "none"])
-def test_rows_and_labels(pool, ranks, mesh, lengths):
-    found = pool.run((HERE, "rows_and_labels"), ranks, lengths, mesh)
+def test_rows_and_labels(pool, ranks, mesh, rows, lengths):
+    found = pool.run((HERE, "rows_and_labels"), ranks, lengths, mesh, rows)
     x, documents = torch.arange(sum(lengths)), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     positions = x - starts[documents]
-    assert sorted(torch.cat([mine for mine, *_ in found]).tolist()) == x.tolist()
+    assert sorted(i for mine, *_ in found for i in mine.tolist() if i >= 0) == x.tolist()
     for mine, whole, gradient, rolled, position_ids, document_ids in found:
         assert torch.equal(whole, torch.stack([x, x]).double())
-        assert torch.equal(gradient, torch.full((2, len(mine)), 2.0 * ranks, dtype=torch.float64))
-        assert torch.equal(position_ids, positions[mine])
-        assert torch.equal(document_ids, documents[mine])
+        assert torch.equal(gradient, (mine >= 0).expand(2, -1) * (2.0 * ranks))
+        if rows != "balanced":
+            assert len(mine) == (-(-len(x) // ranks) if rows == "equal" else rows)
+        n = int((mine >= 0).sum())
+        for padding, value in ((mine, -1), (position_ids, 0), (document_ids, -1), *((y, -100) for y in rolled)):
+            assert torch.equal(padding[n:], torch.full_like(padding[n:], value))
+        mine, rolled = mine[:n], [labels[:n] for labels in rolled]
+        assert torch.equal(position_ids[:n], positions[mine])
+        assert torch.equal(document_ids[:n], documents[mine])
         for shift, labels in zip((-1, 0, 2, -9), rolled, strict=True):
             source = positions[mine] - shift
             exists = (source >= 0) & (source < torch.tensor(lengths)[documents[mine]])

@@ -14,6 +14,7 @@ from saccade import Dense, Packed, causal, documents, mask_mod, prefix, window
 from saccade.distributed import Piece, plan
 from saccade.distributed.balance import balanced
 from saccade.distributed.pieces import Reach, reach_of, spans
+from saccade.distributed.sharding import Sharding
 
 REACHES = st.tuples(*[st.one_of(st.none(), st.integers(0, 300))] * 2).map(lambda bounds: Reach(*bounds))
 LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 700)), max_size=12).map(tuple)
@@ -74,6 +75,31 @@ def test_scores_are_balanced(ranks, mask, seed):
     assert max(cut) <= 8  # two documents, of which either is what others left: two pieces at each of its ends
 
 
+@st.composite
+def full_ranks(draw):
+    """Lengths of any distribution that are 8192 rows for each rank, and the number of ranks."""
+    ranks = draw(st.integers(2, 12))
+    parts = draw(st.lists(st.one_of(st.integers(1, 9), st.integers(1, 400), st.integers(1, 20000)), min_size=1))
+    lengths = [max(1, n * 8192 * ranks // sum(parts)) for n in parts]
+    return (*lengths, max(0, 8192 * ranks - sum(lengths))), ranks
+
+
+@given(full_ranks(), st.sampled_from([Reach(None, 0), Reach(None, None), Reach(300, 0), Reach(5000, 40)]))
+def test_any_lengths_are_balanced_and_few_are_cut(given, reach):
+    """Scores to 2 %, rows to one; a rank adds at most two cuts of documents to those of the ranks before it."""
+    lengths, ranks = given
+    sharding = Sharding(lengths, ranks, 1, reach)
+    assert max(sharding.areas) * ranks <= 1.02 * sum(sharding.areas)
+    assert max(sharding.rows) - min(sharding.rows) <= 1
+    owners = [{piece.document for piece in pieces} for pieces in sharding.by_rank]
+    cuts = sum(map(len, owners)) - sum(1 for n in lengths if n)
+    long = sum(1 for n in lengths if n > sum(lengths) // (2 * ranks))  # which may have up to three parts of their own
+    assert cuts <= 2 * ranks + 2 * long
+    for mine, pulled in zip(owners, sharding.pulled, strict=True):
+        shared = [i for i in mine if sum(i in others for others in owners) > 1]
+        assert pulled <= sum(lengths[i] for i in shared)
+
+
 def test_one_document_is_taken_from_both_ends():
     found = plan([80], 4, mask=causal()).sharding
     assert found.areas == [820] * 4 or max(found.areas) - min(found.areas) < 80
@@ -105,16 +131,51 @@ def test_same_arguments_same_plan():
     assert plan(lengths, 8).fingerprint != made.fingerprint
 
 
+def test_a_plan_is_of_values():
+    """Not of objects, which may change, nor of numbers that are merely equal."""
+    lengths, offsets = [5, 1, 9], torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+    made = plan(lengths, 2)
+    lengths[1] = 4
+    assert plan(lengths, 2).lengths == (5, 4, 9)
+    assert plan([5, 1, 9], 2) is made
+    assert plan(offsets, 2) is made
+    offsets[1:].add_(3)
+    assert plan(offsets, 2).lengths == (8, 1, 9)
+    assert plan(offsets[:3], 2).lengths == (8, 1)
+    assert plan(torch.stack([offsets, offsets], 1)[:, 0], 2).lengths == (8, 1, 9)
+    assert plan((5, 9), 2).batch == 5
+    for wrong in ([5, True, 9], [5, 1.0, 9], [5, torch.tensor(1), 9]):
+        with pytest.raises(TypeError, match="a length must be an integer"):
+            plan(wrong, 2)
+    numpy = pytest.importorskip("numpy")
+    assert plan(list(numpy.array([5, 1, 9])), 2) is made
+
+
+def test_padding():
+    made = plan([5, 2], 3, rank=1, rows="equal", mask=causal())
+    assert (made.rows, made.used_rows, made.padding) == (3, 2, 1)
+    assert made.shard(torch.arange(7), fill=-1)[-1] == -1
+    assert made.position_ids[-1] == 0
+    assert made.document_ids[-1] == -1
+    assert [plan([5, 2], 3, rank=i, rows="equal").rows for i in range(3)] == [3, 3, 3]
+    assert plan([6, 3], 3, rows="equal").padding == 0
+    assert plan([5, 2], 3, rows=8).rows == 8
+
+
 def test_planning_is_quick():
-    """10 ms are wanted of a processor that has nothing else to do; this one may have."""
-    times = []
+    """Of 1,000 documents over 8 ranks 10 ms, and 10 us again, are wanted of a processor that has nothing else to do;
+    this one may have."""
+    made, again = [], []
     for seed in range(5):
         lengths = [random.Random(seed).randint(1, 3000) for _ in range(1000)]
         start = time.perf_counter()
-        made = plan(lengths, 8, mask=causal())
-        assert made.sharding.keys
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.05
+        plan(lengths, 8, mask=causal()).prepare()
+        made.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        plan(lengths, 8, mask=causal())
+        again.append(time.perf_counter() - start)
+    assert min(made) < 0.03
+    assert min(again) < 100e-6
 
 
 def test_reach_of_masks():
@@ -180,7 +241,14 @@ def test_pictures(tmp_path):
         (([3], 3), {"method": "ulysses", "heads": (4, 2)}, ValueError, "3 ranks divide query heads"),
         (([3], 2), {"heads": (3, 2)}, ValueError, "h_q must be a multiple of h_k"),
         (([3], 2), {"heads": (3, 2, 1)}, TypeError, r"heads must be \(h_q, h_k\) or one number, got 3 numbers"),
-        (([3], 2), {"rows": "equal"}, ValueError, "unknown rows 'equal'; it is one of balanced, pairs"),
+        (
+            ([3], 2),
+            {"rows": "even"},
+            ValueError,
+            "unknown rows 'even'; it is one of balanced, equal, pairs",
+        ),
+        (([3], 2), {"rows": True}, TypeError, "rows must be an integer, got True"),
+        (([3, 8], 2), {"rows": 5}, ValueError, "rows=5 is too few: of 11 rows over 2 ranks one has 6"),
         (([8, 6], 2), {"rows": "pairs"}, ValueError, r"needs lengths that are multiples of 4, got \[8, 6\]"),
         (([8], 2), {"rows": "pairs", "method": "ulysses"}, ValueError, "rows='pairs' goes with method='gather'"),
         (([3], 2), {"head_dim": 0}, ValueError, "head_dim must be an integer from 1 on"),

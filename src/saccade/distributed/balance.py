@@ -31,7 +31,9 @@ class Stretch(NamedTuple):
     def taken(self, start: int, stop: int) -> Iterator[Piece]:
         """The rows from the place `start` inside of it to `stop`."""
         document, first, last = self.piece
-        if self.folded:
+        if stop - start == last - first:
+            yield self.piece
+        elif self.folded:
             yield Piece(document, first + start - start // 2, first + stop - stop // 2)
             yield Piece(document, last - stop // 2, last - start // 2)
         else:
@@ -43,7 +45,16 @@ class Line:
 
     def __init__(self, lengths: tuple[int, ...], reach: Reach, long: int) -> None:
         self.lengths, self.reach = lengths, reach
-        found = [x for i, n in enumerate(lengths) if n for x in _stretches(i, n, reach, long)]
+        found: list[Stretch] = []
+        whole: dict[int, tuple[bool, int]] = {}  # of short documents: the rest of a Stretch, by the length
+        for i, n in enumerate(lengths):
+            if n > long:
+                found += _stretches(i, n, reach, long)
+            elif n:
+                if n not in whole:
+                    (stretch,) = _stretches(i, n, reach, long)
+                    whole[n] = stretch.folded, stretch.area
+                found.append(Stretch(Piece(i, 0, n), *whole[n]))
         self.stretches = sorted(found, key=lambda x: (x.area / x.piece.rows, x.piece))
         self.ends = [0, *accumulate(x.piece.rows for x in self.stretches)]
         self.areas = [0, *accumulate(x.area for x in self.stretches)]

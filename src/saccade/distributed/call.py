@@ -12,7 +12,7 @@ from saccade import arguments, ops, scores
 from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
 from saccade.descale import EIGHT_BITS
-from saccade.distributed.context_plan import ContextPlan
+from saccade.distributed.context_plan import ContextPlan, padded
 from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import reach_of
 from saccade.dropout import Dropout
@@ -61,7 +61,7 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     if plan.ranks.heads > 1:
         return _by_heads(plan, given, (q, k, v), options)
     layout = plan.layout(q.device, given.order)
-    k, v = (_user_order(x, given) for x in _needed(plan, _to_rows(given, k), _to_rows(given, v)))
+    k, v = (_user_order(x, given) for x in _needed(plan, *(_to_rows(given, x)[: plan.used_rows] for x in (k, v))))
     return _run(plan, _bound(q, k, v, layout, options), options)
 
 
@@ -72,7 +72,7 @@ def _needed(plan: ContextPlan, *keys_values: Tensor) -> Sequence[Tensor]:
 
 def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, Tensor], options: Options) -> Results:
     """The call of all rows of this rank's part, and of its share of the heads."""
-    rows = [_to_rows(given, x) for x in operands]
+    rows = [_to_rows(given, x)[: plan.used_rows] for x in operands]
     h_q, h_k = rows[0].shape[1], rows[1].shape[1]
     queries, keys = plan.heads_exchange(h_q, h_q), plan.heads_exchange(h_k, h_q)
     first, n = queries.heads[plan.heads_transport().rank]
@@ -88,12 +88,13 @@ def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, 
         raise Unsupported(_by_head_refusal(f"the mask {call.mask!r} depends on the head"))
     out, lse, max_scores = _run(plan, call, own)
     (out,) = queries.adjoint(RESULT, _to_rows(layout, out))
-    out = _user_order(out, given)
+    out = _user_order(padded(out, plan.padding), given)
 
     def rows_of_all_heads(x: Tensor | None, asked: bool) -> Tensor | None:
         if x is None or not asked:
             return None
         (x,) = queries.adjoint(RESULT, layout.canonical_lse(x).permute(2, 1, 0).contiguous())
+        x = padded(x, plan.padding, -torch.inf)
         return given.ordered_lse(x.permute(2, 1, 0))
 
     lse = rows_of_all_heads(lse, options.return_lse)

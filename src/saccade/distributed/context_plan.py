@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saccade import arguments
@@ -21,6 +22,11 @@ from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.lazily import lazily
+
+
+def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
+    """With so many more rows of one value."""
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows), value=value) if rows else x
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,6 +49,8 @@ class ContextPlan:
     head_dim: int | None = None
     timeout: float | None = None
     debug: bool = False
+    rows_of_each: int | None = None
+    """How many rows every rank has, with padding after those in use; None where there is no padding."""
     _kept: dict[Any, Any] = field(default_factory=dict)
     """Tensors by their device, exchanges by their purpose."""
 
@@ -67,24 +75,39 @@ class ContextPlan:
         return self.sharding.by_rank[self.rank]
 
     @lazily
-    def rows(self) -> int:
-        """How many rows this rank has; of a batch, in each of its rows."""
+    def used_rows(self) -> int:
+        """How many rows this rank has, padding not counted; of a batch, in each of its rows."""
         return sum(piece.rows for piece in self.pieces)
 
     @property
+    def rows(self) -> int:
+        """How many rows the tensors of this rank have: those in use, and then those of padding."""
+        return self.used_rows if self.rows_of_each is None else self.rows_of_each
+
+    @property
+    def padding(self) -> int:
+        """How many of the rows are padding."""
+        return self.rows - self.used_rows
+
+    @property
     def row_indices(self) -> Tensor:
-        """(rows,) int64: the number of each row of this rank among all."""
+        """(used_rows,) int64: the number of each row of this rank among all."""
         return self._tensor("rows", self.ranks.device)
 
     @property
     def position_ids(self) -> Tensor:
-        """(rows,) int64: where each row of this rank stands in its document: for rotary embeddings."""
-        return self._tensor("positions", self.ranks.device)
+        """(rows,) int64: where each row of this rank stands in its document, 0 for padding: for rotary embeddings."""
+        return self.kept("padded positions", lambda: F.pad(self._tensor("positions", self.ranks.device), self._ends))
 
     @property
     def document_ids(self) -> Tensor:
-        """(rows,) int64: the number of each row's document."""
-        return self._tensor("documents", self.ranks.device)
+        """(rows,) int64: the number of each row's document, -1 for padding."""
+        documents = self._tensor("documents", self.ranks.device)
+        return self.kept("padded documents", lambda: F.pad(documents, self._ends, value=-1))
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        return 0, self.padding
 
     def _tensor(self, what: str, device: Any) -> Tensor:
         key = what, str(device)
@@ -100,8 +123,9 @@ class ContextPlan:
             self._kept[key] = found
         return self._kept[key]
 
-    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's rows of a tensor that every rank has whole; its gradient is zero in the other ranks' rows.
+    def shard(self, x: Tensor, dim: int = 0, fill: float = 0) -> Tensor:
+        """This rank's rows of a tensor that every rank has whole, and `fill` in rows of padding; its gradient is zero
+        in the other ranks' rows.
 
         Raises:
             ValueError: a dimension `dim` that does not have all rows.
@@ -111,22 +135,26 @@ class ContextPlan:
         tensor([0, 4, 5, 6])
         """
         self._check_rows(x, dim, sum(self.lengths), "all")
-        return x.index_select(dim, self._tensor("rows", x.device))
+        mine = x.index_select(dim, self._tensor("rows", x.device))
+        return padded(mine.movedim(dim, 0), self.padding, fill).movedim(0, dim)
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """All rows, of every rank's. A collective, and so is its backward, in which a row's gradient is the sum over
-        all ranks: that of the sum of their losses."""
+        """All rows, of every rank's, without padding. A collective, and so is its backward, in which a row's gradient
+        is the sum over all ranks: that of the sum of their losses."""
         self._check_rows(x, dim, self.rows, "this rank's")
         whole = [Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]
-        return self._moved(x.movedim(dim, 0), "unshard", [whole] * self.size, "unshard").movedim(0, dim)
+        return self._moved(x.movedim(dim, 0)[: self.used_rows], "unshard", [whole] * self.size, "unshard").movedim(
+            0, dim
+        )
 
     def roll(self, x: Tensor, shift: int, dim: int = 0, fill: float = -100) -> Tensor:
         """`y[p] = x[p - shift]` in each document, across ranks: with -1 the labels of next tokens. Rows for which there
-        is none, as the last of each document for -1, are `fill`, which cross_entropy ignores. A collective."""
+        is none, as the last of each document for -1, and rows of padding are `fill`, which cross_entropy ignores. A
+        collective."""
         self._check_rows(x, dim, self.rows, "this rank's")
         arguments.integer("shift", shift, least=None)
         wanted = [shifted(pieces, self.lengths, shift) for pieces in self.sharding.by_rank]
-        found = self._moved(x.movedim(dim, 0), ("roll", shift), wanted, "roll")
+        found = self._moved(x.movedim(dim, 0)[: self.used_rows], ("roll", shift), wanted, "roll")
         key = "rolled", shift, str(x.device)
         if key not in self._kept:
             source = self._tensor("positions", x.device) - shift
@@ -171,15 +199,22 @@ class ContextPlan:
         )  # fmt: skip
 
     def _dense(self, device: Any, order: str) -> Dense:
+        used = None
+        if self.padding and self.ranks.heads == 1:
+            used = torch.full((self.batch or 0,), self.used_rows, dtype=torch.int32, device=device)
         if self.ranks.parts == 1:
-            return Dense(order)
+            return Dense(order, used)
         k_offset = sum(span.start for span in self.sharding.keys[self.ranks.part])
-        return Dense(order, q_offset=self._positions(device), k_offset=k_offset)
+        return Dense(order, used, q_offset=self._positions(device), k_offset=k_offset)
 
     def _positions(self, device: Any) -> Tensor:
-        """(1, rows of the part) int32"""
+        """(1, rows of the part) int32; ranks that divide heads have none of padding in a call."""
         pieces = self.sharding.by_part[self.ranks.part]
-        return numbers([(p.start, p.rows) for p in pieces], device).int()[None]
+        found = [(p.start, p.rows) for p in pieces]
+        if self.ranks.heads == 1 and self.padding:
+            # As the last row: positions never fall in a document.
+            found += [(pieces[-1].stop - 1 if pieces else 0, 1)] * self.padding
+        return numbers(found, device).int()[None]
 
     def prepare(self) -> None:
         """Makes what calls need, so that torch.compile finds it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from saccade import arguments
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The ranks that share sequences, as `parts` groups of `heads` ranks: rank `i` is number `i % heads` of part
     `i // heads`. Ranks of a part share its rows and divide its heads. Names stand for groups, so that nothing keeps a
     group alive."""
@@ -28,7 +26,7 @@ class Ranks:
 
     def dividing_heads(self) -> Ranks:
         """The same ranks of one part, whose heads they divide."""
-        return replace(self, heads=self.size, rows_group="", heads_group=self.rows_group)
+        return self._replace(heads=self.size, rows_group="", heads_group=self.rows_group)
 
     @property
     def parts(self) -> int:

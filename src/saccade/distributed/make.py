@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import marshal
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from saccade import arguments
@@ -19,9 +21,12 @@ from saccade.layouts.offsets import check_offsets, shortened
 from saccade.masks import Mask
 
 METHODS = "auto", "gather", "pull", "ulysses"
-ROWS = "balanced", "pairs"
+ROWS = "balanced", "equal", "pairs"
+INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
-_plans: BoundedCache[Any, ContextPlan] = BoundedCache(64)
+# The key is the value of every argument, as bytes or numbers: nothing is known by where it is or by which object holds
+# it. Lengths and the offsets of the same lengths have a key each, of one plan.
+_plans: BoundedCache[Any, ContextPlan] = BoundedCache(128)
 
 
 def plan(
@@ -32,7 +37,7 @@ def plan(
     head_dim: int | None = None,
     mask: Mask | None = None,
     method: str = "auto",
-    rows: str = "balanced",
+    rows: str | int = "balanced",
     rank: int | None = None,
     timeout: float | None = None,
     debug: bool = False,
@@ -44,7 +49,8 @@ def plan(
 
     Args:
         documents: a list of lengths, or an integer tensor (b + 1,) of offsets `cu_seqlens`, of documents end to end,
-            (t, h, d); any lengths. Or a tuple (b, s) for a dense batch, whose rows are all sharded alike along s.
+            (t, h, d); any lengths. Or a tuple (b, s) for a dense batch, whose rows are all sharded alike along s. The
+            numbers of a tensor are read in each call: on a GPU that waits for the device, and a list does not.
         group: a ProcessGroup; a DeviceMesh of one dimension, or of two, whose last divides heads; None for all ranks;
             or a number of ranks, to look at a plan without processes.
         heads: (h_q, h_k), or one number for both; with head_dim, what `auto` chooses by and `explain` estimates with.
@@ -54,8 +60,11 @@ def plan(
         method: "gather": keys and values go to the ranks whose rows see them, by a collective. "pull": ranks copy them
             out of each other's memory, on GPUs of one host. "ulysses": each rank computes all rows of some heads.
             "auto": "gather" or "ulysses", which moves fewer bytes, where heads and head_dim are given, else "gather".
-        rows: "balanced"; or "pairs": of each document, in 2 R chunks, numbers r and 2 R - 1 - r, as loaders for
-            TransformerEngine and Megatron lay them. Lengths are multiples of 2 R then.
+        rows: "balanced"; "equal": ranks with a row less have a row of padding, so that all have `ceil(T / R)`; a
+            number: so many rows on each rank, for shapes that do not change from batch to batch. Rows of padding are
+            the last ones, belong to no document and see nothing: their results and gradients are zero. Or "pairs": of
+            each document, in 2 R chunks, numbers r and 2 R - 1 - r, as loaders for TransformerEngine and Megatron lay
+            them. Lengths are multiples of 2 R then.
         rank: which of a number of ranks this is.
         timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words; None, and GPUs:
             the group's own timeout.
@@ -84,8 +93,7 @@ def plan(
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; it is one of {', '.join(METHODS)}")
     if rows not in ROWS:
-        raise ValueError(f"unknown rows {rows!r}; it is one of {', '.join(ROWS)}")
-    lengths, batch = _lengths(documents)
+        _check_rows(rows)
     counted = _heads(heads)
     if head_dim is not None:
         arguments.integer("head_dim", head_dim, least=1)
@@ -94,25 +102,68 @@ def plan(
     if timeout is not None and arguments.number("timeout", timeout) <= 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     ranks, reach = ranks_of(group, rank, method == "ulysses"), reach_of(mask)
-    key = lengths, batch, ranks, counted, head_dim, reach, method, rows, timeout, debug
-    found = _plans.get(key)
+    key = _written(documents), ranks, counted, head_dim, reach, method, rows, timeout, debug
+    found = None if key[0] is None else _plans.get(key)
     if found is None:
-        asked = "gather" if rows == "pairs" and method == "auto" else method
-        chosen, word, why = _method(asked, ranks, lengths, counted, head_dim, reach)
-        if rows == "pairs":
-            _check_pairs(lengths, chosen)
-        kind = PairSharding if rows == "pairs" else Sharding
-        sharding = kind(lengths, chosen.parts, chosen.heads, reach)
-        made = ContextPlan(sharding, chosen, word, why, batch, counted, head_dim, timeout, debug)
-        if not isinstance(group, int):
-            if method == "pull" and not peers.reachable(ranks.device):
-                raise ValueError(
-                    "method='pull' needs GPUs that reach each other's memory, and a group of NCCL, got ranks on "
-                    f"{ranks.device}: 'gather' runs everywhere"
-                )
-            made.prepare()
-        found = _plans.put(key, made)
+        asked = Request(*_lengths(documents), *key[1:])
+        found = _plans.get(asked)
+        if found is None:
+            found = _plans.put(asked, _made(asked))
+        if key[0] is not None:
+            _plans.put(key, found)
     return found
+
+
+class Request(NamedTuple):
+    """What a plan is made of."""
+
+    lengths: tuple[int, ...]
+    batch: int | None
+    ranks: Ranks
+    heads: tuple[int, int] | None
+    head_dim: int | None
+    reach: Reach
+    method: str
+    rows: str | int
+    timeout: float | None
+    debug: bool
+
+
+def _made(asked: Request) -> ContextPlan:
+    lengths, batch, ranks, heads, head_dim, reach, method, rows, timeout, debug = asked
+    pairs = rows == "pairs"
+    chosen, word, why = _method(asked._replace(method="gather") if pairs and method == "auto" else asked)
+    if pairs:
+        _check_pairs(lengths, chosen)
+    sharding = (PairSharding if pairs else Sharding)(lengths, chosen.parts, chosen.heads, reach)
+    each = None if pairs or rows == "balanced" else _rows_of_each(asked, sharding)
+    made = ContextPlan(sharding, chosen, word, why, batch, heads, head_dim, timeout, debug, each)
+    if ranks.rows_group or ranks.heads_group:
+        if method == "pull" and not peers.reachable(ranks.device):
+            raise ValueError(
+                "method='pull' needs GPUs that reach each other's memory, and a group of NCCL, got ranks on "
+                f"{ranks.device}: 'gather' runs everywhere"
+            )
+        made.prepare()
+    return made
+
+
+def _rows_of_each(asked: Request, sharding: Sharding) -> int:
+    """How many rows every rank has, padding included."""
+    most = max(sharding.rows)
+    if isinstance(asked.rows, str):
+        return most
+    if asked.rows < most:
+        raise ValueError(
+            f"rows={asked.rows} is too few: of {sum(asked.lengths)} rows over {asked.ranks.size} ranks one has {most}"
+        )
+    return int(asked.rows)
+
+
+def _check_rows(rows: Any) -> None:
+    if isinstance(rows, str):
+        raise ValueError(f"unknown rows {rows!r}; it is one of {', '.join(ROWS)}, or a number of rows for each rank")
+    arguments.integer("rows", rows, least=0)
 
 
 def _check_pairs(lengths: tuple[int, ...], ranks: Ranks) -> None:
@@ -125,18 +176,36 @@ def _check_pairs(lengths: tuple[int, ...], ranks: Ranks) -> None:
         )
 
 
+def _written(documents: Any) -> bytes | None:
+    """The numbers of documents as one value that is quickly compared; None for what `_lengths` has to look at first."""
+    if isinstance(documents, Tensor):
+        return _offsets(documents)
+    try:
+        return marshal.dumps(documents, 2)  # with their types: neither True nor 1.0 is 1
+    except ValueError:  # integers of other libraries, or no numbers
+        return None
+
+
+def _offsets(documents: Tensor) -> bytes:
+    """cu_seqlens as 64-bit integers: read, whatever has written them."""
+    if documents.dim() != 1 or not len(documents) or documents.dtype not in INTEGERS:
+        raise ValueError(
+            f"a tensor of documents holds offsets cu_seqlens, integers (b + 1,), got {arguments.told(documents)}"
+        )
+    memory = bytearray(8 * len(documents))
+    torch.frombuffer(memory, dtype=torch.int64).copy_(documents)
+    return bytes(memory)
+
+
 def _lengths(documents: Any) -> tuple[tuple[int, ...], int | None]:
     """Of each document; and the batch rows of a dense batch."""
     if isinstance(documents, Tensor):
-        if documents.dim() != 1 or not len(documents) or documents.is_floating_point():
-            got = arguments.told(documents)
-            raise ValueError(f"a tensor of documents holds offsets cu_seqlens, integers (b + 1,), got {got}")
-        offsets = documents.tolist()
+        offsets = memoryview(_offsets(documents)).cast("q").tolist()
         return tuple(check_offsets("cu_seqlens", offsets, offsets[-1])), None
     if isinstance(documents, tuple):
         if len(documents) != 2:
             raise TypeError(f"a tuple is the shape (b, s) of a batch; lengths are a list, got {len(documents)} numbers")
-        b, s = (arguments.integer("b and s", x) for x in documents)
+        b, s = (int(arguments.integer("b and s", x)) for x in documents)
         return (s,), b
     if not isinstance(documents, list):
         raise TypeError(
@@ -162,15 +231,9 @@ def _heads(heads: Any) -> tuple[int, int] | None:
     return h_q, h_k
 
 
-def _method(
-    method: str,
-    ranks: Ranks,
-    lengths: tuple[int, ...],
-    heads: tuple[int, int] | None,
-    head_dim: int | None,
-    reach: Reach,
-) -> tuple[Ranks, str, str]:
+def _method(asked: Request) -> tuple[Ranks, str, str]:
     """The ranks as the method groups them, its name, and why."""
+    lengths, _, ranks, heads, head_dim, reach, method, *_ = asked
     if heads is not None and ranks.heads > 1 and (error := heads_error(ranks.heads, *heads)):
         raise ValueError(f"{error}: use method='gather', or a smaller last dimension of the mesh")
     if ranks.heads > 1 and ranks.parts > 1:

@@ -145,7 +145,8 @@ def _module(path: str) -> Any:
 
 
 Settings = dict[str, Any]
-"""`method`, `mesh` (parts, heads), `backend`, `deterministic`; what `plan` and `attention` take besides a Case."""
+"""What `plan` and `attention` take besides a Case: `method`, `mesh` (parts, heads), `rows`, `backend`,
+`deterministic`."""
 
 
 def differences(pool: Pool, case: Case, ranks: int, **settings: Any) -> dict[str, float]:
@@ -186,7 +187,13 @@ def part(group: Any, case: Case, settings: Settings) -> tuple[Tensor, dict[str, 
     made = _inputs(case)
     plan = plan_of(group, case, made, settings)
     torch.manual_seed(case_seed(dist.get_rank(group)))
-    return plan.row_indices, results(sharded(case, made, plan), {"context": plan}, settings)
+    found = results(sharded(case, made, plan), {"context": plan}, settings)
+    for name, dim in _OF_ROWS.items():
+        rows = found[name].movedim(dim(case), 0)
+        nothing = -torch.inf if name in ("lse", "max_scores") else 0
+        assert bool((rows[plan.used_rows :] == nothing).all()), f"{name} of padding is not {nothing}"
+        found[name] = rows[: plan.used_rows].movedim(0, dim(case))
+    return plan.row_indices, found
 
 
 def _inputs(case: Case) -> Inputs:
@@ -203,7 +210,7 @@ def plan_of(group: Any, case: Case, made: Inputs, settings: Settings) -> distrib
     of = list(case.lengths) if case.order == "thd" else (case.b, case.s_q)
     if "mesh" in settings:
         group = _mesh(settings["mesh"])
-    options = {name: settings[name] for name in ("method", "debug", "timeout") if name in settings}
+    options = {name: settings[name] for name in ("method", "rows", "debug", "timeout") if name in settings}
     return distributed.plan(of, group, mask=made.keywords.get("mask"), **options)
 
 
@@ -216,8 +223,9 @@ def _mesh(shape: tuple[int, int]) -> Any:
 
 def sharded(case: Case, made: Inputs, plan: distributed.ContextPlan) -> Inputs:
     rows = 0 if case.order == "thd" else case.order.index("s")
-    q, k, v, dout = (plan.shard(x, rows).detach() for x in (made.q, made.k, made.v, made.dout))
-    dlse = plan.shard(made.dlse, 1 if case.order == "thd" else 2)
+    nan = torch.nan  # of which nothing may remain
+    q, k, v, dout = (plan.shard(x, rows, nan).detach() for x in (made.q, made.k, made.v, made.dout))
+    dlse = plan.shard(made.dlse, 1 if case.order == "thd" else 2, nan)
     keywords = {name: x for name, x in made.keywords.items() if name != "layout"}
     if isinstance(layout := made.keywords["layout"], Dense):
         keywords["layout"] = layout
