@@ -65,7 +65,7 @@ format: .venv/dev.stamp  ## put the code into the form that `make lint` asks for
 	$(BIN)/ruff format .
 
 docs: .venv/docs.stamp  ## the site, into site/
-	$(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 dist: .venv/dev.stamp  ## wheel and sdist, into dist/
 	rm -rf dist

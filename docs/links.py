@@ -1,38 +1,57 @@
-"""Hooks of mkdocs: README.md and DESIGN.md link to files of the repository, which are not on the site.
+"""Hooks of mkdocs: pages that are files of the repository, and links to what is not on the site.
 
-Plots are put on it; other links become plain code.
+A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, plots are put on the site, and
+any other link becomes plain code.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-PLOTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "benchmarks/plots").rglob("*.png")}
+PLOTS = {path: str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks/plots").rglob("*.png")}
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+WHOLE = {
+    ROOT / found[1]: page.name
+    for page in DOCS.glob("*.md")
+    if (found := SNIPPET.search(page.read_text(encoding="utf-8")))
+}
+"""Files of the repository -> the pages that they are."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for uri, path in PLOTS.items():
+    for path, uri in PLOTS.items():
         files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts in the page that is included whole, and turns links to what the site does not have into plain code."""
-    if not SNIPPET.search(markdown):
-        return markdown
-    whole = SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), markdown)
-    return LINK.sub(_on_site, whole)
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    source = DOCS / page.file.src_uri
+    folder = source.parent
+    if found := SNIPPET.search(markdown):
+        folder = (ROOT / found[1]).parent
+        markdown = SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), markdown)
+    parts = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)  # odd ones are code
+    parts[::2] = [LINK.sub(lambda link: _on_site(link, folder, source.parent), part) for part in parts[::2]]
+    return "".join(parts)
 
 
-def _on_site(link: re.Match[str]) -> str:
-    text, target, anchor = link[1], link[2].removeprefix("docs/"), link[3] or ""
-    on_site = target in PLOTS or (DOCS / target).is_file()
-    return f"[{text}]({target}{anchor})" if on_site else f"`{text.strip('`')}`"
+def _on_site(link: re.Match[str], folder: Path, page: Path) -> str:
+    text, target, anchor = link[1], Path(os.path.normpath(folder / link[2])), link[3] or ""
+    if target in WHOLE:
+        place = DOCS / WHOLE[target]
+    elif target in PLOTS:
+        place = DOCS / PLOTS[target]
+    elif target.is_relative_to(DOCS) and target.is_file():
+        place = target
+    else:
+        return f"`{text.strip('`')}`"
+    return f"[{text}]({os.path.relpath(place, page)}{anchor})"

@@ -6,11 +6,16 @@ import ast
 import doctest
 import inspect
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
 
+import saccade
+import saccade.compat
+import saccade.integrations
 from saccade.testing import support
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +24,8 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 WITH_EXAMPLES = (
-    "adoption callbacks contracts distributed flash_attn fp8 masks packed paged positions pytorch scores serving "
-    "transformers"
+    "adoption api api_compat api_integrations callbacks coming_from contracts distributed flash_attn fp8 masks packed "
+    "paged positions pytorch recipes scores serving transformers"
 )
 
 
@@ -37,12 +42,57 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
+def documented(page: str) -> list[str]:
+    return re.findall(r"^::: (\S+)$", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+API = {name: page for page in ("api", "api_compat", "api_integrations") for name in documented(page)}
+
+
 def test_interface_is_found_without_an_import():
     """The site is made from the sources: there a name is a definition or an import; an assigned alias is nothing."""
-    names = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert names
-    missing = [name for name in names if not _defined(*name.rpartition(".")[::2])]
+    missing = [name for name in API if not _defined(*name.rpartition(".")[::2])]
     assert not missing
+
+
+def modules() -> Iterator[str]:
+    """Modules with an `__all__`, whose names users import."""
+    yield from ("saccade", "saccade.nn", "saccade.distributed", "saccade.testing")
+    for package in (saccade.compat, saccade.integrations):
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(".backend"):  # which import a serving engine
+                yield module.name
+
+
+def test_interface_is_complete():
+    """Every public function and class is in the reference, once: where it is defined, or where one imports it from."""
+    wanted = {}
+    for name in modules():
+        module = import_module(name)
+        for word in getattr(module, "__all__", ()):
+            x = getattr(module, word)
+            ours = getattr(x, "__module__", "").startswith("saccade")
+            if ours and not word.startswith("_") and (inspect.isclass(x) or callable(x)):
+                wanted[f"{name}.{word}"] = x
+    found = {id(getattr(import_module(name.rpartition(".")[0]), name.rpartition(".")[2])) for name in API}
+    assert not [name for name, x in wanted.items() if id(x) not in found]
+    assert all(len(documented(page)) == len({*documented(page)}) for page in {*API.values()})
+
+
+def test_every_page_is_on_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    missing = [page.name for page in (ROOT / "docs").rglob("*.md") if page.name not in navigation]
+    assert not missing
+
+
+WITHOUT_EXAMPLES = {"changelog", "contributing", "DESIGN", "index"}
+"""Files of the repository; README.md's examples run with the tests."""
+
+
+def test_every_page_has_examples():
+    """Findings are notes on what was tried; every other page has something to run."""
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert pages == {*WITH_EXAMPLES.split()} | WITHOUT_EXAMPLES | {"command_line"}, "test_console.py runs the last"
 
 
 def _defined(module: str, name: str) -> bool:

@@ -11,10 +11,23 @@ from __future__ import annotations
 from saccade.backends.cudnn.graphs import graph_cache as _graphs
 from saccade.scores import Graph, callback_key, data_type, score_callback
 from saccade.scores import callback_clear as cache_clear
+from saccade.scores import CacheInfo
 from saccade.scores import callback_info as cache_info
 
 __all__ = [
     "Graph", "cache_clear", "cache_info", "callback_key", "data_type", "graph_clear", "graph_info", "score_callback",
 ]  # fmt: skip
 
-graph_info, graph_clear = _graphs.info, _graphs.clear
+
+def graph_info() -> CacheInfo:
+    """How often a call of `backend="cudnn"` found its graph built, and how many graphs are kept.
+
+    >>> graph_info().hits >= 0
+    True
+    """
+    return _graphs.info()
+
+
+def graph_clear() -> None:
+    """Forgets cuDNN's built graphs, so that the next calls of `backend="cudnn"` build theirs."""
+    _graphs.clear()
