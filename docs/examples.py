@@ -1,5 +1,5 @@
-"""An extension of griffe, for the site: examples in docstrings become sections of code under a heading; else they are text,
-and brackets in them links. Arguments of a NamedTuple are its attributes.
+"""An extension of griffe, for the site: examples in docstrings become sections of code under a heading; else they are
+text, and brackets in them links. Arguments of a NamedTuple are its attributes.
 """
 
 from __future__ import annotations

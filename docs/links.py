@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages that are files of the repository, and links to what is not on the site.
 
-A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, plots are put on the site, and
-any other link becomes plain code.
+A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, plots are put on the site,
+and any other link becomes plain code.
 """
 
 from __future__ import annotations

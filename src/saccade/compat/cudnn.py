@@ -9,9 +9,8 @@ module. With `backend="cudnn"` it runs in cuDNN's own kernels.
 from __future__ import annotations
 
 from saccade.backends.cudnn.graphs import graph_cache as _graphs
-from saccade.scores import Graph, callback_key, data_type, score_callback
+from saccade.scores import CacheInfo, Graph, callback_key, data_type, score_callback
 from saccade.scores import callback_clear as cache_clear
-from saccade.scores import CacheInfo
 from saccade.scores import callback_info as cache_info
 
 __all__ = [
