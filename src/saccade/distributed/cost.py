@@ -13,6 +13,9 @@ PRODUCTS = 600e12
 LINK = 370e9
 """Bytes per second into a GPU from the others of its host, over NVLink."""
 
+PULLED = 330e9
+"""Bytes per second that copy engines bring, beside attention."""
+
 
 def gathered_bytes(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> float:
     """Of keys and values that the busiest rank receives in 16 bits, when parts share keys."""

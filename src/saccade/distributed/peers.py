@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -29,7 +28,8 @@ class PeerMemory:
             self.local if i == own else self._handle.get_buffer(i, (2 * size,), torch.uint8) for i in range(ranks)
         ]
         self._half = 0
-        self._last: Any = None
+        self._met: Any = None
+        self._copied: Any = None
         self._patience = group_seconds(group, device)
         with torch.cuda.device(device):
             self._copies = torch.cuda.Stream(device)
@@ -40,37 +40,42 @@ class PeerMemory:
         return self._buffers[rank][start : start + n * row_bytes(like)].view(like.dtype).view(n, *like.shape[1:])
 
     def begin(self, seconds: float | None = None) -> None:
-        """After what was done before with this memory, on whichever stream."""
+        """Before a rank writes for an exchange."""
         self._half ^= 1
-        if torch.cuda.is_current_stream_capturing():
+        if _capturing():
             self.barrier(seconds)
-        elif self._last is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._last)
+        elif self._met is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._met)
 
     def barrier(self, seconds: float | None = None) -> None:
-        """Of all ranks' devices, on the current streams. A device that waits longer stops, with words of its rank."""
+        """Of all ranks' devices, on the current streams, when what was copied before has come. A device that waits
+        longer stops, with words of its rank."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._copied is not None and not _capturing():
+            stream.wait_event(self._copied)
         self._handle.barrier(channel=0, timeout_ms=max(1, int(1000 * (seconds or self._patience))))
+        if not _capturing():
+            self._met = stream.record_event()
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """On a stream of their own, after what is before and before what is after."""
-        main = torch.cuda.current_stream(self.device)
-        self._copies.wait_stream(main)
-        self._main = main
+    def copied(self, copies: Callable[[], None]) -> Any:
+        """Copies, on a stream of their own, after what is on the current one: an event for `end`."""
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
-            yield
-        main.wait_stream(self._copies)
+            copies()
+        event = self._copies.record_event()
+        if not _capturing():
+            self._copied = event
+        return event
 
-    def apart(self) -> AbstractContextManager[Any]:
-        """On the stream that is before and after."""
-        return torch.cuda.stream(self._main)
-
-    def end(self, seconds: float | None = None) -> None:
-        """After it, ranks may write again."""
-        if torch.cuda.is_current_stream_capturing():
+    def end(self, event: Any, seconds: float | None = None) -> None:
+        """After these copies."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+        if _capturing():
             self.barrier(seconds)
-        else:
-            self._last = torch.cuda.current_stream(self.device).record_event()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 def group_seconds(group: Any, device: torch.device) -> float:
@@ -104,6 +109,8 @@ def memory_of(group: Any, size: int, device: torch.device) -> PeerMemory:
                 f"memory of {size} bytes for exchanges is made by a call before a CUDA graph captures one: run the "
                 "forward and backward once first"
             )
+        if found is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # others may free their memory when this rank takes part in the next line
         memory = opened(max(1 << 20, 1 << (size - 1).bit_length()), group, device)
         _memories[group.group_name] = found = group, memory
     return found[1]

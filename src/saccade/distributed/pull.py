@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,47 +40,71 @@ class PulledRows(RowExchange):
         self._tables: dict[torch.device, Tensor] = {}
 
     def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
+        return self.coming(xs, stage).rows()
+
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
+        return self.returning(dys, stage).rows()
+
+    def coming(self, xs: list[Tensor], stage: str, room: int | None = None) -> Coming:
+        """The rows that are needed, on their way. `room` is how many bytes of memory further exchanges of a call need,
+        so that it does not grow between them."""
         ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
-        with self._written(xs, self.lent, stage) as regions:
+        regions = self._write(xs, self.lent, stage, room)
+
+        def copies() -> None:
             for i, segments in self.pulled:
                 for source, target, n in segments:
                     for y, theirs in zip(ys, regions(i), strict=True):
                         y[target : target + n].copy_(theirs[source : source + n])
-            with regions.apart():
-                for source, target, n in self.kept:
-                    for x, y in zip(xs, ys, strict=True):
-                        y[target : target + n].copy_(x[source : source + n])
-        return ys
 
-    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
+        event = regions.memory.copied(copies)
+
+        def meanwhile() -> None:
+            for source, target, n in self.kept:
+                for x, y in zip(xs, ys, strict=True):
+                    y[target : target + n].copy_(x[source : source + n])
+
+        return Coming(meanwhile, lambda: regions.memory.end(event, self.transport.timeout), lambda: ys)
+
+    def returning(self, dys: list[Tensor], stage: str, room: int | None = None) -> Coming:
+        """The gradients of own rows, on their way."""
         dys = [dy.contiguous() for dy in dys]
         returned = [dy.new_empty(self.first[-1], *dy.shape[1:]) for dy in dys]
-        with self._written(dys, self.borrowed, stage) as regions:
+        regions = self._write(dys, self.borrowed, stage, room)
+
+        def copies() -> None:
             for i, segments in self.returned:
                 at = self.first[i]
                 for _, target, n in segments:
                     for part, theirs in zip(returned, regions(i), strict=True):
                         part[at : at + n].copy_(theirs[target : target + n])
                     at += n
-        return [self._added(*pair) for pair in zip(dys, returned, strict=True)]
 
-    @contextmanager
-    def _written(self, xs: list[Tensor], ranges: list[Range], stage: str) -> Iterator[Regions]:
-        """After all ranks have written these rows. What is copied inside runs beside what is done `apart`."""
-        group = self.transport.begin(xs, stage)
+        event = regions.memory.copied(copies)
+
+        def sums() -> list[Tensor]:
+            return [self._added(*pair) for pair in zip(dys, returned, strict=True)]
+
+        return Coming(lambda: None, lambda: regions.memory.end(event, self.transport.timeout), sums)
+
+    def _write(self, xs: list[Tensor], ranges: list[Range], stage: str, room: int | None) -> Regions:
+        """These rows of this rank, where others find them; returns when all ranks have written theirs."""
+        group, seconds = self.transport.begin(xs, stage), self.transport.timeout
         try:
-            memory = memory_of(group, sum(map(self._size, xs)), xs[0].device)
-            memory.begin(self.transport.timeout)
+            memory = memory_of(group, self.room(xs) if room is None else room, xs[0].device)
+            memory.begin(seconds)
             regions = Regions(self, memory, xs)
             for start, n in ranges:
                 for mine, x in zip(regions(self.transport.rank), xs, strict=True):
                     mine[start : start + n].copy_(x[start : start + n])
-            memory.barrier(self.transport.timeout)
-            with memory.beside():
-                yield regions
-            memory.end(self.transport.timeout)
+            memory.barrier(seconds)
         except RuntimeError as error:
             raise RuntimeError(self.transport.told(stage, xs, error)) from error
+        return regions
+
+    def room(self, xs: Sequence[Tensor]) -> int:
+        """Bytes of memory for an exchange of rows like these."""
+        return sum(map(self._size, xs))
 
     def _size(self, x: Tensor) -> int:
         """Bytes of a region for rows like these, which is aligned."""
@@ -115,13 +138,26 @@ class PulledRows(RowExchange):
         return self._tables[device]
 
 
+class Coming(NamedTuple):
+    """Rows on their way, which copy engines bring beside what runs now."""
+
+    meanwhile: Callable[[], None]
+    arrived: Callable[[], None]
+    made: Callable[[], list[Tensor]]
+
+    def rows(self) -> list[Tensor]:
+        """The rows, when they have come."""
+        self.meanwhile()
+        self.arrived()
+        return self.made()
+
+
 class Regions:
-    """Where a rank's rows of each tensor are in its memory."""
+    """Where a rank's rows of each tensor are in its memory, in one exchange."""
 
     def __init__(self, rows: PulledRows, memory: PeerMemory, xs: list[Tensor]) -> None:
         self.rows, self.memory, self.xs = rows, memory, xs
-        self.starts = [0, *accumulate(rows._size(x) for x in xs)]
-        self.apart = memory.apart
+        self.starts = [*accumulate(map(rows._size, xs), initial=0)]
 
     def __call__(self, rank: int) -> list[Tensor]:
         of = zip(self.starts, self.xs, strict=False)

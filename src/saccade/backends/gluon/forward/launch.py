@@ -93,8 +93,8 @@ def _hides_rows(problem: Problem) -> bool:
 
 
 def _destination(problem: Problem) -> Tensor:
-    """Memory for the result: of a paged call the caller's, where bulk copies can write there."""
-    if problem.layout.has_pages and problem.out is not None and aligned(problem.out):
+    """Memory for the result: the caller's, where bulk copies can write there."""
+    if problem.out is not None and problem.out.dtype == problem.out_dtype and aligned(problem.out):
         return problem.out
     return empty_like_rows(problem.q, problem.v.shape[3], problem.out_dtype)
 
