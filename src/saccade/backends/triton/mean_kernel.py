@@ -19,6 +19,19 @@ PARTS = tl.constexpr(2)
 
 
 @triton.jit
+def _sums(x, base, start, used, shape, FINITE: tl.constexpr):
+    """[BLOCK_D]: of all rows of a program, of the numbers that are FINITE or of all."""
+    BLOCK_D: tl.constexpr = shape.WIDTH * shape.CHUNKS
+    total = tl.zeros([shape.ROWS, BLOCK_D], tl.float32)
+    for i in tl.static_range(PARTS * (BLOCK // shape.ROWS)):
+        rows = load_tile(x, base, start + i * shape.ROWS, used, shape.ROWS, shape.D, BLOCK_D, True).to(tl.float32)
+        if FINITE:
+            rows = tl.where(tl.abs(rows) < INFINITY, rows, 0.0)
+        total += rows
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def mean_parts_kernel(x, parts, span, sizes, shape):
     """Sums of the rows of PARTS blocks, float32 (b tiles, h, d), where tiles are PARTS blocks."""
     s = plain_int(sizes.s)
@@ -37,12 +50,10 @@ def mean_parts_kernel(x, parts, span, sizes, shape):
         block = number
     base = head(x, batch, h, first)
     BLOCK_D: tl.constexpr = shape.WIDTH * shape.CHUNKS
-    total = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    for i in tl.static_range(PARTS):
-        rows = load_tile(x, base, (block * PARTS + i) * BLOCK, used, BLOCK, shape.D, BLOCK_D, True)
-        rows = rows.to(tl.float32)
-        total += tl.where(tl.abs(rows) < INFINITY, rows, 0.0)
-    total = tl.sum(total, 0)
+    start = block * PARTS * BLOCK
+    total = _sums(x, base, start, used, shape, False)
+    if not (tl.sum(total * 0.0, 0) < INFINITY):  # some are infinite, or no number
+        total = _sums(x, base, start, used, shape, True)
     d = tl.arange(0, BLOCK_D)
     place = parts + ((b.to(tl.int64) * tiles + number) * groups + h) * shape.D + d
     tl.store(place, total, mask=d < shape.D)

@@ -21,6 +21,8 @@ BLOCK = tl.constexpr(_BLOCK)
 SMALLEST = tl.constexpr(2.0**-126)
 """The least factor: the smallest normal number."""
 INFINITY = tl.constexpr(float("inf"))
+MISSING = tl.constexpr(0x7FFFFFFF)
+"""More than the bits of any maximum."""
 E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1)
 TENSOR, HEAD, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -187,8 +189,17 @@ def _largest(x):
 
 
 @triton.jit
+def _largest_of_kept(x):
+    """The same of a tile that is in registers anyway: few hold infinities, and all would pay for the comparisons."""
+    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    if not (largest < INFINITY):
+        largest = _largest(x)
+    return largest
+
+
+@triton.jit
 def _of_all(largest, maxima, at, shape):
-    """The largest of the maxima of the programs whose rows share a factor, and how many of them came too late: each
+    """The largest of the maxima of the programs whose rows share a factor, and whether one of them came too late: each
     writes its own, plus one in its last place, over a zero, and looks for the others', so that no number is read twice.
     """
     members: tl.constexpr = shape.GROUP * (BLOCK // shape.ROWS)
@@ -196,16 +207,14 @@ def _of_all(largest, maxima, at, shape):
     tl.atomic_xchg(maxima + at.member, largest.to(tl.int32, bitcast=True) + 1, sem="relaxed")
     # As many as there are threads, so that all of a program see one result.
     i = tl.arange(0, shape.SEEN)
-    missing = 1
+    top = at.member * 0 + MISSING
     polls = 0
-    top = 0
     if shape.POLLS > 0:  # Triton 3.6 fails at a loop of no turns
-        while (missing > 0) & (polls < shape.POLLS):
+        while (top == MISSING) & (polls < shape.POLLS):
             found = tl.load(maxima + i, mask=i < members, other=1, volatile=True)
-            missing = tl.max((found == 0).to(tl.int32), 0)
-            top = tl.max(found, 0)
+            top = tl.max(tl.where(found == 0, MISSING, found), 0)
             polls += 1
-    return tl.maximum(top - 1, 0).to(tl.float32, bitcast=True), missing
+    return (top - 1).to(tl.float32, bitcast=True), top == MISSING
 
 
 @triton.jit
@@ -315,10 +324,11 @@ def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, shape):
     at = _block_at(span, sizes, shape, shape.PER != BY_BLOCK)
     values = _values(x, mean, at, at.h, sizes, shape)
     if shape.PER == BY_BLOCK:
-        largest = _largest(values)
+        largest = _largest_of_kept(values)
         if found is not None:
             largest, missing = _of_all(largest, found, at, shape)
-            if missing > 0:  # others may not have begun: what they would find
+            if missing:  # others may not have begun: what they would find
+                largest = 0.0
                 for i in tl.range(shape.GROUP * (BLOCK // shape.ROWS), num_stages=1):
                     other = _member(at, at.member * 0 + i, shape)
                     largest = tl.maximum(largest, _largest(_values(x, mean, other, other.h, sizes, shape)))
