@@ -1,6 +1,6 @@
 """Draws what a GPU does in decoding steps, from a trace of `examples/serve_decode.py`:
 
-    python examples/serve_decode.py --slots 64 --profile trace.json
+    python examples/serve_decode.py --slots 64 --layers 8 --profile trace.json
     python docs/draw_steps.py trace.json
 
 The picture is `steps.svg` beside this file: the host's launches of graphs, and below them every kernel.
@@ -74,10 +74,10 @@ class Steps(NamedTuple):
         whole = max(span.stop for span in self.kernels) - self.kernels[0].start
         return 1 - sum(self.gaps()) / whole
 
-    def first(self, n: int) -> Steps:
-        """Without the first step, which the host has just begun, those that n graphs are."""
+    def without_first(self, n: int | None = None) -> Steps:
+        """The kernels of the steps, or of n, after the first, which the host has just begun; and launches so far."""
         per_step = len(self.kernels) // len(self.launches)
-        kernels = self.kernels[per_step : per_step * (n + 1)]
+        kernels = self.kernels[per_step : None if n is None else per_step * (n + 1)]
         return Steps([span for span in self.launches if span.start < kernels[-1].stop], kernels)
 
 
@@ -87,7 +87,7 @@ def draw(steps: Steps, path: Path) -> None:
     from matplotlib.patches import Patch
 
     mpl.rcParams["svg.hashsalt"] = "saccade"  # the same bytes every time
-    shown, per_step = steps.first(SHOWN), len(steps.kernels) // len(steps.launches)
+    shown, per_step = steps.without_first(SHOWN), len(steps.kernels) // len(steps.launches)
     zero = min(shown.kernels[0].start, shown.launches[0].start)
     figure, ax = plt.subplots(figsize=(12, 2.6), layout="constrained")
     for row, spans in ((1, shown.launches), (0, shown.kernels)):
@@ -96,7 +96,7 @@ def draw(steps: Steps, path: Path) -> None:
             ax.broken_barh(
                 [(span.start - zero, span.stop - span.start)], (row + 0.1, 0.8), facecolors=color, linewidth=0
             )
-    told = f"the GPU is busy {steps.busy():.0%} of the time, and its longest pause is {steps.gaps()[-1]:.1f} µs"
+    told = f"the GPU is busy {shown.busy():.0%} of the time, and its longest pause is {shown.gaps()[-1]:.1f} µs"
     title = f"{SHOWN} steps of {per_step} kernels: {told}"
     ax.set(yticks=(0.5, 1.5), yticklabels=("GPU", "host launches"), xlabel="microseconds", title=title)
     ax.legend(
@@ -115,7 +115,7 @@ def main() -> None:
     path = target[0] if target else Path(__file__).with_name("steps.svg")
     draw(steps, path)
     print(f"{len(steps.kernels)} kernels in {len(steps.launches)} steps, busy {steps.busy():.1%}, gaps of up to "
-          f"{steps.gaps()[-1]:.1f} us: {path}")  # fmt: skip
+          f"{steps.without_first().gaps()[-1]:.1f} us after the first step: {path}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 
     python examples/serve_decode.py --requests 20
 
-- **Pages.** Keys and values live in pages of one cache. A request takes pages when it is let in, and returns them when
-  it has said what it should.
+- **Pages.** Keys and values live in pages of one cache. A request gets pages as it grows. Where none is free, the
+  youngest request is evicted: its pages go to others, and later it is computed again, from all that it has said.
 - **A shared prefix.** Most prompts begin with one system prompt. Its pages are computed once, and belong to
   all requests as far as their prompts are equal to it. Those that all requests of a step share are read once for it.
 - **Chunks beside decoding.** A step has one token of each request that speaks, and chunks of the prompts of those that
   are still reading, end to end in one call, up to a number of tokens: long prompts delay nobody for long.
-- **Graphs.** Steps that only decode run in batches of a few sizes. A GPU captures each once and replays it as a graph,
-  whatever the lengths are.
-- **Nothing waits for the host.** A step takes its tokens from the one before on the device. The host reads those of a
-  step while the next one runs. `--profile` writes a trace of such steps.
+- **Drafts.** Steps that only decode guess what comes next: what followed the last two tokens where they were said
+  before, the two latest times. Both guesses are a tree behind the context, checked in one call. What the model would
+  have said is kept, so drafts change how fast tokens come, and no token.
+- **Graphs.** Such steps run in batches of a few sizes. A GPU captures each once and replays it as a graph, whatever the
+  lengths are.
+- **Nothing waits for the host.** What a step needs of the one before stays on the device: tokens, lengths, who has
+  ended. While a step runs, the host plans the next ones, knowing how long a request may be by then, and reads what was
+  said some steps late. `--profile` writes a trace of such steps.
 - **Sampling** with a temperature and a top-p of each request. What a request says depends on its own seed alone, not on
-  who else is served.
+  who else is served, on drafts or on evictions.
 
 The model has random weights. On a CPU its tokens are those of a plain loop without a cache; on a GPU, in bfloat16, the
 plain model's choice after the same tokens is compared.
@@ -31,18 +35,24 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from saccade import Dense, Paged, append_kv, attention, causal
+from saccade import Dense, Mask, Paged, append_kv, attention, causal, interval
 
 VOCABULARY, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 128, 2, 8, 2, 32
 PAGE_SIZE, LONGEST = 16, 256
 CHUNK = 48
 """Tokens of a step, those of prompts included, of which there may be a page in any case."""
+BRANCHES, DRAFTS = 2, 3
+"""Guesses of what a request says next, and tokens of each."""
+AHEAD = 2
+"""Steps whose tokens the host has not read while it plans the next one."""
+ROOM = LONGEST + PAGE_SIZE * -(-BRANCHES * DRAFTS // PAGE_SIZE)
+"""Tokens of a request and their drafts at most, in whole pages."""
 
 
 def angles(device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position and pair, (LONGEST, HEAD_DIM / 2)."""
+    """cos and sin of every position and pair, (ROOM, HEAD_DIM / 2)."""
     speeds = 10000.0 ** (-torch.arange(0, 1, 2 / HEAD_DIM, device=device))
-    turns = torch.arange(LONGEST, device=device)[:, None] * speeds
+    turns = torch.arange(ROOM, device=device)[:, None] * speeds
     return turns.cos(), turns.sin()
 
 
@@ -55,12 +65,16 @@ def turned(x: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor) -> Tenso
 
 @dataclass
 class Step:
-    """What one pass through the model is about: tokens, and where their keys are before and after it."""
+    """What one pass through the model is about."""
 
     tokens: Tensor
-    """(b, s), or (t,): sequences end to end"""
-    before: Paged
-    after: Paged
+    """(b, s), or (t,): sequences end to end; so are the next two"""
+    positions: Tensor
+    places: Tensor
+    """where their keys and values belong in the pages, or -1"""
+    layout: Paged
+    """with them"""
+    mask: Mask
 
 
 class Layer(nn.Module):
@@ -79,21 +93,22 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCABULARY, bias=False)
         nn.init.normal_(self.head.weight, std=0.2)  # likely tokens, and unlikely ones
 
     def forward(self, step: Step, caches: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Logits of every token; caches (layers, 2, pages, page_size, h_k, d) get its keys and values."""
         x = self.embedding(step.tokens)
+        where = {"slot_mapping": step.places, "positions": step.positions, "rotary": rotary}
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache) -> Tensor:
-                q = append_kv(k_cache, v_cache, step.before, k, v, q=q, rotary=rotary)
-                return attention(q, k_cache, v_cache, mask=causal(), layout=step.after)
+                q = append_kv(k_cache, v_cache, None, k, v, q=q, **where)
+                return attention(q, k_cache, v_cache, mask=step.mask, layout=step.layout)
 
             x = layer(x, attend)
         return self.head(self.norm(x))
@@ -155,14 +170,16 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     said: list[int] = field(default_factory=list)
+    slot: int = -1
+    """its row of the server's tensors while it runs"""
     pages: list[int] = field(default_factory=list)
     """those of the prefix that it shares, and then its own"""
     shared: int = 0
     """how many pages of the prefix"""
-    cached: int = 0
-    """tokens whose keys are in the cache, the prefix included"""
     unread: int = 0
-    """tokens that are said after those, and which the host has not read"""
+    """tokens at its end that the model has not been given, but for the last one"""
+    ahead: int = 0
+    """tokens that it may have said in steps which the host has not read"""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -185,76 +202,99 @@ class Request:
     def tokens(self) -> list[int]:
         return self.prompt + self.said
 
-    def count(self) -> int:
-        """Tokens that it has said."""
-        return len(self.said) + self.unread
-
-    def missing(self) -> int:
-        """Tokens that the model has not read: 1 for a request that speaks."""
-        return len(self.prompt) + self.count() - self.cached
+    def longest(self) -> int:
+        """Tokens that it has at most, those included that the host has not read; with all of them it would not run."""
+        return len(self.prompt) + min(len(self.said) + self.ahead, self.wanted - 1)
 
 
-class Batch:
-    """The requests of a step as tensors, which every step of `size` requests reads and writes: a graph may replay it.
+class State:
+    """What the device knows of the requests, a row for each slot. Steps read and write it, and the host only what a
+    request brings along, so that no step waits for the host."""
 
-    All of them begin with the same `shared` pages.
+    def __init__(self, slots: int, device: torch.device) -> None:
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
 
-    Rows without a request have no keys, cost next to nothing, and have no page to which their token could be written.
-    """
+        self.tokens = integers(slots, ROOM)
+        self.cached = integers(slots)
+        """tokens whose keys are in the pages: all but the last one of a request that speaks"""
+        self.left = integers(slots)
+        """tokens to be said; 0 of an empty slot too"""
+        self.seed, self.temperature, self.top_p = integers(slots), *torch.ones(2, slots, device=device)
+        self.table = torch.full((slots, ROOM // PAGE_SIZE), -1, dtype=torch.int32, device=device)
 
-    def __init__(self, size: int, shared: int, device: torch.device) -> None:
-        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+    def place(self, request: Request, cached: int) -> None:
+        tokens, slot = request.tokens(), request.slot
+        self.tokens[slot, : len(tokens)].copy_(on_way(tokens, self.tokens), non_blocking=True)
+        left = request.wanted - len(request.said)
+        for x, value in (
+            *((self.cached, cached), (self.left, left), (self.seed, request.seed)),
+            *((self.temperature, request.temperature), (self.top_p, request.top_p)),
+        ):
+            x[slot : slot + 1].copy_(on_way([value], x), non_blocking=True)
 
-        self.table, self.shared = integers(size, LONGEST // PAGE_SIZE), shared
-        self.used, self.live, self.tokens = integers(size), integers(size), integers(size, dtype=torch.int64)
-        self.seed, self.temperature, self.top_p = (
-            integers(size, dtype=torch.int64),
-            *torch.zeros(2, size, device=device),
-        )
-        self.graph: torch.cuda.CUDAGraph | None = None
+    def places(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where the keys of tokens belong in the pages; -1 of slots that say no more."""
+        page = self.table[slots, positions // PAGE_SIZE]
+        there = (page >= 0) & (self.left[slots] > 0)
+        return torch.where(there, page * PAGE_SIZE + positions % PAGE_SIZE, -1)
 
-    def place(self, requests: list[Request]) -> None:
-        """Writes what the step needs to know."""
-        width = self.table.shape[1]
-        pages = [(x.pages + [-1] * width)[:width] for x in requests]
-        pages += [[-1] * width] * (len(self.used) - len(requests))
-        self.table.copy_(torch.tensor(pages, dtype=torch.int32))
-        rows = [(x.cached, 1, x.tokens()[-1], x.seed, x.temperature, x.top_p) for x in requests]
-        rows += [(0, 0, 0, 0, 0.0, 1.0)] * (len(self.used) - len(requests))
-        tensors = self.used, self.live, self.tokens, self.seed, self.temperature, self.top_p
-        for x, values in zip(tensors, zip(*rows, strict=True), strict=True):
-            x.copy_(torch.tensor(values, dtype=x.dtype))
+    def drawn(self, slots: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+        """The token that a slot says at a position, all (n,), from logits (n, vocabulary)."""
+        drawn = uniform(self.seed[slots], positions)
+        return sample(logits, self.temperature[slots], self.top_p[slots], drawn)
+
+
+def on_way(values: list, like: Tensor) -> Tensor:
+    """Numbers that a copy may bring to the device without waiting."""
+    x = torch.tensor(values, dtype=like.dtype)
+    return x.pin_memory() if like.device.type == "cuda" else x
+
+
+def guesses(tokens: Tensor, last: Tensor) -> Tensor:
+    """(b, BRANCHES, DRAFTS): what followed the last two tokens where these were said before; tokens (b, ROOM), whose
+    last one is at `last` (b,). Where they were not, or too late, any guess is as good as another."""
+    places = torch.arange(1, ROOM, device=tokens.device)
+    now, before = (tokens.gather(1, (last - i).clamp(min=0)[:, None]) for i in (0, 1))
+    same = (tokens[:, 1:] == now) & (tokens[:, :-1] == before) & (places + DRAFTS <= last[:, None])
+    found = torch.where(same, places, 0).topk(BRANCHES, dim=1).values
+    following = found[..., None] + 1 + torch.arange(DRAFTS, device=tokens.device)
+    return tokens.gather(1, following.flatten(1).clamp(max=ROOM - 1)).view(-1, BRANCHES, DRAFTS)
 
 
 class Unread:
-    """The tokens of a step on their way to the host, and who says them; None stands for who says nothing yet."""
+    """What a step has found, on its way to the host: how many tokens each slot has said, and which."""
 
-    def __init__(self, requests: list[Request | None], tokens: Tensor) -> None:
-        self.requests, self.event = requests, None
-        for request in filter(None, requests):
-            request.unread += 1
-        if tokens.device.type == "cuda":
-            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self.tokens.copy_(tokens, non_blocking=True)
+    def __init__(self, speaking: list[Request], found: Tensor) -> None:
+        """found: (slots, 1 + most)"""
+        self.speaking = [(request, request.slot) for request in speaking]
+        self.most, self.event = found.shape[1] - 1, None
+        for request in speaking:
+            request.ahead += self.most
+        if found.device.type == "cuda":
+            self.found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self.found.copy_(found, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
         else:
-            self.tokens = tokens.clone()
+            self.found = found.clone()
 
     def read(self) -> None:
         if self.event is not None:
             self.event.synchronize()
-        for request, token in zip(self.requests, self.tokens.tolist(), strict=False):
-            if request is not None:
-                request.said.append(token)
-                request.unread -= 1
+        rows = self.found.tolist()
+        for request, slot in self.speaking:
+            count, *tokens = rows[slot]
+            request.said += tokens[:count]
+            request.ahead -= self.most
 
 
 class Server:
     """Requests that run, at most `slots`, the pages of their caches, and those of a prefix that prompts may share."""
 
-    def __init__(self, model: Model, slots: int, pages: int, prefix: list[int], device: torch.device) -> None:
+    def __init__(
+        self, model: Model, slots: int, pages: int, prefix: list[int], device: torch.device, drafts: bool = True
+    ) -> None:
         if slots < 1:
             raise ValueError(f"a server needs a slot at least, got slots={slots}")
         if len(prefix) > LONGEST or len(prefix) // PAGE_SIZE >= pages:
@@ -264,78 +304,125 @@ class Server:
             )
         check_tokens("prefix", prefix)
         self.model, self.device, self.rotary, self.slots = model, device, angles(device), slots
+        self.rows = 1 + BRANCHES * DRAFTS if drafts else 1
+        """of a request in a step that only decodes"""
         dtype = next(model.parameters()).dtype
-        self.caches = torch.zeros(LAYERS, 2, pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
+        shape = len(model.layers), 2, pages, PAGE_SIZE, KV_HEADS, HEAD_DIM
+        self.caches = torch.zeros(*shape, device=device, dtype=dtype)
         self.free = list(range(pages))
+        self.state = State(slots, device)
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        """in the order in which they came"""
         # Whole pages of it are common; what is left of it is read with each prompt.
         self.prefix = [self.free.pop() for _ in range(len(prefix) // PAGE_SIZE)]
         shared = len(self.prefix) * PAGE_SIZE
         self.prefix_tokens = prefix[:shared]
-        self.batches: dict[tuple[int, int], Batch] = {}
-        """by their sizes, which are powers of two, and the pages that their requests share"""
-        self.held: tuple[Batch, list[Request]] | None = None
-        """whose tensors are up to date after the last step, and for whom"""
+        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """by their sizes, which are powers of two, and the pages that their requests share; and what they find"""
+        self.table: list[list[int]] = []
+        """the pages of each slot, as the device knows them"""
         self.unread: list[Unread] = []
+        self.evictions = 0
         if shared:
-            table, used = self._tensor([self.prefix]), self._tensor([0])
-            after = Paged(table, used + shared)
-            step = Step(self._tensor([self.prefix_tokens]).long(), Paged(table, used), after)
-            self.model(step, self.caches, self.rotary)
+            positions = torch.arange(shared, device=device)
+            pages_ = torch.tensor(self.prefix, device=device)
+            places = pages_[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+            layout = Paged(pages_[None].int(), torch.tensor([shared], device=device))
+            tokens = torch.tensor([self.prefix_tokens], device=device)
+            self.model(Step(tokens, positions[None], places[None], layout, causal()), self.caches, self.rotary)
 
-    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-    def needs(self, request: Request) -> tuple[int, int]:
-        """Pages of the prefix that it shares, and pages of its own; ValueError if it cannot be served.
-
-        It shares the whole pages that its prompt begins with, short of its last token, after which it speaks.
-        """
-        if request.pages:
-            raise ValueError("a request is served once, and this one has had its pages: make another one")
-        equal = 0
-        for one, other in zip(request.prompt[:-1], self.prefix_tokens, strict=False):
-            if one != other:
-                break
-            equal += 1
-        shared, tokens = equal // PAGE_SIZE, len(request.prompt) + request.wanted
-        own, room = -(-tokens // PAGE_SIZE) - shared, self.caches.shape[2] - len(self.prefix)
+    def submit(self, request: Request) -> None:
+        """Puts it at the end of those that wait; ValueError if it cannot be served."""
+        if request.pages or request.said or request in self.waiting:
+            raise ValueError("a request is served once, and this one was given before: make another one")
+        longest = len(request.prompt) + request.wanted - 1
+        own, room = self._pages(longest) - self._shares(request), self.caches.shape[2] - len(self.prefix)
         if own > room:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens with wanted={request.wanted} needs {own} pages of its own, "
                 f"and the server has {room}: {self.caches.shape[2]} less {len(self.prefix)} of the prefix"
             )
-        return shared, own
+        self.waiting.append(request)
 
-    def admit(self, waiting: list[Request]) -> None:
-        """Lets in, in their order, who has a slot and pages for everything that it will say."""
-        while waiting and len(self.running) < self.slots:
-            request = waiting[0]
-            shared, own = self.needs(request)
-            if own > len(self.free):
+    def _pages(self, tokens: int) -> int:
+        """For so many tokens, the last of which has drafts behind it."""
+        return -(-(tokens + self.rows - 1) // PAGE_SIZE)
+
+    def _shares(self, request: Request) -> int:
+        """The whole pages of the prefix that its prompt begins with, short of its last token, after which it speaks."""
+        equal = 0
+        for one, other in zip(request.prompt[:-1], self.prefix_tokens, strict=False):
+            if one != other:
                 break
-            request.pages = self.prefix[:shared] + [self.free.pop() for _ in range(own)]
-            request.shared, request.cached = shared, shared * PAGE_SIZE
-            self.running.append(waiting.pop(0))
+            equal += 1
+        return equal // PAGE_SIZE
 
     def step(self) -> None:
-        """One more token for every request that speaks, and chunks of prompts; those that are done leave."""
-        if all(x.missing() == 1 for x in self.running):
-            self._decode()
-        else:
-            self._mixed()
-        self._read(all_but=1)
-        done = [x for x in self.running if x.count() == x.wanted]
-        if done:
-            self._read()
-        for request in done:
-            self.free += request.pages[request.shared :]
-            self.running.remove(request)
+        """More tokens for every request that speaks, and chunks of prompts; those that are done leave."""
+        self._admit()
+        self._provide()
+        if self.running:
+            self._show_table()
+            self._decode() if all(x.unread == 0 for x in self.running) else self._mixed()
+        self._read(AHEAD if self.running else 0)
+
+    def _admit(self) -> None:
+        """Lets in, in their order, who has a slot and pages for all of its tokens."""
+        while self.waiting and len(self.running) < self.slots:
+            request = self.waiting[0]
+            shared = self._shares(request)
+            missing = self._pages(len(request.tokens())) - shared
+            if missing > len(self.free):
+                break
+            self.running.append(self.waiting.pop(0))
+            request.slot = min({*range(self.slots)} - {x.slot for x in self.running})
+            request.pages = self.prefix[:shared] + [self.free.pop() for _ in range(missing)]
+            request.shared, request.unread = shared, len(request.tokens()) - shared * PAGE_SIZE
+            self.state.place(request, shared * PAGE_SIZE)
+
+    def _provide(self) -> None:
+        """Gives every request pages for all that the next step may write, the oldest first. Where none is free, the
+        youngest is evicted; the oldest may stay, as it has room for all that it wants."""
+        for request in [*self.running]:
+            while request.slot >= 0 and (missing := self._pages(request.longest()) - len(request.pages)) > 0:
+                if missing <= len(self.free):
+                    request.pages += [self.free.pop() for _ in range(missing)]
+                elif self.unread:
+                    self._read()  # somebody may have ended, or be shorter than it might have been
+                else:
+                    self._evict(self.running[-1])
+
+    def _evict(self, request: Request) -> None:
+        """What it has said is kept, and becomes part of what it reads when it comes back."""
+        self.state.left[request.slot : request.slot + 1].zero_()
+        self._leave(request)
+        self.waiting.insert(0, request)
+        self.evictions += 1
+
+    def _leave(self, request: Request) -> None:
+        """Steps that are under way have read its pages before another one writes there, as they come first."""
+        self.free += request.pages[request.shared :]
+        self.running.remove(request)
+        request.slot, request.pages = -1, []
 
     def _read(self, all_but: int = 0) -> None:
-        """Waits for the tokens of all steps but the last ones."""
+        """Waits for the tokens of all steps but the last ones; those that have said what they should leave."""
         while len(self.unread) > all_but:
             self.unread.pop(0).read()
+        for request in [x for x in self.running if len(x.said) == x.wanted]:
+            self._leave(request)
+
+    def _show_table(self) -> None:
+        """Brings the device's table up to date. Empty slots begin like the others."""
+        table = [self.prefix] * self.slots
+        for request in self.running:
+            table[request.slot] = [*request.pages]
+        if table != self.table:
+            width = self.state.table.shape[1]
+            rows = [(row + [-1] * width)[:width] for row in table]
+            self.state.table.copy_(on_way(rows, self.state.table), non_blocking=True)
+            self.table = table
 
     def _shared(self) -> int:
         """Pages that all who run begin with."""
@@ -343,90 +430,129 @@ class Server:
 
     def _decode(self) -> None:
         """A step of the smallest batch that has room, replayed where there are graphs."""
-        key = 1 << (len(self.running) - 1).bit_length(), self._shared()
-        if key not in self.batches:
-            self.batches[key] = Batch(*key, self.device)
-        batch = self.batches[key]
-        if self.held != (batch, self.running):
-            self._read()
-            batch.place(self.running)
-            self.held = batch, list(self.running)
+        size = 1 << max(request.slot for request in self.running).bit_length()
+        key = min(size, self.slots), self._shared()
         if self.device.type != "cuda":
-            self._run(batch)
+            found = self._checked(*key)
         else:
-            if batch.graph is None:
-                batch.graph = self._captured(batch)
-            batch.graph.replay()
-        for request in self.running:
-            request.cached += 1
-        self.unread.append(Unread([*self.running], batch.tokens))
+            if key not in self.graphs:
+                self.graphs[key] = self._captured(*key)
+            graph, found = self.graphs[key]
+            graph.replay()
+        self.unread.append(Unread(self.running, found))
 
-    def _run(self, batch: Batch) -> None:
-        """Reads and writes the batch's own tensors alone, and nothing of it waits for the host."""
-        after = Paged(batch.table, batch.used + batch.live, shared_pages=batch.shared)
-        step = Step(batch.tokens[:, None], Paged(batch.table, batch.used), after)
-        logits = self.model(step, self.caches, self.rotary)[:, 0]
-        batch.used += batch.live
-        drawn = uniform(batch.seed, batch.used.long())
-        batch.tokens.copy_(sample(logits, batch.temperature, batch.top_p, drawn))
+    def _checked(self, size: int, shared: int) -> Tensor:
+        """One token more for each of the first slots, and as many drafts as are right; what `Unread` reads. It reads
+        and writes the state alone, and nothing of it waits for the host."""
+        state, rows = self.state, self.rows
+        row, slots = torch.arange(rows, device=self.device), torch.arange(size, device=self.device)[:, None]
+        cached, live = state.cached[:size, None].clone(), state.left[:size] > 0
+        tokens, mask, depth = state.tokens.gather(1, state.cached[:, None])[:size], causal(), row
+        if rows > 1:
+            drafts = guesses(state.tokens[:size], cached[:, 0])
+            tokens = torch.cat([tokens, drafts.flatten(1)], dim=1)
+            # Behind the context comes the last token, and then branch after branch, of which each sees itself.
+            branch, depth = (row - 1).clamp(min=0) // DRAFTS, torch.where(row > 0, (row - 1) % DRAFTS + 1, 0)
+            start = torch.where(row > 0, cached + 1 + branch * DRAFTS, cached)
+            mask = interval(None, (cached + 1).expand(size, rows)) | interval(start, cached + row + 1)
+        layout = Paged(state.table[:size], (cached[:, 0] + rows) * live, shared_pages=shared)
+        step = Step(tokens, cached + depth, state.places(slots, cached + row), layout, mask)
+        logits = self.model(step, self.caches, self.rotary)
+        positions = (cached + depth + 1).flatten()
+        said = state.drawn(slots.expand(size, rows).flatten(), positions, logits.flatten(0, 1)).view(size, rows)
+        kept = said
+        count = torch.ones_like(cached[:, 0])
+        if rows > 1:
+            kept, count = self._accepted(tokens, said, slots, cached)
+        count = torch.minimum(count, state.left[:size])
+        state.tokens[:size].scatter_(1, cached + 1 + torch.arange(kept.shape[1], device=self.device), kept)
+        state.cached[:size] += count
+        state.left[:size] -= count
+        return torch.cat([count[:, None], kept], dim=1)
 
-    def _captured(self, batch: Batch) -> torch.cuda.CUDAGraph:
-        held = [x.clone() for x in (batch.tokens, batch.used)]
+    def _accepted(self, tokens: Tensor, said: Tensor, slots: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """What each request says, (b, 1 + DRAFTS), and how much of it holds, (b,). A draft is right if it is what the
+        model says after the token before it, and that one is right. The keys of the longest branch move behind the
+        context."""
+        drafts = tokens[:, 1:].view(-1, BRANCHES, DRAFTS)
+        after = said[:, 1:].view(-1, BRANCHES, DRAFTS)
+        before = torch.cat([said[:, :1, None].expand(-1, BRANCHES, 1), after[..., :-1]], dim=-1)
+        right = (drafts == before).long().cumprod(-1).sum(-1)
+        best = right.argmax(1, keepdim=True)
+        count = right.gather(1, best)
+        kept = torch.cat([said[:, :1], after.gather(1, best[..., None].expand(-1, 1, DRAFTS))[:, 0]], dim=1)
+
+        i = torch.arange(DRAFTS, device=self.device)
+        source = self.state.places(slots, cached + 1 + best * DRAFTS + i)
+        target = torch.where(i < count, self.state.places(slots, cached + 1 + i), -1)
+        pages = self.caches.flatten(2, 3)
+        for (k_cache, v_cache), (k, v) in zip(self.caches, pages[:, :, source.clamp(min=0)], strict=True):
+            append_kv(k_cache, v_cache, None, k, v, slot_mapping=target)
+        return kept, 1 + count[:, 0]
+
+    def _captured(self, size: int, shared: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        state = self.state.tokens, self.state.cached, self.state.left
+        held = [x.clone() for x in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._run(batch)  # compiles
+            self._checked(size, shared)  # compiles
         torch.cuda.current_stream().wait_stream(stream)
-        for x, value in zip((batch.tokens, batch.used), held, strict=True):
+        for x, value in zip(state, held, strict=True):
             x.copy_(value)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._run(batch)
-        return graph
+            found = self._checked(size, shared)
+        return graph, found
 
     def _mixed(self) -> None:
-        """Tokens of those that speak, and chunks of prompts, end to end; who has not read all of its own says none."""
-        self._read()
-        self.held = None
-        room = max(CHUNK - sum(request.missing() == 1 for request in self.running), PAGE_SIZE)
-        rows = []
+        """Tokens of those that speak, and chunks of what others read, end to end; who has not read all says none."""
+        room, state = max(CHUNK - sum(x.unread == 0 for x in self.running), PAGE_SIZE), self.state
+        lengths, speaking = [0] * self.slots, []
         for request in self.running:
-            n = min(request.missing(), room) if request.missing() > 1 else 1
-            room -= n if request.missing() > 1 else 0
-            rows.append(n)
-        width = max(len(request.pages) for request in self.running)
-        table = self._tensor([(x.pages + [-1] * width)[:width] for x in self.running])
-        before, offsets = self._tensor([x.cached for x in self.running]), self._tensor([0, *accumulate(rows)])
-        tokens = [t for x, n in zip(self.running, rows, strict=True) for t in x.tokens()[x.cached : x.cached + n]]
-        after = Paged(table, before + offsets.diff(), offsets, shared_pages=self._shared())
-        step = Step(self._tensor(tokens).long(), Paged(table, before, offsets), after)
-        last = (offsets[1:].long() - 1).clamp(min=0)
+            if request.unread:
+                n = lengths[request.slot] = min(request.unread, room)
+                room, request.unread = room - n, request.unread - n
+            else:
+                lengths[request.slot] = 1
+            if not request.unread:
+                speaking.append(request)
+        numbers = [(slot, i) for slot, n in enumerate(lengths) for i in range(n)]
+        slot, i = on_way(numbers, state.cached).to(self.device, non_blocking=True).unbind(1)
+        said_by = {x.slot for x in speaking}
+        known = [lengths, [x in said_by for x in range(self.slots)], [*accumulate(lengths)]]
+        length, speaks, ends = on_way(known, state.cached).to(self.device, non_blocking=True)
+
+        live = state.left > 0
+        positions, offsets = state.cached[slot] + i, torch.cat([ends[:1] * 0, ends]).int()
+        cached = state.cached + length
+        layout = Paged(state.table, cached * live, offsets, shared_pages=self._shared())
+        step = Step(state.tokens[slot, positions], positions, state.places(slot, positions), layout, causal())
+        last = (ends - 1).clamp(min=0)
         logits = self.model(step, self.caches, self.rotary)[last]
-        for request, n in zip(self.running, rows, strict=True):
-            request.cached += n
-        numbers = [(x.temperature, x.top_p) for x in self.running]
-        temperature, top_p = torch.tensor(numbers, dtype=torch.float32, device=self.device).unbind(1)
-        seeds = torch.tensor([x.seed for x in self.running], dtype=torch.int64, device=self.device)
-        drawn = uniform(seeds, after.seqused_k.long())
-        said = sample(logits, temperature, top_p, drawn)
-        self.unread.append(Unread([x if x.missing() == 0 else None for x in self.running], said))
+        said = state.drawn(torch.arange(self.slots, device=self.device), cached, logits)
+        count = speaks * live
+        places = cached[:, None]
+        state.tokens.scatter_(1, places, torch.where(count[:, None] > 0, said[:, None], state.tokens.gather(1, places)))
+        state.cached += length * live
+        state.left -= count
+        self.unread.append(Unread(speaking, torch.stack([count, said], dim=1)))
 
 
 @torch.no_grad()
-def serve(requests: list[Request], slots: int, pages: int, prefix: list[int], model: Model) -> tuple[int, float]:
-    """How many steps it took, and the seconds of them; ValueError, before the first, if one cannot be served."""
-    server = Server(model, slots, pages, prefix, model.embedding.weight.device)
-    if len({*requests}) < len(requests):
-        raise ValueError("a request is served once, and one is given twice: make another one")
+def serve(
+    requests: list[Request], slots: int, pages: int, prefix: list[int], model: Model, drafts: bool = True
+) -> tuple[int, int, float]:
+    """Steps, evictions and seconds that it took; ValueError, before the first step, if a request cannot be served."""
+    server = Server(model, slots, pages, prefix, model.embedding.weight.device, drafts)
     for request in requests:
-        server.needs(request)
-    waiting, steps, start = list(requests), 0, time.perf_counter()
-    while waiting or server.running:
-        server.admit(waiting)
+        server.submit(request)
+    steps, start = 0, time.perf_counter()
+    while server.waiting or server.running:
         server.step()
         steps += 1
     assert len(server.free) + len(server.prefix) == pages
-    return steps, time.perf_counter() - start
+    return steps, server.evictions, time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -459,18 +585,17 @@ def drawn_requests(n: int, prefix: list[int]) -> list[Request]:
 
 
 @torch.no_grad()
-def trace_steps(model: Model, slots: int, prefix: list[int], path: str, steps: int = 6) -> None:
+def trace_steps(model: Model, slots: int, prefix: list[int], path: str, steps: int = 8) -> None:
     """A trace of steps in which `slots` requests speak, after some untraced ones."""
     requests = [Request([*prefix, i % VOCABULARY], wanted=LONGEST - len(prefix) - 1) for i in range(slots)]
-    pages = (slots + 1) * LONGEST // PAGE_SIZE
-    server = Server(model, slots, pages, prefix, model.embedding.weight.device)
-    server.admit([*requests])
-    while any(x.count() < 3 for x in requests):
+    server = Server(model, slots, (slots + 1) * ROOM // PAGE_SIZE, prefix, model.embedding.weight.device)
+    for request in requests:
+        server.submit(request)
+    while any(len(x.said) < 3 for x in requests):
         server.step()
     assert len(server.running) == slots, f"prompts of {slots} requests take too long to read beside their tokens"
-    kinds = torch.profiler.ProfilerActivity
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as trace:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(steps):
             server.step()
         torch.cuda.synchronize()
@@ -483,6 +608,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8, help="requests that run at a time")
     parser.add_argument("--pages", type=int, default=64, help=f"pages of {PAGE_SIZE} tokens in the cache")
     parser.add_argument("--prefix", type=int, default=72, help="tokens of the prompt that all requests begin with")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model")
+    parser.add_argument("--no-drafts", action="store_true", help="one token of each request in a step")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", metavar="PATH", help="only write a trace of decoding steps, for Perfetto")
     args = parser.parse_args()
@@ -491,15 +618,16 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)  # these tensors are too small to share out
     torch.manual_seed(0)
-    model = Model().to(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
+    model = Model(args.layers).to(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
     prefix = [int(x) for x in torch.randint(VOCABULARY, (args.prefix,))]
     if args.profile:
         trace_steps(model, args.slots, prefix, args.profile)
         return
     requests = drawn_requests(args.requests, prefix)
-    steps, seconds = serve(requests, args.slots, args.pages, prefix, model)
+    steps, evictions, seconds = serve(requests, args.slots, args.pages, prefix, model, not args.no_drafts)
     said = sum(len(request.said) for request in requests)
-    print(f"{len(requests)} requests, {said} tokens in {steps} steps and {seconds:.2f} s on {args.device}")
+    told = f"{len(requests)} requests, {said} tokens in {steps} steps with {evictions} evictions"
+    print(f"{told} and {seconds:.2f} s on {args.device}")
     exact = args.device == "cpu"
     pairs = [pair for x in requests for pair in zip(x.said, plain_loop(model, x, follow=not exact), strict=True)]
     same = sum(a == b for a, b in pairs)
