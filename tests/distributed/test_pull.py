@@ -64,6 +64,39 @@ def test_what_is_pulled_is_what_is_gathered(pool, ranks, mask, order):
             assert torch.equal(x, theirs[name]), name
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("mask", ["causal", "window(9,0)", "window(9,0)|causal"])
+@pytest.mark.parametrize("rows", ["balanced", "pairs", 110])
+def test_pieces_are_sequences(pool, ranks, mask, rows):
+    """Where positions are not needed: the same rows, and sums in another order."""
+    lengths = (48, 96, 48) if rows == "pairs" else LENGTHS
+    rows = 250 // ranks if rows == 110 else rows
+    case = Case(
+        "", dtype="fp64", h_q=4, h_k=2, d=16, mask=mask, order="thd", lengths=lengths, b=len(lengths), sink=True
+    )
+    case = case.replace(s_q=max(lengths), s_k=max(lengths))
+    for (_, mine), (_, theirs) in pool.run((HERE, "pulled"), ranks, case, {"method": "pull", "rows": rows}):
+        for name, x in mine.items():
+            assert float(torch.where(x == theirs[name], 0, x - theirs[name]).abs().amax()) <= EQUAL, name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("of_pieces", [False, True])
+def test_tables_of_sums(ranks, of_pieces):
+    """What the kernel adds up by is what `summed` does."""
+    for rank in range(ranks):
+        made = plan(list(LENGTHS), ranks, rank=rank, mask=causal(), method="pull")
+        assert made.by_pieces
+        exchange = made.pieces_exchange() if of_pieces else made.keys_exchange()
+        dy, returned = torch.randn(exchange.needed, 3).double(), torch.randn(sum(exchange.sent_rows), 3).double()
+        table, first, stop = exchange._table(dy.device)
+        total = torch.zeros(made.rows, 3).double()
+        for i, places in enumerate(table):
+            there = places >= 0
+            total[there] += (dy if first <= i < stop else returned)[places[there]]
+        assert torch.equal(total, exchange._added(dy, returned))
+
+
 def in_stages(group, order, mask, first):
     """Results and gradients of a call in two stages, of which the first has so many key heads, twice; and in one."""
     made, found, taken = None, [], []

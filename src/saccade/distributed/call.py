@@ -61,17 +61,20 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
         raise ValueError(f"q, k and v must share one dtype and one device, got {got}")
     if plan.ranks.heads > 1:
         return _by_heads(plan, given, (q, k, v), options)
-    layout = plan.layout(q.device, given.order)
+    pieces = plan.by_pieces and _windows(options) and not options.dropout_p and options.score_mod is None
+    layout = plan.pieces_layout(q.device) if pieces else plan.layout(q.device, given.order)
+    exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
-    if (first := _first_heads(plan, given, (q, k, v), options)) is not None:
+    if exchange is not None and (first := _first_heads(plan, given, (q, k, v), options)) is not None:
 
         def bound(q: Tensor, k: Tensor, v: Tensor) -> BoundCall:
             return _bound(q, k, v, layout, options)
 
-        parts = stages.Stages(plan.keys_exchange(), layout, given, bound, options.backend, first, KEYS)
+        parts = stages.Stages(exchange, layout, given, bound, options.backend, first, KEYS)
         out, lse = stages.run(parts, q, k, v)
         return out, lse if options.return_lse else None, None
-    k, v = (_user_order(x, given) for x in _needed(plan, _to_rows(given, k), _to_rows(given, v)))
+    if exchange is not None:
+        k, v = (_user_order(x, given) for x in exchange(KEYS, _to_rows(given, k), _to_rows(given, v)))
     return _run(plan, _bound(q, k, v, layout, options), options)
 
 
@@ -82,11 +85,10 @@ def _needed(plan: ContextPlan, *keys_values: Tensor) -> Sequence[Tensor]:
 
 def _first_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, ...], options: Options) -> int | None:
     """How many key heads are the first of two stages; None where the call is one."""
-    if plan.ranks.parts == 1 or options.backend == "reference" or not ops.runs_directly():
+    if options.backend == "reference" or not ops.runs_directly() or not _windows(options):
         return None
     functions = options.score_mod, options.sink, options.dropout_p or None, options.return_max_scores or None
-    leaves = [] if options.mask is None else [*options.mask.leaves()]
-    if any(x is not None for x in functions) or not all(isinstance(leaf, Window) for leaf in leaves):
+    if any(x is not None for x in functions):
         return None
     if operands[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
@@ -95,6 +97,11 @@ def _first_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, ...],
     seconds = 2 * area * b * h_q * (d + d_v) / cost.PRODUCTS
     moved = pulled * b * h_k * (d + d_v) * operands[0].element_size()
     return stages.first_heads(plan.keys_exchange(), moved, seconds, h_k)
+
+
+def _windows(options: Options) -> bool:
+    """Whether the mask compares positions alone."""
+    return options.mask is None or all(isinstance(leaf, Window) for leaf in options.mask.leaves())
 
 
 def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, Tensor], options: Options) -> Results:

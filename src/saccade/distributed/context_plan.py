@@ -223,6 +223,9 @@ class ContextPlan:
             self.layout(self.ranks.device, order)
         if self.ranks.parts > 1:
             self.keys_exchange()
+        if self.by_pieces:
+            self.pieces_layout(self.ranks.device)
+            self.pieces_exchange()
         if self.ranks.heads > 1 and self.heads is not None:
             for h in self.heads:
                 self.heads_exchange(h, self.heads[0])
@@ -235,6 +238,27 @@ class ContextPlan:
         """The keys of all parts to the rows that see them."""
         sharding, kind = self.sharding, PulledRows if self.method.endswith("pull") else RowExchange
         return self.kept("keys", lambda: kind(sharding.by_part, sharding.keys, self.rows_transport()))
+
+    # Pieces as sequences. Where no row sees keys after itself, a piece's keys end with its last row, which is where
+    # masks of the window family align rows and keys: they need no positions, which cost kernels time. A document in
+    # two pieces has the keys that both see twice.
+
+    @property
+    def by_pieces(self) -> bool:
+        """Whether calls of such masks may take pieces as sequences."""
+        return self.method == "pull" and self.batch is None and self.sharding.reach.right == 0 and self.ranks.parts > 1
+
+    def pieces_layout(self, device: Any) -> Packed:
+        """One sequence for each piece, with its own keys."""
+        pieces = self.pieces or [Piece(0, 0, 0)]
+        lengths = [x.rows for x in pieces], [x.rows for x in self.sharding.seen(pieces)]
+        return self.kept(("pieces", str(device)), lambda: Packed.from_lengths(*lengths, device=device))
+
+    def pieces_exchange(self) -> RowExchange:
+        """The keys of each piece."""
+        sharding = self.sharding
+        needed = [sharding.seen(pieces) for pieces in sharding.by_part]
+        return self.kept("keys of pieces", lambda: PulledRows(sharding.by_part, needed, self.rows_transport()))
 
     def rows_transport(self) -> Transport:
         """Between the ranks with the same heads, one of each part."""

@@ -37,7 +37,7 @@ class PulledRows(RowExchange):
         self.returned = [(i, joined(self.sent[i])) for i in turns]
         # Where the rows that rank i returns are among all that are returned.
         self.first = [0, *accumulate(self.sent_rows)]
-        self._tables: dict[torch.device, Tensor] = {}
+        self._tables: dict[torch.device, tuple[Tensor, int, int]] = {}
 
     def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
         return self.coming(xs, stage).rows()
@@ -113,7 +113,7 @@ class PulledRows(RowExchange):
     def _added(self, dy: Tensor, returned: Tensor) -> Tensor:
         if dy.device.type == "cuda":
             sums: Any = import_module("saccade.backends.triton.rank_sums")
-            return sums.rank_sums(dy, returned, self._table(dy.device), self.transport.rank)
+            return sums.rank_sums(dy, returned, *self._table(dy.device))
         parts, places = [], []
         for i, segments in enumerate(self.sent):
             at = self.first[i]
@@ -123,19 +123,33 @@ class PulledRows(RowExchange):
                 at += n
         return self.summed(parts or [dy[:0]], places)
 
-    def _table(self, device: torch.device) -> Tensor:
-        """(ranks, own rows) int32: for each rank the row of dy, if it is this one, or of what is returned, that is part
-        of an own row's sum; -1 for none."""
+    def _table(self, device: torch.device) -> tuple[Tensor, int, int]:
+        """(places, own rows) int32: rows of dy or of what is returned that are parts of an own row's sum, in the order
+        of ranks, -1 for none; and which of the places are in dy, those from the first number to the second."""
         if device not in self._tables:
-            table = torch.full((self.transport.size, self.rows), -1, dtype=torch.int32)
+            layers, own, stop = [], 0, 0
             for i, segments in enumerate(self.sent):
-                at = self.first[i]
+                mine, at = [], self.first[i]
                 for source, target, n in segments:
                     first = target if i == self.transport.rank else at
-                    table[i, source : source + n] = torch.arange(first, first + n)
+                    _lay(mine, self.rows, source, torch.arange(first, first + n, dtype=torch.int32))
                     at += n
-            self._tables[device] = table.to(device)
+                layers += mine
+                if i <= self.transport.rank:
+                    own, stop = stop, len(layers)
+            table = torch.stack(layers) if layers else torch.empty(0, self.rows, dtype=torch.int32)
+            self._tables[device] = table.to(device), own, stop
         return self._tables[device]
+
+
+def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
+    """Into the first layer with room from row `first` on."""
+    stop = first + len(places)
+    layer = next((x for x in layers if bool((x[first:stop] < 0).all())), None)
+    if layer is None:
+        layer = torch.full((rows,), -1, dtype=torch.int32)
+        layers.append(layer)
+    layer[first:stop] = places
 
 
 class Coming(NamedTuple):

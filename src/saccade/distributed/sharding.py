@@ -39,6 +39,10 @@ class Sharding:
         """For each part the keys that its rows see, one span for each document with rows there."""
         return [list(spans(pieces, self.lengths, self.reach)) for pieces in self.by_part]
 
+    def seen(self, pieces: list[Piece]) -> list[Piece]:
+        """The keys that each piece's rows see."""
+        return [Piece(i, *self.reach.keys(self.lengths[i], start, stop)) for i, start, stop in pieces]
+
     @property
     def rows(self) -> list[int]:
         """Of each rank."""

@@ -10,22 +10,23 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows"])
 def rank_sums_kernel(
-    own, returned, table, sums, rows, WIDTH: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr
+    own, returned, table, sums, rows, WIDTH: tl.constexpr, PLACES: tl.constexpr, FIRST: tl.constexpr,
+    STOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`sums[row] = sum_i x_i[table[i, row]]` in the order of ranks, in float32 at least, for numbers that are not
-    negative.
+    """`sums[row] = sum_i x_i[table[i, row]]` in order, in float32 at least, for numbers that are not negative.
 
-    own, x_RANK: (…, WIDTH). returned, all other x_i: (…, WIDTH). table: int32 (RANKS, rows). sums: (rows, WIDTH).
+    own, x_i from FIRST to STOP: (…, WIDTH). returned, all other x_i: (…, WIDTH). table: int32 (PLACES, rows). sums:
+    (rows, WIDTH).
     """
     row = tl.program_id(0)
     # [BLOCK]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.float64 if sums.dtype.element_ty == tl.float64 else tl.float32
     total = tl.zeros([BLOCK], wide)
-    for i in tl.static_range(RANKS):
+    for i in tl.static_range(PLACES):
         at = tl.load(table + i * rows + row).to(tl.int64)
         there = tl.where(at >= 0, column, WIDTH) < WIDTH
-        if i == RANK:
+        if i >= FIRST and i < STOP:
             total += tl.load(own + at * WIDTH + column, mask=there, other=0.0).to(wide)
         else:
             total += tl.load(returned + at * WIDTH + column, mask=there, other=0.0).to(wide)
