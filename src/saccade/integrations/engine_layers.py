@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from logging import Logger
 from typing import Any
 
 from torch import Tensor
@@ -37,12 +39,22 @@ def release(package: str) -> str:
         return "of an unknown version"
 
 
-def untested(package: str, name: str, tested: tuple[str, ...]) -> str | None:
-    """A sentence for the log, where the installed version is none of those that the tests ran with."""
-    found = release(package)
-    if found in tested:
-        return None
-    return f"saccade was tested with {name} {', '.join(tested)}, and this is {name} {found}: check what it computes"
+@contextmanager
+def registering(package: str, name: str, tested: tuple[str, ...], log: Logger) -> Iterator[None]:
+    """Around what enters a backend in the engine's registry. A release that the tests did not run with is noted.
+
+    Raises:
+        ImportError: no engine, or one without such a registry.
+    """
+    listed, found = ", ".join(tested), release(package)
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"saccade's backend is written for {name} {listed}, and {name} {found} has no such registry: {error}"
+        ) from error
+    if found not in tested:
+        log.warning(f"saccade was tested with {name} {listed}, and this is {name} {found}: check what it computes")
 
 
 def differences(own: type, base: type) -> Iterator[str]:

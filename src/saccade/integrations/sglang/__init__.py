@@ -13,7 +13,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from saccade.integrations.engine_layers import release, untested
+from saccade.integrations.engine_layers import registering
 
 __all__ = ["NAME", "TESTED", "plugin", "register"]
 
@@ -38,20 +38,13 @@ def register() -> None:
     Raises:
         ImportError: no SGLang, or one without a registry of attention backends.
     """
-    try:
+    with registering("sglang", "SGLang", TESTED, _log):
         registry = import_module("sglang.srt.layers.attention.attention_registry")
         choices = import_module("sglang.srt.arg_groups.choices")
         for name in _CHOICES:
             known = getattr(choices, name)
             known.extend(word for word in (NAME,) if word not in known)
         registry.register_attention_backend(NAME)(_backend)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"saccade's backend is written for SGLang {', '.join(TESTED)}, and SGLang {release('sglang')} has no such "
-            f"registry: {error}"
-        ) from error
-    if sentence := untested("sglang", "SGLang", TESTED):
-        _log.warning(sentence)
 
 
 def plugin() -> None:

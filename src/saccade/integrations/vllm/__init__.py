@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
-from saccade.integrations.engine_layers import release, untested
+from saccade.integrations.engine_layers import registering
 
 __all__ = ["BACKEND", "TESTED", "plugin", "register"]
 
@@ -31,16 +31,9 @@ def register() -> None:
     Raises:
         ImportError: no vLLM, or one without a registry of attention backends.
     """
-    try:
+    with registering("vllm", "vLLM", TESTED, _log):
         registry = import_module("vllm.v1.attention.backends.registry")
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"saccade's backend is written for vLLM {', '.join(TESTED)}, and vLLM {release('vllm')} has no such "
-            f"registry: {error}"
-        ) from error
-    if sentence := untested("vllm", "vLLM", TESTED):
-        _log.warning(sentence)
 
 
 def plugin() -> None:
