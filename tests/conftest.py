@@ -119,6 +119,26 @@ def company():
 
 
 @pytest.fixture
+def captured():
+    """Captures what a function does in a CUDA graph and gives the graph with the results, whose memory each replay
+    writes. It runs before, once to compile, and once more, where nothing may wait for the host."""
+
+    def capture(step):
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        return graph, found
+
+    return capture
+
+
+@pytest.fixture
 def poison(monkeypatch):
     """Fresh memory is NaN, or the largest integer: what is read before it is written shows."""
 

@@ -548,7 +548,7 @@ def test_broken_numbers_stay_inside_on_a_gpu(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("factor", ["tensor", "number"])
-def test_quantized_rows_in_a_graph(factor):
+def test_quantized_rows_in_a_graph(factor, captured):
     """Replayed with other rows, lengths and factors; nothing waits for the host."""
     caches, wanted = ([torch.zeros(PAGES, SIZE, H, d).to(KINDS[0]) for d in (D, D_V)] for _ in range(2))
     caches, table, used = [x.cuda() for x in caches], TABLE.cuda(), USED.cuda()
@@ -557,16 +557,7 @@ def test_quantized_rows_in_a_graph(factor):
     def step():
         append_kv(*caches, Paged(table, used), *rows, descale=Descale(k=factors if factor == "tensor" else 0.3, v=0.7))
 
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     new, scale = [torch.randn(3, 1, H, d) for d in (D, D_V)], torch.rand(3, H) + 0.1
     for x, y in zip((*rows, factors, used), (*new, scale, USED - 1), strict=True):
         x.copy_(y)

@@ -71,7 +71,7 @@ def test_a_plan_for_views_is_for_views_alone() -> None:
 
 
 @pytest.mark.parametrize("mask", [causal(), window(200, 0)], ids=repr)
-def test_a_graph_appends_and_attends(mask) -> None:
+def test_a_graph_appends_and_attends(mask, captured) -> None:
     """Through views of one cache; replayed with other lengths, and nothing in it waits for the host."""
     q, cache, layout = cache_of(3, 1024)
     used = layout.seqused_k.fill_(0)
@@ -83,15 +83,7 @@ def test_a_graph_appends_and_attends(mask) -> None:
         after = Paged(layout.block_table, used + 1)
         return attention(q, cache, cache[..., :D_V], mask=mask, layout=after, score_mod=softcap(20.0))
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     for lengths in ([0, 0, 0], [5, 1000, 64], [700, 63, 0]):
         used.copy_(torch.tensor(lengths))
         found.fill_(torch.nan)

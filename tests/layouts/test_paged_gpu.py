@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -118,7 +120,7 @@ def test_repeats_are_bitwise_equal() -> None:
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-def test_a_graph_is_replayed_with_other_lengths_and_tables() -> None:
+def test_a_graph_is_replayed_with_other_lengths_and_tables(captured: Any) -> None:
     """A step with its append, captured with empty requests; nothing in it waits for the host."""
     cache = Cache(4, 2000)
     q = torch.randn(4, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
@@ -132,15 +134,7 @@ def test_a_graph_is_replayed_with_other_lengths_and_tables() -> None:
         _, lse = attention(q, cache.k, cache.v, mask=causal(), layout=after, out=out, return_lse=True)
         return [out, lse]
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     for lengths in ([0, 0, 0, 0], [5, 1900, 0, 700], [100, 50, 0, 0]):
         cache.fill(lengths)
         for x in found:
@@ -252,7 +246,7 @@ def test_drawn_case_in_bulk(seed: int, hopper: None) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_graph_of_prompts_is_replayed(flat: bool, hopper: None) -> None:
+def test_a_graph_of_prompts_is_replayed(flat: bool, hopper: None, captured: Any) -> None:
     """Captured with empty requests; nothing in it waits for the host, and rows that nobody uses stay out of it."""
     cache, t = Cache(4, 2000, d=128), 1200
     q = torch.randn(*((t,) if flat else (4, t // 4)), 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -266,15 +260,7 @@ def test_a_graph_of_prompts_is_replayed(flat: bool, hopper: None) -> None:
         assert held is out
         return [held, lse]
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     steps = ([0] * 4, [0] * 4), ([5, 900, 0, 295], [5, 1900, 0, 700]), ([1, 1, 400, 1], [9, 64, 400, 1])
     for new, keys in steps:
         cache.used.zero_()

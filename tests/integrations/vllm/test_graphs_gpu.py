@@ -37,7 +37,7 @@ class Held:
 @pytest.mark.parametrize("heads", [{"d": 128, "d_v": 128, "q": 8}, {"d": 64, "d_v": 64}], ids=str)
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("name", LAYERS)
-def test_one_graph_serves_any_batch(name, page_size, heads, requests_of, layer_of):
+def test_one_graph_serves_any_batch(name, page_size, heads, requests_of, layer_of, captured):
     """Captured with single tokens, replayed with prompts and mixtures; nothing waits for the host."""
     arguments, meaning = LAYERS[name]
     requests = requests_of(REQUESTS, page_size, "cuda", **heads)
@@ -55,15 +55,7 @@ def test_one_graph_serves_any_batch(name, page_size, heads, requests_of, layer_o
         layer.run(metadata)(held.q, held.out)
 
     with torch.inference_mode():
-        run()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+        graph, _ = captured(run)
 
         def replayed(q, out):
             held.load(step)
