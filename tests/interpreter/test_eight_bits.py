@@ -124,12 +124,19 @@ def test_words_of_values(d_v: int):
     check(q, k, v, descale=Descale(v=3.0), backend="triton", **keywords).assert_ok()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, E5M2], ids=str)
+PAIRS = [(torch.bfloat16, E4M3), (torch.float16, E5M2), (torch.float32, E4M3), (E5M2, E5M2)]
+OTHERS = [(torch.bfloat16, E5M2), (torch.float16, E4M3), (torch.float32, E5M2)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Queries of each dtype beside one kind of bytes, and beside both by `--everything`."""
+    if metafunc.function is test_dense_padded_and_packed:
+        pairs = PAIRS + OTHERS if metafunc.config.getoption("--everything") else PAIRS
+        metafunc.parametrize(("dtype", "kind"), pairs, ids=str)
+
+
 def test_dense_padded_and_packed(dtype: torch.dtype, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """8-bit queries as where there are no products of bytes: the interpreter does not round probabilities."""
-    if dtype == E5M2 != kind:
-        return
     monkeypatch.setattr(eight_bits, "products", lambda problem: False)
     b, h_q, h_k, s, d = 2, 4, 2, 150, 40
     q, k, v = rounded(torch.randn(b, h_q, s, d), dtype), *(rounded(torch.randn(b, h_k, s, n), kind) for n in (d, 24))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import runpy
@@ -227,21 +228,24 @@ def test_a_profile_needs_a_gpu(monkeypatch, capsys):
     assert "--profile is about what a GPU waits for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["matplotlib", "no matplotlib"])
-def test_train_bytes(monkeypatch, capsys, tmp_path, drawn):
+def test_train_bytes(monkeypatch, capsys, tmp_path):
     """One step of each model, the comparison with the oracle, and a picture, or how to get one."""
-    picture = tmp_path / "picture.png"
+    picture, drawn = tmp_path / "picture.png", importlib.util.find_spec("matplotlib") is not None
     monkeypatch.setattr(sys, "argv", ["train_bytes.py", "--seconds", "0", "--device", "cpu", "--out", str(picture)])
-    if drawn:
-        pytest.importorskip("matplotlib")
-    else:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLES / "train_bytes.py"), run_name="__main__")
     told = capsys.readouterr().out
     assert end.value.code == 0, told
     assert picture.exists() == drawn
     assert ("The picture is" if drawn else "pip install matplotlib") in told
+
+
+def test_no_picture_without_matplotlib(monkeypatch, capsys, tmp_path):
+    """The end of what the example does: without it all else is as it was."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    runpy.run_path(str(EXAMPLES / "train_bytes.py"))["draw"]([], [], tmp_path / "picture.png")
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_train_long():

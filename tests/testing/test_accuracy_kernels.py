@@ -112,12 +112,12 @@ def test_wrong_kernels_fail(fault, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_late_rows_that_are_small_beside_the_first_ones_are_looked_at(dtype):
-    """At s = 4096 the last rows' gradients are a hundredth of the first ones'."""
-    s = 4096
+    """At s = 2048 the last rows' gradients are some hundredths of the first ones'."""
+    s = 2048
     made = Case("", b=1, h_q=1, h_k=1, s_q=s, s_k=s, d=64, mask="causal", dtype=dtype).inputs()
 
     def zeroed(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :, :-512], torch.zeros_like(x[:, :, -512:])], dim=2)
+        return torch.cat([x[:, :, :-256], torch.zeros_like(x[:, :, -256:])], dim=2)
 
     def function(q, k, v, *, return_lse=False, **keywords):
         leaves = []
