@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Packed, Paged, append_kv, attention, causal, explain
+from saccade import Dense, Packed, Paged, append_kv, attention, causal, dispatch, explain, hardware
 from saccade.backends import cpu
 from saccade.testing import check
 
@@ -35,6 +37,47 @@ def test_views_alone_are_latent():
         check(q, k, v, layout=layout, mask=causal()).assert_ok()
     dense = torch.randn(1, 1, 8, 64)
     assert not explain(dense, dense, dense).spec.latent
+
+
+@pytest.mark.parametrize(
+    ("heads", "s_q", "changes", "reason"),
+    [
+        (128, 1, {}, None),
+        (16, 2, {}, None),
+        (17, 1, {"size": 1}, None),
+        (16, 1, {}, "17 query rows and more for each sequence and key head, not 16"),
+        (128, 1, {"packed": True}, "equally many queries for each sequence"),
+        (128, 1, {"max_scores": True}, "no max_scores for latent attention"),
+        (128, 1, {"num_splits": 1}, "not with num_splits=1"),
+        (128, 1, {"d_v": 448}, "takes head dims 576/512 for latent attention, not 576/448"),
+        (128, 1, {"dtype": torch.float32}, "16-bit"),
+    ],
+)
+def test_which_kernel_takes_what(on_hopper, heads, s_q, changes, reason):
+    """Hopper's, and otherwise the portable one, with a reason that `explain` tells."""
+    given = {"size": 16, "dtype": torch.bfloat16, "d_v": D_V, "packed": False, "num_splits": None, **changes}
+    cache, layout = cache_of(given["dtype"], size=given["size"])
+    q = torch.randn(2, s_q, heads, D, dtype=given["dtype"])
+    offsets = torch.tensor([0, s_q, 2 * s_q]).int() if given["packed"] else None
+    layout = Paged(layout.block_table, layout.seqused_k, offsets, given["num_splits"])
+    rows = q.flatten(0, 1) if given["packed"] else q
+    max_scores = given.get("max_scores", False)
+    told = explain(rows, cache, cache[..., : given["d_v"]], layout=layout, return_max_scores=max_scores)
+    assert told.spec.latent
+    assert told.backend == ("gluon" if reason is None else "triton")
+    assert reason is None or reason in "; ".join(told.reasons["gluon"]) or given["dtype"] == torch.float32
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Calls on a CPU are planned as if they were on Hopper."""
+    gluon, triton = (importlib.import_module(f"saccade.backends.{name}") for name in ("gluon", "triton"))
+    for module in (gluon, triton):
+        monkeypatch.setattr(module, "obstacle", lambda: None)
+    monkeypatch.setattr(hardware, "name", lambda device: "sm90")
+    dispatch._plans.clear()
+    yield
+    dispatch._plans.clear()
 
 
 def test_a_compiled_call_is_latent(monkeypatch):

@@ -283,7 +283,7 @@ def _launch(name: str, problem: Problem, split: SplitKV, form: Iterable[Any], te
 
 # The rows of the compile gate: what comes after "triton paged 16bit d128/128".
 ROWS = "decode", "fixed", "prompt", "drafts", "drafts16", "merge", "merges"
-LATENT = {"decode": 12, "fixed": 4, "prompt": 500}
+LATENT = {"decode": 12, "fixed": 4, "singles": 40, "prompt": 500}
 """Rows of d576/512, whose values are read with their keys, and the bytes that they spill. The prompt's are 276 on
 Triton 3.6, where 64 keys are faster than 32 with fewer spills, and 640 on 3.9, not timed. It has parts: of a whole
 one ptxas serialises the products on 3.6 (C7515), whatever the tile."""
@@ -291,13 +291,14 @@ one ptxas serialises the products on 3.6 (C7515), whatever the tile."""
 
 def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
     """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
-    query each; a chunk of a prompt over pages of 64; 4 or 16 drafts, whose mask must be asked; or merges, of few parts
-    and of many. `latent`: 16 heads of queries on one of keys."""
+    query each; `singles` over pages of 1; a chunk of a prompt over pages of 64; 4 or 16 drafts, whose mask must be
+    asked; or merges, of few parts and of many. `latent`: 16 heads of queries on one of keys."""
     forms = {
         "prompt": (1, 64 if latent else 512, 64),
         "fixed": (128, 1, 16),
         "drafts": (4, 4, 16),
         "drafts16": (4, 16, 16),
+        "singles": (4, 1, 1),
     }
     b, s_q, size = forms.get(word, (4, 1, 16))
     mask = prefix(7) | window(30, 2) if word.startswith("drafts") else causal()
