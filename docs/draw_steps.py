@@ -74,11 +74,13 @@ class Steps(NamedTuple):
         whole = max(span.stop for span in self.kernels) - self.kernels[0].start
         return 1 - sum(self.gaps()) / whole
 
-    def without_first(self, n: int | None = None) -> Steps:
-        """The kernels of the steps, or of n, after the first, which the host has just begun; and launches so far."""
-        per_step = len(self.kernels) // len(self.launches)
-        kernels = self.kernels[per_step : None if n is None else per_step * (n + 1)]
-        return Steps([span for span in self.launches if span.start < kernels[-1].stop], kernels)
+    def under_way(self, n: int | None = None) -> Steps:
+        """Kernels after the third launch, by which time the host is ahead; as many as n steps have, and launches so
+        far. A trace begins with an idle device."""
+        begun = [span for span in self.kernels if span.start > self.launches[2].stop]
+        kernels = begun[: None if n is None else len(self.kernels) // len(self.launches) * n]
+        first = min(kernels[0].start, self.launches[-1].start)
+        return Steps([span for span in self.launches if first <= span.start < kernels[-1].stop], kernels)
 
 
 def draw(steps: Steps, path: Path) -> None:
@@ -87,7 +89,7 @@ def draw(steps: Steps, path: Path) -> None:
     from matplotlib.patches import Patch
 
     mpl.rcParams["svg.hashsalt"] = "saccade"  # the same bytes every time
-    shown, per_step = steps.without_first(SHOWN), len(steps.kernels) // len(steps.launches)
+    shown, per_step = steps.under_way(SHOWN), len(steps.kernels) // len(steps.launches)
     zero = min(shown.kernels[0].start, shown.launches[0].start)
     figure, ax = plt.subplots(figsize=(12, 2.6), layout="constrained")
     for row, spans in ((1, shown.launches), (0, shown.kernels)):
@@ -115,7 +117,7 @@ def main() -> None:
     path = target[0] if target else Path(__file__).with_name("steps.svg")
     draw(steps, path)
     print(f"{len(steps.kernels)} kernels in {len(steps.launches)} steps, busy {steps.busy():.1%}, gaps of up to "
-          f"{steps.without_first().gaps()[-1]:.1f} us after the first step: {path}")  # fmt: skip
+          f"{steps.under_way().gaps()[-1]:.1f} us under way: {path}")  # fmt: skip
 
 
 if __name__ == "__main__":

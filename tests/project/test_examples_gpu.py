@@ -57,4 +57,4 @@ def test_steps_leave_no_gaps(tmp_path):
         json.loads((tmp_path / "trace.json").read_text())
     )
     assert len(steps.launches) == 8
-    assert steps.without_first().gaps()[-1] < 50, steps.gaps()[-10:]
+    assert steps.under_way().gaps()[-1] < 50, steps.under_way().gaps()[-10:]
