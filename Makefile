@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-transformers test-all gate lint types format docs dist release-check release clean
+.PHONY: help install demo test test-transformers test-all gate lint types format docs docs-browse dist release-check release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 26
@@ -83,8 +83,12 @@ release-check: dist  ## wheel and sdist, and the wheel on the oldest and on the 
 release: release-check  ## everything of a release but the upload
 	$(BIN)/python release.py
 
+docs-browse: docs  ## the site in Chromium: links, pictures, errors, screenshots for phone and desktop
+	$(BIN)/python -m pip install -q playwright -c constraints.txt
+	$(BIN)/python docs/browse.py
+
 clean:  ## remove what the other targets made
-	rm -rf .venv .hypothesis .pytest_cache .ruff_cache dist site train_bytes.png
+	rm -rf .venv .hypothesis .pytest_cache .ruff_cache dist site site-screenshots train_bytes.png
 
 .venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/pip
 	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt

@@ -24,8 +24,9 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 WITH_EXAMPLES = (
-    "adoption api api_compat api_integrations callbacks coming_from contracts distributed flash_attn fp8 masks packed "
-    "paged positions pytorch recipes scores serving transformers"
+    "adoption api api_compat api_integrations callbacks citation coming_from contracts distributed faq flash_attn fp8 "
+    "hopper install masks numerics packed paged performance positions pytorch recipes scores serving speed tutorial "
+    "transformers"
 )
 
 

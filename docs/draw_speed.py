@@ -1,0 +1,197 @@
+"""Draws what `speed.md` shows, light and dark, from committed rows: `python docs/draw_speed.py`.
+
+- speed-*.svg: TFLOP/s over the length, forward and backward, beside peers and the ceiling of a matrix product
+- decode-*.svg: GB/s of decoding over pages, beside FlashAttention-3 and a device copy; both of runs that timed all
+- memory-*.svg: memory of a call over the length on a CPU, from benchmarks/tables/cpu/memory.jsonl, which
+  `python docs/draw_speed.py measure` writes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from saccade.bench.rows import BenchRow, latest, read
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+MEMORY = ROOT / "benchmarks" / "tables" / "cpu" / "memory.jsonl"
+STYLES = {
+    "light": {"ink": "#24292f", "grid": "#d0d7de"},
+    "dark": {"ink": "#c9d1d9", "grid": "#444c56"},
+}
+COLORS = {
+    "saccade-gluon": "#e36209", "auto": "#e36209", "saccade": "#e36209", "fa3": "#2f81f7", "fa4": "#8957e5",
+    "sdpa-cudnn": "#3fb950", "SDPA": "#3fb950", "matmul": "#8b949e", "copy": "#8b949e", "plain": "#8b949e",
+}  # fmt: skip
+NAMES = {
+    "saccade-gluon": "saccade", "auto": "saccade", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4",
+    "sdpa-cudnn": "cuDNN", "matmul": "a matrix product", "copy": "a device copy",
+    "plain": "softmax(q k) v, written out",
+}  # fmt: skip
+
+
+def styled(theme: str) -> None:
+    ink, grid = STYLES[theme]["ink"], STYLES[theme]["grid"]
+    mpl.rcdefaults()
+    mpl.rcParams.update({
+        "svg.hashsalt": "saccade", "font.size": 9, "axes.grid": True, "axes.axisbelow": True, "legend.frameon": False,
+        "axes.spines.top": False, "axes.spines.right": False, "savefig.transparent": True, "grid.color": grid,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
+    })  # fmt: skip
+
+
+def length(s: int) -> str:
+    return f"{s // 1024}k" if s % 1024 == 0 and s >= 1024 else str(s)
+
+
+def save(figure: Any, name: str, theme: str) -> None:
+    figure.savefig(DOCS / f"{name}-{theme}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def line(ax: Axes, name: str, points: list[tuple[int, float]]) -> None:
+    style = {"linestyle": ":"} if name in ("matmul", "copy") else {"marker": "o", "markersize": 3}
+    width = 2.2 if NAMES.get(name, name) == "saccade" else 1.2
+    ax.plot(*zip(*sorted(points), strict=True), label=NAMES.get(name, name), color=COLORS[name], lw=width, **style)
+
+
+def over_lengths(ax: Axes, lengths: Iterable[int]) -> None:
+    lengths = sorted({*lengths})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [length(s) for s in lengths])
+    ax.minorticks_off()
+    ax.set_ylim(bottom=0)
+
+
+def complete(rows: list[BenchRow], *providers: str) -> list[BenchRow]:
+    """The rows of each cell's last run that timed all of these."""
+    timed: dict[tuple[Any, str, str], set[str]] = {}
+    for r in rows:
+        if r.ms:
+            timed.setdefault((r.cell, r.date, r.run), set()).add(r.provider)
+    return latest(r for r in rows if {*providers} <= timed.get((r.cell, r.date, r.run), set()))
+
+
+def draw_speed(rows: list[BenchRow], theme: str) -> None:
+    """Dense, bf16, d 128, 16 heads: b s = 16k, causal and not."""
+    rows = complete(rows, "saccade-gluon", "fa3", "sdpa-cudnn")
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True, sharey=True, layout="constrained")
+    for i, mode in enumerate(("forward", "backward")):
+        for j, mask in enumerate(("none", "causal")):
+            shape = {"mode": mode, "dtype": "bf16", "layout": "dense", "mask": mask, "score": "none", "sink": False}
+            shape |= {"h_q": 16, "h_k": 16, "d": 128, "d_v": 128, "deterministic": False}
+            own = [r for r in rows if r.tflops and all(getattr(r, name) == x for name, x in shape.items())]
+            for name in ("saccade-gluon", "fa3", "fa4", "sdpa-cudnn", "matmul"):
+                line(axes[i, j], name, [(r.s_q, r.tflops or 0) for r in own if r.provider == name])
+            over_lengths(axes[i, j], (r.s_q for r in own if r.provider == "saccade-gluon"))
+            axes[i, j].set_title(f"{mode}, {'causal' if mask == 'causal' else 'no mask'}")
+        axes[i, 0].set_ylabel("TFLOP/s")
+    for ax in axes[1]:
+        ax.set_xlabel("sequence length")
+    axes[0, 0].set_ylim(0, 850)
+    axes[0, 0].legend(loc="lower right")
+    save(figure, "speed", theme)
+
+
+def draw_decode(rows: list[BenchRow], theme: str) -> None:
+    """One new token over 8k keys for each sequence, bf16, 8 key heads of 128."""
+    shape = {"mode": "decode", "dtype": "bf16", "h_k": 8, "s_q": 1, "s_k": 8192, "d": 128, "d_v": 128, "score": "none"}
+    own = [r for r in complete(rows, "auto", "fa3") if r.gbps and all(getattr(r, key) == x for key, x in shape.items())]
+    own = [r for r in own if "cache" not in r.case]
+    cells = sorted({(r.page_size or 0, r.h_q, r.b) for r in own})
+    figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    for i, name in enumerate(("auto", "fa3", "copy")):
+        found = {(r.page_size, r.h_q, r.b): r.gbps or 0 for r in own if r.provider == name}
+        places = [x + 0.27 * (i - 1) for x in range(len(cells))]
+        ax.bar(places, [found[cell] for cell in cells], 0.25, label=NAMES[name], color=COLORS[name])
+    ax.set_xticks(
+        range(len(cells)), [f"{b} sequences\n{h} heads\npages of {size}" for size, h, b in cells], fontsize=7.5
+    )
+    ax.set(ylabel="GB/s of keys and values", ylim=(0, 5400))
+    ax.legend(ncols=3, loc="upper left")
+    save(figure, "decode", theme)
+
+
+def draw_memory(theme: str) -> None:
+    figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    rows = [json.loads(text) for text in MEMORY.read_text(encoding="utf-8").splitlines()]
+    for name in ("saccade", "SDPA", "plain"):
+        line(ax, name, [(row["s"], row["mib"]) for row in rows if row["what"] == name])
+    over_lengths(ax, (row["s"] for row in rows))
+    ax.set(xlabel="sequence length", ylabel="MiB beyond inputs, outputs and gradients")
+    ax.set_yscale("symlog", linthresh=10)
+    ax.legend()
+    save(figure, "memory", theme)
+
+
+# ---- Memory, measured: each call in a process of its own.
+
+CALL = """
+import resource, sys, torch
+import torch.nn.functional as F
+from saccade import attention, window
+what, s = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(2)
+def call(s):
+    q, k, v = (torch.randn(1, 8, s, 64, requires_grad=True) for _ in range(3))
+    if what == "saccade":
+        out = attention(q, k, v, mask=window(1023, 0))
+    else:
+        seen = torch.ones(s, s, dtype=torch.bool).tril_().triu_(-1023)
+        if what == "SDPA":
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        else:
+            out = (q @ k.mT / 8).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    out.backward(torch.ones_like(out))
+    return q, k, v, out
+call(128)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+kept = 8 * 8 * s * 64 * 4  # q, k, v, out, and their gradients
+held = call(s)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 - kept / 2**20)
+"""
+
+
+def measure() -> None:
+    import torch
+
+    rows = []
+    for s in (1024, 2048, 4096, 8192, 16384):
+        for what in ("saccade", "SDPA", "plain"):
+            if what == "plain" and s > 8192:
+                continue  # 17 GB
+            done = subprocess.run(
+                [sys.executable, "-c", CALL, what, str(s)], capture_output=True, text=True, check=True, env=os.environ
+            )
+            rows.append({"what": what, "s": s, "mib": round(max(float(done.stdout), 0.0), 1)})
+            rows[-1] |= {
+                "call": "fp32, 8 heads, d 64, window(1023,0), forward and backward",
+                "torch": torch.__version__,
+            }
+            print(rows[-1])
+    MEMORY.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["measure"]:
+        measure()
+    rows = list(read(ROOT / "benchmarks" / "results" / "h200"))
+    for theme in STYLES:
+        styled(theme)
+        draw_speed(rows, theme)
+        draw_decode(rows, theme)
+        draw_memory(theme)
+
+
+if __name__ == "__main__":
+    main()
