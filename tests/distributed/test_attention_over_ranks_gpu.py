@@ -81,3 +81,87 @@ def repeated(group, method, times):
         if not all(torch.equal(x, y) for x, y in zip(found, first, strict=True)):
             return False
     return True
+
+
+@pytest.mark.parametrize("times", [1000])
+@pytest.mark.parametrize("first", [None, 3])
+def test_pull_with_delays(gpus, times, first):
+    """Before signals and after them, in one stage and in two: to the bit."""
+    assert all(gpus.run((str(Path(__file__)), "delayed"), gpus.size, times, first, seconds=300))
+
+
+def delayed(group, times, first):
+    from saccade import attention, causal
+    from saccade.distributed import cost, plan
+    from saccade.distributed.peers import PeerMemory
+
+    made = plan(list(LENGTHS), group, mask=causal(), method="pull", timeout=30)
+    torch.manual_seed(3)
+    q, k, v, dout = (made.shard(torch.randn(sum(LENGTHS), 8, 64)).to("cuda", torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before, barrier, state = cost.first_heads, PeerMemory.barrier, [made.rank + 1]
+
+    def late(self, seconds=None):
+        state[0] = state[0] * 1103515245 + 12345 & 0x7FFFFFFF
+        if state[0] >> 16 & 3 == 0:
+            torch.cuda._sleep(100_000 * (1 + (state[0] >> 20) % 9))
+        barrier(self, seconds)
+        if state[0] >> 18 & 3 == 0:
+            torch.cuda._sleep(200_000)
+
+    cost.first_heads, PeerMemory.barrier = (lambda *_: first), late
+    try:
+        found = []
+        for _ in range(times):
+            out = attention(q, k, v, mask=causal(), context=made, deterministic=True)
+            found.append(torch.stack([_bits(x) for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))]))
+    finally:
+        cost.first_heads, PeerMemory.barrier = before, barrier
+    return bool((torch.stack(found) == found[0]).all())
+
+
+def _bits(x):
+    """A sum that one other bit changes, most likely."""
+    bits = x.contiguous().view(torch.int16).long().flatten()
+    return (bits * torch.arange(1, len(bits) + 1, device=x.device)).sum()
+
+
+@pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
+def test_cuda_graphs(gpus, method):
+    assert all(gpus.run((str(Path(__file__)), "captured"), gpus.size, method, seconds=300))
+
+
+def captured(group, method):
+    """A graph of forward and backward, replayed with other operands between eager calls."""
+    from saccade import attention, causal
+    from saccade.distributed import plan
+
+    made = plan(list(LENGTHS), group, mask=causal(), method=method, heads=8)
+    torch.manual_seed(3)
+    whole = [torch.randn(4, sum(LENGTHS), 8, 64) for _ in range(3)]
+    sets = [made.shard(x, 1).to("cuda", torch.bfloat16) for x in whole]
+    static = sets[0].clone()
+    leaves = [static[i].detach().requires_grad_() for i in range(3)]
+
+    def call(leaves, dout):
+        out = attention(*leaves, mask=causal(), context=made, deterministic=True)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call(leaves, static[3])
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call(leaves, static[3])
+    same = []
+    for i in (0, 1, 2, 1):
+        static.copy_(sets[i])
+        graph.replay()
+        graph.replay()
+        eager = call([x.requires_grad_() for x in sets[i].detach()[:3].unbind()], sets[i][3])
+        same += [torch.equal(x, y) for x, y in zip(results, eager, strict=True)]
+    return all(same)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -144,6 +145,23 @@ def test_a_rank_that_lags(broken_pool):
     assert told.startswith("rank 0 of 2: the exchange of keys and values, exchange 2 of this plan, of torch.float32")
     assert "another rank has failed, or is not in the same call" in told
     assert seconds < 5
+
+
+def ending(group):
+    """Rank 1 ends between two calls, as a process that is out of memory does."""
+    made = plan([8, 4, 0, 9], group, mask=causal())
+    x = made.shard(torch.randn(21, 2, 16))
+    attention(x, x, x, mask=causal(), context=made)
+    if made.rank == 1:
+        os._exit(1)
+    attention(x, x, x, mask=causal(), context=made)
+
+
+def test_a_rank_that_ends(broken_pool):
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: the exchange of keys and values, exchange 2 of this plan"):
+        broken_pool.run((HERE, "ending"), 2)
+    assert time.perf_counter() - start < 30
 
 
 def test_ranks_in_different_calls(broken_pool):

@@ -85,7 +85,9 @@ def _needed(plan: ContextPlan, *keys_values: Tensor) -> Sequence[Tensor]:
 
 def _first_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, ...], options: Options) -> int | None:
     """How many key heads are the first of two stages; None where the call is one."""
-    if options.backend == "reference" or not ops.runs_directly() or not _windows(options):
+    if not plan.method.endswith("pull") or options.backend == "reference":
+        return None
+    if not ops.runs_directly() or not _windows(options):
         return None
     functions = options.score_mod, options.sink, options.dropout_p or None, options.return_max_scores or None
     if any(x is not None for x in functions):
@@ -96,7 +98,7 @@ def _first_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, ...],
     area, pulled = max(plan.sharding.areas), max(plan.sharding.pulled)
     seconds = 2 * area * b * h_q * (d + d_v) / cost.PRODUCTS
     moved = pulled * b * h_k * (d + d_v) * operands[0].element_size()
-    return stages.first_heads(plan.keys_exchange(), moved, seconds, h_k)
+    return cost.first_heads(moved, seconds, h_k)
 
 
 def _windows(options: Options) -> bool:

@@ -306,7 +306,7 @@ class ContextPlan:
     @property
     def fingerprint(self) -> str:
         """Equal on ranks with equal plans."""
-        return self.sharding.fingerprint
+        return f"{self.sharding.fingerprint} {self.method}"
 
     def explain(self) -> str:
         """Rows, scores and keys that come from elsewhere, for each rank; the method and why; and what to expect."""

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from saccade.distributed.context_plan import ContextPlan
     from saccade.distributed.sharding import Sharding
 
-PRODUCTS = 600e12
+PRODUCTS = 670e12
 """Operations per second of a forward in bfloat16 on an H200, for estimates."""
-LINK = 370e9
-"""Bytes per second into a GPU from the others of its host, over NVLink."""
+EXCHANGES = {"gather": (80e-6, 105e9), "pull": (30e-6, 316e9), "ulysses": (60e-6, 150e9)}
+"""What an exchange takes: seconds, and bytes per second into a GPU, as measured on H200s of one host over NVLink, with
+packing. Exchanges of "ulysses" are several."""
+LEAST_GAIN = 0.02
+"""The part of a call's time that two stages must save."""
+LAUNCHES = 40e-6
+"""Seconds that two stages cost: a second launch, whose programs end apart, and copies of some heads."""
 
-PULLED = 330e9
-"""Bytes per second that copy engines bring, beside attention."""
+
+def exchange_seconds(method: str, moved: float) -> float:
+    """Of an exchange of so many bytes into the busiest rank."""
+    start, rate = EXCHANGES[method]
+    return start + moved / rate
+
+
+def first_heads(moved: float, seconds: float, h_k: int) -> int | None:
+    """How many of the key heads come first, while none is computed, where the others come beside these: as few as hide
+    them. By the bytes that the busiest rank pulls and the time of its products; None where one stage is as fast."""
+    coming = moved / EXCHANGES["pull"][1]
+    if h_k < 2 or not coming:
+        return None
+    first = min(h_k - 1, max(1, ceil(h_k * coming / (seconds + coming))))
+    saved = coming * (1 - first / h_k) - LAUNCHES
+    return first if saved > LEAST_GAIN * (seconds + coming) else None
 
 
 def gathered_bytes(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> float:
@@ -47,11 +67,18 @@ def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int) -> st
     sharding, ranks, batch = plan.sharding, plan.ranks, plan.batch or 1
     operations = 4 * batch * heads[0] * head_dim / ranks.heads / PRODUCTS
     ideal, slowest = sum(sharding.areas) / ranks.parts * operations, max(sharding.areas) * operations
-    moved = gathered_bytes(sharding, heads, head_dim) * batch
+    gathered, divided, waited, more = gathered_bytes(sharding, heads, head_dim) * batch, 0.0, 0.0, ""
     if ranks.heads > 1:
-        moved += divided_bytes(max(sharding.rows) * ranks.heads, ranks.heads, heads, head_dim) * batch
-    share = ideal / max(slowest + moved / LINK, 1e-12)
+        divided = divided_bytes(max(sharding.rows) * ranks.heads, ranks.heads, heads, head_dim) * batch
+        waited += exchange_seconds("ulysses", divided)
+    if gathered:
+        first = first_heads(gathered, slowest, heads[1]) if plan.method == "pull" else None
+        share = 1.0 if first is None else first / heads[1]
+        more = f", {first} of {heads[1]} key heads before the others" if first is not None else ""
+        waited += exchange_seconds(plan.method.split("×")[-1], gathered * share) + (LAUNCHES if first else 0.0)
+    share = ideal / max(slowest + waited, 1e-12)
     return (
-        f"  forward in 16 bits, estimated for H200s over NVLink: {1e3 * slowest:.2f} ms of products beside "
-        f"{moved / 1e6:.1f} MB ({1e3 * moved / LINK:.2f} ms) that a rank receives first: {share:.0%} of ideal"
+        f"  forward in 16 bits, estimated for H200s over NVLink: {1e3 * slowest:.2f} ms of products, and "
+        f"{1e3 * waited:.2f} ms before for {(gathered + divided) / 1e6:.1f} MB that a rank receives{more}: "
+        f"{share:.0%} of ideal"
     )

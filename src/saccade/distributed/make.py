@@ -12,7 +12,7 @@ from saccade import arguments
 from saccade.bounded_cache import BoundedCache
 from saccade.distributed import peers
 from saccade.distributed.context_plan import ContextPlan
-from saccade.distributed.cost import divided_bytes, gathered_bytes
+from saccade.distributed.cost import divided_bytes, exchange_seconds, gathered_bytes
 from saccade.distributed.groups import Ranks, ranks_of
 from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import Reach, reach_of
@@ -59,15 +59,16 @@ def plan(
             Any other, and None, counts as if every row saw its whole document. Calls may have narrower masks.
         method: "gather": keys and values go to the ranks whose rows see them, by a collective. "pull": ranks copy them
             out of each other's memory, on GPUs of one host. "ulysses": each rank computes all rows of some heads.
-            "auto": "gather" or "ulysses", which moves fewer bytes, where heads and head_dim are given, else "gather".
+            "auto": "pull" where the ranks are GPUs of one host, as torchrun's LOCAL_WORLD_SIZE says, else "gather"; or
+            "ulysses", where that takes less time by the bytes, of heads and head_dim if they are given.
         rows: "balanced"; "equal": ranks with a row less have a row of padding, so that all have `ceil(T / R)`; a
             number: so many rows on each rank, for shapes that do not change from batch to batch. Rows of padding are
             the last ones, belong to no document and see nothing: their results and gradients are zero. Or "pairs": of
             each document, in 2 R chunks, numbers r and 2 R - 1 - r, as loaders for TransformerEngine and Megatron lay
             them. Lengths are multiples of 2 R then.
         rank: which of a number of ranks this is.
-        timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words; None, and GPUs:
-            the group's own timeout.
+        timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words, and a device stops
+            that waits for others by "pull"; None, and NCCL's collectives: the group's own timeout.
         debug: compare the ranks' plans and stages before each exchange, and say which rank is elsewhere.
 
     Raises:
@@ -233,30 +234,38 @@ def _heads(heads: Any) -> tuple[int, int] | None:
 
 def _method(asked: Request) -> tuple[Ranks, str, str]:
     """The ranks as the method groups them, its name, and why."""
-    lengths, _, ranks, heads, head_dim, reach, method, *_ = asked
+    lengths, batch, ranks, heads, head_dim, reach, method, *_ = asked
     if heads is not None and ranks.heads > 1 and (error := heads_error(ranks.heads, *heads)):
         raise ValueError(f"{error}: use method='gather', or a smaller last dimension of the mesh")
     if ranks.heads > 1 and ranks.parts > 1:
-        return (
-            ranks,
-            f"ulysses×{'pull' if method == 'pull' else 'gather'}",
-            "the last dimension of the mesh divides heads",
-        )
+        sharing = method if method != "auto" else _sharing(ranks)[0]
+        return ranks, f"ulysses×{sharing}", "the last dimension of the mesh divides heads"
     if method != "auto":
         return ranks, method, "as asked for"
     if ranks.heads > 1:
         return ranks, "ulysses", "the last dimension of the mesh divides heads"
     if ranks.size == 1:
         return ranks, "gather", "one rank has everything"
+    sharing, why = _sharing(ranks)
     if heads is None or head_dim is None:
-        return ranks, "gather", "without heads and head_dim nothing is known of the bytes"
+        return ranks, sharing, f"without heads and head_dim nothing is known of the bytes; {why}"
     if error := heads_error(ranks.size, *heads):
-        return ranks, "gather", error
+        return ranks, sharing, f"{error}; {why}"
     if heads[0] // ranks.size & (heads[0] // ranks.size - 1):
-        return ranks, "gather", f"dropout needs a power of two of heads for each rank, not {heads[0] // ranks.size}"
-    gathered = gathered_bytes(Sharding(lengths, ranks.parts, 1, reach), heads, head_dim)
-    divided = divided_bytes(sum(lengths), ranks.size, heads, head_dim)
-    told = f"{gathered / 1e6:.1f} MB of keys for a rank beside {divided / 1e6:.1f} MB of rows for heads"
-    if divided < gathered:
-        return ranks.dividing_heads(), "ulysses", told
-    return ranks, "gather", told
+        many = f"dropout needs a power of two of heads for each rank, not {heads[0] // ranks.size}"
+        return ranks, sharing, f"{many}; {why}"
+    gathered = (batch or 1) * gathered_bytes(Sharding(lengths, ranks.parts, 1, reach), heads, head_dim)
+    divided = (batch or 1) * divided_bytes(sum(lengths), ranks.size, heads, head_dim)
+    times = exchange_seconds(sharing, gathered), exchange_seconds("ulysses", divided)
+    told = (
+        f"{gathered / 1e6:.1f} MB of keys for a rank ({1e3 * times[0]:.2f} ms by {sharing}) beside "
+        f"{divided / 1e6:.1f} MB of rows for heads ({1e3 * times[1]:.2f} ms); {why}"
+    )
+    return (ranks.dividing_heads(), "ulysses", told) if times[1] < times[0] else (ranks, sharing, told)
+
+
+def _sharing(ranks: Ranks) -> tuple[str, str]:
+    """How ranks share keys, and why."""
+    if (obstacle := peers.obstacle(ranks.rows_group, ranks.device)) is not None:
+        return "gather", f"no pull: {obstacle}"
+    return "pull", "GPUs of one host reach each other's memory"

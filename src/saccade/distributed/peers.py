@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 
 class PeerMemory:
@@ -93,6 +95,28 @@ def row_bytes(x: Tensor) -> int:
 def reachable(device: str) -> bool:
     """Whether a device's memory may be in its peers' reach."""
     return device.startswith("cuda")
+
+
+def obstacle(group_name: str, device: str) -> str | None:
+    """Why memory of a group's ranks is not known to be in reach of one another, or None: equal on equal hosts."""
+    if not group_name or not reachable(device):
+        return f"ranks on {device}" if group_name else "ranks without processes"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not local:
+        return "LOCAL_WORLD_SIZE, of torchrun, does not say which ranks share a host"
+    group = distributed_c10d._resolve_process_group(group_name)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+    hosts = {rank // local for rank in distributed_c10d.get_process_group_ranks(group)}
+    if len(hosts) > 1:
+        return f"ranks on {len(hosts)} hosts"
+    return _devices_apart(torch.device(device), local)
+
+
+def _devices_apart(device: torch.device, local: int) -> str | None:
+    count = torch.cuda.device_count()
+    if count < local:
+        return f"a process sees {count} GPU{'s' * (count > 1)} of {local}"
+    apart = [i for i in range(local) if i != device.index and not torch.cuda.can_device_access_peer(device.index, i)]
+    return f"{device} does not reach the memory of GPU {apart[0]}" if apart else None
 
 
 _memories: dict[str, tuple[Any, PeerMemory]] = {}

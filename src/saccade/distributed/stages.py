@@ -4,7 +4,6 @@ others made of them returns. So little more than the first heads' exchange is wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from saccade import ops
 from saccade.call import BoundCall
-from saccade.distributed import cost
-from saccade.distributed.pull import Coming, PulledRows
+from saccade.distributed.pull import Coming
 from saccade.layouts import Layout, empty_like_rows
-
-LEAST_GAIN = 0.02
-"""The part of a call's time that two stages must save."""
-LAUNCHES = 40e-6
-"""Seconds that two stages cost: a second launch, whose programs end apart, and copies of some heads."""
 
 
 class Stages(NamedTuple):
@@ -56,17 +49,6 @@ class Stages(NamedTuple):
     def _keys(self, coming: Coming) -> tuple[Tensor, Tensor]:
         k, v = (self.layout.ordered(x.permute(2, 1, 0, 3)) for x in coming.rows())
         return k, v
-
-
-def first_heads(exchange: Any, moved: float, seconds: float, h_k: int) -> int | None:
-    """How many key heads the first stage has, by the bytes that the busiest rank pulls and the time of its products;
-    None where one stage is as fast."""
-    if not isinstance(exchange, PulledRows) or h_k < 2:
-        return None
-    coming = moved / cost.PULLED
-    first = min(h_k - 1, max(1, ceil(h_k * coming / (seconds + coming))))  # hides the others' keys
-    saved = coming * (1 - first / h_k) - LAUNCHES
-    return first if saved > LEAST_GAIN * (seconds + coming) else None
 
 
 def run(stages: Stages, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
