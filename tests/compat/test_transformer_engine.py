@@ -349,7 +349,7 @@ def test_two_groups_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     core(*operands("bshd"))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    with pytest.raises(Unsupported, match="cp_group of two groups, 4 ranks in all: pass one group"):
+    with pytest.raises(Unsupported, match="over a cp_group of 4 ranks, in two groups: pass one group"):
         core(*operands("bshd"))
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
+from saccade.distributed import estimates
+
 if TYPE_CHECKING:
     from saccade.distributed.context_plan import ContextPlan
     from saccade.distributed.sharding import Sharding
 
 PRODUCTS = 670e12
 """Operations per second of a forward in bfloat16 on an H200, for estimates."""
-EXCHANGES = {"gather": (80e-6, 105e9), "pull": (30e-6, 316e9), "ulysses": (60e-6, 150e9)}
-"""What an exchange takes: seconds, and bytes per second into a GPU, as measured on H200s of one host over NVLink, with
-packing. Exchanges of "ulysses" are several."""
+EXCHANGES = {"gather": estimates.COLLECTIVE, "pull": estimates.COPIES, "ulysses": estimates.Link(60e-6, 150e9)}
+"""As measured on H200s of one host over NVLink, with packing. Exchanges of "ulysses" are several."""
 LEAST_GAIN = 0.02
 """The part of a call's time that two stages must save."""
 LAUNCHES = 40e-6
@@ -65,8 +66,8 @@ def explanation(plan: ContextPlan) -> str:
 
 def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int) -> str:
     sharding, ranks, batch = plan.sharding, plan.ranks, plan.batch or 1
-    operations = 4 * batch * heads[0] * head_dim / ranks.heads / PRODUCTS
-    ideal, slowest = sum(sharding.areas) / ranks.parts * operations, max(sharding.areas) * operations
+    found = estimates.estimate(sharding, heads, head_dim)
+    ideal, slowest = found.ideal * batch, found.products * batch
     gathered, divided, waited, more = gathered_bytes(sharding, heads, head_dim) * batch, 0.0, 0.0, ""
     if ranks.heads > 1:
         divided = divided_bytes(max(sharding.rows) * ranks.heads, ranks.heads, heads, head_dim) * batch

@@ -79,7 +79,7 @@ class Pool:
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         if "forkserver" in methods:
-            context.set_forkserver_preload(["saccade.testing.ranks"])
+            context.set_forkserver_preload(["saccade.testing.ranks", "torch.distributed.fsdp", "torch._dynamo"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

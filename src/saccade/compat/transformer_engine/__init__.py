@@ -5,7 +5,7 @@
 Constructor and forward take the names of TransformerEngine 2.20, in its order; masks, padding, biases, softmax types
 and outputs are as there. More than there: CPUs, float32 and float64, and everything together with everything,
 `score_mod` among it. `InferenceParams` is a cache of keys and values, with pages or without. Not there yet, and refused
-by name: FP8, and context parallelism but of plain self-attention.
+by name: FP8, and over a cp_group all but self-attention without biases.
 
 Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """

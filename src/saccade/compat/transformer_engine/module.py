@@ -17,14 +17,14 @@ from saccade.api import Explanation, attention, explain
 from saccade.bounded_cache import BoundedCache
 from saccade.compat.transformer_engine.cache_step import CacheStep
 from saccade.compat.transformer_engine.call import Call, Settings, WrongCall, mask_type
+from saccade.compat.transformer_engine.context import TYPES, ranks_of, self_attention, shared
 from saccade.compat.transformer_engine.inference import cached_visibility
 from saccade.compat.transformer_engine.masks import layout_of, visibility
 from saccade.compat.transformer_engine.score_mods import combined_score_mod
 from saccade.dispatch import Unsupported
-from saccade.layouts import Dense, Layout
+from saccade.layouts import Layout
 from saccade.masks import Mask
 from saccade.partial import Scored
-from saccade.scores import Softcap
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -69,6 +69,8 @@ class AttentionCall(NamedTuple):
     keywords: dict[str, Any]
     """`attention`'s"""
     meaning: CallMeaning
+    rows: Tensor | None
+    """Which rows are no padding of ranks, (t, 1, 1); None for all."""
 
 
 class DotProductAttention(torch.nn.Module):
@@ -90,8 +92,9 @@ class DotProductAttention(torch.nn.Module):
         tp_group: gives tp_size.
         layer_number: which of a cache's layers this one is.
         attention_type: "self" or "cross"; not read: a call has the lengths that it has.
-        cp_group: ranks that share each sequence, in the two chunks of TransformerEngine's loaders; sbhd and bshd.
-        cp_global_ranks: not read: the group knows its ranks, and keys are gathered; so are cp_stream and cp_comm_type.
+        cp_group: ranks that share each sequence, in the two chunks of TransformerEngine's loaders: in sbhd and bshd
+            without padding, in thd with the offsets of whole sequences, as its loaders give them.
+        cp_global_ranks: as cp_stream and cp_comm_type see `set_context_parallel_group`.
         softmax_scale: 1/sqrt(d) when None.
         softmax_type: "vanilla"; "off-by-one": `exp / (1 + sum exp)`; "learnable": `exp / (exp(offset_h) + sum exp)`,
             with the parameter `softmax_offset`, (h_q).
@@ -106,7 +109,8 @@ class DotProductAttention(torch.nn.Module):
 
     Raises:
         WrongCall: arguments that do not fit, a ValueError and an AssertionError.
-        Unsupported: FP8; over a cp_group biases, padding and sequences end to end; or no backend runs the call.
+        Unsupported: FP8; over a cp_group biases, score functions, padded batches, cross-attention and return_max_logit;
+            or no backend runs the call.
 
     >>> core = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal")
     >>> q, k, v = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
@@ -193,11 +197,21 @@ class DotProductAttention(torch.nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Ranks that share each sequence: rank r of R has its chunks r and 2 R - 1 - r of 2 R."""
+        """Ranks that share each sequence: rank r of R has its chunks r and 2 R - 1 - r of 2 R.
+
+        Args:
+            cp_group: a group; None or one rank for none.
+            cp_global_ranks: not read, as the group knows its ranks.
+            cp_stream: not read.
+            cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p": how TransformerEngine would exchange; here keys are
+                gathered.
+        """
+        if cp_group is not None and cp_comm_type not in TYPES:
+            raise WrongCall(f"cp_comm_type is one of {', '.join(TYPES)}, got {cp_comm_type!r}")
         self.cp_group = cp_group
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, Tensor]:
-        new, operands, given, meaning = self._attention_call(arguments, keywords)
+        new, operands, given, meaning, rows = self._attention_call(arguments, keywords)
         step = meaning.step
         if step is not None:
             step.append(*new[1:])
@@ -206,6 +220,8 @@ class DotProductAttention(torch.nn.Module):
         else:
             found = self._attend(*operands, given)
         out = found if isinstance(found, Tensor) else found.out
+        if rows is not None:
+            out = torch.where(rows, out, 0)
         out = (out if step is None else step.from_rows(out)).flatten(-2)
         if isinstance(found, Tensor):
             return out
@@ -220,9 +236,13 @@ class DotProductAttention(torch.nn.Module):
     def _attention_call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> AttentionCall:
         """What a call means; nothing is computed or written."""
         key = self._key(arguments, keywords)
+        if key is not None and keywords.get("cu_seqlens_q") is not None and ranks_of(self.cp_group) > 1:
+            key = None  # which says nothing of the offsets' values
         meaning, new = None if key is None else _MEANINGS.get(key), arguments[:3]
         if meaning is None:
             call = self._settled(arguments, keywords)
+            if ranks_of(self.cp_group) > 1:
+                call = self_attention(call)
             meaning, new = self._meaning(call), call.operands
             if key is not None:
                 _keep(key, meaning)
@@ -241,39 +261,18 @@ class DotProductAttention(torch.nn.Module):
             "return_max_scores": bool(self.return_max_logit),
             "backend": self.backend,
         }
-        if meaning.step is not None and self.cp_group is not None and _ranks(self.cp_group) > 1:
+        ranks, rows = ranks_of(self.cp_group), None
+        if meaning.step is not None and ranks > 1:
             raise Unsupported(
                 "DotProductAttention: a cp_group has no inference_params: set_context_parallel_group(None)"
             )
         if meaning.step is not None:
             q, k, v = meaning.step.to_rows(q), *meaning.step.params.caches(meaning.step.layer)
-        elif self.cp_group is not None and _ranks(self.cp_group) > 1:
-            given |= self._shared(q, k, given)
+        elif ranks > 1:
+            (q, k, v), given, rows = shared(self.cp_group, new, layout, given)
         elif meaning.keys is not None:
             k, v = (x.narrow(meaning.order.index("s"), 0, meaning.keys) for x in (k, v))
-        return AttentionCall(new, (q, k, v), given, meaning)
-
-    def _shared(self, q: Tensor, k: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of a call whose sequences the ranks of the group have, each in two chunks of the same length."""
-        from saccade import distributed  # for who needs it
-
-        layout, score_mod = given["layout"], given["score_mod"]
-        ranks, told = _ranks(self.cp_group), "DotProductAttention: over a cp_group of "
-        if isinstance(self.cp_group, list):
-            raise Unsupported(f"{told}two groups, {ranks} ranks in all: pass one group")
-        if not isinstance(layout, Dense) or not layout.plain or q.shape[:-2] != k.shape[:-2]:
-            raise Unsupported(
-                f"{told}{ranks} ranks calls are self-attention in sbhd or bshd without padding, got q {tuple(q.shape)} "
-                f"and k {tuple(k.shape)} with {layout!r}: saccade.attention(…, context=plan) takes documents of any "
-                "lengths"
-            )
-        if not (score_mod is None or isinstance(score_mod, Softcap)):
-            raise Unsupported(f"{told}{ranks} ranks there are no biases and score functions, got {score_mod!r}")
-        if given["return_max_scores"]:
-            raise Unsupported(f"{told}{ranks} ranks there is no return_max_logit: set it to False")
-        b, s = (q.shape[layout.order.index(name)] for name in "bs")
-        plan = distributed.plan((b, s * ranks), self.cp_group, mask=given["mask"], rows="pairs")
-        return {"context": plan}
+        return AttentionCall(new, (q, k, v), given, meaning, rows)
 
     def _key(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """All that a meaning but its lengths depends on, of a call that gives q, k, v, offsets and longest lengths, and
@@ -341,7 +340,3 @@ def get_attention_backend(core: DotProductAttention, *arguments: Any, **keywords
     """
     call = core._attention_call(arguments, keywords)
     return explain(*call.operands, **call.keywords)
-
-
-def _ranks(group: Any) -> int:
-    return math.prod(torch.distributed.get_world_size(x) for x in (group if isinstance(group, list) else [group]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from saccade.integrations.transformers.cache import updated
 from saccade.integrations.transformers.mask import StructuredMask
 from saccade.layouts import Packed, Paged
 from saccade.masks import Mask
+
+if TYPE_CHECKING:
+    from saccade.distributed import ContextPlan
 
 REFUSED = ("head_mask", "layer_head_mask", "indices", "block_indices", "sinks")
 """Keywords that would change the result."""
@@ -36,6 +39,7 @@ def attention_forward(
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Any = None,
+    context: ContextPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`out = dropout(softmax(mask(softcap(scaling q k^T) + position_bias), with s_aux)) v`.
@@ -57,6 +61,8 @@ def attention_forward(
         cache: the cache of continuous batching, whose sequences lie end to end.
         cu_seq_lens_q: (sequences + 1): offsets of sequences that lie end to end, in the batch row or in all of them.
         cu_seq_lens_k: the same for the keys.
+        context: the plan of which these are a rank's rows, as `model(ids, position_ids=…, context=plan)` passes it on;
+            documents are told by the plan, not by the positions.
         others: what does not matter here, such as position_ids.
 
     Returns:
@@ -68,6 +74,10 @@ def attention_forward(
     _refuse(others, cache, cu_seq_lens_q)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     keywords: dict[str, Any] = {"scale": scaling, "sink": s_aux, "dropout_p": dropout}
+    if context is not None:
+        mask = _within_sequences(module, attention_mask, causal, sliding_window, "context")
+        beside = {"position_bias": position_bias, "cache": cache, "cu_seq_lens_q": cu_seq_lens_q}
+        return _of_ranks(context, (query, key, value), softcap, keywords | {"mask": mask}, beside), None
     if cu_seq_lens_q is not None:
         if position_bias is not None:
             raise ValueError("position_bias and cu_seq_lens_q do not go together")
@@ -90,6 +100,21 @@ def attention_forward(
     if changes:
         keywords["score_mod"] = changes[0] if len(changes) == 1 else scores.compose(*changes)
     return attention(query, key, value, mask=mask, **keywords).transpose(1, 2).contiguous(), None
+
+
+def _of_ranks(
+    plan: ContextPlan, operands: tuple[Tensor, ...], softcap: float | None, keywords: dict[str, Any], beside: Any
+) -> Tensor:
+    """The rows of one rank, (b, s_q, h_q, d)."""
+    if given := [name for name, x in beside.items() if x is not None]:
+        raise ValueError(f"context and {', '.join(given)} do not go together: the plan knows the documents")
+    if softcap is not None:
+        keywords["score_mod"] = scores.softcap(softcap)
+    if plan.batch is not None:
+        return attention(*operands, context=plan, **keywords).transpose(1, 2).contiguous()
+    b, _, s, _ = operands[0].shape
+    out = attention(*(x.transpose(1, 2).flatten(0, 1) for x in operands), context=plan, **keywords)
+    return out.unflatten(0, (b, s)).contiguous()
 
 
 def _refuse(others: dict[str, Any], cache: Any, offsets: Tensor | None) -> None:
@@ -141,16 +166,18 @@ def _causal(sliding_window: int | None) -> Mask:
     return masks.causal() if sliding_window is None else masks.window(sliding_window - 1, 0)
 
 
-def _within_sequences(module: torch.nn.Module, given: Any, causal: bool, sliding_window: int | None) -> Mask | None:
+def _within_sequences(
+    module: torch.nn.Module, given: Any, causal: bool, sliding_window: int | None, told: str = "cu_seq_lens_q"
+) -> Mask | None:
     """The mask of sequences end to end, which transformers tells by keywords alone."""
     if given is not None and (not isinstance(given, StructuredMask) or given.padded):
-        raise ValueError("cu_seq_lens_q and an attention_mask do not go together: the offsets say what is no padding")
+        raise ValueError(f"{told} and an attention_mask do not go together: {told} says what is no padding")
     kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else "full_attention"
     if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and sliding_window is None):
-        raise ValueError(f"cu_seq_lens_q does not tell the mask of a layer of {kind}: pass position_ids instead")
+        raise ValueError(f"{told} does not tell the mask of a layer of {kind}: pass position_ids alone")
     if causal:
         return _causal(sliding_window)
     if sliding_window is not None:
-        raise ValueError("cu_seq_lens_q with sliding_window is for causal layers")
+        raise ValueError(f"{told} with sliding_window is for causal layers")
     return None

@@ -1,0 +1,103 @@
+"""How long a plan takes on H200s, by a model: products, and the keys that a rank receives and sends."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from saccade.distributed.sharding import Sharding
+
+
+class Link(NamedTuple):
+    """An exchange of n bytes takes `seconds + n / rate`."""
+
+    seconds: float
+    rate: float
+
+
+class Pace(NamedTuple):
+    """A row that sees n keys takes `4 h_q d factor (n + extra) / rate` seconds."""
+
+    rate: float
+    extra: int
+    factor: float = 1.0
+
+
+# Measured on H200s of one host over NVLink, in bfloat16 (docs/findings/distributed.md): lines through 8, 34 and 67 MB.
+COPIES, COPIES_BACK = Link(30e-6, 316e9), Link(33e-6, 256e9)
+"""`pull`: keys and values, and the sums of their gradients."""
+COLLECTIVE = Link(80e-6, 105e9)
+"""`gather`, with packing."""
+INFINIBAND = Link(60e-6, 45e9)
+"""Assumed: nine tenths of 400 Gb/s for each GPU."""
+FORWARD, BACKWARD = Pace(730e12, 256), Pace(615e12, 448, 2.5)
+
+
+class Estimate(NamedTuple):
+    """Seconds of one call."""
+
+    ideal: float
+    """A rank's share of what one GPU takes on the whole."""
+    products: float
+    """Of the rank with most."""
+    exposed: float
+    """Of the slowest rank, if it receives first."""
+    hidden: float
+    """If what it receives costs nothing until it takes longer than the products."""
+
+    @property
+    def efficiency(self) -> tuple[float, float]:
+        """At least and at most."""
+        return self.ideal / self.exposed, self.ideal / self.hidden
+
+
+def estimate(
+    sharding: Sharding, heads: tuple[int, int], head_dim: int, pace: Pace = FORWARD, link: Link = COPIES,
+    host: int | None = None, beyond: Link = INFINIBAND,
+) -> Estimate:  # fmt: skip
+    """Of a plan whose ranks share keys: parts of `heads` ranks.
+
+    Args:
+        heads: (h_q, h_k).
+        link: between ranks of one host.
+        host: how many ranks a host has; None for all.
+        beyond: between hosts. Both carry at the same time.
+    """
+    h_q, h_k = (h / sharding.heads for h in heads)
+    operations = 4 * h_q * head_dim * pace.factor / pace.rate
+    work = [
+        operations * (area + pace.extra * sum(piece.rows for piece in pieces))
+        for area, pieces in zip(sharding.areas, sharding.by_part, strict=True)
+    ]
+    size = 4 * h_k * head_dim  # bytes of a key and its value
+    moved = [0.0] * len(work)
+    if len(work) > 1:
+        near, far = rows_moved(sharding, host or len(work))
+        links = (link, near), *([(beyond, far)] if host is not None and host < len(work) else [])
+        moved = [max(way.seconds + size * most[i] / way.rate for way, most in links) for i in range(len(work))]
+    exposed = max(a + b for a, b in zip(work, moved, strict=True))
+    return Estimate(sum(work) / len(work), max(work), exposed, max(map(max, zip(work, moved, strict=True))))
+
+
+def rows_moved(sharding: Sharding, host: int) -> tuple[list[int], list[int]]:
+    """For each part how many keys it receives, or sends if these are more: within its host, and beyond it."""
+    owners: dict[int, list[tuple[int, int, int]]] = {}
+    for part, pieces in enumerate(sharding.by_part):
+        for document, start, stop in pieces:
+            owners.setdefault(document, []).append((start, stop, part))
+    for found in owners.values():
+        found.sort()
+    received, sent = ([[0] * sharding.parts for _ in range(2)] for _ in range(2))
+    for part, spans in enumerate(sharding.keys):
+        for document, first, last in spans:
+            found = owners[document]
+            at = max(0, bisect_right(found, (first, sharding.lengths[document] + 1, 0)) - 1)
+            while at < len(found) and found[at][0] < last:
+                start, stop, owner = found[at]
+                rows, far = min(stop, last) - max(start, first), owner // host != part // host
+                if owner != part and rows > 0:
+                    received[far][part] += rows
+                    sent[far][owner] += rows
+                at += 1
+    near, far = ([max(pair) for pair in zip(*side, strict=True)] for side in zip(received, sent, strict=True))
+    return near, far

@@ -1,0 +1,72 @@
+"""The model of how long plans take: who sends and receives how many keys, and the table of docs/distributed.md."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saccade.distributed.estimates import BACKWARD, COLLECTIVE, FORWARD, estimate, rows_moved
+from saccade.distributed.pieces import Reach
+from saccade.distributed.sharding import Sharding
+
+ROOT = Path(__file__).parents[2]
+SHARDINGS = st.builds(
+    Sharding,
+    st.lists(st.integers(0, 700), max_size=12).map(tuple),
+    st.integers(1, 9),
+    st.just(1),
+    st.sampled_from([Reach(None, 0), Reach(None, None), Reach(90, 0), Reach(90, 40)]),
+)
+
+
+def owners(sharding):
+    return {(i, row): rank for rank, pieces in enumerate(sharding.by_rank) for i, a, b in pieces for row in range(a, b)}
+
+
+@given(SHARDINGS, st.integers(1, 9))
+def test_rows_moved(sharding, host):
+    """Row by row."""
+    owner = owners(sharding)
+    moved = {(rank, far): [0, 0] for rank in range(sharding.parts) for far in (False, True)}
+    for rank, spans in enumerate(sharding.keys):
+        for i, first, last in spans:
+            for row in range(first, last):
+                other = owner[i, row]
+                if other != rank:
+                    far = rank // host != other // host
+                    moved[rank, far][0] += 1
+                    moved[other, far][1] += 1
+    for far, found in enumerate(rows_moved(sharding, host)):
+        assert found == [max(moved[rank, bool(far)]) for rank in range(sharding.parts)]
+
+
+@given(SHARDINGS, st.sampled_from([None, 2]))
+def test_bounds(sharding, host):
+    found = estimate(sharding, (8, 2), 64, host=host)
+    assert 0 <= found.ideal <= found.products * (1 + 1e-9)
+    assert found.products <= found.hidden <= found.exposed
+    if sharding.parts == 1:
+        assert found.exposed == pytest.approx(found.ideal)
+
+
+def test_measured_cells():
+    """Two H200s, of one document: milliseconds of docs/findings/distributed.md, to a tenth."""
+    for rows, heads, forward, backward, gathered in (
+        (16384, (64, 8), 3.061, 9.385, 3.408),
+        (16384, (16, 16), 0.778, 2.209, None),
+        (4096, (64, 8), 0.209, 0.668, None),
+    ):
+        sharding = Sharding((rows,), 2, 1, Reach(None, 0))
+        assert estimate(sharding, heads, 128, FORWARD).ideal == pytest.approx(forward * 1e-3, rel=0.1)
+        assert estimate(sharding, heads, 128, BACKWARD).ideal == pytest.approx(backward * 1e-3, rel=0.1)
+        if gathered is not None:
+            assert estimate(sharding, heads, 128, FORWARD, COLLECTIVE).exposed == pytest.approx(gathered * 1e-3, rel=0.1)
+
+
+def test_the_table_of_the_docs():
+    script = runpy.run_path(str(ROOT / "docs" / "simulate_ranks.py"))
+    assert script["row_of"](8, 8192, 10) in (ROOT / "docs" / "distributed.md").read_text()
