@@ -64,7 +64,9 @@ def test_measured_cells():
         assert estimate(sharding, heads, 128, FORWARD).ideal == pytest.approx(forward * 1e-3, rel=0.1)
         assert estimate(sharding, heads, 128, BACKWARD).ideal == pytest.approx(backward * 1e-3, rel=0.1)
         if gathered is not None:
-            assert estimate(sharding, heads, 128, FORWARD, COLLECTIVE).exposed == pytest.approx(gathered * 1e-3, rel=0.1)
+            assert estimate(sharding, heads, 128, FORWARD, COLLECTIVE).exposed == pytest.approx(
+                gathered * 1e-3, rel=0.1
+            )
 
 
 def test_the_table_of_the_docs():

@@ -209,13 +209,13 @@ def _inputs(case: Case) -> Inputs:
 def plan_of(group: Any, case: Case, made: Inputs, settings: Settings) -> distributed.ContextPlan:
     of = list(case.lengths) if case.order == "thd" else (case.b, case.s_q)
     if "mesh" in settings:
-        group = _mesh(settings["mesh"])
+        group = mesh_of(settings["mesh"])
     options = {name: settings[name] for name in ("method", "rows", "debug", "timeout") if name in settings}
     return distributed.plan(of, group, mask=made.keywords.get("mask"), **options)
 
 
 @cache
-def _mesh(shape: tuple[int, int]) -> Any:
+def mesh_of(shape: tuple[int, int]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", shape)

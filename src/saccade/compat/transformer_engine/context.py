@@ -18,7 +18,7 @@ TYPES = "p2p", "all_gather", "a2a", "a2a+p2p"
 """TransformerEngine's `cp_comm_type`: how it moves what ranks exchange; rows lie alike for all of them."""
 
 
-class Shared(NamedTuple):
+class RanksCall(NamedTuple):
     """What becomes of a call."""
 
     operands: tuple[Tensor, Tensor, Tensor]
@@ -47,7 +47,7 @@ def self_attention(call: Call) -> Call:
     return call._replace(cu_seqlens_kv=call.cu_seqlens_q, cu_seqlens_kv_padded=call.cu_seqlens_q_padded)
 
 
-def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, given: dict[str, Any]) -> Shared:
+def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, given: dict[str, Any]) -> RanksCall:
     """
     Raises:
         Unsupported: what no rank can compute of its rows.
@@ -72,7 +72,7 @@ def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, 
     if isinstance(layout, Dense):
         b, s = (q.shape[layout.order.index(name)] for name in "bs")
         plan = distributed.plan((b, s * ranks), group, mask=given["mask"], rows="pairs")
-        return Shared(operands, given | {"context": plan}, None)
+        return RanksCall(operands, given | {"context": plan}, None)
     plan = _of_sequences(group, ranks, layout, given["mask"], told)
     keywords = {name: x for name, x in given.items() if name != "layout"} | {"context": plan}
     if q.shape[0] != plan.rows:
@@ -81,10 +81,10 @@ def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, 
             f"{plan.rows}, got q {tuple(q.shape)}"
         )
     if layout.seqused_q is None:
-        return Shared(operands, keywords, None)
+        return RanksCall(operands, keywords, None)
     rows = (plan.position_ids < layout.seqused_q[plan.document_ids])[:, None, None]
     q, k, v = (torch.where(rows, x, 0) for x in operands)  # padding may hold anything
-    return Shared((q, k, v), keywords, rows)
+    return RanksCall((q, k, v), keywords, rows)
 
 
 def _of_sequences(group: Any, ranks: int, layout: Packed, mask: Any, told: str) -> Any:
