@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Packed, quantize
+from saccade import Dense, Packed, quantize
 from saccade.backends import Quantization
 from saccade.backends.cpu import quantize as operations
 
@@ -99,6 +99,27 @@ def ordered(codes):
     """Bytes as integers in the order of their numbers; both zeros are 0."""
     bits = codes.view(torch.uint8).int()
     return torch.where(bits >= 128, 128 - bits, bits)
+
+
+@pytest.mark.parametrize("per", ["head", "block"])
+@pytest.mark.parametrize(("d", "rotate"), [(128, True), (256, False), (256, True)])
+def test_programs_with_several_tiles(d, rotate, per):
+    """More tiles than programs at a time, of padded rows, some with numbers that are none."""
+    x = torch.randn(3, 16, 2900, d, device="cuda").to(torch.bfloat16)
+    x *= torch.exp2(torch.randint(-4, 5, (3, 16, 2900, 1), device="cuda"))
+    x[1, 3, 700, 5], x[2, 15, 2000, 1] = torch.inf, torch.nan
+    used = torch.tensor([2900, 1555, 2001], device="cuda")
+    call = Quantization(x, 16, None, used, per=per, blocks=23, rotate=rotate)
+    made, factors = quantize(x, x, x, per=per, rotate=rotate, layout=Dense(seqused_q=used, seqused_k=used))[:4:3]
+    codes, wanted, _ = operations.quantize(call._replace(x=x.cpu(), used=used.cpu()))
+    apart = (ordered(made) - ordered(codes.cuda())).abs()
+    if rotate:
+        torch.testing.assert_close(factors.q.cpu(), wanted, rtol=1e-5, atol=0)
+        assert apart.max() <= 1
+        assert apart.float().mean() < 1e-2
+    else:
+        assert torch.equal(factors.q.cpu(), wanted)
+        assert not apart.any()
 
 
 @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -113,6 +113,18 @@ def test_small_tiles(per, monkeypatch):
         assert_same(launches.quantize(call), operations.quantize(call))
 
 
+@pytest.mark.parametrize("per", ["head", "block"])
+def test_programs_with_several_tiles(per, monkeypatch):
+    """Five tiles, or more, of three programs."""
+    chosen = launches.tile_of
+    monkeypatch.setattr(launches, "tile_of", lambda *given: chosen(*given)._replace(each=1, stages=3))
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(launches, "_launches", type(launches._launches)(8))
+    for packed in (False, True):
+        call = calls(2, torch.bfloat16, packed, per=per)
+        assert_same(launches.quantize(call), operations.quantize(call))
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_every_number(dtype):
     """All codes, the middles between neighbours, and what is beside them."""

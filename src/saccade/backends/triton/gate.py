@@ -28,7 +28,8 @@ QUANTIZE = (
     "16bit d128/128 quantize block grouped shifted", "16bit d128/128 quantize block centred rotated",
     "16bit d256/256 quantize block grouped shifted rotated", "32bit d256/256 quantize head rotated",
     "16bit d128/128 quantize block keys_first", "16bit d128/128 largest head", "16bit d128/128 largest tensor rotated",
-    "16bit d128/128 quantize block grouped", "32bit d128/128 quantize block rotated",
+    "16bit d128/128 quantize block grouped", "16bit d256/256 quantize block", "32bit d128/128 quantize block rotated",
+    "16bit d128/128 quantize block rotated", "16bit d128/128 quantize block grouped rotated",
     "16bit d128/128 parts", "16bit d256/256 mean rotated",
 )  # fmt: skip
 """A kernel, and what a call has: see `quantize.compiled`."""

@@ -20,10 +20,11 @@ PARTS = tl.constexpr(2)
 
 @triton.jit
 def _sums(x, base, start, used, shape, FINITE: tl.constexpr):
-    """[BLOCK_D]: of all rows of a program, of the numbers that are FINITE or of all."""
+    """[BLOCK_D]: of all rows of a program, of the numbers that are FINITE or of all. Few at a time, and the next
+    ones on their way."""
     BLOCK_D: tl.constexpr = shape.WIDTH * shape.CHUNKS
     total = tl.zeros([shape.ROWS, BLOCK_D], tl.float32)
-    for i in tl.static_range(PARTS * (BLOCK // shape.ROWS)):
+    for i in tl.range(PARTS * (BLOCK // shape.ROWS), num_stages=shape.STAGES):
         rows = load_tile(x, base, start + i * shape.ROWS, used, shape.ROWS, shape.D, BLOCK_D, True).to(tl.float32)
         if FINITE:
             rows = tl.where(tl.abs(rows) < INFINITY, rows, 0.0)

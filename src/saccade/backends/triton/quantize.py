@@ -14,7 +14,7 @@ from triton import knobs, next_power_of_2
 
 from saccade.backends import Quantization, rotated_elements
 from saccade.backends.device.eight_bits import converts
-from saccade.backends.device.launch import Launch, on_device
+from saccade.backends.device.launch import Launch, multiprocessors, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.device.sequences import spans_of
 from saccade.backends.triton import quantize_kernel as kernels
@@ -99,22 +99,34 @@ class ProgramTile(NamedTuple):
     warps: int
     registers: int | None = None
     """of a thread, at most"""
+    each: int = 0
+    """programs of a multiprocessor, which take one tile after the other; 0 is a program for each tile"""
+    stages: int = 1
+    """with `each`, how many tiles are loaded or worked on at a time"""
 
 
 def tile_of(name: str, call: Quantization) -> ProgramTile:
     """A program's tile, as measured on an H200: a thread has 64 numbers of it where registers suffice."""
-    d, grouped = _block_d(call), call.x.shape[1] > call.h_k
+    d = _block_d(call)
     thin = call.x.dtype == torch.float32 and call.rotate  # two operands of products
     rows = min(BLOCK, max((1 << 14 if thin else 1 << 15) // d, 16))
     warps = min(max(rows * d // (1024 if thin else 2048), 4), 16)
-    if call.x.dtype == torch.float32 or not 64 <= d <= 256:
+    if name == "parts":
+        return ProgramTile(min(BLOCK, max((1 << 12) // d, 16)), 4, stages=5)
+    if call.x.dtype == torch.float32 or not 64 <= d <= 256 or name != "quantize":
         return ProgramTile(rows, warps)
-    more = grouped or call.mean is not None
-    if call.rotate and d == 128 and not more:
-        return ProgramTile(rows, 4, 168)
-    if name == "parts" or call.rotate or call.keys_first or d == 256:
+    waits = call.x.shape[1] > call.h_k and call.per == "block"
+    # A search for the sequence is a loop, inside of which Triton loads no tile ahead.
+    if call.starts is None and not waits and (call.rotate or d == 256) and d > 64 and not call.keys_first:
+        more = call.rotate and (d == 256 or call.mean is not None)  # memory
+        return ProgramTile(rows, warps, 128, 256 // d, 2 if more else 3)
+    if waits and d == 256 and not call.rotate:
+        return ProgramTile(64, 8, 80)
+    if waits and d == 128:  # few numbers in each of many programs: while some wait, others work
+        return ProgramTile(32, 4, 80 if call.rotate else 64)
+    if call.keys_first or d == 256 or (call.rotate and not waits):
         return ProgramTile(rows, warps)
-    return ProgramTile(rows, warps, 112 if grouped and call.per == "block" else 80)
+    return ProgramTile(rows, warps, 112 if waits else 80)
 
 
 def prepare(name: str, call: Quantization) -> Launch:
@@ -125,6 +137,7 @@ def prepare(name: str, call: Quantization) -> Launch:
     programs = {
         "parts": b * h * _tiles(call, PARTS.value),
         "mean": call.sequences * h,
+        "quantize": _at_a_time(call, tile),
     }.get(name, _programs(call, tile))
     return Launch(_KERNELS[name], (programs, 1, 1), (shape,), tile.warps, registers=tile.registers)
 
@@ -138,6 +151,11 @@ def _programs(call: Quantization, tile: ProgramTile) -> int:
     return b * h * _tiles(call) * (BLOCK // tile.rows)
 
 
+def _at_a_time(call: Quantization, tile: ProgramTile) -> int:
+    """Programs of `quantize`."""
+    return min(_programs(call, tile), multiprocessors(call.x.device) * tile.each or _programs(call, tile))
+
+
 def _shape(call: Quantization, tile: ProgramTile) -> tuple[Any, ...]:
     """The fields of a QuantizeShape."""
     d = call.x.shape[3]
@@ -149,7 +167,8 @@ def _shape(call: Quantization, tile: ProgramTile) -> tuple[Any, ...]:
     seen = max(128 * tile.warps, next_power_of_2(group * BLOCK // tile.rows))
     polls = 1 if knobs.runtime.interpret else POLLS
     numbers = d, width, _block_d(call) // width, mixed, levels, 1 << levels, 1 / math.sqrt(mixed), tile.rows, group
-    return *numbers, per, kind, converts(call.x.device), call.subtracts, call.keys_first, seen, polls
+    flags = converts(call.x.device), call.subtracts, call.keys_first
+    return *numbers, per, kind, *flags, seen, polls, tile.stages
 
 
 def _tiles(call: Quantization, blocks: int = 1) -> int:

@@ -1,4 +1,8 @@
-"""8-bit numbers and their factors: a program has some rows of one head, and reads them once."""
+"""8-bit numbers and their factors: a program has some rows of one head, and reads them once.
+
+Where programs wait for nobody, one may have several tiles of rows: the next ones are then on their way to shared
+memory.
+"""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -57,6 +61,8 @@ class QuantizeShape(NamedTuple):
     """a power of two, from four for each thread on: what a program looks at to see the maxima of others"""
     POLLS: Any
     """how often it looks before it finds them itself"""
+    STAGES: Any
+    """1, or of programs that have several tiles, how many of them are loaded or worked on at a time"""
 
 
 class QuantizeSizes(NamedTuple):
@@ -99,16 +105,24 @@ class RowBlock:
 
 
 @triton.jit
-def _block_at(span, sizes, shape, LAST_FIRST: tl.constexpr):
+def _tiles(span, sizes, shape):
+    """How many tiles there may be, of all heads."""
+    count = plain_int(sizes.heads) * plain_int(sizes.tiles) * (BLOCK // shape.ROWS)
+    return count if is_packed(span) else count * plain_int(sizes.sequences)
+
+
+@triton.jit
+def _block_at(item, count, span, sizes, shape, LAST_FIRST: tl.constexpr):
+    """The place of one of `count` tiles."""
     s = plain_int(sizes.s)
     tiles = plain_int(sizes.tiles)
     key_heads = plain_int(sizes.heads) // shape.GROUP
     # Programs whose rows share a factor follow one another, so that they run at one time.
     parts: tl.constexpr = BLOCK // shape.ROWS
-    member = tl.program_id(0) % (shape.GROUP * parts)
-    tile = tl.program_id(0) // (shape.GROUP * parts)
+    member = item % (shape.GROUP * parts)
+    tile = item // (shape.GROUP * parts)
     if LAST_FIRST:
-        tile = tl.num_programs(0) // (shape.GROUP * parts) - 1 - tile
+        tile = count // (shape.GROUP * parts) - 1 - tile
     number = tile % tiles
     key_head = tile // tiles % key_heads
     b = tile // tiles // key_heads
@@ -309,19 +323,15 @@ def _entry(at, sizes, shape):
 def largest_kernel(x, mean, found, span, sizes, shape):
     """The largest absolute values by sequence and key head, or of all, as the bits of float32, which are ordered as
     integers; found holds zeros."""
-    at = _block_at(span, sizes, shape, False)
+    at = _block_at(tl.program_id(0), tl.num_programs(0), span, sizes, shape, False)
     largest = _largest(_values(x, mean, at, at.h, sizes, shape))
     place = found + _entry(at, sizes, shape)
     tl.atomic_max(place, largest.to(tl.int32, bitcast=True), mask=at.known & (largest > 0), sem="relaxed")
 
 
 @triton.jit
-def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, shape):
-    """x: TensorArgs (b, h, s, d); out: the same of bytes. mean: float32 (sequences, h_k, d), or None. found: what
-    `largest_kernel` found; by blocks int32 zeros, one for each program, or None where each has a factor of its own.
-    descale: float32. shift: float32 (b, h, s), or None."""
-    # What `largest_kernel` read last is still in the cache.
-    at = _block_at(span, sizes, shape, shape.PER != BY_BLOCK)
+def _quantized(at, x, out, mean, found, descale, shift, sizes, shape):
+    """One tile."""
     values = _values(x, mean, at, at.h, sizes, shape)
     if shape.PER == BY_BLOCK:
         largest = _largest_of_kept(values)
@@ -347,3 +357,21 @@ def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, shape):
     if shift is not None:
         _store_shift(shift, values, mean, at, sizes, shape)
     _store(out, at, _quotient(values, factor), shape)
+
+
+@triton.jit
+def quantize_kernel(x, out, mean, found, descale, shift, span, sizes, shape):
+    """x: TensorArgs (b, h, s, d); out: the same of bytes. mean: float32 (sequences, h_k, d), or None. found: what
+    `largest_kernel` found; by blocks int32 zeros, one for each program, or None where each has a factor of its own.
+    descale: float32. shift: float32 (b, h, s), or None."""
+    # What `largest_kernel` read last is still in the cache.
+    last_first: tl.constexpr = shape.PER != BY_BLOCK
+    if shape.STAGES == 1:
+        at = _block_at(tl.program_id(0), tl.num_programs(0), span, sizes, shape, last_first)
+        _quantized(at, x, out, mean, found, descale, shift, sizes, shape)
+    else:
+        count = _tiles(span, sizes, shape)
+        step = tl.num_programs(0)
+        for turn in tl.range(0, tl.cdiv(count - tl.program_id(0), step), num_stages=shape.STAGES):
+            at = _block_at(tl.program_id(0) + turn * step, count, span, sizes, shape, last_first)
+            _quantized(at, x, out, mean, found, descale, shift, sizes, shape)
