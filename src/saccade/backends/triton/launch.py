@@ -15,14 +15,14 @@ from saccade.backends import Outputs, Saved
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient
-from saccade.backends.device.launch import Launch, nothing_seen, on_device, per_row
+from saccade.backends.device.launch import Launch, cached_launch, nothing_seen, on_device, per_row
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.backends.triton.ranges_kernel import ranges_dkdv_kernel
 from saccade.layouts import empty_like_rows
-from saccade.problem import Problem
+from saccade.problem import ALIGNMENT, Problem
 
 Tiles = Mapping[str, TileConfig]
 """Configs by kernel that take the place of the table's, for tuning."""
@@ -62,8 +62,13 @@ def backward(
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(problem.score)
         block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
         grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
-        preprocess = Launch(delta_kernel, grid, (v.shape[3], block_q, block_d(v.shape[3])))
-        preprocess(q.device.index, (dout, aligned_rows(saved.out), *rows))
+        out = aligned_rows(saved.out)
+        # What Triton specialises for and the Problem's key does not hold.
+        lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows[:2])
+        key = "delta", *(x.value for y in (dout, out) for x in (y.unit, y.wide)), *lies
+        sizes = v.shape[3], block_q, block_d(v.shape[3])
+        preprocess = cached_launch(problem, key, lambda: Launch(delta_kernel, grid, sizes))
+        preprocess(q.device.index, (dout, out, *rows))
         operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
         sums = TensorArgs.of(dk), TensorArgs.of(dv)
         if max(q.shape[3], v.shape[3]) > WIDE:
