@@ -92,6 +92,11 @@ def plan_for(call: Spec | Problem, backend: str = "auto", gradient: bool = False
 _plans: BoundedCache[Any, Plan] = BoundedCache(4096)
 
 
+def forget() -> None:
+    """Drops the plans of Problems, and all that backends keep in them."""
+    _plans.clear()
+
+
 def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) -> list[str]:
     """Why this backend does not run this call, or its backward; empty when it does. A Spec does not hold all that a
     Problem does, such as lengths. Of a device that this machine does not have, what backends declare is all there is to

@@ -7,14 +7,15 @@ layout, the mask and dropout as `tensors`, one text that says what they are, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from saccade import aliasing, autograd, batching, dispatch, flops, shared_pages
+from saccade import aliasing, autograd, batching, dispatch, flops, repeats, shared_pages
 from saccade.after_import import after_import
-from saccade.autograd import forward_mode, needs_gradient, refuse_gradients
+from saccade.autograd import needs_gradient, refuse_gradients
 from saccade.backends import Outputs, Saved
 from saccade.call import BoundCall
 from saccade.descale import EIGHT_BITS
@@ -61,15 +62,16 @@ def runs_directly(*tensors: Tensor | None) -> bool:
 
     The operator costs a small call as much as its launch does.
     """
-    if torch.compiler.is_compiling() or needs_gradient(*tensors) or forward_mode():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if repeats.watched() or needs_gradient(*tensors):
         return False
     return all(type(x) in _PLAIN for x in tensors)
 
 
 def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     """Plan and run: what the operator does. Results are in the layout's order."""
+    key = repeats.key_of(problem, backend, lse)
+    if (repeat := repeats.find(key)) is not None:
+        return cast(Outputs, tuple(repeat([x.data_ptr() for x in repeats.operands_of(problem)])))
     layout = problem.layout
     if layout.validate or problem.q.device.type == "cpu":
         layout.check_lengths(problem.q.shape[2], problem.k.shape[2])
@@ -82,14 +84,28 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
             if parts := shared_pages.parts(problem, backend):
                 out, row_lse, max_scores = shared_pages.forward(problem, parts, lse)
             else:
+                operands = repeats.operands_of(problem) if key else []
                 plan, problem = dispatch.planned(problem, backend)
+                if key:
+                    work = partial(_planned, plan, problem, lse)
+                    return cast(Outputs, tuple(repeats.run(key, plan.module, operands, work)))
                 out, row_lse, max_scores = plan.module.run_forward(problem, lse)
         except IndexError as error:
             raise _out_of_range(problem, error) from error
     if problem.out is not None and out is not problem.out:
         problem.out.copy_(_with_tail(problem, out))
-    row_lse = None if row_lse is None else layout.ordered_lse(row_lse)
-    return layout.ordered(out), row_lse, None if max_scores is None else layout.ordered_lse(max_scores)
+    return _ordered(problem, out, row_lse, max_scores)
+
+
+def _planned(plan: dispatch.Plan, problem: Problem, lse: bool) -> Outputs:
+    return _ordered(problem, *plan.module.run_forward(problem, lse))
+
+
+def _ordered(problem: Problem, out: Tensor, lse: Tensor | None, max_scores: Tensor | None) -> Outputs:
+    """Results in the layout's order."""
+    layout = problem.layout
+    lse = None if lse is None else layout.ordered_lse(lse)
+    return layout.ordered(out), lse, None if max_scores is None else layout.ordered_lse(max_scores)
 
 
 def _takes_positions(problem: Problem) -> bool:
@@ -162,17 +178,29 @@ def _backward(
     problem = call.problem(max_scores=False)  # which have no gradient
     if problem.descale is not None:
         problem = problem.dequantized(dout.dtype)
-    plan, problem = dispatch.planned(problem, call.parsed.backend, gradient=True)
-    layout = problem.layout
+    layout, backend = problem.layout, call.parsed.backend
     dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
-    with torch._C._DisableAutocast():
-        dq, dk, dv, dsink, dcaptures = plan.module.run_backward(problem, saved)
-    none = dout.new_empty(0)
-    dsink, *dcaptures = (none.clone() if x is None else x for x in (dsink, *dcaptures))
+    key = repeats.gradient_key_of(problem, saved, backend)
+    if (repeat := repeats.find(key)) is not None:
+        found = repeat([x.data_ptr() for x in repeats.gradient_operands_of(problem, saved)])
+    else:
+        operands = repeats.gradient_operands_of(problem, saved) if key else []
+        plan, problem = dispatch.planned(problem, backend, gradient=True)
+        with torch._C._DisableAutocast():
+            found = repeats.run(key, plan.module, operands, partial(_planned_backward, plan, problem, saved))
+    dq, dk, dv, dsink, *dcaptures = found
+    none = partial(dout.new_empty, 0)
+    dsink, *dcaptures = (none() if x is None else x for x in (dsink, *dcaptures))
     of_operands = zip((dq, dk, dv), call[:3], strict=True)
-    dq, dk, dv = (none.clone() if x.dtype in EIGHT_BITS else layout.ordered(dx) for dx, x in of_operands)
+    dq, dk, dv = (none() if x.dtype in EIGHT_BITS else cast(Tensor, dx) for dx, x in of_operands)
     return dq, dk, dv, dsink, dcaptures
+
+
+def _planned_backward(plan: dispatch.Plan, problem: Problem, saved: Saved) -> list[Tensor | None]:
+    """dq, dk and dv in the layout's order, dsink, and the gradients of captured tensors."""
+    *gradients, dsink, dcaptures = plan.module.run_backward(problem, saved)
+    return [*map(problem.layout.ordered, gradients), dsink, *dcaptures]
 
 
 # Fakes: shapes, dtypes and strides of the results.

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.runtime.errors import OutOfResources
 
+from saccade.backends.device import recorder
+from saccade.backends.device.recorder import hooked
 from saccade.problem import Problem
 
 
@@ -34,6 +35,7 @@ class Launch:
     """How many a thread may have, so that a multiprocessor has more programs; None is up to the compiler."""
 
     def __call__(self, device: Any, arguments: tuple[Any, ...]) -> None:
+        recorder.note_launch(self.compiled, self.grid, (*arguments, *self.constants))
         if self.compiled is None:  # as always in the interpreter, which compiles nothing
             self.compiled = self._first(arguments)
         else:
@@ -92,12 +94,6 @@ def nothing_seen(x: Tensor | None) -> Tensor | None:
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors there are; on a CPU, some."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-def hooked() -> bool:
-    """Whether a hook, such as a profiler's, listens to launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
@@ -74,6 +75,13 @@ def workspace(spec: Spec) -> str:
     if spec.dtype in EIGHT_BIT_WORDS:
         return "forward: 8 bytes for every stream, and v once more"
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
+
+
+def recorder() -> Any:
+    """What notes a call to be repeated; None where Triton's interpreter runs it."""
+    from saccade.backends.device.recorder import new_recorder
+
+    return new_recorder()
 
 
 def run_forward(problem: Problem, lse: bool) -> Outputs:

@@ -16,10 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade.backends.device.launch import hooked, run
+from saccade.backends.device import recorder
+from saccade.backends.device.launch import run
+from saccade.backends.device.packed_launch import Encoding
+from saccade.backends.device.recorder import hooked
 from saccade.backends.gluon import shim
 from saccade.problem import strides
 
@@ -54,6 +58,8 @@ class TMALaunch:
     def __call__(self, device: Any, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> None:
         """Starts the kernel on the current stream: the descriptors' tensors, what comes before the numbers, and what
         comes after them."""
+        if recorder.current() is not None:
+            self._note(operands, arguments, *scale)
         if self.compiled is None:
             options = {**self.constants, **self.options}
             self.keep(self.kernel[self.grid](*self._arguments(operands, arguments, *scale), **options))
@@ -69,6 +75,15 @@ class TMALaunch:
         """Makes later calls run the compiled kernel."""
         self.compiled = compiled
         self.encoded = _EncodedLaunch.of(compiled, self.shapes) if self.shapes else None
+
+    def _note(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> None:
+        """Tells a Recorder of the launch."""
+        given = *self._arguments(operands, arguments, *scale), *self.constants.values()
+        encodings = []
+        if (encoded := self.encoded) is not None:
+            fills = zip(encoded.fills, self.shapes, strict=True)
+            encodings = [Encoding(encoded.encode, fill, x["shape"], x["strides"]) for (fill, _), x in fills]
+        recorder.note_launch(self.compiled, self.grid, given, encodings)
 
     def warmup(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> Any:
         """The compiled kernel, not run: for the compile gate."""
@@ -138,6 +153,9 @@ def counter(device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    if key not in _counters:
-        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters[key]
+    drawn = _counters.get(key)
+    if drawn is None:
+        with _disable_current_modes():  # it is no part of the call
+            drawn = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    recorder.note_counter(drawn, counter)
+    return drawn

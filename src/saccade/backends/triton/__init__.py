@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -51,6 +52,13 @@ def workspace(spec: Spec) -> str:
     if spec.layout == "paged":
         return "none, or where keys are split 4 bytes for each element of out and split"
     return f"forward: none; backward: 8 bytes for every query row and head{score_workspace(spec)}"
+
+
+def recorder() -> Any:
+    """What notes a call to be repeated; None where Triton's interpreter runs it."""
+    from saccade.backends.device.recorder import new_recorder
+
+    return new_recorder()
 
 
 def run_forward(problem: Problem, lse: bool) -> Outputs:
