@@ -12,6 +12,7 @@ from torch._C._functorch import (
 )
 from torch.autograd import forward_ad
 
+from saccade import shortcuts
 from saccade.backends import Unsupported
 from saccade.descale import EIGHT_BITS
 from saccade.flat_call import FlatCall
@@ -144,6 +145,10 @@ def forward(*arguments: Any) -> Any:
         if call.k.dtype in EIGHT_BITS and not call.parsed.dequantized:
             raise Unsupported(eight_bit_gradients(*call[:3]))
         return _apply(_Attention, call, *tensors, *call.tensors)
+    return shortcuts.forward(arguments, _forward_below)
+
+
+def _forward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.forward.default(*arguments)
 
@@ -162,5 +167,9 @@ def backward(*arguments: Any) -> Any:
     if needs_gradient(*tensors):
         gradients = _apply(_Gradient, arguments, *tensors)
         return (*gradients[:4], list(gradients[4:]))
+    return shortcuts.backward(arguments, _backward_below)
+
+
+def _backward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.backward.default(*arguments)

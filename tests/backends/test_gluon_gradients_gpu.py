@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saccade import Dense, attention, causal, dispatch, documents, prefix, softcap, window
+from saccade import Dense, attention, causal, dispatch, documents, prefix, shortcuts, softcap, window
 from saccade.api import plan
 from saccade.backends.gluon.backward import launch as backward_launch
 from saccade.masks import Mask
@@ -255,9 +255,9 @@ def test_keys_for_every_batch_row() -> None:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three programs up to d = 128, so that each has many blocks of keys; plans that are kept know another number."""
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
-    dispatch._plans.clear()
+    shortcuts.forget()
     yield
-    dispatch._plans.clear()
+    shortcuts.forget()
 
 
 @masks

@@ -1,0 +1,262 @@
+"""The way of calls that were made before, from their arguments to the launch.
+
+A call of three plain tensors on a GPU and of no others is found by a key of its arguments. The key decides all checks
+of `check_call`, so that a call whose key is known has passed them, and all that a Problem's key holds (`repeats.py`).
+Anything else takes the long way: through a BoundCall, a Problem and, with gradients, the operator.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import dispatch, repeats
+from saccade.backends import Saved
+from saccade.bounded_cache import BoundedCache
+from saccade.flat_call import FlatCall
+from saccade.layouts import Dense
+from saccade.masks import Window
+from saccade.partial import Partial, Scored
+from saccade.problem import ALIGNMENT, Problem
+from saccade.repeats import PLAIN, lies
+from saccade.scores import Softcap
+
+_FLAGS = {bool, type(None)}
+_MOST_BACKWARDS = 16
+"""Ways in which the gradients of one call may lie."""
+_shortcuts: BoundedCache[Any, Any] = BoundedCache(2048)
+
+
+class Found(NamedTuple):
+    """A call that may have a shortcut."""
+
+    key: Hashable
+    addresses: list[int]
+    """of q, k and v"""
+    shortcut: Any
+    """what runs it; None: nothing yet; False: never"""
+
+
+def forget() -> None:
+    """Drops all that is kept of calls: plans too."""
+    _shortcuts.clear()
+    repeats.forget()
+    dispatch.forget()
+
+
+def _plain_operands(q: Any, k: Any, v: Any) -> list[int] | None:
+    """The addresses of q, k and v, where they lie plainly in a GPU's memory and nothing watches."""
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN) or repeats.on_host(q):
+        return None
+    if repeats.watched() or q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    try:
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+    except RuntimeError:  # tensors without memory
+        return None
+    return None if not all(addresses) or (addresses[0] | addresses[1] | addresses[2]) % ALIGNMENT else addresses
+
+
+def _lie(q: Tensor, k: Tensor, v: Tensor) -> tuple[Hashable, ...]:
+    shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    return *shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+
+
+def _is_cast(x: Tensor) -> bool:
+    """Whether autocast may take another dtype."""
+    device = x.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
+
+
+# Calls of `attention`.
+
+
+def find(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    score_mod: Any,
+    layout: Any,
+    scale: Any,
+    flags: tuple[Any, Any, Any],
+    backend: Any,
+) -> Found | None:
+    """The key of a call that has no other arguments, and its shortcut; None of a call that takes the long way.
+
+    Args:
+        flags: `return_lse`, `return_max_scores` and `deterministic`.
+    """
+    if (type(mask) is not Window and mask is not None) or type(layout) is not Dense or not layout.plain:
+        return None
+    if (type(score_mod) is not Softcap and score_mod is not None) or (type(scale) is not float and scale is not None):
+        return None
+    if scale == 0:  # or -0.0, which is equal
+        return None
+    if type(backend) is not str or not _FLAGS.issuperset(map(type, flags)):
+        return None
+    addresses = _plain_operands(q, k, v)
+    if addresses is None or _is_cast(q):
+        return None
+    needs = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    window = None if mask is None else (mask.left, mask.right)
+    numbers = scale, None if score_mod is None else score_mod.cap
+    deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
+    key = *_lie(q, k, v), needs, window, layout.order, *numbers, flags, deterministic, backend
+    return Found(key, addresses, _shortcuts.get(key))
+
+
+def learn(found: Found, problem: Problem, flat: FlatCall, backend: str, flags: tuple[Any, Any, Any]) -> None:
+    """Keeps the shortcut of a call that took the long way, if its launches are known by now."""
+    lse, scored, _ = flags
+    needs = torch.is_grad_enabled() and any(x.requires_grad for x in flat[:3])
+    repeat = repeats.kept(repeats.key_of(problem, backend, bool(lse) or needs))
+    if repeat is False or (needs and scored):
+        _shortcuts.put(found.key, False)
+    elif repeat is not None:
+        kind = _Training(repeat, flat.static(), bool(lse)) if needs else _Inference(repeat, bool(lse), bool(scored))
+        _shortcuts.put(found.key, kind)
+
+
+class _Inference(NamedTuple):
+    """A call without gradients."""
+
+    repeat: Any
+    lse: bool
+    scored: bool
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, addresses: list[int]) -> Any:
+        """What `attention` returns, or None where the repeat may not run now."""
+        if not self.repeat.ready():
+            return None
+        out, lse, top = self.repeat(addresses)
+        if self.scored:
+            return Scored(out, lse if self.lse else None, top)
+        return Partial(out, lse) if self.lse else out
+
+
+class _Training:
+    """A call with gradients: an autograd.Function of its own, which takes the registered operator where its backward is
+    not one that it has seen."""
+
+    def __init__(self, repeat: Any, static: tuple[Any, ...], lse: bool) -> None:
+        self.repeat, self.static, self.lse = repeat, static, lse
+        self.backwards: dict[Hashable, Any] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, addresses: list[int]) -> Any:
+        """The same."""
+        if not self.repeat.ready():
+            return None
+        results = _apply(self, addresses, q, k, v)
+        return Partial(*results) if self.lse else results
+
+    def gradients(self, dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """dq, dk and dv; saved: q, k, v, out and lse."""
+        q, k, v, out, lse = saved
+        given = dout, out, lse, q, k, v
+        if dlse is not None:
+            given = dout, dlse, *given[1:]
+        key = None
+        if not torch.is_grad_enabled() and not repeats.watched():
+            key = _key_of_backward(given)
+        if (repeat := self.backwards.get(key)) and repeat.ready():
+            return repeat([x.data_ptr() for x in given])[:3]
+        call = FlatCall.of_tensors((q, k, v, None), 0, self.static)
+        gradients = torch.ops.saccade.backward.default(dout, dlse, out, lse, *call, [])[:3]
+        if key is not None and key not in self.backwards and len(self.backwards) < _MOST_BACKWARDS:
+            repeat = repeats.kept(_gradient_key(call, dout, dlse, out, lse))
+            self.backwards |= {} if repeat is None else {key: repeat}
+        return gradients
+
+
+def _gradient_key(call: FlatCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Hashable | None:
+    """The key of `repeats` for the backward of a call."""
+    layout = call.view_layout
+    rows = None if dlse is None else layout.canonical_lse(dlse)
+    saved = Saved(layout.canonical(dout), rows, layout.canonical(out), layout.canonical_lse(lse))
+    return repeats.gradient_key_of(call.problem(max_scores=False), saved, call.parsed.backend)
+
+
+def _key_of_backward(given: Sequence[Tensor]) -> Hashable | None:
+    if not all(type(x) in PLAIN for x in given):
+        return None
+    try:
+        return tuple(map(lies, given))
+    except RuntimeError:  # tensors without memory, as those of torch's older vmap
+        return None
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, known: _Training, addresses: list[int], *operands: Tensor) -> Any:
+        out, lse, _ = known.repeat(addresses)
+        ctx.known = known
+        ctx.save_for_backward(*operands, out, lse)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if known.lse else out
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        dout, dlse = (*given, None)[:2]
+        if dout is None and dlse is None:
+            return (None,) * 5
+        saved = ctx.saved_tensors
+        dout = torch.zeros_like(saved[3]) if dout is None else dout
+        gradients = ctx.known.gradients(dout, dlse, saved)
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *(x if asked else None for x, asked in zip(gradients, needs, strict=True))
+
+
+_above: Any = super(torch.autograd.Function, _Repeated)
+_apply = _above.apply
+"""That of C++: torch's own looks for transforms first, of which there are none here."""
+
+
+# Calls of the operators, as compiled models make them.
+
+
+def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
+    """`saccade::forward` of tensors that need no gradient."""
+    q, k, v, sink, captures, tensors, header, ints, floats, lse = arguments
+    addresses = None if sink is not None or captures or tensors else _plain_operands(q, k, v)
+    if addresses is None:
+        return otherwise(*arguments)
+    key = *_lie(q, k, v), header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
+    shortcut = _shortcuts.get(key)
+    if shortcut and shortcut.ready():
+        out, row_lse, top = shortcut(addresses)
+        return out, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in (row_lse, top))
+    results = otherwise(*arguments)
+    if shortcut is None:
+        call = FlatCall(*arguments[:-1])
+        _keep(key, repeats.key_of(call.problem(), call.parsed.backend, lse))
+    return results
+
+
+def backward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
+    """`saccade::backward` of tensors that need no gradient."""
+    dout, dlse, out, lse, q, k, v, sink, captures, tensors, header, ints, floats, _ = arguments
+    given = (dout, out, lse, q, k, v) if dlse is None else (dout, dlse, out, lse, q, k, v)
+    lie = None
+    if sink is None and not captures and not tensors and _plain_operands(q, k, v) is not None:
+        lie = _key_of_backward(given)
+    if lie is None:
+        return otherwise(*arguments)
+    key = lie, header, *ints, struct.pack(f"{len(floats)}d", *floats)
+    shortcut = _shortcuts.get(key)
+    if shortcut and shortcut.ready():
+        return *shortcut([x.data_ptr() for x in given])[:3], dout.new_empty(0), []
+    results = otherwise(*arguments)
+    if shortcut is None:
+        _keep(key, _gradient_key(FlatCall(*arguments[4:-1]), *arguments[:4]))
+    return results
+
+
+def _keep(key: Hashable, of: Hashable) -> None:
+    """Keeps the Repeat of a key of `repeats` for an operator's call."""
+    if (repeat := repeats.kept(of)) is not None:
+        _shortcuts.put(key, repeat)

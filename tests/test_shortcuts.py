@@ -1,0 +1,450 @@
+"""Calls that repeat an earlier one: what a key holds, and what takes the long way.
+
+The cpu backend stands in for one with kernels. Its repeats compute what the call did, on what lies at the addresses
+that they get, as kernels do; so a key that lacks something gives another call's result, which the long way does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from saccade import Dense, attention, causal, ops, repeats, shortcuts, softcap, window
+from saccade.backends import Unsupported, cpu
+from saccade.backends.cpu import sdpa
+
+
+class Repeat:
+    """Does a call again on what lies at other addresses."""
+
+    def __init__(self, work: Any, operands: list[Tensor], done: list[str]) -> None:
+        self.plan, self.problem, self.rest = work.args
+        self.lies = [(x.shape, x.stride(), x.dtype) for x in operands]
+        self.function, self.done = work.func, done
+        self.backward = self.function is ops._planned_backward
+        self.stopped = False
+
+    def ready(self) -> bool:
+        return not self.stopped
+
+    def __call__(self, addresses: list[int]) -> list[Tensor | None]:
+        self.done.append("backward" if self.backward else "forward")
+        given = [at(address, *lie) for address, lie in zip(addresses, self.lies, strict=True)]
+        rest = self.rest
+        if self.backward:
+            dlse = None if rest.dlse is None else given.pop(1)
+            dout, out, lse, *given = given
+            rest = replace(rest, dout=dout, out=out, lse=lse, dlse=dlse)
+        q, k, v, *others = given
+        changes: dict[str, Any] = {"q": q, "k": k, "v": v}
+        if self.problem.sink is not None:
+            changes["sink"], *others = others
+        assert not others
+        problem = replace(self.problem, **changes, launches={})
+        with torch._C._AutoDispatchBelowAutograd():
+            return list(self.function(self.plan, problem, rest))
+
+
+def at(address: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A copy of what lies in memory."""
+    size = 1 + sum((n - 1) * m for n, m in zip(shape, strides, strict=True))
+    raw = bytearray(ctypes.string_at(address, size * dtype.itemsize))
+    return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides)
+
+
+class Recorder:
+    """What `repeats.run` asks a backend for."""
+
+    def __init__(self, done: list[str]) -> None:
+        self.done, self.work = done, None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *of: Any) -> None:
+        pass
+
+    def repeat(self, operands: list[Tensor], results: Any) -> Repeat:
+        return Repeat(self.work, operands, self.done)
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What was repeated."""
+    done: list[str] = []
+    recorders: list[Recorder] = []
+
+    def recorder() -> Recorder:
+        recorders.append(Recorder(done))
+        return recorders[-1]
+
+    run = repeats.run
+
+    def noted(key: Any, module: Any, operands: Any, call: Callable[[], Any]) -> Any:
+        def work() -> Any:
+            for one in recorders:
+                one.work = one.work or call
+            return call()
+
+        return run(key, module, operands, work)
+
+    monkeypatch.setattr(repeats, "run", noted)
+    monkeypatch.setattr(repeats, "on_host", lambda x: False)
+    monkeypatch.setattr(cpu, "recorder", recorder, raising=False)
+    monkeypatch.setattr(sdpa, "expresses", lambda *of: False, raising=False)
+    shortcuts.forget()
+    yield done
+    shortcuts.forget()
+
+
+def operands(s: int = 8, *, grad: bool = False, dtype: torch.dtype = torch.bfloat16, order: str = "bhsd") -> Any:
+    shape = {"bhsd": (1, 2, s, 16), "bshd": (1, s, 2, 16)}[order]
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for _ in range(3)]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+    return attention(*(x.detach().double() for x in (q, k, v)), backend="reference", **keywords)
+
+
+def check(found: Tensor, given: Any, **keywords: Any) -> None:
+    torch.testing.assert_close(found.double(), exact(*given, **keywords), rtol=0.02, atol=0.02)
+
+
+def settle(*given: Any, **keywords: Any) -> None:
+    """Calls until a shortcut is known."""
+    for _ in range(3):
+        attention(*given, **keywords)
+
+
+def test_later_calls_are_repeated(done: list[str]) -> None:
+    given = operands()
+    settle(*given)
+    done.clear()
+    for _ in range(3):
+        given = operands()
+        check(attention(*given), given)
+    assert done == ["forward"] * 3
+
+
+def test_an_address_that_is_used_again(done: list[str]) -> None:
+    """Freed memory comes back with other numbers, other shapes, other strides and other dtypes."""
+    memory = torch.randn(4096)
+    settle(*operands())
+    for shape, dtype, order in [
+        ((1, 2, 8, 16), torch.bfloat16, (0, 1, 2, 3)), ((1, 8, 2, 16), torch.bfloat16, (0, 2, 1, 3)),
+        ((1, 2, 8, 16), torch.float16, (0, 1, 2, 3)), ((1, 2, 4, 32), torch.bfloat16, (0, 1, 2, 3)),
+        ((2, 1, 8, 16), torch.bfloat16, (0, 1, 2, 3)),
+    ]:  # fmt: skip
+        for _ in range(4):
+            memory.normal_()
+            pieces = memory.view(4, 1024).to(dtype)[:3, :256].contiguous()
+            given = [x.view(shape).permute(order) for x in pieces]
+            check(attention(*given), given)
+    assert len(done) >= 5
+
+
+CHANGES = {
+    "mask": {"mask": causal()},
+    "window": {"mask": window(2, 1)},
+    "scale": {"scale": 0.5},
+    "score": {"score_mod": softcap(0.5)},
+    "sink": {"sink": torch.tensor([1.0, -1.0])},
+    "lse": {"return_lse": True},
+    "max_scores": {"return_max_scores": True},
+    "backend": {"backend": "reference"},
+    "order": {"layout": Dense("bshd")},
+    "lengths": {"layout": Dense(seqused_k=torch.tensor([3]))},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_argument_counts(change: str, done: list[str]) -> None:
+    given, keywords = operands(), CHANGES[change]
+    settle(*given)
+    settle(*given, **keywords)
+    done.clear()
+    found, plain = attention(*given, **keywords), attention(*given)
+    check(plain, given)
+    found = found[0] if isinstance(found, tuple) else found
+    keywords = {name: x for name, x in keywords.items() if name not in ("return_lse", "return_max_scores", "backend")}
+    check(found, given, **keywords)
+    assert "forward" in done
+
+
+def test_results_that_are_asked_for(done: list[str]) -> None:
+    given = operands()
+    for keywords in (
+        {"return_lse": True},
+        {"return_max_scores": True},
+        {"return_lse": True, "return_max_scores": True},
+    ):
+        want = attention(*(x.double() for x in given), backend="reference", **keywords)
+        settle(*given, **keywords)
+        done.clear()
+        found = attention(*given, **keywords)
+        assert done == ["forward"]
+        assert type(found) is type(want)
+        for x, y in zip(found, want, strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x.double(), y, rtol=0.02, atol=0.02)
+
+
+def test_arguments_are_checked_as_ever(done: list[str]) -> None:
+    q, k, v = operands()
+    settle(q, k, v)
+    done.clear()
+    for wrong, error in [
+        ((q[0], k, v), ValueError), ((q.float(), k, v), ValueError), ((q, k[:, :, :4], v), ValueError),
+        ((None, k, v), TypeError), ((q.to_sparse(), k, v), ValueError),
+    ]:  # fmt: skip
+        with pytest.raises(error):
+            attention(*wrong)
+    for keywords, error in [
+        ({"scale": "x"}, TypeError), ({"mask": 3}, TypeError), ({"layout": "bhsd"}, TypeError),
+        ({"return_lse": "yes"}, TypeError), ({"dropout_p": 2.0}, ValueError), ({"backend": "cuda"}, ValueError),
+    ]:  # fmt: skip
+        with pytest.raises(error):
+            attention(q, k, v, **keywords)
+    assert not done
+
+
+def test_unaligned_rows_and_other_views_take_the_long_way(done: list[str]) -> None:
+    given = operands()
+    settle(*given)
+    done.clear()
+    q = torch.randn(1 + 256).bfloat16()[1:].view(1, 2, 8, 16)
+    negative = torch._neg_view(given[0])
+    for x in (q, given[0].mT.contiguous().mT):
+        for _ in range(3):
+            check(attention(x, *given[1:]), (x, *given[1:]))
+    assert not shortcuts._plain_operands(negative, *given[1:])
+
+
+# Gradients
+
+
+def gradients(given: Any, dout: Tensor, call: Any = attention) -> Any:
+    return torch.autograd.grad(call(*given), given, dout)
+
+
+def check_gradients(given: Any, dout: Tensor, call: Any = attention) -> None:
+    wide = [x.detach().double().requires_grad_() for x in given]
+    want = gradients(wide, dout.double(), lambda *of: call(*of, backend="reference"))
+    for x, y in zip(gradients(given, dout, call), want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0.05, atol=0.05)
+
+
+def test_gradients_are_repeated(done: list[str]) -> None:
+    for _ in range(5):
+        given, dout = operands(grad=True), operands()[0]
+        done.clear()
+        check_gradients(given, dout)
+    assert done == ["forward", "backward"]
+
+
+def test_gradients_that_lie_otherwise(done: list[str]) -> None:
+    """dout may be expanded, or have another order, in each backward."""
+    given = operands(grad=True)
+    douts = [operands()[0], torch.ones(()).bfloat16().expand(1, 2, 8, 16), torch.randn(1, 8, 2, 16).bfloat16().mT]
+    douts[2] = torch.randn(1, 8, 2, 16).bfloat16().transpose(1, 2)
+    for _ in range(4):
+        for dout in douts:
+            check_gradients(given, dout)
+    assert done.count("backward") >= 3
+
+
+def test_which_operands_need_gradients(done: list[str]) -> None:
+    q, k, v = operands(grad=True)
+    dout = operands()[0]
+    for _ in range(5):
+        check_gradients((q, k, v), dout)
+        for held in range(3):
+            given = [x.detach() if i == held else x for i, x in enumerate((q, k, v))]
+            asked = [x for i, x in enumerate(given) if i != held]
+            found = torch.autograd.grad(attention(*given), asked, dout)
+            want = gradients((q, k, v), dout)
+            assert all(
+                torch.equal(x, y) for x, y in zip(found, [x for i, x in enumerate(want) if i != held], strict=True)
+            )
+    done.clear()
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    assert attention(q, k, v).requires_grad
+    assert not attention(*(x.detach() for x in (q, k, v))).requires_grad
+
+
+def test_gradients_of_the_lse(done: list[str]) -> None:
+    def call(*given: Tensor, **keywords: Any) -> Tensor:
+        out, lse = attention(*given, return_lse=True, **keywords)
+        return out * lse[..., None].to(out.dtype)
+
+    for _ in range(5):
+        check_gradients(operands(grad=True), operands()[0], call)
+    assert "backward" in done
+    q, k, v = operands(grad=True)
+    assert torch.autograd.grad(attention(q, k, v, return_lse=True).lse.sum(), (q, k))[0].abs().sum() > 0
+
+
+def test_saved_tensors_that_come_back_otherwise(done: list[str]) -> None:
+    """Hooks may pack what is saved as they like; and what was changed in place is an error."""
+    given, dout = operands(grad=True), operands()[0]
+    for _ in range(5):
+        check_gradients(given, dout)
+    for unpack in (lambda x: x.clone(), lambda x: x.mT.contiguous().mT if x.dim() == 4 else x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            check_gradients(given, dout)
+    q, k, v = operands(grad=True)
+    k2 = k * 1
+    out = attention(q, k2, v)
+    k2.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+
+
+def test_second_derivatives_are_refused(done: list[str]) -> None:
+    given, dout = operands(grad=True), operands()[0]
+    for _ in range(5):
+        gradients(given, dout)
+    found = torch.autograd.grad(attention(*given), given, dout, create_graph=True)
+    with pytest.raises(Unsupported, match="first derivatives"):
+        found[0].sum().backward()
+
+
+def test_batched_gradients(done: list[str]) -> None:
+    given, douts = operands(grad=True), torch.stack([operands()[0] for _ in range(3)])
+    for _ in range(5):
+        gradients(given, douts[0])
+    found = torch.autograd.grad(attention(*given), given, douts, is_grads_batched=True)
+    for i, dout in enumerate(douts):
+        for x, y in zip(found, gradients(given, dout), strict=True):
+            torch.testing.assert_close(x[i], y, rtol=0.05, atol=0.05)
+
+
+# What watches
+
+
+def test_modes_transforms_and_subclasses_take_the_long_way(done: list[str]) -> None:
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Own(Tensor):
+        pass
+
+    given, seen = operands(), []
+    settle(*given)
+    done.clear()
+    with Sees():
+        attention(*given)
+    assert seen == ["saccade.forward.default"]
+    with FlopCounterMode(display=False) as counted:
+        attention(*given)
+    assert counted.get_total_flops() > 0
+    torch.vmap(attention)(*(torch.stack([x, x]) for x in given))
+    torch.func.vjp(attention, *given)[1](given[0])
+    attention(given[0].as_subclass(Own), *given[1:])
+    assert (
+        shortcuts.find(given[0].as_subclass(Own), *given[1:], None, None, Dense(), None, (False, False, None), "auto")
+        is None
+    )
+    with pytest.raises(Unsupported, match="forward mode"):
+        torch.func.jvp(lambda q: attention(q, *given[1:]), (given[0],), (given[0],))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert attention(*given).shape == given[0].shape
+
+
+def test_compiled_calls_are_repeated(done: list[str]) -> None:
+    def plain(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Tensor:
+        return attention(q, k, v, mask=causal(), backend=backend)
+
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    for _ in range(5):
+        given, dout = operands(grad=True), operands()[0]
+        done.clear()
+        check_gradients(given, dout, lambda *of, backend="": compiled(*of) if not backend else plain(*of, backend))
+    assert done == ["forward", "backward"]
+
+
+def test_autocast(done: list[str]) -> None:
+    given, wide = operands(), operands(dtype=torch.float32)
+    settle(*given)
+    done.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        check(attention(*given), given)
+        assert done == ["forward"]
+        assert attention(*wide).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert attention(*given).dtype == torch.float16
+    assert attention(*given).dtype == torch.bfloat16
+
+
+def test_deterministic_algorithms(done: list[str]) -> None:
+    given = operands(grad=True)
+    for _ in range(5):
+        gradients(given, given[0].detach())
+    kept = len(shortcuts._shortcuts)
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients(given, given[0].detach())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    settle(*given, deterministic=True)
+    assert len(shortcuts._shortcuts) > kept
+
+
+def test_a_repeat_that_may_not_run(done: list[str]) -> None:
+    """As on another device than the current one, or where a profiler listens to launches."""
+    given = operands(grad=True)
+    for _ in range(5):
+        gradients(given, given[0].detach())
+    done.clear()
+    for entry in repeats._repeats._entries.values():
+        if isinstance(entry.value, Repeat):
+            entry.value.stopped = True
+    check(attention(*given), given)
+    check_gradients(given, given[0].detach())
+    assert not done
+
+
+def test_threads(done: list[str]) -> None:
+    wrong = []
+
+    def work(s: int) -> None:
+        for i in range(20):
+            given = operands(s, grad=bool(i % 2))
+            try:
+                check(attention(*given).detach(), given)
+            except Exception as error:  # to be told by the test's own thread
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in (8, 8, 16, 24)]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    assert not wrong
+    assert "forward" in done
+
+
+def test_numbers_of_a_score_count(done: list[str]) -> None:
+    """By their bits: 0.0 and -0.0 are equal, and a function may divide by them."""
+    given = operands()
+
+    def of(c: float) -> Any:
+        return lambda score, b, h, q_idx, kv_idx: torch.where(kv_idx > q_idx, torch.tanh(1 / (c + 0 * score)), score)
+
+    for c in (0.0, -0.0, 0.5, 0.0, -0.0):
+        for _ in range(3):
+            check(attention(*given, score_mod=of(c)), given, score_mod=of(c))

@@ -1,0 +1,174 @@
+"""Calls that repeat an earlier one on a GPU: the same launches with other addresses, wherever and whenever they run."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import Dense, attention, causal, shortcuts, softcap, window
+from saccade.backends.device import recorder
+from saccade.testing.accuracy import check
+from saccade.testing.cases import Case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The addresses of each repeat."""
+    seen: list[Any] = []
+    call = recorder.Repeat.__call__
+
+    def counted(self: Any, addresses: Any) -> Any:
+        seen.append(addresses)
+        return call(self, addresses)
+
+    monkeypatch.setattr(recorder.Repeat, "__call__", counted)
+    shortcuts.forget()
+    yield seen
+    shortcuts.forget()
+
+
+PLAIN = Case("", b=2, h_q=4, s_q=300, s_k=333, d=128)
+CASES = {
+    "plain": PLAIN,
+    "causal": PLAIN.replace(mask="causal", order="bshd", dtype="fp16"),
+    "window": PLAIN.replace(mask="window(70,9)", d=64, d_v=64, order="sbhd"),
+    "prefix": PLAIN.replace(mask="prefix(100)"),
+    "softcap": PLAIN.replace(mask="causal", score="softcap(5)"),
+    "alibi": PLAIN.replace(score="alibi"),
+    "group": PLAIN.replace(h_k=2, d=64, d_v=64),
+    "wide": PLAIN.replace(d=256, d_v=256),
+    "unequal": PLAIN.replace(d=192, d_v=128),
+    "sink": PLAIN.replace(sink=True),
+    "dropout": PLAIN.replace(dropout_p=0.3),
+    "odd": PLAIN.replace(d=80, d_v=80),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_repeats_are_right(case: Case, backend: str, repeated: list[Any]) -> None:
+    """Of new tensors each time, without gradients and with them."""
+    for backward in (False, True):
+        repeated.clear()
+        for seed in range(4):
+            given = case.inputs("cuda", seed=seed)
+            check(given.q, given.k, given.v, backend=backend, backward=backward, **given.keywords).assert_ok()
+        assert repeated
+
+
+def test_memory_that_is_used_again(backend: str, repeated: list[Any]) -> None:
+    """One piece of memory as tensors of several shapes, strides and dtypes, in turns."""
+    memory = torch.empty(3, 1 << 17, dtype=torch.int16, device="cuda")
+    forms = [
+        ((1, 4, 256, 64), "bhsd"),
+        ((1, 256, 4, 64), "bshd"),
+        ((2, 4, 128, 64), "bhsd"),
+        ((1, 2, 256, 128), "bhsd"),
+    ]
+    for turn in range(5):
+        for shape, order in forms:
+            for dtype in (torch.bfloat16, torch.float16):
+                q, k, v = (x.view(dtype)[: 1 << 16].view(shape).normal_() for x in memory)
+                options: Any = {"layout": Dense(order), "mask": causal() if turn % 2 else None}
+                check(q, k, v, backend=backend, backward=False, **options).assert_ok()
+    assert len(repeated) >= 8
+
+
+def test_dout_that_lies_otherwise(backend: str, repeated: list[Any]) -> None:
+    q, k, v = (torch.randn(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout = torch.randn_like(q)
+    others = dout, dout.transpose(1, 2).contiguous().transpose(1, 2), torch.ones_like(dout[..., :1]).expand_as(dout)
+    want = [
+        torch.autograd.grad(attention(q, k, v, backend=backend, score_mod=softcap(1e4)), (q, k, v), x) for x in others
+    ]
+    for _ in range(4):
+        for x, expected in zip(others, want, strict=True):
+            found = torch.autograd.grad(attention(q, k, v, backend=backend), (q, k, v), x)
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert repeated
+
+
+def operands(s: int = 200) -> list[Tensor]:
+    return [torch.randn(1, 4, s, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def test_streams_and_threads(backend: str, repeated: list[Any]) -> None:
+    wrong: list[Any] = []
+    for s in (200, 264):
+        for _ in range(4):
+            attention(*operands(s), backend=backend)
+
+    def work(n: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(30):
+                given = operands((200, 264)[(n + i) % 2])
+                found, want = attention(*given, backend=backend), attention(*given, backend="reference")
+                torch.cuda.current_stream().synchronize()
+                if not torch.allclose(found.float(), want.float(), rtol=0.02, atol=0.02):
+                    wrong.append((n, i))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(repeated) > 100
+
+
+def test_a_thread_that_has_not_used_the_device(backend: str, repeated: list[Any]) -> None:
+    given, found = operands(), []
+    for _ in range(4):
+        want = attention(*given, backend=backend)
+    thread = threading.Thread(target=lambda: found.append(attention(*given, backend=backend)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], want)
+
+
+def test_a_graph_captures_repeats(backend: str, repeated: list[Any]) -> None:
+    given = [x.requires_grad_() for x in operands()]
+    dout = torch.randn_like(given[0])
+
+    def step() -> Any:
+        out = attention(*given, mask=window(50, 0), backend=backend)
+        return out, *torch.autograd.grad(out, given, dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    repeated.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    assert len(repeated) == 2
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (*given, dout):
+                x.normal_()
+        graph.replay()
+        for a, b in zip(captured, step(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_compiled_calls_are_repeated(backend: str, repeated: list[Any]) -> None:
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, mask=causal(), backend=backend), backend="aot_eager")
+    for _ in range(4):
+        given = [x.requires_grad_() for x in operands()]
+        dout = torch.randn_like(given[0])
+        repeated.clear()
+        out = compiled(*given)
+        found = out, *torch.autograd.grad(out, given, dout)
+        own = attention(*given, mask=causal(), backend=backend)
+        for a, b in zip(found, (own, *torch.autograd.grad(own, given, dout)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert len(repeated) == 4
