@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         """What was recorded, of a call that had these operands and returned these results."""
         if self.fails or not self.started:
             return None
-        device, places = operands[0].device, _Places(operands, self.drawn)
+        device, places = operands[0].device, _Memory(operands, self.drawn)
         for x in results:
             if not places.add_result(x, self.allocated):
                 return None
@@ -158,7 +158,7 @@ def new_recorder() -> Recorder | None:
     return Recorder()
 
 
-class _Places:
+class _Memory:
     """Where the tensors of a call are: operands, results, one piece of memory for all else, the counter."""
 
     def __init__(self, operands: Sequence[Tensor], drawn: tuple[Tensor, Any] | None) -> None:
