@@ -25,8 +25,8 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 WITH_EXAMPLES = (
     "adoption api api_compat api_integrations callbacks citation coming_from contracts distributed faq flash_attn fp8 "
-    "hopper install masks numerics packed paged performance positions pytorch recipes scores serving speed tutorial "
-    "transformers"
+    "hopper install masks numerics packed paged performance positions pytorch recipes scores serving speed tour "
+    "transformers tutorial"
 )
 
 
