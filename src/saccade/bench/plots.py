@@ -69,5 +69,15 @@ def _plot(rows: list[BenchRow], folder: Path) -> Path:
 def _name(row: BenchRow) -> str:
     heads = [] if row.h_q == row.h_k else [f"h{row.h_q}x{row.h_k}"]
     flags = [word for word in ("sink", "deterministic") if getattr(row, word)]
-    words = [row.mode, row.dtype, f"d{row.d}", *heads, row.mask, *([] if row.score == "none" else [row.score]), *flags]
+    layout = [] if row.layout == "dense" else [row.layout]
+    words = [
+        row.mode,
+        row.dtype,
+        f"d{row.d}",
+        *heads,
+        *layout,
+        row.mask,
+        *([] if row.score == "none" else [row.score]),
+        *flags,
+    ]
     return "-".join("".join(c if c.isalnum() else "_" for c in word).strip("_") for word in words)
