@@ -45,7 +45,8 @@ def styled(theme: str) -> None:
     mpl.rcdefaults()
     mpl.rcParams.update({
         "svg.hashsalt": "saccade", "font.size": 9, "axes.grid": True, "axes.axisbelow": True, "legend.frameon": False,
-        "axes.spines.top": False, "axes.spines.right": False, "savefig.transparent": theme == "dark", "grid.color": grid,
+        "axes.spines.top": False, "axes.spines.right": False, "grid.color": grid,
+        "savefig.transparent": theme == "dark",
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
     })  # fmt: skip
 
