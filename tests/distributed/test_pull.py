@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from saccade import Dense, attention, causal, window
-from saccade.distributed import cost, peers, plan, stages
+from saccade import causal
+from saccade.distributed import peers, plan
 from saccade.testing import Case, ranks
 from saccade.testing.ranks import part
 
@@ -122,52 +122,6 @@ def test_checkpointing(pool):
 
 def test_compiles_as_one_graph(pool):
     assert pool.run((HERE, "of_pull"), 2, "compiled", "pull") == [(True, 2)] * 2
-
-
-def in_stages(group, order, mask, first):
-    """Results and gradients of a call in two stages, of which the first has so many key heads, twice; and in one."""
-    made, found, taken = None, [], []
-    before = peers.opened, peers.reachable, cost.first_heads, stages.run
-    peers.opened, peers.reachable = MappedFiles, lambda device: True
-    stages.run = lambda *operands: taken.append(operands[0].first) or before[3](*operands)
-    try:
-        made = plan(list(LENGTHS) if order == "thd" else (2, 61), group, mask=mask, method="pull")
-        torch.manual_seed(3)
-        shape = {"thd": (200, 0), "bhsd": (2, 0, 61), "sbhd": (61, 2, 0)}[order]
-        sizes = [(8, 16), (4, 16), (4, 24), (8, 24)]
-        whole = [torch.randn(*(h if n == 0 else n for n in shape), d, dtype=torch.float64) for h, d in sizes]
-        rows = 0 if order == "thd" else order.index("s")
-        q, k, v, dout = (made.shard(x, rows).requires_grad_() for x in whole)
-        layout = {} if order == "thd" else {"layout": Dense(order)}
-        for heads in (first, first, None):
-            cost.first_heads = lambda *_, heads=heads: heads
-            out, lse = attention(q, k, v, mask=mask, context=made, return_lse=True, **layout)
-            loss = (out * dout).sum() + lse.masked_fill(lse.isinf(), 0).square().sum()
-            found.append([out.detach(), lse.detach(), *torch.autograd.grad(loss, [q, k, v])])
-        with torch.no_grad():
-            cost.first_heads = lambda *_: first
-            found.insert(0, [attention(q, k, v, mask=mask, context=made, **layout), *found[0][1:]])
-    finally:
-        peers.opened, peers.reachable, cost.first_heads, stages.run = before
-    return found, taken == [first] * 3
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize(
-    ("mask", "first", "order"),
-    [(causal(), 1, "thd"), (window(9, 0), 3, "thd"), (window(9, 0), 3, "bhsd"), (None, 2, "sbhd")],
-    ids="abcd",
-)
-def test_stages_are_one_call(pool, ranks, mask, first, order):
-    """What a head computes depends on the others by the order of its sums alone; and repeats."""
-    for (*parts, whole), staged in pool.run((HERE, "in_stages"), ranks, order, mask, first):
-        assert staged
-        for mine in parts:
-            assert all(torch.equal(x, y) for x, y in zip(mine, parts[0], strict=True))
-            assert (
-                max(float(torch.where(x == y, 0, x - y).abs().amax()) for x, y in zip(mine, whole, strict=True))
-                <= EQUAL
-            )
 
 
 def refused(group):

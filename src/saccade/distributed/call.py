@@ -12,7 +12,6 @@ from saccade import arguments, ops, scores
 from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
 from saccade.descale import EIGHT_BITS
-from saccade.distributed import cost, stages
 from saccade.distributed.context_plan import ContextPlan, padded
 from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import reach_of
@@ -65,14 +64,6 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     layout = plan.pieces_layout(q.device) if pieces else plan.layout(q.device, given.order)
     exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
-    if exchange is not None and (first := _first_heads(plan, given, (q, k, v), options)) is not None:
-
-        def bound(q: Tensor, k: Tensor, v: Tensor) -> BoundCall:
-            return _bound(q, k, v, layout, options)
-
-        parts = stages.Stages(exchange, layout, given, bound, options.backend, first, KEYS)
-        out, lse = stages.run(parts, q, k, v)
-        return out, lse if options.return_lse else None, None
     if exchange is not None:
         k, v = (_user_order(x, given) for x in exchange(KEYS, _to_rows(given, k), _to_rows(given, v)))
     return _run(plan, _bound(q, k, v, layout, options), options)
@@ -81,24 +72,6 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
 def _needed(plan: ContextPlan, *keys_values: Tensor) -> Sequence[Tensor]:
     """Keys and values that this rank's rows see, (keys, h_k, b, d) and (keys, h_k, b, d_v)."""
     return keys_values if plan.ranks.parts == 1 else plan.keys_exchange()(KEYS, *keys_values)
-
-
-def _first_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, ...], options: Options) -> int | None:
-    """How many key heads are the first of two stages; None where the call is one."""
-    if not plan.method.endswith("pull") or options.backend == "reference":
-        return None
-    if not ops.runs_directly() or not _windows(options):
-        return None
-    functions = options.score_mod, options.sink, options.dropout_p or None, options.return_max_scores or None
-    if any(x is not None for x in functions):
-        return None
-    if operands[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    (b, h_q, _, d), (_, h_k, _, d_v) = (given.canonical(x).shape for x in operands[::2])
-    area, pulled = max(plan.sharding.areas), max(plan.sharding.pulled)
-    seconds = 2 * area * b * h_q * (d + d_v) / cost.PRODUCTS
-    moved = pulled * b * h_k * (d + d_v) * operands[0].element_size()
-    return cost.first_heads(moved, seconds, h_k)
 
 
 def _windows(options: Options) -> bool:

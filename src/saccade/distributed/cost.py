@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import TYPE_CHECKING
 
 from saccade.distributed import estimates
@@ -15,27 +14,12 @@ PRODUCTS = 670e12
 """Operations per second of a forward in bfloat16 on an H200, for estimates."""
 EXCHANGES = {"gather": estimates.COLLECTIVE, "pull": estimates.COPIES, "ulysses": estimates.Link(60e-6, 150e9)}
 """As measured on H200s of one host over NVLink, with packing. Exchanges of "ulysses" are several."""
-LEAST_GAIN = 0.02
-"""The part of a call's time that two stages must save."""
-LAUNCHES = 40e-6
-"""Seconds that two stages cost: a second launch, whose programs end apart, and copies of some heads."""
 
 
 def exchange_seconds(method: str, moved: float) -> float:
     """Of an exchange of so many bytes into the busiest rank."""
     start, rate = EXCHANGES[method]
     return start + moved / rate
-
-
-def first_heads(moved: float, seconds: float, h_k: int) -> int | None:
-    """How many of the key heads come first, while none is computed, where the others come beside these: as few as hide
-    them. By the bytes that the busiest rank pulls and the time of its products; None where one stage is as fast."""
-    coming = moved / EXCHANGES["pull"][1]
-    if h_k < 2 or not coming:
-        return None
-    first = min(h_k - 1, max(1, ceil(h_k * coming / (seconds + coming))))
-    saved = coming * (1 - first / h_k) - LAUNCHES
-    return first if saved > LEAST_GAIN * (seconds + coming) else None
 
 
 def gathered_bytes(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> float:
@@ -68,18 +52,15 @@ def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int) -> st
     sharding, ranks, batch = plan.sharding, plan.ranks, plan.batch or 1
     found = estimates.estimate(sharding, heads, head_dim)
     ideal, slowest = found.ideal * batch, found.products * batch
-    gathered, divided, waited, more = gathered_bytes(sharding, heads, head_dim) * batch, 0.0, 0.0, ""
+    gathered, divided, waited = gathered_bytes(sharding, heads, head_dim) * batch, 0.0, 0.0
     if ranks.heads > 1:
         divided = divided_bytes(max(sharding.rows) * ranks.heads, ranks.heads, heads, head_dim) * batch
         waited += exchange_seconds("ulysses", divided)
     if gathered:
-        first = first_heads(gathered, slowest, heads[1]) if plan.method == "pull" else None
-        share = 1.0 if first is None else first / heads[1]
-        more = f", {first} of {heads[1]} key heads before the others" if first is not None else ""
-        waited += exchange_seconds(plan.method.split("×")[-1], gathered * share) + (LAUNCHES if first else 0.0)
+        waited += exchange_seconds(plan.method.split("×")[-1], gathered)
     share = ideal / max(slowest + waited, 1e-12)
     return (
         f"  forward in 16 bits, estimated for H200s over NVLink: {1e3 * slowest:.2f} ms of products, and "
-        f"{1e3 * waited:.2f} ms before for {(gathered + divided) / 1e6:.1f} MB that a rank receives{more}: "
+        f"{1e3 * waited:.2f} ms before for {(gathered + divided) / 1e6:.1f} MB that a rank receives: "
         f"{share:.0%} of ideal"
     )

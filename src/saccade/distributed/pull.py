@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,16 +40,8 @@ class PulledRows(RowExchange):
         self._tables: dict[torch.device, tuple[Tensor, int, int]] = {}
 
     def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
-        return self.coming(xs, stage).rows()
-
-    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
-        return self.returning(dys, stage).rows()
-
-    def coming(self, xs: list[Tensor], stage: str, room: int | None = None) -> Coming:
-        """The rows that are needed, on their way. `room` is how many bytes of memory further exchanges of a call need,
-        so that it does not grow between them."""
         ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
-        regions = self._write(xs, self.lent, stage, room)
+        regions = self._write(xs, self.lent, stage)
 
         def copies() -> None:
             for i, segments in self.pulled:
@@ -58,19 +50,16 @@ class PulledRows(RowExchange):
                         y[target : target + n].copy_(theirs[source : source + n])
 
         event = regions.memory.copied(copies)
+        for source, target, n in self.kept:
+            for x, y in zip(xs, ys, strict=True):
+                y[target : target + n].copy_(x[source : source + n])
+        regions.memory.end(event, self.transport.timeout)
+        return ys
 
-        def meanwhile() -> None:
-            for source, target, n in self.kept:
-                for x, y in zip(xs, ys, strict=True):
-                    y[target : target + n].copy_(x[source : source + n])
-
-        return Coming(meanwhile, lambda: regions.memory.end(event, self.transport.timeout), lambda: ys)
-
-    def returning(self, dys: list[Tensor], stage: str, room: int | None = None) -> Coming:
-        """The gradients of own rows, on their way."""
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
         dys = [dy.contiguous() for dy in dys]
         returned = [dy.new_empty(self.first[-1], *dy.shape[1:]) for dy in dys]
-        regions = self._write(dys, self.borrowed, stage, room)
+        regions = self._write(dys, self.borrowed, stage)
 
         def copies() -> None:
             for i, segments in self.returned:
@@ -81,17 +70,14 @@ class PulledRows(RowExchange):
                     at += n
 
         event = regions.memory.copied(copies)
+        regions.memory.end(event, self.transport.timeout)
+        return [self._added(*pair) for pair in zip(dys, returned, strict=True)]
 
-        def sums() -> list[Tensor]:
-            return [self._added(*pair) for pair in zip(dys, returned, strict=True)]
-
-        return Coming(lambda: None, lambda: regions.memory.end(event, self.transport.timeout), sums)
-
-    def _write(self, xs: list[Tensor], ranges: list[Range], stage: str, room: int | None) -> Regions:
+    def _write(self, xs: list[Tensor], ranges: list[Range], stage: str) -> Regions:
         """These rows of this rank, where others find them; returns when all ranks have written theirs."""
         group, seconds = self.transport.begin(xs, stage), self.transport.timeout
         try:
-            memory = memory_of(group, self.room(xs) if room is None else room, xs[0].device)
+            memory = memory_of(group, sum(map(self._size, xs)), xs[0].device)
             memory.begin(seconds)
             regions = Regions(self, memory, xs)
             for start, n in ranges:
@@ -101,10 +87,6 @@ class PulledRows(RowExchange):
         except RuntimeError as error:
             raise RuntimeError(self.transport.told(stage, xs, error)) from error
         return regions
-
-    def room(self, xs: Sequence[Tensor]) -> int:
-        """Bytes of memory for an exchange of rows like these."""
-        return sum(map(self._size, xs))
 
     def _size(self, x: Tensor) -> int:
         """Bytes of a region for rows like these, which is aligned."""
@@ -150,20 +132,6 @@ def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
         layer = torch.full((rows,), -1, dtype=torch.int32)
         layers.append(layer)
     layer[first:stop] = places
-
-
-class Coming(NamedTuple):
-    """Rows on their way, which copy engines bring beside what runs now."""
-
-    meanwhile: Callable[[], None]
-    arrived: Callable[[], None]
-    made: Callable[[], list[Tensor]]
-
-    def rows(self) -> list[Tensor]:
-        """The rows, when they have come."""
-        self.meanwhile()
-        self.arrived()
-        return self.made()
 
 
 class Regions:
