@@ -320,8 +320,9 @@ class Server:
         self.prefix_tokens = prefix[:shared]
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         """by their sizes, which are powers of two, and the pages that their requests share; and what they find"""
-        self.table: list[list[int]] = []
-        """the pages of each slot, as the device knows them"""
+        row = self.prefix + [-1] * (self.state.table.shape[1] - len(self.prefix))
+        self.table, self.moved = torch.tensor([row] * slots, dtype=torch.int32), True
+        """the pages of each slot, and whether the device knows others"""
         self.unread: list[Unread] = []
         self.evictions = 0
         if shared:
@@ -378,6 +379,7 @@ class Server:
             self.running.append(self.waiting.pop(0))
             request.slot = min({*range(self.slots)} - {x.slot for x in self.running})
             request.pages = self.prefix[:shared] + [self.free.pop() for _ in range(missing)]
+            self._belong(request.slot, request.pages)
             request.shared, request.unread = shared, len(request.tokens()) - shared * PAGE_SIZE
             self.state.place(request, shared * PAGE_SIZE)
 
@@ -388,6 +390,7 @@ class Server:
             while request.slot >= 0 and (missing := self._pages(request.longest()) - len(request.pages)) > 0:
                 if missing <= len(self.free):
                     request.pages += [self.free.pop() for _ in range(missing)]
+                    self._belong(request.slot, request.pages)
                 elif self.unread:
                     self._read()  # somebody may have ended, or be shorter than it might have been
                 else:
@@ -404,6 +407,7 @@ class Server:
         """Steps that are under way have read its pages before another one writes there, as they come first."""
         self.free += request.pages[request.shared :]
         self.running.remove(request)
+        self._belong(request.slot, self.prefix)
         request.slot, request.pages = -1, []
 
     def _read(self, all_but: int = 0) -> None:
@@ -414,15 +418,16 @@ class Server:
             self._leave(request)
 
     def _show_table(self) -> None:
-        """Brings the device's table up to date. Empty slots begin like the others."""
-        table = [self.prefix] * self.slots
-        for request in self.running:
-            table[request.slot] = [*request.pages]
-        if table != self.table:
-            width = self.state.table.shape[1]
-            rows = [(row + [-1] * width)[:width] for row in table]
-            self.state.table.copy_(on_way(rows, self.state.table), non_blocking=True)
-            self.table = table
+        """Brings the device's table up to date."""
+        if self.moved:
+            table = self.table.pin_memory() if self.device.type == "cuda" else self.table
+            self.state.table.copy_(table, non_blocking=True)
+            self.moved = False
+
+    def _belong(self, slot: int, pages: list[int]) -> None:
+        """Says whose pages are whose. Empty slots begin with the prefix, like the others."""
+        self.table[slot] = torch.tensor(pages + [-1] * (self.table.shape[1] - len(pages)))
+        self.moved = True
 
     def _shared(self) -> int:
         """Pages that all who run begin with."""
