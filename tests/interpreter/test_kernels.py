@@ -53,6 +53,13 @@ def test_programs_with_some_columns_of_values(case: Case, monkeypatch: pytest.Mo
     report.assert_ok()
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales_that_are_not_positive(scale: float) -> None:
+    """Of which the largest product is not the largest score. Whole tiles of keys, as others have a mask."""
+    q, k, v = (10 * torch.randn(1, 1, rows, 16).half() for rows in (9, 140, 140))
+    check(q, k, v, scale=scale, backend="triton", backward=False).assert_ok()
+
+
 PACKED = Case("", dtype="fp32", b=3, h_q=2, h_k=1, s_q=40, s_k=40, d=16, order="thd", lengths=(40, 0, 7), tail=3)
 
 

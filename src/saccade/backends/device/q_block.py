@@ -209,6 +209,17 @@ def online_softmax(x, row_max, row_sum, score, KEYS: tl.constexpr = 1):
 
 
 @triton.jit
+def softmax_of_products(qk, factor, row_max, row_sum):
+    """`online_softmax` of x = factor qk in units of log2, with a factor from 0 on: one multiply-add for each p.
+    Products are [block_q, block_k], all of them visible."""
+    new_max = tl.maximum(row_max, tl.max(qk, 1) * factor)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(qk * factor - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
 def weight_gradient(
     qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True
 ):

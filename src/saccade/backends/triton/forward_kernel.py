@@ -29,8 +29,10 @@ from saccade.backends.device.q_block import (
     online_softmax,
     q_block,
     rescaled,
+    softmax_of_products,
     store_q,
 )
+from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import in_units, log_sum, store_largest
 
 RAISED = tl.constexpr(256)
@@ -59,7 +61,8 @@ def _weighted(acc, p, alpha, v_tile, start, descale, block, shape, BYTES: tl.con
 
 @triton.jit
 def _step(
-    acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, MASKED: tl.constexpr, BYTES: tl.constexpr
+    acc, row_max, row_sum, start, q_tile, kv, block, descale, shape,
+    MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]."""
     args = block.args
@@ -73,8 +76,11 @@ def _step(
     if descale is not None:
         qk *= factor_of_block(descale.k, args.b, args.h // shape.GROUP, start)
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
-    x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
-    p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
+    if RISING and args.score.identity and descale is None and not MASKED:
+        p, alpha, row_max, row_sum = softmax_of_products(qk, args.scale * LOG2E, row_max, row_sum)
+    else:
+        x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
+        p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
     if args.dropout is not None:
         p = tl.where(keep(args.dropout, p, args.b, args.h, q_idx, kv_idx), p, 0.0)
     # [block_k, d_v]
@@ -88,11 +94,11 @@ def _step(
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def forward_kernel(
     q, k, v, out, lse, max_scores, sink, descale, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape,
-    BYTES: tl.constexpr,
+    BYTES: tl.constexpr, RISING: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T) v, lse and max_scores, (b, h_q, s_q) contiguous or None, for one q block of one head a
     program, and BLOCK_DV columns of out. descale: DeviceDescale of 8-bit k and v, or None. BYTES: products are those of
-    8-bit q, k and v."""
+    8-bit q, k and v. RISING: as `launch.rising` says."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
     h = block.args.h
@@ -115,10 +121,14 @@ def forward_kernel(
 
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        acc, row_max, row_sum = _step(acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, True, BYTES)
+        acc, row_max, row_sum = _step(
+            acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, True, BYTES, RISING
+        )
     for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
         start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
-        acc, row_max, row_sum = _step(acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, False, BYTES)
+        acc, row_max, row_sum = _step(
+            acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, False, BYTES, RISING
+        )
 
     stored = block.q_idx < block.there
     told = stored  # once, where several programs have columns of the same rows
