@@ -74,6 +74,12 @@ class Steps(NamedTuple):
         whole = max(span.stop for span in self.kernels) - self.kernels[0].start
         return 1 - sum(self.gaps()) / whole
 
+    def leads(self) -> list[float]:
+        """For each launch from the third on: microseconds from its end to that of the step before it. Positive, the
+        device has not waited for the host, whatever else runs there."""
+        per_step = len(self.kernels) // len(self.launches)
+        return [self.kernels[i * per_step - 1].stop - span.stop for i, span in enumerate(self.launches)][2:]
+
     def under_way(self, n: int | None = None) -> Steps:
         """Kernels after the third launch, by which time the host is ahead; as many as n steps have, and launches so
         far. A trace begins with an idle device."""

