@@ -22,7 +22,7 @@ from saccade.layouts import Dense
 from saccade.masks import Window
 from saccade.partial import Partial, Scored
 from saccade.problem import ALIGNMENT, Problem
-from saccade.repeats import PLAIN, lies
+from saccade.repeats import PLAIN
 from saccade.scores import Softcap
 
 _FLAGS = {bool, type(None)}
@@ -160,11 +160,11 @@ class _Training:
         given = dout, out, lse, q, k, v
         if dlse is not None:
             given = dout, dlse, *given[1:]
-        key = None
+        key, addresses = None, []
         if not torch.is_grad_enabled() and not repeats.watched():
-            key = _key_of_backward(given)
+            key, addresses = _lies_of_backward(given)
         if (repeat := self.backwards.get(key)) and repeat.ready():
-            return repeat([x.data_ptr() for x in given])[:3]
+            return repeat(addresses)[:3]
         call = FlatCall.of_tensors((q, k, v, None), 0, self.static)
         gradients = torch.ops.saccade.backward.default(dout, dlse, out, lse, *call, [])[:3]
         if key is not None and key not in self.backwards and len(self.backwards) < _MOST_BACKWARDS:
@@ -181,13 +181,18 @@ def _gradient_key(call: FlatCall, dout: Tensor, dlse: Tensor | None, out: Tensor
     return repeats.gradient_key_of(call.problem(max_scores=False), saved, call.parsed.backend)
 
 
-def _key_of_backward(given: Sequence[Tensor]) -> Hashable | None:
-    if not all(type(x) in PLAIN for x in given):
-        return None
+def _lies_of_backward(given: Sequence[Tensor]) -> tuple[Hashable | None, list[int]]:
+    """How the tensors of a backward lie, and where; None of those that take the long way."""
     try:
-        return tuple(map(lies, given))
+        addresses = [x.data_ptr() for x in given]
     except RuntimeError:  # tensors without memory, as those of torch's older vmap
-        return None
+        return None, []
+    lie: list[Hashable] = []
+    for x, address in zip(given, addresses, strict=True):
+        if type(x) not in PLAIN or not address or x.is_neg():
+            return None, []
+        lie += x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT
+    return tuple(lie), addresses
 
 
 class _Repeated(torch.autograd.Function):
@@ -229,7 +234,8 @@ def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
     shortcut = _shortcuts.get(key)
     if shortcut and shortcut.ready():
         out, row_lse, top = shortcut(addresses)
-        return out, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in (row_lse, top))
+        row_lse = shortcut.nothing(torch.float32) if row_lse is None else row_lse
+        return out, row_lse, shortcut.nothing(torch.float32) if top is None else top
     results = otherwise(*arguments)
     if shortcut is None:
         call = FlatCall(*arguments[:-1])
@@ -241,15 +247,15 @@ def backward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
     """`saccade::backward` of tensors that need no gradient."""
     dout, dlse, out, lse, q, k, v, sink, captures, tensors, header, ints, floats, _ = arguments
     given = (dout, out, lse, q, k, v) if dlse is None else (dout, dlse, out, lse, q, k, v)
-    lie = None
+    lie, addresses = None, []
     if sink is None and not captures and not tensors and _plain_operands(q, k, v) is not None:
-        lie = _key_of_backward(given)
+        lie, addresses = _lies_of_backward(given)
     if lie is None:
         return otherwise(*arguments)
     key = lie, header, *ints, struct.pack(f"{len(floats)}d", *floats)
     shortcut = _shortcuts.get(key)
     if shortcut and shortcut.ready():
-        return *shortcut([x.data_ptr() for x in given])[:3], dout.new_empty(0), []
+        return *shortcut(addresses)[:3], shortcut.nothing(dout.dtype), []
     results = otherwise(*arguments)
     if shortcut is None:
         _keep(key, _gradient_key(FlatCall(*arguments[4:-1]), *arguments[:4]))

@@ -59,6 +59,10 @@ class Repeat:
         """Whether it may run: on the current device, where nothing listens to launches."""
         return torch._C._cuda_getDevice() == self.device.index and not hooked()
 
+    def nothing(self, dtype: torch.dtype) -> Tensor:
+        """An empty tensor."""
+        return empty((0,), (1,), dtype, self.device)
+
     def __call__(self, addresses: Sequence[int]) -> list[Tensor | None]:
         """What the call returns. `addresses` are those of its operands; the operands live until it returns."""
         results: list[Tensor | None] = []
