@@ -30,7 +30,7 @@ QUANTIZE = (
     "16bit d128/128 quantize block keys_first", "16bit d128/128 largest head", "16bit d128/128 largest tensor rotated",
     "16bit d128/128 quantize block grouped", "16bit d256/256 quantize block", "32bit d128/128 quantize block rotated",
     "16bit d128/128 quantize block rotated", "16bit d128/128 quantize block grouped rotated",
-    "16bit d128/128 parts", "16bit d256/256 mean rotated",
+    "16bit d128/128 quantize head grouped rotated", "16bit d128/128 parts", "16bit d256/256 mean rotated",
 )  # fmt: skip
 """A kernel, and what a call has: see `quantize.compiled`."""
 WIDE_ROWS = "dk 16bit d512/512 ranges", "dv 16bit d512/512 masked dropout", "dk 16bit d64/512 packed"

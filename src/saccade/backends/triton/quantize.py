@@ -113,7 +113,10 @@ def tile_of(name: str, call: Quantization) -> ProgramTile:
     warps = min(max(rows * d // (1024 if thin else 2048), 4), 16)
     if name == "parts":
         return ProgramTile(min(BLOCK, max((1 << 12) // d, 16)), 4, stages=5)
-    if call.x.dtype == torch.float32 or not 64 <= d <= 256 or name != "quantize":
+    wide = call.x.dtype == torch.float32 or not 64 <= d <= 256
+    if call.rotate and d == 128 and call.per != "block" and call.mean is None and not wide and name != "mean":
+        return ProgramTile(rows, 4, 168)
+    if wide or name != "quantize":
         return ProgramTile(rows, warps)
     waits = call.x.shape[1] > call.h_k and call.per == "block"
     # A search for the sequence is a loop, inside of which Triton loads no tile ahead.
