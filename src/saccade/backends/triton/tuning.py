@@ -34,17 +34,19 @@ class TritonTuneRow(TuneRow):
         d, d_v = block_d(self.d), columns or block_d(self.d_v)
         by_keys = self.kernel in BY_KEYS
         sums = {"forward": d_v, "dkdv": d + d_v, "dk": d, "dv": d_v, "dq": d}[self.kernel]
-        sizes = (32, 64, 128) if max(d, d_v) <= WIDE else (16, 32, 64, 128)
+        wide = max(d, d_v) > WIDE  # there tiles of few rows pay, and not every load has a buffer for each stage
+        sizes = (16, 32, 64, 128) if wide else (32, 64, 128)
         for block_q in sizes:
             for block_k in sizes:
                 streamed, resident = (block_q, block_k) if by_keys else (block_k, block_q)
-                if resident < streamed and not by_keys and resident < 64:
+                if resident < streamed and not by_keys and resident < 64 and not wide:
                     continue
                 products = 1 if self.kernel in ("forward", "dv") else 2
                 for warps in (4, 8):
                     registers = (block_q * block_k * products + resident * sums) / (warps * 32)
                     for stages in (1, 2, 3, 4):
-                        shared = size * (d + d_v) * (streamed * stages + resident * (products - 1))
+                        buffers = max(stages - 1, 1) if wide else stages
+                        shared = size * (d + d_v) * (streamed * buffers + resident * (products - 1))
                         if shared <= SHARED_BYTES and 32 <= registers <= 200:
                             yield TileConfig(block_q, block_k, warps, stages, columns=columns)
 
