@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade.backends.device import block_d, block_lists, dropout, masks, scores, sequences
+from saccade.backends.device import block_d, block_lists, distance_tables, dropout, masks, scores, sequences
 from saccade.descale import EIGHT_BITS
 from saccade.problem import Problem
 
@@ -54,10 +55,14 @@ def precision() -> str:
 
 
 def common_arguments(
-    problem: Problem, mask: masks.DeviceMask, table: Tensor | None = None, fast: bool = False
+    problem: Problem,
+    mask: masks.DeviceMask,
+    table: Tensor | None = None,
+    fast: bool = False,
+    distances: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
-    """The arguments from `used_q` to `scale`. `fast` is as `scores.record` says."""
-    q, records = problem.q, (mask, scores.record(problem, fast), dropout.record(problem))
+    """The arguments from `used_q` to `scale`. `fast` is as `scores.record` says; distances: see `distance_tables`."""
+    q, records = problem.q, (mask, scores.record(problem, fast, distances), dropout.record(problem))
     return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
 
 
@@ -69,7 +74,7 @@ def tile_arguments(
     mask = block_lists.record(problem, block_q, block_k, by_keys)
     ragged = problem.layout.ragged_keys
     table = sequences.table(problem, by_keys, block_k if by_keys else block_q) if ragged else None
-    return common_arguments(problem, mask, table, fast)
+    return common_arguments(problem, mask, table, fast, distance_tables.tables(problem, fast))
 
 
 def tile_grid(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> tuple[int, int, int]:

@@ -12,7 +12,15 @@ import triton.language as tl
 
 from saccade import scores
 from saccade.backends import Saved
-from saccade.backends.device import block_lists, captured_gradients, masks, row_totals, sequences, visits
+from saccade.backends.device import (
+    block_lists,
+    captured_gradients,
+    distance_tables,
+    masks,
+    row_totals,
+    sequences,
+    visits,
+)
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.captured_gradients import recompute_launch
 from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
@@ -119,7 +127,8 @@ def compiled(kernel: str, problem: Problem) -> Any:
     """One of the SHARED kernels, not run."""
     lse = torch.empty(problem.q.shape[:3])
     saved = Saved(problem.v, lse, problem.v, lse)
-    arguments = common_arguments(problem, device_mask(problem))
+    distances = distance_tables.empty(problem)
+    arguments = common_arguments(problem, device_mask(problem), distances=distances)
     if kernel == "order":
         tiles = torch.empty(9, 2, dtype=torch.int32)
         launch, arguments = sequences.order_launch(problem, tiles, 0, 64)

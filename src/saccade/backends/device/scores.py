@@ -126,18 +126,20 @@ def _placed_slope(data, score, b, h, q_idx, kv_idx):
 _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
 
 
-def record(problem: Problem, fast: bool = False) -> DeviceScore:
+def record(problem: Problem, fast: bool = False, tables: Sequence[Any] = ()) -> DeviceScore:
     """The device form of a Problem's score modification. All kernels of a call are to have the same tanh: `fast`, or to
-    float32's accuracy, as the backward takes exp(score - lse)."""
+    float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`."""
     score = problem.score
     places = positions.record(problem) if isinstance(score, scores.Traced) else None
-    plain = unplaced(score, fast, positions.kind(problem))
+    plain = unplaced(score, fast, positions.kind(problem), tables)
     if places is None:
         return plain
     return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
 
 
-def unplaced(score: scores.Score | None, fast: bool = False, indices: str = "numbers") -> DeviceScore:
+def unplaced(
+    score: scores.Score | None, fast: bool = False, indices: str = "numbers", tables: Sequence[Any] = ()
+) -> DeviceScore:
     """The device form of a score modification that takes its indices as they come; None is the identity."""
     match score:
         case None:
@@ -145,7 +147,8 @@ def unplaced(score: scores.Score | None, fast: bool = False, indices: str = "num
         case scores.Softcap():
             return DeviceScore(*_SOFTCAP[fast], (score.cap,))
         case scores.Traced():
-            return DeviceScore(*_emitted(score, form(score, fast, indices)), data(score))
+            options = form(score, fast, indices)._replace(tables=bool(tables))
+            return DeviceScore(*_emitted(score, options), (*data(score), *tables))
     raise TypeError(f"no device form of {score!r}")
 
 
@@ -221,6 +224,16 @@ def scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False, in
     if key not in score.program.emitted:
         text = source.scatter_source(score.program, options, wanted)
         score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
+    return score.program.emitted[key]
+
+
+def table_value(score: scores.Traced, read: int, fast: bool = False) -> Any:
+    """constexpr: what one of `Program.distance_reads` reads."""
+    options = form(score, fast, "positions")
+    key = "table", options, read
+    if key not in score.program.emitted:
+        text = source.table_source(score.program, options, score.program.distance_reads[read])
+        score.program.emitted[key] = tl.constexpr(jit(text)["value"])
     return score.program.emitted[key]
 
 

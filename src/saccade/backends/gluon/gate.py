@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from saccade.backends.device import distance_tables
 from saccade.backends.device.gate import DROPPED, GPU, SCORED, GateRow, device_mask
 from saccade.backends.device.scores import weight
 from saccade.backends.gluon.backward import gate as backward_gate
@@ -84,7 +85,8 @@ def compiled(name: str) -> tuple[Any, int]:
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     config = forward_config(problem.spec(), GPU, weight(problem))
     mask = launch.mask_record(problem, config) if paged else device_mask(problem)
-    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, launch.score_record(problem))
+    score = launch.score_record(problem, distance_tables.empty(problem))
+    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score)
     forward = launch.prepare(problem, out, config, processors=1)
     spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
     operands = problem.q, problem.k, problem.v, out

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from saccade.backends.device import descale
+from saccade.backends.device import descale, distance_tables
 from saccade.backends.device import gate as device_gate
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
@@ -107,7 +107,7 @@ def compiled(name: str) -> tuple[Any, int]:
     }[row.kernel]
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
     tile = config(row.kernel, problem.spec(), GPU)
-    arguments = common_arguments(problem, device_mask(problem))
+    arguments = common_arguments(problem, device_mask(problem), distances=distance_tables.empty(problem))
     kernel = launch.prepare(row.kernel, problem, tile).warmup((*tensors, *arguments))
     more = RANGES_SPILL if "ranges" in row.words else 0 if problem.dropout is None else DROPOUT_SPILL
     return kernel, tile.spill + more

@@ -76,6 +76,11 @@ class Assembly:
         self.graph.output(tuple(derivatives))
         return fx.GraphModule(torch.nn.Module(), self.graph), reads
 
+    def reads(self) -> list[Read]:
+        """All reads of the program, by their numbers."""
+        tensors, program = self.program.read_tensors, self.program
+        return [Read(tensors[i], tuple(self.copied(x) for x in self.places[i])) for i in range(len(program.reads))]
+
     def copied(self, node: Any) -> Any:
         """A node of the new graph, or a Python number."""
         if not isinstance(node, fx.Node):
@@ -165,6 +170,7 @@ class Assembly:
             read = self.graph.call_function(aten.index.Tensor, (tensor, at))
         read.meta["val"] = program.reads[i].meta["val"]
         read.meta["at"] = tuple(at)
+        read.meta["read"] = i
         return read
 
     def _read(self, name: str) -> int | None:

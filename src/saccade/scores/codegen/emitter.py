@@ -36,6 +36,8 @@ class EmitOptions(NamedTuple):
     """Which captured numbers are integers above LONGEST, and take 64 bits."""
     indices: str = "numbers"
     """`numbers` of rows and keys; their `positions`, which may be negative; `rows`: positions in any order."""
+    tables: bool = False
+    """Reads by distance come from tables of every distance: see `device.distance_tables`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Emitter:
                 return Value(name, "int", TILE_SHAPES[name], (least, LONGEST - 1))
             return Value(name, "int", TILE_SHAPES[name], (0, HEADS - 1))
         i = int(name[1:])
-        place = self._start(len(self.program.ranks)) + i
+        place = self.start(len(self.program.ranks)) + i
         if i in self.options.wide_integers:
             self.used[f"n{i}"] = f"far_int(data[{place}])"
             return Value(f"n{i}", "wide")
@@ -136,7 +138,7 @@ class Emitter:
         self.used[f"n{i}"] = f"data[{place}]"
         return Value(f"n{i}", "float")
 
-    def _start(self, tensor: int) -> int:
+    def start(self, tensor: int) -> int:
         """Where a tensor's data starts."""
         return sum(1 + 2 * rank for rank in self.program.ranks[:tensor])
 
@@ -264,11 +266,13 @@ class Emitter:
     # Captured tensors
 
     def _read(self, node: fx.Node, at: Sequence[Any]) -> Value:
+        if self.options.tables and node.meta["read"] in self.program.distance_reads:
+            return self._table(list(self.program.distance_reads).index(node.meta["read"]))
         i = int(str(node.args[0].target)[1:])
         dtype, shape = self.program.dtypes[i], tuple(node.meta["val"].shape) or (1, 1)
         place = self.place(i, at)
         loaded = f"tl.load(t{i} + {place})" if place else f"tl.load(t{i})"
-        self.used[f"t{i}"] = f"data[{self._start(i)}]"
+        self.used[f"t{i}"] = f"data[{self.start(i)}]"
         if dtype.is_floating_point:
             return self._keep(f"{loaded}.to(tl.float32)", "float", shape)
         if dtype == torch.bool:
@@ -279,10 +283,21 @@ class Emitter:
             loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max)
         )
 
+    def _table(self, n: int) -> Value:
+        """What a read by distance reads, of the n-th table: float32 (b, h, distances), contiguous but for its b and h.
+        An addition to a pointer of the row's is all that an element costs."""
+        place = self.start(len(self.program.ranks)) + len(self.program.integral) + 4 * n
+        parts = "pointer", "b", "h", "zero"
+        names = [f"d{n}_{part}" for part in parts]
+        self.used |= {name: f"data[{place + i}]" for i, name in enumerate(names)}
+        pointer, b, h, zero = names
+        row = f"(b * plain_int({b}) + h * plain_int({h}) + plain_int({zero}) - q_idx)"
+        return self._keep(f"tl.load(({pointer} + {row}) + kv_idx)", "float", (Q, K))
+
     def place(self, tensor: int, at: Sequence[Any], contiguous: bool = False) -> str:
         """The offset of an element from the tensor's first one. Indices count from the end where they are negative, and
         are kept inside: rows and keys that are not in use have indices too."""
-        start = self._start(tensor)
+        start = self.start(tensor)
         terms = []
         for dim, x in enumerate(at):
             value = self.value(x)

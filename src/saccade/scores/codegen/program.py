@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
+from saccade.scores.codegen.distances import by_distance
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of
 
@@ -163,6 +164,12 @@ class Program:
     def locals(self, wanted: Sequence[bool]) -> tuple[fx.GraphModule, list[Read]]:
         """A graph of the derivatives by the reads of the tensors that are wanted, each followed by its indices."""
         return Assembly(self, self.derived).locals(wanted)
+
+    @lazily
+    def distance_reads(self) -> dict[int, Read]:
+        """The reads of numbers by distance, by their numbers among all reads."""
+        reads = Assembly(self, self.core).reads()
+        return {i: reads[i] for i in self.differentiable if by_distance(reads[i].at)}
 
     @lazily
     def by_batch_row(self) -> bool:

@@ -8,14 +8,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
+from saccade.scores.codegen.assembly import Read
+from saccade.scores.codegen.distances import by_distance
 from saccade.scores.codegen.emitter import EmitOptions, Emitter
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.trace import K, Q, in_order, name_of, outputs_of
+from saccade.scores.recording.trace import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
@@ -36,6 +37,14 @@ def sees_source(program: Program, options: EmitOptions) -> str:
         value = emitter.value(out)
         text = emitter.bool(value) if value.shape else f"(q_idx >= 0) & {emitter.bool(value)}"
     return emitter.function("sees", "data, b, h, q_idx, kv_idx, off", f"return {text}")
+
+
+def table_source(program: Program, options: EmitOptions, read: Read) -> str:
+    """`value(data, score, …)`: what one read by distance reads."""
+    emitter = Emitter(program, options)
+    place = emitter.place(read.tensor, read.at)
+    emitter.used["tensor"] = f"data[{emitter.start(read.tensor)}]"
+    return emitter.function("value", PARAMETERS, f"return tl.load(tensor + {place}).to(tl.float32)")
 
 
 def reads_tiles(program: Program) -> bool:
@@ -70,7 +79,7 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
         value = emitter.float(emitter.value(local))
         emitter.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         shape = torch.broadcast_shapes((1, 1), *(emitter.value(x).shape for x in at))
-        if options.indices != "rows" and shape == (Q, K) and all(map(_by_distance, at)):
+        if options.indices != "rows" and by_distance(at):
             only = Emitter(program, options)
             text = only.place(read.tensor, at, contiguous=True)
             places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
@@ -89,33 +98,3 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
     parameters = PARAMETERS.replace("data, ", "data, ds, ")
     scatter = emitter.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass")
     return "\n\n".join([*places, scatter])
-
-
-def _by_distance(index: Any) -> bool:
-    """Whether an index depends on q_idx and kv_idx by their difference alone, or not at all."""
-    slopes: dict[fx.Node, tuple[int, int] | None] = {}
-    if not isinstance(index, fx.Node):
-        return True
-    for node in in_order(index, lambda x: x.all_input_nodes, slopes):
-        slopes[node] = _slopes(node, slopes)
-    last = slopes[index]
-    return last is not None and sum(last) == 0
-
-
-_INDEX_SLOPES = {"q_idx": (1, 0), "kv_idx": (0, 1), "score": None}
-_SIGNS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}
-
-
-def _slopes(node: fx.Node, known: dict[fx.Node, tuple[int, int] | None]) -> tuple[int, int] | None:
-    """The factors of q_idx and kv_idx in a linear value; (0, 0) also for any function of their difference."""
-    if node.op == "placeholder":
-        return _INDEX_SLOPES.get(str(node.target), (0, 0))
-    inputs = [known[x] for x in node.all_input_nodes]
-    if None in inputs:
-        return None
-    signs = _SIGNS.get(name_of(node))
-    if signs is None or node.kwargs.get("alpha", 1) != 1:
-        return (0, 0) if all(sum(slopes) == 0 for slopes in inputs) else None
-    terms = [known.get(x, (0, 0)) for x in node.args]
-    q, kv = (sum(sign * term[i] for sign, term in zip(signs, terms, strict=True)) for i in range(2))
-    return q, kv

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import sequences
+from saccade.backends.device import distance_tables, sequences
 from saccade.backends.device.gate import DROPPED, SCORED, GateRow, device_mask
 from saccade.backends.gluon.backward.launch import arguments, workspace
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
@@ -72,7 +72,8 @@ def compiled(name: str) -> tuple[Any, int]:
     mask, spans = device_mask(problem, by_keys=True), sequences.spans(problem)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, mask, spans), counter
-    calls = arguments(problem, plan, Saved(out, lse, out, lse), gradients, space, mask, spans)
+    tables = distance_tables.empty(problem)
+    calls = arguments(problem, plan, Saved(out, lse, out, lse), gradients, space, mask, spans, tables)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
     return launch.warmup(*call), ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)

@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import block_lists, dropout, masks, scores, sequences
+from saccade.backends.device import block_lists, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import multiprocessors, on_device
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs, runtime_int
@@ -51,7 +51,8 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         shares = dk, dv
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
-        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans)
+        tables = distance_tables.tables(problem, fast=True)
+        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans, tables)
         for launch, call in zip(plan.launches, calls, strict=True):
             launch(q.device.index, *call)
         if plan.divided > 1:
@@ -98,6 +99,7 @@ def arguments(
     space: tuple[Any, ...],
     mask: masks.DeviceMask,
     spans: tuple[Any, Any],
+    tables: Sequence[Any] = (),
 ) -> Iterator[tuple[Any, ...]]:
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
     one."""
@@ -114,7 +116,8 @@ def arguments(
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if problem.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
-    score_args = BackwardScoreArgs(mask, scores.record(problem, fast=True), scale)
+    score = scores.record(problem, fast=True, tables=tables)
+    score_args = BackwardScoreArgs(mask, score, scale)
     records = score_args, dropout.record(problem), plan.order, semaphore
     yield tensors if drawn is not None else tensors[:-1], (packed, own, span_q, span_k, *records)
     yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from saccade import configs
 from saccade.backends import Outputs
-from saccade.backends.device import block_lists, descale, dropout, masks, scores, sequences
+from saccade.backends.device import block_lists, descale, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import PackedRowsArgs
@@ -45,7 +46,8 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         out = out if problem.keeps_tail else out.zero_()
         return out, _lse_without_keys(problem, row_lse), nothing_seen(top)
     with on_device(q):
-        score = score_record(problem)
+        distances = distance_tables.tables(problem, fast=True)
+        score = score_record(problem, distances)
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value
         cached = problem.launches.get(key) if tile is None else None
@@ -184,10 +186,10 @@ def grouped(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group))
 
 
-def score_record(problem: Problem) -> scores.DeviceScore:
+def score_record(problem: Problem, tables: Sequence[Any] = ()) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
-    score = scores.record(problem, fast=True)
+    score = scores.record(problem, fast=True, tables=tables)
     return score if problem.scale > LEAST_SCALE else scores.plainly(score)
 
 

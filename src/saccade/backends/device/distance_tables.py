@@ -1,0 +1,86 @@
+"""Tables of what a score function reads by distance, for every distance kv_idx - q_idx of a call.
+
+A tile of scores reads T5's bias at places that are computed for every score: clamped, scaled, 64 bits wide. In a table
+of all distances the place of a score is that of its row plus the key's number. A table is made for each launch that
+reads it: nothing is remembered of a tensor that may change.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from saccade.backends.device import positions, scores
+from saccade.backends.device.launch import Launch, cached_launch
+from saccade.backends.device.records import plain_int, runtime_int
+from saccade.problem import Problem
+from saccade.scores import Traced
+from saccade.scores.codegen.distances import depends_on
+
+MARGIN = 256
+"""Tiles may reach so far beyond the last row and key."""
+BLOCK = 1024
+MOST = 1 << 26
+"""Numbers of a table; a longer one is not made, and places are computed for every score."""
+
+
+def tables(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
+    """What emitted functions take after the tensors and numbers: of each table its pointer, its strides, and the place
+    of distance 0. None of a call whose distances are not those of the numbers of rows and keys, of which the host knows
+    the largest."""
+    found = empty(problem)
+    for i in range(0, len(found), FIELDS):
+        table, _, _, zero = found[i : i + FIELDS]
+        launch = cached_launch(problem, ("table", i, fast), lambda i=i: table_launch(problem, i // FIELDS, fast))
+        numbers = runtime_int(table.shape[1]), runtime_int(table.shape[2]), zero
+        launch(problem.q.device.index, (table, scores.data(problem.score), *numbers))
+    return found
+
+
+FIELDS = 4
+
+
+def empty(problem: Problem) -> tuple[Any, ...]:
+    """The same before they are filled."""
+    score = problem.score
+    if not isinstance(score, Traced) or problem.layout.ragged_keys or positions.kind(problem) != "numbers":
+        return ()
+    (b, h_q, s_q), s_k = problem.q.shape[:3], problem.k.shape[2]
+    length = s_q + s_k + 2 * MARGIN
+    if b * h_q * length > MOST:
+        return ()
+    found: list[Any] = []
+    for read in score.program.distance_reads.values():
+        by_row, by_head = (depends_on(name, read.at) for name in "bh")
+        shape = b if by_row else 1, h_q if by_head else 1, length
+        table = torch.empty(shape, dtype=torch.float32, device=problem.q.device)
+        strides = table.stride(0) * by_row, table.stride(1) * by_head, s_q + MARGIN
+        found += table, *map(runtime_int, strides)
+    return tuple(found)
+
+
+def table_launch(problem: Problem, n: int, fast: bool) -> Launch:
+    """Of the n-th table."""
+    score: Any = problem.score
+    read = list(score.program.distance_reads)[n]
+    b, h, length = empty(problem)[FIELDS * n].shape
+    constants = scores.table_value(score, read, fast), tl.constexpr(BLOCK)
+    return Launch(table_kernel, (b * h * -(-length // BLOCK), 1, 1), constants)
+
+
+@triton.jit
+def table_kernel(table, data, h_q, length, zero, VALUE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK distances of one head."""
+    h_q, length, zero = plain_int(h_q), plain_int(length), plain_int(zero)
+    blocks = tl.cdiv(length, BLOCK)
+    bh = tl.program_id(0) // blocks
+    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    distance = n - zero
+    # [1, block]: a read by distance is what row 0 reads, of keys before the first one too
+    value = VALUE(data, distance, bh // h_q, bh % h_q, distance * 0, distance)
+    tl.store(table + bh.to(tl.int64) * length + n, value, mask=n < length)
