@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import attention, causal, mask_mod
+from saccade import attention, causal, mask_mod, relative_bias
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
@@ -52,6 +52,25 @@ def test_new_values_never_compile(backend: str, forward_kernel) -> None:
     for s, reach, cap in ((77, 1, 1.0), (256, 16, 0.0), (1000, 300, 2.5)):
         call(s, reach, cap)
     assert len(cache) == before
+
+
+def test_reads_by_distance_are_of_what_a_tensor_holds_now(backend: str) -> None:
+    """In calls that repeat an earlier one too, and in their gradients."""
+    q, k, v = (x.requires_grad_() for x in operands(4, 2, 200, 300, 64))
+    table, dout = torch.zeros(4, 65, device="cuda"), torch.randn_like(q)
+
+    def call(table: torch.Tensor) -> list[torch.Tensor]:
+        out = attention(q, k, v, score_mod=relative_bias(table), backend=backend)
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    before = call(table)[0]
+    for _ in range(6):
+        table.normal_()
+        first, again = call(table), call(table.clone())
+        assert not torch.equal(first[0], before)
+        assert all(map(torch.equal, first, again))
+        before = first[0]
+        check(q, k, v, score_mod=relative_bias(table), backend=backend).assert_ok()
 
 
 @pytest.mark.parametrize("name", ["relative_bias", "gated", "ids"])

@@ -67,14 +67,15 @@ def common_arguments(
 
 
 def tile_arguments(
-    problem: Problem, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False
+    problem: Problem, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False, reads: bool = True
 ) -> tuple[Any, ...]:
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
-    packed tiles."""
+    packed tiles. reads: whether it reads enough scores for tables of distances."""
     mask = block_lists.record(problem, block_q, block_k, by_keys)
     ragged = problem.layout.ragged_keys
     table = sequences.table(problem, by_keys, block_k if by_keys else block_q) if ragged else None
-    return common_arguments(problem, mask, table, fast, distance_tables.tables(problem, fast))
+    distances = distance_tables.tables(problem, fast) if reads else ()
+    return common_arguments(problem, mask, table, fast, distances)
 
 
 def tile_grid(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> tuple[int, int, int]:

@@ -127,7 +127,7 @@ def compiled(kernel: str, problem: Problem) -> Any:
     """One of the SHARED kernels, not run."""
     lse = torch.empty(problem.q.shape[:3])
     saved = Saved(problem.v, lse, problem.v, lse)
-    distances = distance_tables.empty(problem)
+    distances = () if kernel == "row_totals" else distance_tables.empty(problem)
     arguments = common_arguments(problem, device_mask(problem), distances=distances)
     if kernel == "order":
         tiles = torch.empty(9, 2, dtype=torch.int32)

@@ -46,7 +46,7 @@ def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Save
         lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
         key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *lies, precision()
         launch = cached_launch(problem, key, lambda: recompute_launch(row_totals_kernel, problem))
-        arguments = tile_arguments(problem, *recompute_blocks(problem), fast=fast)
+        arguments = tile_arguments(problem, *recompute_blocks(problem), fast=fast, reads=False)
         launch(problem.q.device.index, (*operands, *arguments))
     return divided
 

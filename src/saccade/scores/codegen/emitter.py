@@ -11,7 +11,6 @@ then the numbers. Floats are float32. Integers are 32 bits wide where their rang
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch import fx
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
+from saccade.scores.codegen.texts import literal, power
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import TILE_SHAPES, K, Q, Refused, in_order, name_of
 
@@ -112,7 +112,7 @@ class Emitter:
         if isinstance(x, int):
             return Value(str(x), "int" if abs(x) <= NARROW else "wide", (), (x, x))
         if isinstance(x, float):
-            return Value(_literal(x), "float")
+            return Value(literal(x), "float")
         for node in in_order(x, _needed, self.values):
             self.values[node] = self._placeholder(node) if node.op == "placeholder" else self._call(node)
         return self.values[x]
@@ -179,7 +179,7 @@ class Emitter:
                 exact = f"({texts[0]} * (1.0 / {texts[1]}))" if few and not mode else f"({texts[0]} / {texts[1]})"
                 return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
             case "pow":
-                return _power(texts[0], texts[1], node.args[1])
+                return power(texts[0], texts[1], node.args[1])
             case "where":
                 return f"tl.where({self.bool(args[0])}, {texts[1]}, {texts[2]})"
             case "clamp":
@@ -390,22 +390,3 @@ def _is_literal(x: Value) -> bool:
 
 def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
-
-
-def _literal(x: float) -> str:
-    if math.isnan(x):
-        return "(INF - INF)"
-    if math.isinf(x):
-        return "INF" if x > 0 else "(-INF)"
-    return repr(x) if x >= 0 else f"({x!r})"
-
-
-def _power(x: str, y: str, exponent: Any) -> str:
-    if isinstance(exponent, (int, float)):
-        if exponent == 0.5:
-            return f"tl.sqrt_rn({x})"
-        if exponent == -1:
-            return f"(1.0 / {x})"
-        if exponent == int(exponent) and 0 < exponent <= 8:
-            return "(" + " * ".join([x] * int(exponent)) + ")"
-    return f"power({x}, {y})"
