@@ -51,7 +51,9 @@ def _slopes(node: fx.Node, known: dict[fx.Node, tuple[int, int] | None]) -> tupl
     if None in inputs:
         return None
     signs = _SIGNS.get(name_of(node))
-    if signs is None or node.kwargs.get("alpha", 1) != 1:
+    # Sums of floats are rounded, each in its own way: (k + 0.1) - (q + 0.1) is no function of k - q.
+    rounds = node.meta["val"].is_floating_point()
+    if signs is None or rounds or node.kwargs.get("alpha", 1) != 1:
         return (0, 0) if all(sum(slopes) == 0 for slopes in inputs) else None
     terms = [known.get(x, (0, 0)) for x in node.args]
     q, kv = (sum(sign * term[i] for sign, term in zip(signs, terms, strict=True)) for i in range(2))
