@@ -41,6 +41,8 @@ VOCABULARY, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 128, 2, 8, 2, 32
 PAGE_SIZE, LONGEST = 16, 256
 CHUNK = 48
 """Tokens of a step, those of prompts included, of which there may be a page in any case."""
+LEAST_TOP_P = 1e-6
+"""Far above where float32 ends."""
 BRANCHES, DRAFTS = 2, 3
 """Guesses of what a request says next, and tokens of each."""
 AHEAD = 2
@@ -154,6 +156,8 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, drawn: Tensor) ->
 
 
 def check_tokens(name: str, tokens: list[int]) -> None:
+    if not isinstance(tokens, list):
+        raise ValueError(f"the {name} must be a list of tokens, got {type(tokens).__name__}")
     for i, token in enumerate(tokens):
         if not isinstance(token, int) or not 0 <= token < VOCABULARY:
             raise ValueError(f"tokens must be integers in [0, {VOCABULARY}), got {token!r} at {i} of the {name}")
@@ -182,9 +186,9 @@ class Request:
     """tokens that it may have said in steps which the host has not read"""
 
     def __post_init__(self) -> None:
+        check_tokens("prompt", self.prompt)
         if not self.prompt:
             raise ValueError("a prompt needs a token at least: the model says what comes after it")
-        check_tokens("prompt", self.prompt)
         if not isinstance(self.wanted, int) or self.wanted < 1:
             raise ValueError(f"wanted must be an integer of at least 1, got {self.wanted!r}")
         if len(self.prompt) + self.wanted > LONGEST:
@@ -192,12 +196,12 @@ class Request:
                 f"a prompt and what follows may have {LONGEST} tokens, got a prompt of {len(self.prompt)} and "
                 f"wanted={self.wanted}"
             )
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(f"seed must have 64 bits, got {self.seed}")
+        if not isinstance(self.temperature, (int, float)) or not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature!r}")
+        if not isinstance(self.top_p, (int, float)) or not LEAST_TOP_P <= self.top_p <= 1:
+            raise ValueError(f"top_p must be from {LEAST_TOP_P} to 1, got {self.top_p!r}")
+        if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be an integer of 64 bits, got {self.seed!r}")
 
     def tokens(self) -> list[int]:
         return self.prompt + self.said

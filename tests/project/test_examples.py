@@ -96,8 +96,12 @@ def test_a_prefix_that_is_not_that_of_the_prompt_changes_tokens(device):
         (([1.5], 2), "tokens must be .* got 1.5 at 0"),
         (([1], 2, -1.0), "temperature must be at least 0, got -1.0"),
         (([1], 2, float("nan")), "temperature must be at least 0, got nan"),
-        (([1], 2, 1.0, 0.0), "top_p must be above 0 and at most 1, got 0.0"),
-        (([1], 2, 1.0, 1.0, 1 << 63), "seed must have 64 bits"),
+        (([1], 2, None), "temperature must be at least 0, got None"),
+        (([1], 2, 1.0, 0.0), "top_p must be from 1e-06 to 1, got 0.0"),
+        (([1], 2, 1.0, 1e-46), "top_p must be from 1e-06 to 1, got 1e-46"),
+        (([1], 2, 1.0, 1.0, 1 << 63), "seed must be an integer of 64 bits"),
+        (([1], 2, 1.0, 1.0, 1.5), "seed must be an integer of 64 bits, got 1.5"),
+        (((1, 2), 2), "the prompt must be a list of tokens, got tuple"),
     ],
 )
 def test_requests_that_no_server_could_answer(given, message):
