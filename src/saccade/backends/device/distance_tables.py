@@ -20,7 +20,6 @@ from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import plain_int, runtime_int
 from saccade.problem import Problem
 from saccade.scores import Traced
-from saccade.scores.codegen.distances import depends_on
 
 MARGIN = 256
 """Tiles may reach so far beyond the last row and key."""
@@ -55,8 +54,7 @@ def empty(problem: Problem) -> tuple[Any, ...]:
     if b * h_q * length > MOST:
         return ()
     found: list[Any] = []
-    for read in score.program.distance_reads.values():
-        by_row, by_head = (depends_on(name, read.at) for name in "bh")
+    for by_row, by_head in score.program.distance_inputs:
         shape = b if by_row else 1, h_q if by_head else 1, length
         table = torch.empty(shape, dtype=torch.float32, device=problem.q.device)
         strides = table.stride(0) * by_row, table.stride(1) * by_head, s_q + MARGIN

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
-from saccade.scores.codegen.distances import by_distance
+from saccade.scores.codegen.distances import by_distance, depends_on
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of
 
@@ -170,6 +170,11 @@ class Program:
         """The reads of numbers by distance, by their numbers among all reads."""
         reads = Assembly(self, self.core).reads()
         return {i: reads[i] for i in self.differentiable if by_distance(reads[i].at)}
+
+    @lazily
+    def distance_inputs(self) -> list[tuple[bool, bool]]:
+        """Of each of those, whether its place depends on b, and on h."""
+        return [(depends_on("b", read.at), depends_on("h", read.at)) for read in self.distance_reads.values()]
 
     @lazily
     def by_batch_row(self) -> bool:
