@@ -6,7 +6,10 @@ that they get, as kernels do; so a key that lacks something gives another call's
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import importlib
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import Dense, attention, causal, ops, repeats, shortcuts, softcap, window
+from saccade import Dense, alibi, attention, causal, ops, repeats, shortcuts, softcap, window
 from saccade.backends import Unsupported, cpu
 from saccade.backends.cpu import sdpa
+
+bind = importlib.import_module("saccade.scores.bind")
+"""By name, as the package holds its function."""
 
 
 class Repeat:
@@ -51,6 +57,10 @@ class Repeat:
         changes: dict[str, Any] = {"q": q, "k": k, "v": v}
         if self.problem.sink is not None:
             changes["sink"], *others = others
+        if self.problem.score is not None and self.problem.score.tensors:
+            score = copy.copy(self.problem.score)
+            score.tensors = [others.pop(0) for _ in score.tensors]
+            changes["score"] = score
         assert not others
         problem = replace(self.problem, **changes, launches={})
         with torch._C._AutoDispatchBelowAutograd():
@@ -359,7 +369,9 @@ def test_modes_transforms_and_subclasses_take_the_long_way(done: list[str]) -> N
     torch.func.vjp(attention, *given)[1](given[0])
     attention(given[0].as_subclass(Own), *given[1:])
     assert (
-        shortcuts.find(given[0].as_subclass(Own), *given[1:], None, None, Dense(), None, (False, False, None), "auto")
+        shortcuts.find(
+            given[0].as_subclass(Own), *given[1:], None, None, None, Dense(), None, (False, False, None), "auto"
+        )
         is None
     )
     with pytest.raises(Unsupported, match="forward mode"):
@@ -451,3 +463,130 @@ def test_numbers_of_a_score_count(done: list[str]) -> None:
     for c in (0.0, -0.0, 0.5, 0.0, -0.0):
         for _ in range(3):
             check(attention(*given, score_mod=of(c)), given, score_mod=of(c))
+
+
+# Score functions and sinks
+
+
+SLOPES = torch.tensor([0.5, -0.25])
+FACTOR = 0.5
+
+
+def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return FACTOR * score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def divided(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.where(kv_idx > q_idx, torch.tanh(1 / (FACTOR + 0 * score)), score)
+
+
+def scored(given: Any, fn: Any, **keywords: Any) -> None:
+    check(attention(*given, score_mod=fn, **keywords), given, score_mod=fn, **keywords)
+
+
+def test_functions_that_capture_are_found_by_their_proofs(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shortcut binds nothing, and has what the function would compute in this call."""
+    here, ready = sys.modules[__name__], alibi(torch.tensor([1.0, 2.0]))
+    for fn in (biased, ready):
+        for _ in range(4):
+            scored(operands(), fn)
+    done.clear()
+    given = operands()
+    with monkeypatch.context() as without:
+        without.setattr(bind, "_bind", None)
+        found = [attention(*given, score_mod=fn) for fn in (biased, ready)]
+    assert done == ["forward"] * 2
+    for fn, x in zip((biased, ready), found, strict=True):
+        check(x, given, score_mod=fn)
+    SLOPES.mul_(-3)  # in place: the same tensor
+    scored(operands(), biased)
+    monkeypatch.setattr(here, "SLOPES", torch.tensor([-1.0, 4.0]))  # another of the same form
+    scored(operands(), biased)
+    for other in (
+        torch.tensor([3.0, 1.0, 7.0, 7.0])[::2],
+        torch.tensor([1.0, 2.0]).double(),
+        torch.tensor([[2.0, 5.0]])[0],
+    ):
+        monkeypatch.setattr(here, "SLOPES", other)
+        for _ in range(4):
+            scored(operands(), biased)
+    for number in (0.25, 0.0, -0.0, 2, 2.0, True):
+        monkeypatch.setattr(here, "FACTOR", number)
+        for _ in range(4):
+            scored(operands(), biased)
+            scored(operands(), divided)
+            scored(operands(), ready)
+    ready.tensors = (torch.tensor([9.0, -2.0]),)
+    scored(operands(), ready)
+
+
+def test_what_a_function_captures_is_checked_as_ever(done: list[str]) -> None:
+    given, ready = operands(), alibi(torch.tensor([1.0, 2.0]))
+    for _ in range(4):
+        scored(given, ready)
+    done.clear()
+    ready.tensors = (torch.tensor([1.0, 2.0, 3.0]),)
+    with pytest.raises(ValueError, match="one of each query head"):
+        attention(*given, score_mod=ready)
+    ready.tensors = (torch.tensor([1.0, 2.0]),)
+    ready.heads = None  # which the check reads
+    with pytest.raises(ValueError, match="must broadcast"):
+        attention(*given, score_mod=ready)
+    with pytest.raises(TypeError, match="must be a function"):
+        attention(*given, score_mod=3)
+    assert not done
+
+
+def test_gradients_of_what_a_function_captures(done: list[str]) -> None:
+    """Of some of the captures, and of none of them, in turns."""
+    slopes, bias = torch.tensor([0.5, -0.25]), torch.randn(8)
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * slopes[h] + bias[kv_idx]
+
+    for turn in range(12):
+        given, dout = operands(grad=True), operands()[0]
+        slopes.requires_grad_(turn % 3 == 1), bias.requires_grad_(turn % 3 > 0)
+        with torch.no_grad():
+            slopes.mul_(-1.1)
+        wanted = [*given, *(x for x in (slopes, bias) if x.requires_grad)]
+        done.clear()
+        found = torch.autograd.grad(attention(*given, score_mod=fn), wanted, dout)
+        want = torch.autograd.grad(
+            attention(*(x.double() for x in given), score_mod=fn, backend="reference"), wanted, dout.double()
+        )
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x.double(), y.double(), rtol=0.05, atol=0.05)
+    assert done == ["forward", "backward"]
+
+
+def test_sinks(done: list[str]) -> None:
+    for turn in range(8):
+        given, dout = operands(grad=True), operands()[0]
+        sink = torch.randn(2).requires_grad_(turn % 2 == 0)
+        wanted = [*given, sink] if turn % 2 == 0 else given
+        done.clear()
+        found = torch.autograd.grad(attention(*given, sink=sink), wanted, dout)
+        exactly = attention(*(x.double() for x in given), sink=sink.double(), backend="reference")
+        for x, y in zip(found, torch.autograd.grad(exactly, wanted, dout.double()), strict=True):
+            torch.testing.assert_close(x.double(), y.double(), rtol=0.05, atol=0.05)
+    assert done == ["forward", "backward"]
+    with pytest.raises(ValueError, match="sink must be a float tensor"):
+        attention(*given, sink=torch.zeros(3))
+    with pytest.raises(ValueError, match="sink must be a float tensor"):
+        attention(*given, sink=1.0)
+
+
+def test_compiled_functions_that_capture_are_repeated(done: list[str]) -> None:
+    slopes = torch.tensor([0.5, -0.25])
+    compiled = torch.compile(lambda *of: attention(*of, score_mod=alibi(slopes)), backend="aot_eager", fullgraph=True)
+    for _ in range(5):
+        given, dout = operands(grad=True), operands()[0]
+        slopes.mul_(-1.1)
+        done.clear()
+        found = torch.autograd.grad(compiled(*given), given, dout)
+        wide = [x.detach().double().requires_grad_() for x in given]
+        want = gradients(wide, dout.double(), lambda *of: attention(*of, score_mod=alibi(slopes), backend="reference"))
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=0.05, atol=0.05)
+    assert done == ["forward", "backward"]

@@ -94,6 +94,27 @@ def test_dout_that_lies_otherwise(backend: str, repeated: list[Any]) -> None:
     assert repeated
 
 
+def test_functions_that_capture(backend: str, repeated: list[Any]) -> None:
+    """What is captured changes in place and by name; gradients too."""
+    slopes = torch.tensor([0.5, -0.1, 0.2, 0.01], device="cuda")
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    for learned in (False, True):
+        slopes = slopes.detach().requires_grad_(learned)
+        for turn in range(6):
+            repeated.clear()
+            q, k, v = operands()
+            with torch.no_grad():
+                slopes.mul_(-1.1)
+            check(q, k, v, backend=backend, backward=turn % 2 == 0, score_mod=fn).assert_ok()
+        assert repeated
+    sink = torch.randn(4, device="cuda")
+    for _ in range(4):
+        check(*operands(), backend=backend, backward=True, sink=sink.mul_(-1.1)).assert_ok()
+
+
 def operands(s: int = 200) -> list[Tensor]:
     return [torch.randn(1, 4, s, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 

@@ -161,10 +161,10 @@ def attention(
         result, lse, max_scores = in_context.attention(context, q, k, v, options)
         return _returned(result, lse, max_scores, return_lse, return_max_scores)
     found, flags = None, (return_lse, return_max_scores, deterministic)
-    plain = sink is out is descale is None and type(dropout_p) is float and not dropout_p
+    plain = out is descale is None and type(dropout_p) is float and not dropout_p
     if plain and not torch.compiler.is_compiling():
-        found = shortcuts.find(q, k, v, mask, score_mod, layout, scale, flags, backend)
-        if found is not None and found.shortcut and (known := found.shortcut(q, k, v, found.addresses)) is not None:
+        found = shortcuts.find(q, k, v, sink, mask, score_mod, layout, scale, flags, backend)
+        if found is not None and found.shortcut and (known := found.shortcut(found)) is not None:
             return known
     call = check_call(
         q, k, v, mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,

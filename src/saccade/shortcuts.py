@@ -1,20 +1,23 @@
 """The way of calls that were made before, from their arguments to the launch.
 
-A call of three plain tensors on a GPU and of no others is found by a key of its arguments. The key decides all checks
-of `check_call`, so that a call whose key is known has passed them, and all that a Problem's key holds (`repeats.py`).
-Anything else takes the long way: through a BoundCall, a Problem and, with gradients, the operator.
+A call of plain tensors on a GPU is found by a key of its arguments. The key decides all checks of `check_call`, so that
+a call whose key is known has passed them, and all that a Problem's key holds (`repeats.py`). A score function is in the
+key as its recording, **while the proof of that recording holds in this call**; tensors and numbers that it captures are
+read anew, and are operands and parts of the key. Anything else takes the long way: through a BoundCall, a Problem and,
+with gradients, the operator.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade import dispatch, repeats
+from saccade import dispatch, repeats, scores
 from saccade.backends import Saved
 from saccade.bounded_cache import BoundedCache
 from saccade.flat_call import FlatCall
@@ -25,6 +28,7 @@ from saccade.problem import ALIGNMENT, Problem
 from saccade.repeats import PLAIN
 from saccade.scores import Softcap
 
+_requires_grad = attrgetter("requires_grad")
 _FLAGS = {bool, type(None)}
 _MOST_BACKWARDS = 16
 """Ways in which the gradients of one call may lie."""
@@ -35,8 +39,11 @@ class Found(NamedTuple):
     """A call that may have a shortcut."""
 
     key: Hashable
+    operands: Sequence[Tensor]
+    """q, k and v, the sink if there is one, and what the score function captures"""
     addresses: list[int]
-    """of q, k and v"""
+    """theirs"""
+    needs_gradient: bool
     shortcut: Any
     """what runs it; None: nothing yet; False: never"""
 
@@ -66,6 +73,17 @@ def _lie(q: Tensor, k: Tensor, v: Tensor) -> tuple[Hashable, ...]:
     return *shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
 
 
+def _others(tensors: Sequence[Tensor], addresses: list[int]) -> Hashable | None:
+    """How tensors besides q, k and v lie; None where one does not lie plainly. Appends to the addresses."""
+    lie: list[Hashable] = []
+    for x in tensors:
+        if type(x) not in PLAIN or x.is_neg() or x.is_sparse or not (address := x.data_ptr()):
+            return None
+        addresses.append(address)
+        lie += x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT
+    return tuple(lie)
+
+
 def _is_cast(x: Tensor) -> bool:
     """Whether autocast may take another dtype."""
     device = x.device.type
@@ -79,6 +97,7 @@ def find(
     q: Any,
     k: Any,
     v: Any,
+    sink: Any,
     mask: Any,
     score_mod: Any,
     layout: Any,
@@ -93,7 +112,7 @@ def find(
     """
     if (type(mask) is not Window and mask is not None) or type(layout) is not Dense or not layout.plain:
         return None
-    if (type(score_mod) is not Softcap and score_mod is not None) or (type(scale) is not float and scale is not None):
+    if type(scale) is not float and scale is not None:
         return None
     if scale == 0:  # or -0.0, which is equal
         return None
@@ -102,23 +121,43 @@ def find(
     addresses = _plain_operands(q, k, v)
     if addresses is None or _is_cast(q):
         return None
-    needs = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    operands: Sequence[Tensor] = (q, k, v)
+    score: Hashable = None
+    others: Hashable = None
+    if score_mod is not None or sink is not None:
+        more = () if sink is None else (sink,)
+        if type(score_mod) is Softcap:
+            score = score_mod.cap
+        elif score_mod is not None:
+            if (bound := scores.proven(score_mod, q)) is None:
+                return None
+            recording, tensors, numbers = bound
+            score, more = (recording, *map(_bits, numbers)), (*more, *tensors)
+        if (others := _others(more, addresses)) is None:
+            return None
+        operands = (*operands, *more)
+    needs = torch.is_grad_enabled() and any(map(_requires_grad, operands))
     window = None if mask is None else (mask.left, mask.right)
-    numbers = scale, None if score_mod is None else score_mod.cap
     deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
-    key = *_lie(q, k, v), needs, window, layout.order, *numbers, flags, deterministic, backend
-    return Found(key, addresses, _shortcuts.get(key))
+    more_key = sink is None, score, others
+    key = *_lie(q, k, v), needs, window, layout.order, scale, more_key, flags, deterministic, backend
+    return Found(key, operands, addresses, needs, _shortcuts.get(key))
+
+
+def _bits(x: Any) -> Hashable:
+    """A number as a key holds it: 0.0 and -0.0 are equal, and so are 1, 1.0 and True."""
+    return x if type(x) is int else (type(x), struct.pack("d", x))
 
 
 def learn(found: Found, problem: Problem, flat: FlatCall, backend: str, flags: tuple[Any, Any, Any]) -> None:
     """Keeps the shortcut of a call that took the long way, if its launches are known by now."""
     lse, scored, _ = flags
-    needs = torch.is_grad_enabled() and any(x.requires_grad for x in flat[:3])
+    needs = found.needs_gradient
     repeat = repeats.kept(repeats.key_of(problem, backend, bool(lse) or needs))
     if repeat is False or (needs and scored):
         _shortcuts.put(found.key, False)
     elif repeat is not None:
-        kind = _Training(repeat, flat.static(), bool(lse)) if needs else _Inference(repeat, bool(lse), bool(scored))
+        kind = _Training(repeat, flat, bool(lse)) if needs else _Inference(repeat, bool(lse), bool(scored))
         _shortcuts.put(found.key, kind)
 
 
@@ -129,11 +168,11 @@ class _Inference(NamedTuple):
     lse: bool
     scored: bool
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, addresses: list[int]) -> Any:
+    def __call__(self, found: Found) -> Any:
         """What `attention` returns, or None where the repeat may not run now."""
         if not self.repeat.ready():
             return None
-        out, lse, top = self.repeat(addresses)
+        out, lse, top = self.repeat(found.addresses)
         if self.scored:
             return Scored(out, lse if self.lse else None, top)
         return Partial(out, lse) if self.lse else out
@@ -143,41 +182,49 @@ class _Training:
     """A call with gradients: an autograd.Function of its own, which takes the registered operator where its backward is
     not one that it has seen."""
 
-    def __init__(self, repeat: Any, static: tuple[Any, ...], lse: bool) -> None:
-        self.repeat, self.static, self.lse = repeat, static, lse
+    def __init__(self, repeat: Any, flat: FlatCall, lse: bool) -> None:
+        self.repeat, self.static, self.lse = repeat, flat.static(), lse
+        self.sink, self.captures = flat.sink is not None, len(flat.captures)
+        self.programs = flat.parsed.programs()  # which the header names
         self.backwards: dict[Hashable, Any] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, addresses: list[int]) -> Any:
+    def __call__(self, found: Found) -> Any:
         """The same."""
         if not self.repeat.ready():
             return None
-        results = _apply(self, addresses, q, k, v)
+        results = _apply(self, found.addresses, *found.operands)
         return Partial(*results) if self.lse else results
 
-    def gradients(self, dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """dq, dk and dv; saved: q, k, v, out and lse."""
-        q, k, v, out, lse = saved
-        given = dout, out, lse, q, k, v
-        if dlse is not None:
-            given = dout, dlse, *given[1:]
+    def gradients(
+        self, dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Those of the operands, and where some are not needed perhaps others; saved: operands, out and lse."""
+        *operands, out, lse = saved
+        given = (dout, out, lse, *operands) if dlse is None else (dout, dlse, out, lse, *operands)
+        wanted = needs[len(operands) - self.captures :]
         key, addresses = None, []
         if not torch.is_grad_enabled() and not repeats.watched():
             key, addresses = _lies_of_backward(given)
+            key = None if key is None else (key, wanted)
         if (repeat := self.backwards.get(key)) and repeat.ready():
-            return repeat(addresses)[:3]
-        call = FlatCall.of_tensors((q, k, v, None), 0, self.static)
-        gradients = torch.ops.saccade.backward.default(dout, dlse, out, lse, *call, [])[:3]
+            dq, dk, dv, dsink, *more = repeat(addresses)
+            return (dq, dk, dv, dsink, *more) if self.sink else (dq, dk, dv, *more)
+        tensors = operands if self.sink else [*operands[:3], None, *operands[3:]]
+        call = FlatCall.of_tensors(tensors, self.captures, self.static)
+        dq, dk, dv, dsink, more = torch.ops.saccade.backward.default(dout, dlse, out, lse, *call, wanted)
         if key is not None and key not in self.backwards and len(self.backwards) < _MOST_BACKWARDS:
-            repeat = repeats.kept(_gradient_key(call, dout, dlse, out, lse))
+            repeat = repeats.kept(_gradient_key(call, dout, dlse, out, lse, wanted))
             self.backwards |= {} if repeat is None else {key: repeat}
-        return gradients
+        return (dq, dk, dv, dsink, *more) if self.sink else (dq, dk, dv, *more)
 
 
-def _gradient_key(call: FlatCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Hashable | None:
+def _gradient_key(
+    call: FlatCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool]
+) -> Hashable | None:
     """The key of `repeats` for the backward of a call."""
     layout = call.view_layout
     rows = None if dlse is None else layout.canonical_lse(dlse)
-    saved = Saved(layout.canonical(dout), rows, layout.canonical(out), layout.canonical_lse(lse))
+    saved = Saved(layout.canonical(dout), rows, layout.canonical(out), layout.canonical_lse(lse), tuple(wanted))
     return repeats.gradient_key_of(call.problem(max_scores=False), saved, call.parsed.backend)
 
 
@@ -208,11 +255,10 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         dout, dlse = (*given, None)[:2]
         if dout is None and dlse is None:
-            return (None,) * 5
-        saved = ctx.saved_tensors
-        dout = torch.zeros_like(saved[3]) if dout is None else dout
-        gradients = ctx.known.gradients(dout, dlse, saved)
-        needs = ctx.needs_input_grad[2:]
+            return (None,) * len(ctx.needs_input_grad)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        dout = torch.zeros_like(saved[-2]) if dout is None else dout
+        gradients = ctx.known.gradients(dout, dlse, saved, needs)
         return None, None, *(x if asked else None for x, asked in zip(gradients, needs, strict=True))
 
 
@@ -227,10 +273,11 @@ _apply = _above.apply
 def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
     """`saccade::forward` of tensors that need no gradient."""
     q, k, v, sink, captures, tensors, header, ints, floats, lse = arguments
-    addresses = None if sink is not None or captures or tensors else _plain_operands(q, k, v)
-    if addresses is None:
+    addresses = None if tensors else _plain_operands(q, k, v)
+    others = None if addresses is None else _others(captures if sink is None else (sink, *captures), addresses)
+    if addresses is None or others is None:
         return otherwise(*arguments)
-    key = *_lie(q, k, v), header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
+    key = *_lie(q, k, v), others, header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
     shortcut = _shortcuts.get(key)
     if shortcut and shortcut.ready():
         out, row_lse, top = shortcut(addresses)
@@ -245,20 +292,23 @@ def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
 
 def backward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
     """`saccade::backward` of tensors that need no gradient."""
-    dout, dlse, out, lse, q, k, v, sink, captures, tensors, header, ints, floats, _ = arguments
+    dout, dlse, out, lse, q, k, v, sink, captures, tensors, header, ints, floats, wanted = arguments
     given = (dout, out, lse, q, k, v) if dlse is None else (dout, dlse, out, lse, q, k, v)
+    given = (*given, *captures) if sink is None else (*given, sink, *captures)
     lie, addresses = None, []
-    if sink is None and not captures and not tensors and _plain_operands(q, k, v) is not None:
+    if not tensors and _plain_operands(q, k, v) is not None:
         lie, addresses = _lies_of_backward(given)
     if lie is None:
         return otherwise(*arguments)
-    key = lie, header, *ints, struct.pack(f"{len(floats)}d", *floats)
+    key = lie, sink is None, header, *ints, struct.pack(f"{len(floats)}d", *floats), *wanted
     shortcut = _shortcuts.get(key)
     if shortcut and shortcut.ready():
-        return *shortcut(addresses)[:3], shortcut.nothing(dout.dtype), []
+        dq, dk, dv, *more = shortcut(addresses)
+        dsink, *dcaptures = (shortcut.nothing(dout.dtype) if x is None else x for x in more)
+        return dq, dk, dv, dsink, dcaptures
     results = otherwise(*arguments)
     if shortcut is None:
-        _keep(key, _gradient_key(FlatCall(*arguments[4:-1]), *arguments[:4]))
+        _keep(key, _gradient_key(FlatCall(*arguments[4:-1]), dout, dlse, out, lse, wanted))
     return results
 
 

@@ -1,6 +1,6 @@
 """How a scaled score changes before the softmax."""
 
-from saccade.scores.bind import bind, captured, evaluated, from_tensors, is_kind, predicate, recorded_predicate
+from saccade.scores.bind import bind, captured, evaluated, from_tensors, is_kind, predicate, proven, recorded_predicate
 from saccade.scores.callbacks.callback_key import callback_key
 from saccade.scores.callbacks.graph import Graph, data_type
 from saccade.scores.callbacks.score_callback import callback_clear, callback_info, score_callback
@@ -26,5 +26,6 @@ __all__ = [
     "KINDS", "LONGEST", "CacheInfo", "Graph", "Refused", "Score", "ScoreMod", "Sizes", "Softcap", "Traced", "alibi",
     "bias", "bind", "cache_clear", "cache_info", "callback_clear", "callback_info", "callback_key", "captured",
     "complaint", "compose", "data_type", "evaluated", "from_tensors", "is_kind", "name_of", "predicate", "program_of",
-    "recorded_predicate", "relative_bias", "score_callback", "short", "softcap", "t5_bias", "t5_buckets", "temperature",
+    "proven", "recorded_predicate", "relative_bias", "score_callback", "short", "softcap", "t5_bias", "t5_buckets",
+    "temperature",
 ]  # fmt: skip

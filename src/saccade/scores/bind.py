@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from saccade.scores.codegen.program_cache import cache
 from saccade.scores.codegen.ranges import check_integers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.recorder import record
-from saccade.scores.recording.recording_cache import find_recording, put_recording
+from saccade.scores.recording.recording_cache import find_recording, find_sure, put_recording
 from saccade.scores.score_mod import (
     Function,
     Predicate,
@@ -106,6 +106,18 @@ def _values(
     check_integers(numbers)
     tensors = [x if device is None else _on(x, device) for x in captures]
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
+
+
+def proven(score_mod: Any, q: Tensor) -> tuple[Hashable, list[Tensor], list[Any]] | None:
+    """What stands for the recording of a function, which a proof says to be the same, and the tensors and numbers that
+    its Score has now; None where a call has to bind it."""
+    if isinstance(score_mod, Score) or not callable(score_mod):
+        return None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    found = find_sure(score_mod, dtype, q.device)
+    if found is None or not found.program.checked:
+        return None
+    return found.proof, *_values(found.program, *found.inputs(score_mod), q.device)
 
 
 def captured(score_mod: Any) -> list[Tensor]:

@@ -290,7 +290,8 @@ def _check(name: str, t: Any, wanted: str, fits: Callable[[], bool]) -> None:
         raise ValueError(f"{name} needs {wanted}, of floats, got {t.dtype} {tuple(t.shape)}")
 
 
-PARTS[ScoreMod] = PARTS[Ready] = ("fn", "bprop"), ("tensors",)
+PARTS[ScoreMod] = ("fn", "bprop"), ("tensors",)
+PARTS[Ready] = ("fn", "bprop", "kind", "heads", "shares"), ("tensors",)  # all that checks of its arguments read
 PARTS[_Composed] = (), ("mods",)
 PARTS[Softcap] = ("cap",), ()
 KINDS = ("softcap", "alibi", "bias", "relative_bias", "t5_bias", "temperature")

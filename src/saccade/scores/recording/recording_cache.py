@@ -31,12 +31,19 @@ class ProvenRecording(NamedTuple):
         return tensors, [x if find is None else find(fn).item() for x, find in self.numbers]
 
 
-_cache: BoundedCache[Any, ProvenRecording] = BoundedCache(256)
+_cache: BoundedCache[Any, ProvenRecording] = BoundedCache(512)
 
 
 def find_recording(fn: Any, settings: Any) -> ProvenRecording | None:
     """The recording of a function whose proof holds. `settings` are what a recording depends on besides the function.
     It may be used where it is `sure`."""
+    proven = _cache.get(_key(fn, settings))
+    return proven if proven is not None and proven.proof.holds(fn) else None
+
+
+def find_sure(fn: Any, *settings: Any) -> ProvenRecording | None:
+    """The recording of a function whose proof holds, by any name, where it may be used. The settings, as above, but
+    for the name."""
     proven = _cache.get(_key(fn, settings))
     return proven if proven is not None and proven.proof.holds(fn) else None
 
@@ -55,7 +62,10 @@ def put_recording(
         sources = [None if x is None else proof.find(x) for x in tape.sources]
         numbers = tuple(zip(tape.numbers, sources, strict=True))
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
-        _cache.put(key, ProvenRecording(proof, program, tensors, numbers, tape.rows, sure), owners)
+        proven = _cache.put(key, ProvenRecording(proof, program, tensors, numbers, tape.rows, sure), owners)
+        if sure:
+            dtype, device, _, *more = settings
+            _cache.put(_key(fn, (dtype, device, *more)), proven, owners)
     except (Unproven, TypeError):  # TypeError: an owner without weak references
         _cache.discard(key)
 
