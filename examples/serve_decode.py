@@ -184,6 +184,8 @@ class Request:
     """tokens at its end that the model has not been given, but for the last one"""
     ahead: int = 0
     """tokens that it may have said in steps which the host has not read"""
+    taken: bool = False
+    """a server has it, or had it: its pages are that one's"""
 
     def __post_init__(self) -> None:
         check_tokens("prompt", self.prompt)
@@ -338,8 +340,8 @@ class Server:
             self.model(Step(tokens, positions[None], places[None], layout, causal()), self.caches, self.rotary)
 
     def submit(self, request: Request) -> None:
-        """Puts it at the end of those that wait; ValueError if it cannot be served."""
-        if request.pages or request.said or request in self.waiting:
+        """Puts it at the end of those that wait; ValueError if it cannot be served, or a server has taken it."""
+        if request.taken:
             raise ValueError("a request is served once, and this one was given before: make another one")
         longest = len(request.prompt) + request.wanted - 1
         own, room = self._pages(longest) - self._shares(request), self.caches.shape[2] - len(self.prefix)
@@ -349,6 +351,7 @@ class Server:
                 f"and the server has {room}: {self.caches.shape[2]} less {len(self.prefix)} of the prefix"
             )
         self.waiting.append(request)
+        request.taken = True
 
     def _pages(self, tokens: int) -> int:
         """For so many tokens, the last of which has drafts behind it."""
@@ -552,10 +555,16 @@ class Server:
 def serve(
     requests: list[Request], slots: int, pages: int, prefix: list[int], model: Model, drafts: bool = True
 ) -> tuple[int, int, float]:
-    """Steps, evictions and seconds that it took; ValueError, before the first step, if a request cannot be served."""
+    """Steps, evictions and seconds that it took; ValueError, before the first step, if a request cannot be served. None
+    of them is taken then."""
     server = Server(model, slots, pages, prefix, model.embedding.weight.device, drafts)
-    for request in requests:
-        server.submit(request)
+    try:
+        for request in requests:
+            server.submit(request)
+    except ValueError:
+        for request in server.waiting:
+            request.taken = False
+        raise
     steps, start = 0, time.perf_counter()
     while server.waiting or server.running:
         server.step()

@@ -130,6 +130,24 @@ def test_requests_that_a_server_refuses(device):
         with pytest.raises(ValueError, match=message):
             example["serve"](requests, slots, pages, prefix, model)
     assert not other.said
+    example["serve"]([other], 1, 4, [], model)
+    assert len(other.said) == 2
+
+
+def test_a_request_is_of_one_server(device):
+    """Two servers with the same request would each give it pages, of which one gets none back."""
+    example = runpy.run_path(str(EXAMPLES / "serve_decode.py"))
+    model, request = example["Model"]().to(device), example["Request"]([1, 2], 9)
+    with torch.no_grad():
+        first, second = (example["Server"](model, 2, 8, [], torch.device(device)) for _ in range(2))
+        first.submit(request)
+        for moment in ("waits", "runs", "has left"):
+            with pytest.raises(ValueError, match="this one was given before"):
+                second.submit(request)
+            while moment == "runs" and (first.waiting or first.running):
+                first.step()
+            first.step()
+    assert (len(first.free), len(second.free), len(request.said)) == (8, 8, 9)
 
 
 def test_batches_of_a_size_come_back(device):
