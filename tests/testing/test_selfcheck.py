@@ -74,12 +74,21 @@ def test_refusals_are_named(capsys):
 
 
 def test_time_may_end(capsys):
-    assert "no time for 8 more" in told(capsys, "--seconds", "0")[1]
+    """One case of each dtype runs whatever the clock says."""
+    code, text = told(capsys, "--seconds", "1e-9")
+    assert code == 0
+    assert "2 of 2 right; no time for 6 more" in text
 
 
-@pytest.mark.parametrize("words", [["--backend", "nonsense"], ["--device", "nonsense"], ["--seconds", "many"]])
-def test_wrong_words_are_usage_errors(words, capsys):
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [("backend", "nonsense"), ("device", "nonsense"), *(("seconds", word) for word in ("many", "0", "-1", "nan"))],
+)
+def test_wrong_words_are_usage_errors(option, word, capsys):
     with pytest.raises(SystemExit) as stop:
-        selfcheck.main(words)
+        selfcheck.main([f"--{option}", word])
     assert stop.value.code == 2
-    assert words[1] in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert f"argument --{option}" in told.err or f"--{option} {word!r}" in told.err
+    assert word in told.err
+    assert not told.out
