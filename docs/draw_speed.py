@@ -2,16 +2,12 @@
 
 - speed-*.svg: TFLOP/s over the length, forward and backward, beside peers and the ceiling of a matrix product
 - decode-*.svg: GB/s of decoding over pages, beside FlashAttention-3 and a device copy; both of runs that timed all
-- memory-*.svg: memory of a call over the length on a CPU, from benchmarks/tables/cpu/memory.jsonl, which
-  `python docs/draw_speed.py measure` writes
+- memory-*.svg: memory of a call over the length, on a CPU and on an H200, from the rows of benchmarks/memory.py
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from saccade.bench.rows import BenchRow, latest, read
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-MEMORY = ROOT / "benchmarks" / "tables" / "cpu" / "memory.jsonl"
+TABLES = ROOT / "benchmarks" / "tables"
 STYLES = {
     "light": {"ink": "#24292f", "grid": "#d0d7de"},
     "dark": {"ink": "#c9d1d9", "grid": "#444c56"},
@@ -124,68 +120,22 @@ def draw_decode(rows: list[BenchRow], theme: str) -> None:
 
 
 def draw_memory(theme: str) -> None:
-    figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
-    rows = [json.loads(text) for text in MEMORY.read_text(encoding="utf-8").splitlines()]
-    for name in ("saccade", "SDPA", "plain"):
-        line(ax, name, [(row["s"], row["mib"]) for row in rows if row["what"] == name])
-    over_lengths(ax, (row["s"] for row in rows))
-    ax.set(xlabel="sequence length", ylabel="MiB beyond inputs, outputs and gradients")
-    ax.set_yscale("symlog", linthresh=10)
-    ax.legend()
+    """A causal window of 1024, forward and backward."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for ax, gpu, name in zip(axes, ("cpu", "h200"), ("a CPU, float32", "an H200, bfloat16"), strict=True):
+        text = (TABLES / gpu / "memory.jsonl").read_text(encoding="utf-8")
+        rows = [json.loads(one) for one in text.splitlines()]
+        for what in ("saccade", "SDPA", "plain"):
+            line(ax, what, [(row["s"], row["mib"]) for row in rows if row["what"] == what])
+        ax.set_yscale("symlog", linthresh=10)
+        over_lengths(ax, (row["s"] for row in rows))
+        ax.set(xlabel="sequence length", title=name)
+    axes[0].set_ylabel("MiB beyond operands, result, gradients")
+    axes[0].legend()
     save(figure, "memory", theme)
 
 
-# ---- Memory, measured: each call in a process of its own.
-
-CALL = """
-import resource, sys, torch
-import torch.nn.functional as F
-from saccade import attention, window
-what, s = sys.argv[1], int(sys.argv[2])
-torch.set_num_threads(2)
-def call(s):
-    q, k, v = (torch.randn(1, 8, s, 64, requires_grad=True) for _ in range(3))
-    if what == "saccade":
-        out = attention(q, k, v, mask=window(1023, 0))
-    else:
-        seen = torch.ones(s, s, dtype=torch.bool).tril_().triu_(-1023)
-        if what == "SDPA":
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        else:
-            out = (q @ k.mT / 8).masked_fill(~seen, -torch.inf).softmax(-1) @ v
-    out.backward(torch.ones_like(out))
-    return q, k, v, out
-call(128)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-kept = 8 * 8 * s * 64 * 4  # q, k, v, out, and their gradients
-held = call(s)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 - kept / 2**20)
-"""
-
-
-def measure() -> None:
-    import torch
-
-    rows = []
-    for s in (1024, 2048, 4096, 8192, 16384):
-        for what in ("saccade", "SDPA", "plain"):
-            if what == "plain" and s > 8192:
-                continue  # 17 GB
-            done = subprocess.run(
-                [sys.executable, "-c", CALL, what, str(s)], capture_output=True, text=True, check=True, env=os.environ
-            )
-            rows.append({"what": what, "s": s, "mib": round(max(float(done.stdout), 0.0), 1)})
-            rows[-1] |= {
-                "call": "fp32, 8 heads, d 64, window(1023,0), forward and backward",
-                "torch": torch.__version__,
-            }
-            print(rows[-1])
-    MEMORY.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def main() -> None:
-    if sys.argv[1:] == ["measure"]:
-        measure()
     rows = list(read(ROOT / "benchmarks" / "results" / "h200"))
     for theme in STYLES:
         styled(theme)

@@ -101,6 +101,15 @@ def test_static_values_are():
         ("bf16 d64 groupX", "unknown word 'groupX'"),
         ("bf16 d64/ cpu", "unknown word 'd64/'"),
         ("bf17 d64", "unknown word 'bf17'"),
+        ("bf16 fp16 d64", "says dtype twice: 'bf16' and 'fp16'"),
+        ("bf16 d64 d128", "says d twice: 'd64' and 'd128'"),
+        ("bf16 d64 cpu sm90", "says device twice: 'cpu' and 'sm90'"),
+        ("bf16 d64 group2 group2", "says group twice"),
+        ("bf16 d64 sink sink", "says sink twice"),
+        ("bf16 d64 dense paged", "says layout twice"),
+        ("bf16 d64 kv_fp8_e4m3 kv_fp8_e5m2", "says kv twice"),
+        ("bf16 d64 alibi softcap", "says score twice"),
+        ("bf16 d64 causal documents", "masks combine in one word: 'causal&documents'"),
     ],
 )
 def test_errors(text, words):

@@ -83,29 +83,14 @@ class Spec:
         """The Spec that prints as `text`; words may come in any order, and all but dtype and d have defaults.
 
         Raises:
-            ValueError: an unknown word: no dtype, size, layout, mask, score, flag or device; a missing dtype or d.
+            ValueError: an unknown word: no dtype, size, layout, mask, score, flag or device; two words for one field; a
+                missing dtype or d.
         """
+        words: dict[str, str] = {}
         parsed: dict[str, Any] = {}
         for word in text.split():
-            if word in TORCH_DTYPES:
-                parsed["dtype"] = word
-            elif word.removeprefix("kv_") in EIGHT_BIT_WORDS:
-                parsed["kv"] = word.removeprefix("kv_")
-            elif match := re.fullmatch(r"group([1-9]\d*)", word):
-                parsed["group"] = int(match[1])
-            elif match := re.fullmatch(r"d([1-9]\d*)(?:/([1-9]\d*))?", word):
-                parsed["d"], parsed["d_v"] = int(match[1]), int(match[2] or match[1])
-            elif word in LAYOUTS:
-                parsed["layout"] = word
-            elif word in FLAGS:
-                parsed[word] = True
-            elif scores.is_kind(word):
-                parsed["score"] = word
-            elif re.fullmatch(r"cpu|cuda|mps|xpu|meta|sm\d+|gfx\w+", word):
-                parsed["device"] = word
-            elif masks.is_kind(word):
-                parsed["mask"] = word
-            else:
+            name, value = _field(word)
+            if name is None:
                 raise ValueError(
                     f"unknown word {word!r} in the spec {text!r}; a spec reads like "
                     "'bf16 group4 d128 dense documents&causal softcap sink cpu': a dtype "
@@ -113,11 +98,39 @@ class Spec:
                     f"{', '.join(masks.KINDS)} with & and |, a score ({', '.join(scores.KINDS)}, score(name)), "
                     f"{', '.join(FLAGS)}, a device (cpu, sm90, …)"
                 )
+            if name in words:
+                raise ValueError(
+                    f"the spec {text!r} says {name} twice: {words[name]!r} and {word!r}; a spec is of one kind of call"
+                    + (f", and masks combine in one word: '{words[name]}&{word}'" if name == "mask" else "")
+                )
+            words[name], parsed[name] = word, value
         if missing := [name for name in ("dtype", "d") if name not in parsed]:
             raise ValueError(
                 f"the spec {text!r} lacks {' and '.join(missing)}; the shortest spec reads like 'bf16 d128'"
             )
-        return Spec(**parsed)
+        d, d_v = parsed.pop("d")
+        return Spec(d=d, d_v=d_v, **parsed)
+
+
+def _field(word: str) -> tuple[str | None, Any]:
+    """The field of a Spec that a word is about, and its value."""
+    if word in TORCH_DTYPES:
+        return "dtype", word
+    if word.removeprefix("kv_") in EIGHT_BIT_WORDS:
+        return "kv", word.removeprefix("kv_")
+    if match := re.fullmatch(r"group([1-9]\d*)", word):
+        return "group", int(match[1])
+    if match := re.fullmatch(r"d([1-9]\d*)(?:/([1-9]\d*))?", word):
+        return "d", (int(match[1]), int(match[2] or match[1]))
+    if word in FLAGS:
+        return word, True
+    kinds = (
+        ("layout", word in LAYOUTS),
+        ("score", scores.is_kind(word)),
+        ("device", re.fullmatch(r"cpu|cuda|mps|xpu|meta|sm\d+|gfx\w+", word)),
+        ("mask", masks.is_kind(word)),
+    )
+    return next((name for name, is_one in kinds if is_one), None), word
 
 
 LAYOUTS = ("dense", "padded", "packed", "ranges", "paged")
