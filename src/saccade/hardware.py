@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -50,6 +51,12 @@ def triton_obstacle() -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
     return None if torch.cuda.is_available() else "needs a GPU, and torch sees none"
+
+
+@cache
+def triton_version() -> str | None:
+    """The version of the triton that an import finds, before which PYTHONPATH may put another than is installed."""
+    return None if find_spec("triton") is None else import_module("triton").__version__
 
 
 @cache

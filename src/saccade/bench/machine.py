@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from saccade import hardware
+
 
 @dataclass(frozen=True)
 class Run:
@@ -37,7 +39,7 @@ class Run:
             commit=commit or _commit(),
             gpu=device_name(device),
             torch=str(torch.__version__),
-            triton=version("triton") or "none",
+            triton=hardware.triton_version() or "none",
         )
 
 

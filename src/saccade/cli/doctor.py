@@ -53,7 +53,7 @@ def findings() -> Iterator[Finding]:
         yield _plan(device)
     if not torch.cuda.is_available():
         yield _no_gpu()
-    yield _tool("triton", version("triton"), "pip install triton")
+    yield _tool("triton", hardware.triton_version(), "pip install triton")
     yield _tool("C compiler", found_compiler(), "install gcc, or set CC")
     for package, (extra, purpose) in OPTIONAL.items():
         here = version(package)

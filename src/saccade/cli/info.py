@@ -14,7 +14,7 @@ import typer
 
 import saccade
 from saccade import dispatch, hardware
-from saccade.bench.machine import device_name, version
+from saccade.bench.machine import device_name
 from saccade.cli.options import Json
 
 
@@ -34,7 +34,7 @@ def info(as_json: Json = False) -> None:
 def versions() -> Iterator[tuple[str, str]]:
     yield "saccade", saccade.__version__
     yield "torch", torch.__version__
-    yield "triton", version("triton") or "not installed"
+    yield "triton", hardware.triton_version() or "not installed"
     yield "python", platform.python_version()
 
 
