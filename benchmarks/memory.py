@@ -1,8 +1,8 @@
 """Measures the memory of a call over the length: `PYTHONPATH=src python benchmarks/memory.py`.
 
-A causal window of 1024 by saccade, by SDPA with the mask as a tensor of booleans, and written out: the most that forward
-and backward need beyond operands, result and gradients. On a machine with a GPU it is the GPU's memory, on another that
-of a process of its own. The rows go to tables/<gpu>/memory.jsonl; docs/draw_speed.py draws them.
+A causal window of 1024 by saccade, by SDPA with the mask as a tensor of booleans, and written out: the most that
+forward and backward need beyond operands, result and gradients. On a machine with a GPU it is the GPU's memory, on
+another that of a process of its own. The rows go to tables/<gpu>/memory.jsonl; docs/draw_speed.py draws them.
 """
 
 from __future__ import annotations

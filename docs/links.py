@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages that are files of the repository, and links to what is not on the site.
 
-A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, plots are put on the site,
-and any other link becomes plain code.
+A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, the rows of benchmarks are
+put on the site, and any other link becomes plain code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-PLOTS = {path: str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks/plots").rglob("*.png")}
+ROWS = {
+    path: str(path.relative_to(ROOT))
+    for folder in ("results", "tables")
+    for path in (ROOT / "benchmarks" / folder).rglob("*.*")
+}
+"""Files -> their places on the site."""
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 WHOLE = {
@@ -28,7 +33,7 @@ WHOLE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for path, uri in PLOTS.items():
+    for path, uri in ROWS.items():
         files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
@@ -48,8 +53,8 @@ def _on_site(link: re.Match[str], folder: Path, page: Path) -> str:
     text, target, anchor = link[1], Path(os.path.normpath(folder / link[2])), link[3] or ""
     if target in WHOLE:
         place = DOCS / WHOLE[target]
-    elif target in PLOTS:
-        place = DOCS / PLOTS[target]
+    elif target in ROWS:
+        place = DOCS / ROWS[target]
     elif target.is_relative_to(DOCS) and target.is_file():
         place = target
     else:

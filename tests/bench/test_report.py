@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from saccade.bench import cost, report, rows
-from saccade.bench.grids import Cell, named
+from saccade.bench.grids import BenchGrid, Cell, named
 from saccade.bench.machine import Run
 from saccade.bench.rows import BenchRow
 from saccade.bench.timing import Times
@@ -78,29 +78,82 @@ def results(tmp_path):
     return folder
 
 
-def test_tables_are_made_between_markers(results):
+@pytest.fixture
+def updated(results, tmp_path):
+    """`report.updated` of a text."""
+
+    def of(text: str) -> str:
+        page = tmp_path / "page.md"
+        page.write_text(text)
+        return report.updated(page, results)
+
+    return of
+
+
+def test_tables_are_made_between_markers(updated):
     page = "# Title\n<!-- bench gpu=h200 mode=forward d=64 -->\nold\n<!-- /bench -->\nafter\n"
-    found = report.updated(page, results)
+    found = updated(page)
     assert found.startswith("# Title\n<!-- bench")
     assert found.endswith("<!-- /bench -->\nafter\n")
     assert "old" not in found
     assert "| s_q | saccade-triton | fa3 | matmul | saccade / best peer |" in found.replace("| b ", "")
     assert "| 1024 | 1 | 1.25 | 10 | 0.80 |" in found
-    assert report.updated(found, results) == found
+    assert updated(found) == found
     with pytest.raises(ValueError, match="no rows"):
-        report.updated(page.replace("d=64", "d=65"), results)
+        updated(page.replace("d=64", "d=65"))
     with pytest.raises(ValueError, match="colour"):
-        report.updated(page.replace("d=64", "colour=blue"), results)
-    chosen = report.updated(page.replace("d=64", "providers=fa3|flex"), results)
+        updated(page.replace("d=64", "colour=blue"))
+    with pytest.raises(ValueError, match="no grid is named blue"):
+        updated(page.replace("d=64", "grid=blue"))
+    assert "no rows" not in updated(page.replace("mode=forward d=64", "layout=dense"))
+    chosen = updated(page.replace("d=64", "providers=fa3|flex"))
     assert "| d | b | s_q | fa3 | flex | saccade / best peer |" in chosen
     assert "| 128 | 4 | 4096 | 1.25 | – | 0.80 |" in chosen
 
 
-def test_plots_are_made_for_each_head_dim_and_mode(results, tmp_path):
-    pytest.importorskip("matplotlib", reason="the extra [bench]")
-    report.main(["--results", str(results), "--plots", str(tmp_path / "plots")])
-    names = sorted(path.name for path in (tmp_path / "plots" / "h200").iterdir())
-    assert names == [f"{mode}-bf16-d{d}-causal.png" for mode in ("backward", "forward") for d in (128, 64)]
+def test_a_run_without_a_peer_does_not_hide_an_earlier_one_with_it():
+    day = {"date": "2026-02-01T00:00:00Z", "run": "2"}
+    old = [made("mine", 1.0, "saccade"), made("fa3", 2.0), made("fa4", 3.0)]
+    new = [made("mine", 0.5, "saccade", **day), made("fa3", 2.0, **day), made("fa4", None, reason="not here", **day)]
+    assert rows.latest([*old, *new], ("mine", "fa3", "fa4")) == old
+    assert rows.latest([*old, *new], ("mine", "fa3")) == new
+    assert rows.latest([*old, *new]) == new
+
+
+SPEEDUPS = "<!-- speedups\nAll calls: grid=tiny own=saccade-triton peers=fa3\n-->\n<!-- /speedups -->\n"
+
+
+@pytest.fixture
+def _grid(monkeypatch):
+    """Of half of the rows: d = 64."""
+    cases = [named(Case("", b=16384 // s, h_q=8, h_k=8, s_q=s, s_k=s, d=64, mask="causal")) for s in (1024, 4096)]
+    cells = tuple(Cell(case, mode) for case in cases for mode in ("forward", "backward"))
+    monkeypatch.setitem(rows.GRIDS, "tiny", BenchGrid(cells, (), ""))
+
+
+@pytest.mark.usefixtures("_grid")
+def test_speedups_are_of_both_in_one_run(updated, results):
+    line = "| All calls | FlashAttention-3 | {} | 0.80 (0.80 to 0.80) | {} |"
+    first = "[4](benchmarks/results/h200/a.jsonl)"
+    assert line.format("0.80 (0.80 to 0.80)", first) in updated(SPEEDUPS)
+    assert updated(updated(SPEEDUPS)) == updated(SPEEDUPS)
+    cell = next(iter(rows.GRIDS["tiny"].cells))
+    day = {"date": "2026-02-01T00:00:00Z", "run": "2"}
+    rows.append(results / "h200" / "b.jsonl", [made("saccade-triton", 1.0, "saccade", cell, **day)])
+    assert line.format("0.80 (0.80 to 0.80)", first) in updated(SPEEDUPS)  # nobody beside it
+    rows.append(results / "h200" / "b.jsonl", [made("fa3", 3.2, "peer", cell, **day)])
+    links = "[3](benchmarks/results/h200/a.jsonl), [1](benchmarks/results/h200/b.jsonl)"
+    assert line.format("1.60 (0.80 to 3.20)", links) in updated(SPEEDUPS)
+
+
+@pytest.mark.usefixtures("_grid")
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [("fa3", "fa4", "no rows of saccade-triton beside fa4"), (": ", "", "is not"), ("own", "colour", "colour")],
+)
+def test_wrong_lines_are_named(old, new, complaint, updated):
+    with pytest.raises(ValueError, match=complaint):
+        updated(SPEEDUPS.replace(old, new))
 
 
 def test_comparison_prints_old_over_new():

@@ -1,37 +1,37 @@
-"""Tables and plots from committed rows: `python -m saccade.bench.report README.md benchmarks/README.md …`.
+"""Tables from committed rows: `python -m saccade.bench.report README.md docs/speed.md …`.
 
 A page says where a table goes and what it selects:
 
     <!-- bench gpu=h200 mode=forward d=128 -->
     <!-- /bench -->
 
-`gpu` is a folder under benchmarks/results. Every other word is a field of a BenchRow and its value; `|` separates
-alternatives. `providers=` names the columns. This module writes everything between the two markers.
+`gpu` is a folder under benchmarks/results, `grid` one of `saccade bench`. Every other word is a field of a BenchRow
+and its value; `|` separates alternatives. `providers=` names the columns, and a cell's figures are of the last run that
+timed most of them. `summary` makes tables of speed-ups. Both write everything between two markers.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from saccade.bench import plots
-from saccade.bench.rows import BenchRow, latest, read
+from saccade.bench import summary
+from saccade.bench.rows import BenchRow, geometric_mean, latest, parsed, read, selected
 
-RESULTS, PLOTS = Path("benchmarks/results"), Path("benchmarks/plots")
+RESULTS = Path("benchmarks/results")
 
 _MARKED = re.compile(r"(<!-- bench (?P<query>[^>]*?)-->\n)(?P<old>.*?)(<!-- /bench -->)", re.DOTALL)
 _SHAPE = (
     *("mode", "dtype", "layout", "mask", "score", "sink", "deterministic"),
-    *("h_q", "h_k", "d", "d_v", "b", "s_q", "s_k"),
+    *("h_q", "h_k", "d", "d_v", "b", "s_q", "s_k", "page_size", "lengths", "cache"),
 )
 _SAME = {"h_k": "h_q", "d_v": "d", "s_k": "s_q"}
 """Columns that are omitted where they equal another."""
 
 
-def updated(page: str, results: Path = RESULTS) -> str:
+def updated(page: Path, results: Path = RESULTS) -> str:
     """A page's text with every marked table as the rows have it.
 
     Raises:
@@ -39,33 +39,18 @@ def updated(page: str, results: Path = RESULTS) -> str:
     """
 
     def filled(found: re.Match[str]) -> str:
-        query = parsed(found["query"])
-        rows = latest(read(results / query.pop("gpu", ["h200"])[0]))
+        query = parsed(found["query"], "providers")
+        rows = read(results / query.pop("gpu", ["h200"])[0])
         columns = query.pop("providers", None)
-        chosen = selected(rows, query)
+        chosen = latest(selected(rows, query), columns or ())
         if not chosen:
             raise ValueError(f"no rows for <!-- bench {found['query']}-->")
         return f"{found[1]}{table(chosen, columns)}\n{found[4]}"
 
-    return _MARKED.sub(filled, page)
-
-
-def parsed(query: str) -> dict[str, list[str]]:
-    """
-    >>> parsed("gpu=h200 d=64|128 mode=forward")
-    {'gpu': ['h200'], 'd': ['64', '128'], 'mode': ['forward']}
-    """
-    found = {}
-    for word in query.split():
-        name, equals, value = word.partition("=")
-        if not equals or (name not in ("gpu", "providers") and name not in BenchRow.__dataclass_fields__):
-            raise ValueError(f"{word!r} in <!-- bench {query}--> is not field=value of a row")
-        found[name] = value.split("|")
-    return found
-
-
-def selected(rows: Iterable[BenchRow], query: dict[str, list[str]]) -> list[BenchRow]:
-    return [row for row in rows if all(str(getattr(row, name)) in values for name, values in query.items())]
+    text = _MARKED.sub(filled, page.read_text(encoding="utf-8"))
+    return summary.MARKED.sub(
+        lambda found: f"{found[1]}{summary.table(found['lines'], results, page)}\n{found[4]}", text
+    )
 
 
 def table(rows: list[BenchRow], columns: list[str] | None = None) -> str:
@@ -90,15 +75,6 @@ def table(rows: list[BenchRow], columns: list[str] | None = None) -> str:
         words += [_figure(providers.get(name)) for name in columns]
         lines.append(f"| {' | '.join([*words, _best(providers.values())])} |")
     return "\n".join([*lines, "", _caption(rows)])
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """
-    >>> round(geometric_mean([0.5, 2.0]), 6)
-    1.0
-    """
-    values = list(values)
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def comparison(new: Iterable[BenchRow], old: Iterable[BenchRow]) -> str:
@@ -185,22 +161,15 @@ def _caption(rows: list[BenchRow]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m saccade.bench.report", description="Tables and plots from committed rows."
-    )
-    parser.add_argument("pages", nargs="*", type=Path, help="pages whose marked tables are updated")
+    parser = argparse.ArgumentParser(prog="python -m saccade.bench.report", description="Tables from committed rows.")
+    parser.add_argument("pages", nargs="+", type=Path, help="pages whose marked tables are updated")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--plots", type=Path, help=f"folder for PNGs, such as {PLOTS}; omit it to draw none")
     given = parser.parse_args(arguments)
     for path in (*given.pages, given.results):
         if not path.exists():
             parser.error(f"{path} does not exist")
     for page in given.pages:
-        page.write_text(updated(page.read_text(encoding="utf-8"), given.results), encoding="utf-8")
-    if given.plots:
-        for folder in sorted(path for path in given.results.iterdir() if path.is_dir()):
-            for made in plots.draw(latest(read(folder)), given.plots / folder.name):
-                print(made)
+        page.write_text(updated(page, given.results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from saccade.bench.cost import Cost
-from saccade.bench.grids import Cell
+from saccade.bench.grids import GRIDS, Cell
 from saccade.bench.machine import Run
 from saccade.bench.timing import Times
 from saccade.testing.cases import Case
@@ -72,6 +74,12 @@ class BenchRow(Run):
     def cell(self) -> tuple[str, str, bool]:
         """Rows compare where these are equal."""
         return self.case, self.mode, self.deterministic
+
+    @property
+    def cache(self) -> str:
+        """How keys and values lie in a paged cache, as `testing.cases.Case` has it: the case's name says it."""
+        found = re.search(r"cache-(\w+)", self.case)
+        return found[1] if found else "apart"
 
     def timed(self, times: Times, cost: Cost | None) -> BenchRow:
         row = replace(self, **asdict(times))
@@ -183,13 +191,61 @@ def read(*paths: Path) -> list[BenchRow]:
     return rows
 
 
-def latest(rows: Iterable[BenchRow]) -> list[BenchRow]:
-    """The rows of each cell's last run: figures of different runs are never mixed within a cell."""
-    newest: dict[tuple[str, str, bool], tuple[str, str]] = {}
-    rows = list(rows)
+def latest(rows: Iterable[BenchRow], providers: Iterable[str] = ()) -> list[BenchRow]:
+    """The rows of one run for each cell, the last of those that timed most of the providers.
+
+    Figures of different runs are never mixed within a cell, and a run without a peer does not hide an earlier one with it.
+    """
+    rows, providers = list(rows), {*providers}
+    timed: dict[tuple[str, str, bool], dict[tuple[str, str], set[str]]] = {}
     for row in rows:
-        newest[row.cell] = max(newest.get(row.cell, ("", "")), (row.date, row.run))
-    return [row for row in rows if (row.date, row.run) == newest[row.cell]]
+        of_run = timed.setdefault(row.cell, {}).setdefault((row.date, row.run), set())
+        of_run.update({row.provider} & providers if row.ms else ())
+    chosen = {cell: max(runs, key=lambda run: (len(runs[run]), run)) for cell, runs in timed.items()}
+    return [row for row in rows if (row.date, row.run) == chosen[row.cell]]
+
+
+def parsed(query: str, *others: str) -> dict[str, list[str]]:
+    """What a page asks for: fields of a BenchRow, `gpu`, `grid` and `others`, and their values.
+
+    >>> parsed("gpu=h200 d=64|128 mode=forward")
+    {'gpu': ['h200'], 'd': ['64', '128'], 'mode': ['forward']}
+    """
+    found = {}
+    for word in query.split():
+        name, equals, value = word.partition("=")
+        if not equals or (name not in ("gpu", "grid", *others) and name not in BenchRow.__dataclass_fields__):
+            raise ValueError(f"{word!r} in {query!r} is not field=value of a row")
+        found[name] = value.split("|")
+    return found
+
+
+def selected(rows: Iterable[BenchRow], query: dict[str, list[str]]) -> list[BenchRow]:
+    """The rows with these values of these fields, and of the cells of a `grid`.
+
+    Raises:
+        ValueError: a grid that does not exist.
+    """
+    fields, grids = dict(query), query.get("grid", [])
+    fields.pop("grid", None)
+    if unknown := [name for name in grids if name not in GRIDS]:
+        raise ValueError(f"no grid is named {', '.join(unknown)}")
+    cells = {(cell.case.name, cell.mode, cell.deterministic) for name in grids for cell in GRIDS[name].cells}
+    return [
+        row
+        for row in rows
+        if all(str(getattr(row, name)) in values for name, values in fields.items())
+        and (not grids or row.cell in cells)
+    ]
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """
+    >>> round(geometric_mean([0.5, 2.0]), 6)
+    1.0
+    """
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def _rounded(value: Any) -> Any:

@@ -189,7 +189,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _report(device: torch.device, backend: str, seconds: float, as_json: bool) -> int:
     tell = (lambda text: None) if as_json else print
-    tell(f"saccade {saccade.__version__}, torch {torch.__version__}, triton {hardware.triton_version() or 'not installed'}")
+    triton = hardware.triton_version() or "not installed"
+    tell(f"saccade {saccade.__version__}, torch {torch.__version__}, triton {triton}")
     tell(f"{device}: {_machine(device)}\n\nRight: error over tolerance, forward and backward; up to 1 passes")
     outcomes: list[Outcome] = []
     dtypes = ("bf16", "fp32") if device.type == "cpu" else ("bf16", "fp16")
