@@ -41,10 +41,7 @@ class Explanation:
         self.pays = _pays(self.spec, self.backend)
         self.elsewhere = None
         if not hardware.present(self.spec.device):
-            self.elsewhere = (
-                f"{self.spec.device} is not in this machine: where it is, a GPU's backends need its PyTorch, which "
-                "brings triton, and cudnn needs saccade[cudnn]"
-            )
+            self.elsewhere = _elsewhere(self.spec.device)
         self.gradient = self.backend
         if plan and plan.backend != "reference":  # which PyTorch differentiates itself
             gradient = _backward_if_any(call, plan.backend)
@@ -88,6 +85,14 @@ class Explanation:
         return f"chosen, with the backward of {self.gradient}" if self.gradient else "chosen, without a backward"
 
     __repr__ = __str__
+
+
+def _elsewhere(device: str) -> str:
+    needs = "where it is, a GPU's backends need its PyTorch, which brings triton"
+    if device.startswith("sm"):
+        needs += ", and cudnn needs saccade[cudnn]"
+    known = hardware.known(device)
+    return f"{device} is not in this machine{'' if known else ', and no GPU that this version knows'}: {needs}"
 
 
 def _backward_if_any(call: Spec | Problem, backend: str) -> dispatch.Plan | None:

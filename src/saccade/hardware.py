@@ -26,6 +26,19 @@ def devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
 
 
+NVIDIA = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
+"""Compute capabilities that exist."""
+
+
+def known(word: str) -> bool:
+    """False of a GPU of NVIDIA's that did not exist when this was written.
+
+    >>> known("sm90"), known("sm999"), known("gfx942")
+    (True, False, True)
+    """
+    return not word.startswith("sm") or int(word[2:]) in NVIDIA
+
+
 @cache
 def present(word: str) -> bool:
     """Whether this machine has such a device; those that no backend names are not asked for."""

@@ -49,6 +49,12 @@ def test_ratios_are_to_the_fastest_other_peer():
     assert wrong.ratio is None
 
 
+def test_what_computes_nothing_is_measured_in_bytes():
+    copy = replace(made("copy", 2.0, "ceiling"), tflops=None)
+    assert (copy.figure, copy.unit) == ("0.5", "GB/s")
+    assert made("a", 2.0).unit == "TFLOP/s"
+
+
 def test_only_the_last_run_of_a_cell_counts():
     old, new = made("a", 1.0), made("a", 2.0, date="2026-02-01T00:00:00Z", run="2")
     other = made("b", 1.0)  # of the old run: never beside the new one

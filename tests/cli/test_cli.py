@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -81,6 +83,17 @@ def test_explain_speaks_of_other_machines(monkeypatch):
     assert "not in this machine" not in run("explain", "bf16 d128 cpu").stdout
 
 
+def test_explain_says_what_no_gpu_is():
+    told = run("explain", "bf16 d128 sm999").stdout
+    assert "sm999 is not in this machine, and no GPU that this version knows" in told
+    assert "no GPU that" not in run("explain", "bf16 d128 sm80").stdout
+
+
+def test_explain_advises_cudnn_for_nvidia_alone():
+    assert "cudnn needs saccade[cudnn]" in run("explain", "bf16 d128 sm80").stdout
+    assert "saccade[cudnn]" not in run("explain", "bf16 d128 gfx942").stdout
+
+
 def test_explain_exits_with_1_when_nothing_runs_it():
     found = run("explain", "fp32 d64 sm70")
     assert found.exit_code == 1
@@ -103,6 +116,10 @@ def test_explain_exits_with_1_when_nothing_runs_it():
         ([], "Usage"),
         (["check", "--length", "-3"], "--length"),
         (["check", "--length", "many"], "--length"),
+        (["check", "--length", "100000", "--cases", "causal"], "the longest, of causal, has 129"),
+        (["check", "--cases", ""], "names nothing"),
+        (["check", "--cases", " ,"], "names nothing"),
+        (["bench", "--cases", ""], "names nothing"),
         (["tune", "--dims", "64,0"], "from 1 on"),
         (["tune", "--jobs", "-1"], "--jobs"),
         (["bench", "--device", "nonsense"], "device is cpu or one of the"),
@@ -133,6 +150,37 @@ def test_check_measures_what_passes():
     assert plain["speedup"] > 0
     assert softcap["speedup"] is sink["speedup"] is None  # PyTorch has no such function
     assert "causal" in plain["spec"]
+
+
+def test_tables_are_whole_in_narrow_terminals():
+    found = CliRunner().invoke(app, ["check", "--cases", "causal", "--length", "40"], env={"COLUMNS": "20"})
+    assert "…" not in found.stdout
+    header, row = found.stdout.splitlines()[:2]
+    assert header.split() == ["case", "q", "x", "k", "backend", "error", "ms", "SDPA", "ms", "speed-up"]
+    assert row.split()[:5] == ["causal", "40", "x", "40", "cpu"]
+
+
+CLOSED = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-m", "saccade", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+child.stdout.close()
+print(child.wait(), child.stderr.read().decode())
+"""
+
+
+def test_a_closed_pipe_is_exit_code_1_without_a_traceback():
+    done = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["1"]
+
+
+def test_terminals_without_the_characters_get_others():
+    code = "from saccade import causal; print(causal().draw(2, 2)); import sys; from saccade.cli import main; "
+    code += "sys.argv[1:] = ['--version']; print('\\u00b5', file=sys.stderr); main()"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=True
+    )
+    assert done.stdout == f"causal\n# .\n# #\nsaccade {saccade.__version__}\n"
 
 
 def test_check_prints_a_table():

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from saccade.bench import grids, report, rows
+from saccade.bench.console import print_whole
 from saccade.bench.grids import GRIDS, Cell
 from saccade.bench.machine import Run, folder
 from saccade.bench.providers import PROVIDERS, Provider, matching
@@ -24,7 +25,9 @@ from saccade.bench.timing import Clock
 
 
 def bench(
-    cases: Annotated[str, typer.Option(help="Grids or cases, separated by commas; see --list.")] = "",
+    cases: Annotated[
+        str | None, typer.Option(help="Grids or cases, separated by commas; see --list.", callback=some_name)
+    ] = None,
     providers: Annotated[str, typer.Option(help="Separated by commas, with *; default: those of the grid.")] = "",
     match: Annotated[str, typer.Option(help="Only the cells whose name matches this regular expression.")] = "",
     measure_host: Annotated[bool, typer.Option("--host", help="Measure the host's time for a call instead.")] = False,
@@ -50,7 +53,7 @@ def bench(
     place = _place(device)
     default = "h200" if place.type == "cuda" else "cpu"
     default = "host" if measure_host else "first-call" if measure_first else default
-    names = [name for name in cases.split(",") if name] or [default]
+    names = listed(cases) if cases else [default]
     console = Console(stderr=True, soft_wrap=True)
     try:
         old = None if compare is None else rows.read(compare)
@@ -87,6 +90,21 @@ def bench(
         file = _file(out, place, setting.run, names)
         measured = _measure(setting, run(setting, cells), cells, file, minutes, progress)
     _finish(measured, old, json_lines)
+
+
+def listed(names: str) -> list[str]:
+    """
+    >>> listed("host, decode,")
+    ['host', 'decode']
+    """
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def some_name(names: str | None) -> str | None:
+    """An option's words, which name something where they are given."""
+    if names is not None and not listed(names):
+        raise typer.BadParameter(f"{names!r} names nothing; without the option a default is taken")
+    return names
 
 
 def _measure(
@@ -173,7 +191,7 @@ def _list_providers(console: Console, wanted: list[Provider], reasons: dict[str,
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for provider in wanted:
         table.add_row(provider.name, reasons[provider.name] or "available")
-    console.print(table, markup=False)
+    print_whole(console, table)
 
 
 def _list_grids() -> None:

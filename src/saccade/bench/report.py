@@ -152,7 +152,7 @@ def _order(row: BenchRow, names: list[str]) -> tuple[tuple[bool, float, str], ..
 
 def _caption(rows: list[BenchRow]) -> str:
     """The unit of the figures, and their runs."""
-    unit = ", ".join(sorted({row.unit for row in rows}))
+    unit = ", ".join(sorted({row.unit for row in rows if row.role != "ceiling"}))
     commits: dict[str, set[str]] = {}
     for row in rows:
         place = f"{row.gpu}, torch {row.torch}, triton {row.triton}"

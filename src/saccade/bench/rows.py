@@ -89,23 +89,24 @@ class BenchRow(Run):
 
     @property
     def figure(self) -> str:
-        """The time or the rate, whichever the mode is about, in the unit of `UNITS`."""
+        """The time or the rate, whichever the row is about, in its unit."""
         ms = self.ms or 0
-        match self.mode.split()[0]:
-            case "host":
+        match self.unit:
+            case "microseconds":
                 return f"{1e3 * ms:.1f} µs"
-            case "first":
+            case "seconds":
                 return f"{1e-3 * ms:.2f} s"
-            case "decode" | "quantize":
-                return f"{self.gbps or 0:.0f}"
-            case "block":
+            case "milliseconds":
                 return f"{ms:.3g} ms"
+            case "GB/s":
+                return _three_digits(self.gbps or 0)
             case _:
-                return f"{self.tflops:.0f}" if self.tflops and self.tflops >= 10 else f"{self.tflops or 0:.3g}"
+                return _three_digits(self.tflops or 0)
 
     @property
     def unit(self) -> str:
-        return UNITS.get(self.mode.split()[0], "TFLOP/s")
+        """Of `UNITS`; TFLOP/s in other modes, of what computes something."""
+        return UNITS.get(self.mode.split()[0]) or ("GB/s" if self.gbps and not self.tflops else "TFLOP/s")
 
     def json(self) -> str:
         """One line; times and rates to six digits."""
@@ -113,7 +114,7 @@ class BenchRow(Run):
 
 
 UNITS = {"host": "microseconds", "first": "seconds", "decode": "GB/s", "quantize": "GB/s", "block": "milliseconds"}
-"""By the first word of a mode; others are in TFLOP/s."""
+"""By the first word of a mode."""
 
 _OF_CASE = "dtype", "mask", "score", "sink", "b", "h_q", "h_k", "s_q", "s_k", "d", "d_v"
 
@@ -194,7 +195,8 @@ def read(*paths: Path) -> list[BenchRow]:
 def latest(rows: Iterable[BenchRow], providers: Iterable[str] = ()) -> list[BenchRow]:
     """The rows of one run for each cell, the last of those that timed most of the providers.
 
-    Figures of different runs are never mixed within a cell, and a run without a peer does not hide an earlier one with it.
+    Figures of different runs are never mixed within a cell, and a run without a peer does not hide an earlier one with
+    it.
     """
     rows, providers = list(rows), {*providers}
     timed: dict[tuple[str, str, bool], dict[tuple[str, str], set[str]]] = {}
@@ -246,6 +248,14 @@ def geometric_mean(values: Iterable[float]) -> float:
     """
     values = list(values)
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def _three_digits(rate: float) -> str:
+    """
+    >>> _three_digits(1234.5), _three_digits(1.2345)
+    ('1234', '1.23')
+    """
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.3g}"
 
 
 def _rounded(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -13,4 +14,7 @@ def main() -> None:
         if missing.name not in ("typer", "rich"):
             raise
         sys.exit(f"saccade's command line needs {missing.name}: pip install 'saccade[cli]'")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # terminals that have no µ
     app()

@@ -14,6 +14,8 @@ from rich.progress import track
 from rich.table import Table
 
 from saccade import Unsupported, attention
+from saccade.bench.cli import listed, some_name
+from saccade.bench.console import print_whole
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
@@ -55,10 +57,13 @@ class CheckRow:
 def check(
     backend: Backend = "auto",
     cases: Annotated[
-        str, typer.Option(help="Names in saccade.testing.cases, separated by commas; default: the models.")
-    ] = "",
+        str | None,
+        typer.Option(
+            help="Names in saccade.testing.cases, separated by commas; default: the models.", callback=some_name
+        ),
+    ] = None,
     length: Annotated[
-        int, typer.Option(min=0, help="The longest sequence; 0: the real length on a GPU, 512 on a CPU.")
+        int, typer.Option(min=0, help="Cut sequences to this length; 0: the real length on a GPU, 512 on a CPU.")
     ] = 0,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object for each case, in a line.")] = False,
 ) -> None:
@@ -67,7 +72,13 @@ def check(
     The error covers forward and backward; the time is of the forward. The exit code is 1 if a case fails or is refused.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = [_fitted(case, length, device) for case in _named(cases)]
+    named = _named(cases)
+    longest = max(named, key=lambda case: max(case.s_q, case.s_k))
+    if length > (most := max(longest.s_q, longest.s_k)):
+        raise typer.BadParameter(
+            f"--length {length} makes no sequence longer: the longest, of {longest.name}, has {most}"
+        )
+    chosen = [_fitted(case, length, device) for case in named]
     rows = []
     # The progress bar is on stderr, and only on a terminal.
     for case in track(chosen, "checking", console=Console(stderr=True), transient=True):
@@ -79,8 +90,8 @@ def check(
     raise typer.Exit(0 if all(row.passed for row in rows) else 1)
 
 
-def _named(cases: str) -> list[Case]:
-    names = [name.strip() for name in cases.split(",") if name.strip()]
+def _named(cases: str | None) -> list[Case]:
+    names = listed(cases or "")
     if unknown := [name for name in names if name not in NAMED]:
         raise typer.BadParameter(f"no case is named {', '.join(unknown)}; the models are {', '.join(map(str, MODELS))}")
     return [NAMED[name] for name in names] or MODELS
@@ -147,7 +158,7 @@ def _print(rows: list[CheckRow]) -> None:
             verdict,
         )
     console = Console(soft_wrap=True)
-    console.print(table)
+    print_whole(console, table)
     console.print(
         "\nerror: error over tolerance, forward and backward; up to 1 passes. Times: the median of the forward."
     )

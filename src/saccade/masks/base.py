@@ -10,6 +10,7 @@ interval inside of which everything is visible, so that inner tiles need no mask
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -158,7 +159,7 @@ class Mask:
         )
 
     def draw(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0) -> str:
-        """Rows are queries, columns keys: `■` visible, `·` masked.
+        """Rows are queries, columns keys: `■` visible, `·` masked; `#` and `.` where standard output lacks these.
 
         >>> print(causal().draw(2, 4))
         causal
@@ -168,7 +169,8 @@ class Mask:
         s_q = s_q or self._size() or 8
         s_k = s_k or s_q
         rows = self.visible(s_q, s_k, batch + 1)[batch].tolist()
-        return "\n".join([repr(self), *(" ".join("■" if cell else "·" for cell in row) for row in rows)])
+        seen, masked = "■·" if _printable("■·") else "#."
+        return "\n".join([repr(self), *(" ".join(seen if cell else masked for cell in row) for row in rows)])
 
     def plot(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0, ax: Axes | None = None) -> Axes:
         """The same picture with matplotlib; returns the axes."""
@@ -187,6 +189,14 @@ class Mask:
 
     def __str__(self) -> str:
         return self.draw() if (self._size() or 8) <= 64 else repr(self)
+
+
+def _printable(text: str) -> bool:
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class PredicateMask(Mask):
