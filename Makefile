@@ -8,7 +8,9 @@ NEWEST := 3.9.0
 # The oldest PyTorch that pyproject.toml admits, and the newest that was tried.
 OLDEST_TORCH := 2.11
 NEWEST_TORCH := 2.13
+# Where pip looks for PyTorch besides the package index: without a GPU, https://download.pytorch.org/whl/cpu has less.
 TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -71,7 +73,7 @@ dist: .venv/dev.stamp  ## wheel and sdist, into dist/
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 
-# The wheel in environments of its own, which bring gigabytes: TORCH_INDEX=https://download.pytorch.org/whl/cpu has less.
+# The wheel in environments of its own, which bring gigabytes without TORCH_INDEX.
 release-check: dist  ## wheel and sdist, and the wheel on the oldest and on the newest PyTorch
 	for torch in $(OLDEST_TORCH) $(NEWEST_TORCH); do \
 	  rm -rf .venv/torch && $(PYTHON) -m venv .venv/torch && \
@@ -90,10 +92,15 @@ docs-browse: docs  ## the site in Chromium: links, pictures, errors, screenshots
 clean:  ## remove what the other targets made
 	rm -rf .venv .hypothesis .pytest_cache .ruff_cache dist site site-screenshots train_bytes.png
 
+# Modules that are never imported need not be compiled, which takes longer than all the rest.
 .venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/pip
-	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt
+	@echo "Set-up: saccade[$*] and PyTorch, into .venv"
+	@command -v nvidia-smi >/dev/null || [ "$(TORCH_INDEX)" ] || \
+	  echo "No NVIDIA GPU here? TORCH_INDEX=https://download.pytorch.org/whl/cpu spares gigabytes."
+	$(PIP) --no-compile -e '.[$*]' -c constraints.txt
 	@touch $@
 
 # A half-made environment would pass for a whole one the next time.
 .venv/bin/pip:
+	@echo "Set-up: a virtual environment in .venv"
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }

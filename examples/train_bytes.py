@@ -1,6 +1,6 @@
 """Train a small byte-level transformer on Python's own standard library, with saccade beside PyTorch's attention.
 
-    make demo                              # or: python examples/train_bytes.py --seconds 60
+    make demo                              # or: python examples/train_bytes.py --seconds 150
 
 Documents (top-level definitions) lie end to end in rows of 4096 bytes; a byte sees at most the 256 bytes before it, of
 its own document. Two copies of one model, of the same seed, get the same batches and the same time:
@@ -8,8 +8,8 @@ its own document. Two copies of one model, of the same seed, get the same batche
 - saccade:  attention(q, k, v, mask=window(256, 0), layout=Packed(...)): every document is a sequence, none is padded
 - SDPA:     F.scaled_dot_product_attention(q, k, v, attn_mask=...), the same mask as a tensor of booleans
 
-Then saccade is checked against its float64 oracle on the trained model's own q, k, v, losses and times are drawn, and
-what packing saves is counted: the padding, and the masked scores.
+First one layer of each is timed alone, and saccade's is checked against its float64 oracle; after the training again,
+on the model's own q, k, v. What packing saves is counted, the padding and the masked scores, and all of it is drawn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -41,7 +42,7 @@ WARMUP = 10  # steps
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (b, s, h_q, d), k and v (b, s, h_kv, d) -> (b, s, h_q, d)
 Batch = tuple[Tensor, Tensor]  # (b, LENGTH + 1) bytes, and the number of the document that each belongs to
-console = Console()
+console = Console(soft_wrap=True)
 
 
 # ---- The text.
@@ -239,12 +240,14 @@ def trained_qkv(contender: Contender, tokens: Tensor, ids: Tensor) -> list[tuple
     return seen
 
 
-def attention_seconds(contenders: list[Contender], qkv: tuple[Tensor, Tensor, Tensor], ids: Tensor) -> list[float]:
-    """Attention alone, forward and backward, one layer: the median of samples taken in turns."""
+def attention_seconds(
+    contenders: list[Contender], qkv: tuple[Tensor, Tensor, Tensor], ids: Tensor, repeats: int = 7
+) -> list[float]:
+    """Attention alone, forward and backward, one layer: the median of samples taken in turns, less the first."""
     q, k, v = (x.detach().requires_grad_() for x in qkv)
     attends = [contender.attention(ids[:, :-1]) for contender in contenders]
     samples: list[list[float]] = [[] for _ in contenders]
-    for _ in range(7):
+    for _ in range(repeats):
         for attend, times in zip(attends, samples, strict=True):
             start = now(q.device.type)
             torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))
@@ -258,7 +261,10 @@ def agrees_with_oracle(layers: list[tuple[Tensor, Tensor, Tensor]], ids: Tensor)
     layout = Packed(offsets, offsets, 1024, 1024)
     worst = max(check(*(x[0, :1024] for x in qkv), mask=window(WINDOW, 0), layout=layout).ratio for qkv in layers)
     verdict = "[green]right[/]" if worst <= 1 else "[red]wrong[/]"
-    console.print(f"Against the oracle, on the model's own q, k, v: {worst:.2f} of the tolerated error, {verdict}.")
+    of = "every layer" if len(layers) > 1 else "a layer"
+    console.print(
+        f"Attention of {of}, forward and backward, against the oracle: {worst:.2f} of the tolerance, {verdict}."
+    )
     return worst <= 1
 
 
@@ -296,26 +302,53 @@ def report(contenders: list[Contender], attention_times: list[float], tokens: in
     console.print(table)
 
 
-def draw(contenders: list[Contender], attention_times: list[float], path: Path) -> None:
+def first_result(contenders: list[Contender], tokens: Tensor, ids: Tensor) -> None:
+    """One layer of the models as they are before training, seconds after the start."""
+    layers = trained_qkv(contenders[0], tokens, ids)[:1]
+    agrees_with_oracle(layers, ids)
+    ours, theirs = attention_seconds(contenders, layers[0], ids, repeats=2)
+    console.print(
+        f"A layer's attention takes saccade {milliseconds(ours)}, and SDPA with a mask tensor {milliseconds(theirs)}: "
+        f"[bold]{theirs / ours:.1f} times as fast[/]."
+    )
+
+
+def visible(ids: Tensor, cells: int = 512) -> Tensor:
+    """Where scores of a row are computed, for every eighth byte: 0 is nowhere, documents are 1 and 2 in turns."""
+    of = ids[:: len(ids) // cells]
+    i = torch.arange(len(of)) * (len(ids) // cells)
+    behind = i[:, None] - i
+    seen = (behind >= 0) & (behind <= WINDOW) & (of[:, None] == of)
+    return seen * (1 + of % 2)
+
+
+def draw(contenders: list[Contender], attention_times: list[float], ids: Tensor, path: Path) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        console.print(f"No picture: {path} needs matplotlib; pip install matplotlib", soft_wrap=True)
+        console.print(f"No picture: {path} needs matplotlib; pip install matplotlib")
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
 
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
     colors = ("#0b6e8f", "#e08a1e")
-    figure, (curves, bars) = plt.subplots(1, 2, figsize=(12, 4.6), width_ratios=(3, 2), layout="constrained")
+    figure, (square, curves, bars) = plt.subplots(1, 3, figsize=(15, 4.6), width_ratios=(5, 6, 5), layout="constrained")
 
-    for c, color, width in zip(contenders, colors, (4.5, 1.8), strict=True):
+    seen = visible(ids)
+    square.imshow(seen.numpy(), cmap=ListedColormap(["#f3f4f6", colors[0], "#7cc3d8"]), vmin=0, vmax=2)
+    square.set(xlabel="key", ylabel="query", xticks=[], yticks=[])
+    documents = f"{len(document_offsets(ids[None])) - 1} documents in {LENGTH} bytes"
+    square.set_title(f"{documents}:\n{(seen > 0).float().mean():.0%} of the scores are computed")
+
+    for c, color in zip(contenders, colors, strict=True):
         steps = range(1, len(c.losses) + 1)
         smooth = [c.loss_at(step) for step in steps]
-        label = f"{c.name}: {smooth[-1]:.2f} after {sum(c.seconds):.0f} s, {len(steps)} steps"
-        curves.plot(steps, smooth, color=color, lw=width, label=label)
-        curves.plot(steps[-1], smooth[-1], "o", color=color, ms=9)
-    curves.set(xlabel="training step", ylabel="nats per byte, mean of 10 steps", title="Loss: one path, the same time")
+        times = list(accumulate(c.seconds))
+        curves.plot(times, smooth, color=color, lw=2.5, label=f"{c.name}: {smooth[-1]:.2f} after {len(steps)} steps")
+        curves.plot(times[-1], smooth[-1], "o", color=color, ms=9)
+    curves.set(xlabel="seconds of training", ylabel="nats per byte, mean of 10 steps", title="Loss, in the same time")
     curves.set_xlim(0)
     curves.grid(alpha=0.25)
     curves.legend(frameon=False, loc="upper right")
@@ -327,13 +360,13 @@ def draw(contenders: list[Contender], attention_times: list[float], path: Path) 
         bars.bar_label(drawn, [milliseconds(times[i]) for times in groups.values()], padding=4)
     bars.set_yticks([group + 0.19 for group in range(len(groups))], list(groups))
     bars.invert_yaxis()
-    bars.margins(x=0.2)
+    bars.margins(x=0.3)
     bars.locator_params(axis="x", nbins=5)
     bars.set(xlabel="milliseconds (less is better)", title="Time, forward and backward")
     bars.tick_params(axis="y", length=0)
     bars.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=130)
-    console.print(f"The picture is {path}.", soft_wrap=True)
+    console.print(f"The picture is {path}.")
 
 
 def pick_device(wanted: str | None) -> str:
@@ -351,12 +384,13 @@ def pick_device(wanted: str | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A byte-level transformer on saccade, beside the same on SDPA.")
-    parser.add_argument("--seconds", type=float, default=150.0, help="training time, for both models together")
+    parser.add_argument("--seconds", type=float, default=60.0, help="training time, for both models together")
     parser.add_argument("--out", type=Path, default=Path("train_bytes.png"), help="where the picture goes")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU, when there is one")
     args = parser.parse_args()
     device = pick_device(args.device)
 
+    console.print(f"[bold]1. A first result[/], on {device}")
     texts = standard_library()
     contenders = []
     for name, attention_of in (("saccade", with_saccade), ("SDPA", with_sdpa)):
@@ -364,19 +398,25 @@ def main() -> None:
         data = batches(texts, 1 if device == "cpu" else 16, device)
         contenders.append(Contender(name, attention_of, ByteModel().to(device), data))
     parameters = sum(p.numel() for p in contenders[0].model.parameters())
+    first_result(contenders, *next(contenders[0].data))
+    contenders[0].data = batches(texts, 1 if device == "cpu" else 16, device)
+    console.print(f"[bold]2. {args.seconds:g} seconds of training[/], the two in turns, on the same bytes")
     console.print(
         f"{len(texts):,} definitions of Python's standard library, {sum(map(len, texts)) / 1e6:.1f} MB; "
-        f"a model of {parameters / 1e6:.2f} million parameters, trained on {device}"
+        f"a model of {parameters / 1e6:.2f} million parameters"
     )
     train(contenders, args.seconds, device)
 
+    console.print("[bold]3. What came out[/]")
     tokens, ids = next(contenders[0].data)
     layers = trained_qkv(contenders[0], tokens, ids)
     times = attention_seconds(contenders, layers[0], ids)
     report(contenders, times, ids[:, :-1].numel())
-    report_saving([next(contenders[0].data)[1][:, :-1] for _ in range(50)])
+    rows = [next(contenders[0].data)[1][:, :-1] for _ in range(50)]
+    report_saving(rows)
     right = agrees_with_oracle(layers, ids)
-    draw(contenders, times, args.out)
+    fullest = max((row.cpu() for batch in rows for row in batch), key=lambda row: len(document_offsets(row[None])))
+    draw(contenders, times, fullest, args.out)
     raise SystemExit(0 if right else 1)
 
 

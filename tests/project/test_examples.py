@@ -266,7 +266,7 @@ def test_train_bytes(monkeypatch, capsys, tmp_path):
 def test_no_picture_without_matplotlib(monkeypatch, capsys, tmp_path):
     """The end of what the example does: without it all else is as it was."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    runpy.run_path(str(EXAMPLES / "train_bytes.py"))["draw"]([], [], tmp_path / "picture.png")
+    runpy.run_path(str(EXAMPLES / "train_bytes.py"))["draw"]([], [], torch.zeros(0), tmp_path / "picture.png")
     assert "pip install matplotlib" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
