@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from saccade.bench import grids, report, rows
-from saccade.bench.console import print_whole
+from saccade.bench.console import listed, print_whole, some_name
 from saccade.bench.grids import GRIDS, Cell
 from saccade.bench.machine import Run, folder
 from saccade.bench.providers import PROVIDERS, Provider, matching
@@ -90,21 +90,6 @@ def bench(
         file = _file(out, place, setting.run, names)
         measured = _measure(setting, run(setting, cells), cells, file, minutes, progress)
     _finish(measured, old, json_lines)
-
-
-def listed(names: str) -> list[str]:
-    """
-    >>> listed("host, decode,")
-    ['host', 'decode']
-    """
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def some_name(names: str | None) -> str | None:
-    """An option's words, which name something where they are given."""
-    if names is not None and not listed(names):
-        raise typer.BadParameter(f"{names!r} names nothing; without the option a default is taken")
-    return names
 
 
 def _measure(

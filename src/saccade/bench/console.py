@@ -1,10 +1,26 @@
-"""Tables on a terminal."""
+"""Words that come from a terminal, and tables that go there."""
 
 from __future__ import annotations
 
+import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+
+
+def listed(names: str) -> list[str]:
+    """
+    >>> listed("host, decode,")
+    ['host', 'decode']
+    """
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def some_name(names: str | None) -> str | None:
+    """An option's words, which name something where they are given."""
+    if names is not None and not listed(names):
+        raise typer.BadParameter(f"{names!r} names nothing; without the option a default is taken")
+    return names
 
 
 def print_whole(console: Console, table: Table) -> None:

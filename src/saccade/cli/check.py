@@ -14,8 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from saccade import Unsupported, attention
-from saccade.bench.cli import listed, some_name
-from saccade.bench.console import print_whole
+from saccade.bench.console import listed, print_whole, some_name
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
