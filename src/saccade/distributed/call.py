@@ -21,7 +21,8 @@ from saccade.layouts.validate import counts_from_first, sink_error
 from saccade.masks import KeyInterval, Mask, Window, as_mask
 from saccade.scores import ScoreMod, Traced
 
-KEYS, QUERIES, RESULT = "the exchange of keys and values", "the exchange of query heads", "the exchange of results"
+KEYS, PIECES = "the exchange of keys and values", "the exchange of keys and values for pieces"
+QUERIES, RESULT = "the exchange of query heads", "the exchange of results"
 
 
 class Options(NamedTuple):
@@ -65,7 +66,8 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
     if exchange is not None:
-        k, v = (_user_order(x, given) for x in exchange(KEYS, _to_rows(given, k), _to_rows(given, v)))
+        stage = PIECES if pieces else KEYS
+        k, v = (_user_order(x, given) for x in exchange(stage, _to_rows(given, k), _to_rows(given, v)))
     return _run(plan, _bound(q, k, v, layout, options), options)
 
 

@@ -154,7 +154,7 @@ class ContextPlan:
         self._check_rows(x, dim, self.rows, "this rank's")
         arguments.integer("shift", shift, least=None)
         wanted = [shifted(pieces, self.lengths, shift) for pieces in self.sharding.by_rank]
-        found = self._moved(x.movedim(dim, 0)[: self.used_rows], ("roll", shift), wanted, "roll")
+        found = self._moved(x.movedim(dim, 0)[: self.used_rows], ("roll", shift), wanted, f"roll by {shift}")
         key = "rolled", shift, str(x.device)
         if key not in self._kept:
             source = self._tensor("positions", x.device) - shift

@@ -69,7 +69,8 @@ def plan(
         rank: which of a number of ranks this is.
         timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words, and a device stops
             that waits for others by "pull"; None, and NCCL's collectives: the group's own timeout.
-        debug: compare the ranks' plans and stages before each exchange, and say which rank is elsewhere.
+        debug: on GPUs compare the ranks' plans, stages and shapes before each exchange, not only before the first of
+            its kind; on CPUs they always are.
 
     Raises:
         ValueError: lengths that are negative or no integers, offsets that decrease, a process that is not in the group,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from saccade.distributed.agreement import agreement_of
+from saccade.distributed.peers import group_seconds
 
 
 @dataclass
@@ -25,8 +29,7 @@ class Transport:
     timeout: float | None = None
     """Seconds for an exchange; None leaves it to the group's."""
     debug: bool = False
-    """Whether ranks compare fingerprints, stages and shapes before each exchange."""
-    exchanges: int = field(default=0, init=False)
+    """Whether ranks on devices compare every exchange, and not only the first like it; on CPUs they do anyway."""
 
     def all_to_all(
         self, x: Tensor, received: Sequence[int], sent: Sequence[int], stage: str, of: Sequence[Tensor] | None = None
@@ -47,12 +50,38 @@ class Transport:
         return x
 
     def begin(self, xs: Sequence[Tensor], stage: str) -> Any:
-        """The group, before an exchange; compared with the other ranks' if asked."""
-        self.exchanges += 1
+        """The group, before an exchange that all ranks are in: of the same plan, stage, dtype and row shapes.
+
+        Raises:
+            RuntimeError: ranks that are elsewhere, or that do not come.
+        """
         group = self.group(stage)
-        if self.debug:
-            self._compare(group, xs, stage)
+        ranks = agreement_of(group)
+        ranks.exchanges += 1
+        mine, device = f"plan {self.fingerprint}, {stage}, rows of {_named(xs, 1)}", xs[0].device
+        if device.type == "cpu":
+            ranks.note(mine)
+            if self._equal(group, mine, stage, xs):
+                return group
+        elif ranks.known(mine) and not self.debug:
+            return group
+        else:
+            ranks.note(mine)
+        try:
+            told = ranks.meet(mine, self.timeout or group_seconds(group, device))
+        except RuntimeError as error:
+            raise RuntimeError(self.told(stage, xs, error)) from error
+        if told:
+            raise RuntimeError(f"ranks are in different exchanges:\n{told}")
         return group
+
+    def _equal(self, group: Any, mine: str, stage: str, xs: Sequence[Tensor]) -> bool:
+        """Whether all ranks say the same, on CPUs: by the group's own collective, in which a rank that has ended is
+        noticed at once. Either every rank finds another's unequal, or none does."""
+        digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "little")
+        given, found = torch.full((self.size,), digest), torch.empty(self.size, dtype=torch.int64)
+        self._run(stage, xs, lambda: dist.all_to_all_single(found, given, group=group, async_op=True))
+        return bool((found == digest).all())
 
     def group(self, stage: str) -> Any:
         """The process group, which is as it was when the plan was made."""
@@ -80,25 +109,15 @@ class Transport:
             raise RuntimeError(self.told(stage, xs, error)) from error
 
     def told(self, stage: str, xs: Sequence[Tensor], error: object) -> str:
-        return (
-            f"rank {self.rank} of {self.size}: {stage}, exchange {self.exchanges} of this plan, of {_named(xs)}, "
-            f"failed; another rank has failed, or is not in the same call: {error}"
-        )
-
-    def _compare(self, group: Any, xs: Sequence[Tensor], stage: str) -> None:
-        """
-        Raises:
-            RuntimeError: ranks that are elsewhere, or have another plan.
-        """
-        mine = f"plan {self.fingerprint}, exchange {self.exchanges}, {stage}, rows of {_named(xs, 1)}"
-        found: list[Any] = [None] * self.size
+        ranks = agreement_of(self.group(stage))
         try:
-            dist.all_gather_object(found, mine, group=group)
-        except RuntimeError as error:
-            raise RuntimeError(self.told(f"comparing plans before {stage}", xs, error)) from error
-        if len({*found}) > 1:
-            told = "\n".join(f"  rank {i}: {text}" for i, text in enumerate(found))
-            raise RuntimeError(f"ranks are in different exchanges:\n{told}")
+            places = ranks.notes()
+        except RuntimeError:
+            places = "  unknown: the group's store has ended too"
+        return (
+            f"rank {self.rank} of {self.size}: {stage}, exchange {ranks.exchanges} of its group, of {_named(xs)}, "
+            f"failed; another rank has failed, or is not in the same call: {error}\nWhere ranks were last:\n{places}"
+        )
 
 
 def _named(xs: Sequence[Tensor], first: int = 0) -> str:

@@ -1,0 +1,194 @@
+"""Ranks that fail, lag or are elsewhere: all others end, and say which rank it was, and where."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from saccade import attention, causal
+from saccade.distributed import make, plan
+
+HERE = str(Path(__file__))
+LENGTHS = [8, 4, 0, 9]
+
+
+def call(made, dtype=torch.float32, h=2, **keywords):
+    x = made.shard(torch.randn(21, h, 16, dtype=dtype))
+    return attention(x, x, x, mask=causal(), context=made, **keywords)
+
+
+def heard(work, *arguments, **keywords):
+    """The words of an error, and after how long."""
+    start = time.perf_counter()
+    try:
+        work(*arguments, **keywords)
+    except (RuntimeError, ValueError) as error:
+        return str(error), time.perf_counter() - start
+    return "", time.perf_counter() - start
+
+
+@pytest.fixture
+def broken_pool():
+    """Of its own: what fails breaks its groups."""
+    from saccade.testing.ranks import Pool
+
+    with Pool(2) as pool:
+        yield pool
+
+
+def lagging(group):
+    made = plan(LENGTHS, group, mask=causal(), timeout=2.0)
+    call(made)
+    if made.rank == 1:
+        return time.sleep(6)
+    return heard(call, made)
+
+
+def test_a_rank_that_lags(broken_pool):
+    told, seconds = broken_pool.run((HERE, "lagging"), 2)[0]
+    assert told.startswith("rank 0 of 2: the exchange of keys and values, exchange 2 of its group, of torch.float32")
+    assert "another rank has failed, or is not in the same call" in told
+    assert "\n  rank 0: exchange 2: plan " in told
+    assert "\n  rank 1: exchange 1: plan " in told
+    assert seconds < 5
+
+
+def raising(group):
+    made = plan(LENGTHS, group, mask=causal(), timeout=2.0)
+
+    def score(s, b, h, i, j):
+        return s * (1 / (1 - made.rank))
+
+    found = [heard(call, made, score_mod=score)]
+    if made.rank == 1:
+        time.sleep(5)
+    return [*found, heard(call, made)]
+
+
+def test_a_score_function_that_raises_on_one_rank(broken_pool):
+    """It fails after the exchange; the next one names the rank that is not there."""
+    ((told, _), (ended, seconds)), ((raised, _), _) = broken_pool.run((HERE, "raising"), 2)
+    assert "division by zero" in raised
+    assert not told
+    assert ended.startswith("rank 0 of 2: the exchange of keys and values, exchange 2 of its group")
+    assert "\n  rank 1: exchange 1: plan " in ended
+    assert 1 < seconds < 5
+
+
+def ending(group):
+    """Rank 1 ends between two calls, as a process that is out of memory does."""
+    made = plan(LENGTHS, group, mask=causal())
+    call(made)
+    if made.rank == 1:
+        os._exit(1)
+    call(made)
+
+
+def test_a_rank_that_ends(broken_pool):
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: the exchange of keys and values, exchange 2 of its group"):
+        broken_pool.run((HERE, "ending"), 2)
+    assert time.perf_counter() - start < 30
+
+
+def apart(group, how):
+    """Rank 1 is elsewhere, alone; after that all are together again."""
+    made, other = plan(LENGTHS, group, mask=causal()), plan([*LENGTHS[:3], 2, 7], group, mask=causal())
+    alone = made.rank == 1
+    whole = torch.randn(21, 2, 16, requires_grad=True)
+    call(made)
+    if how == "heads":
+        told = heard(call, made, h=4 if alone else 2)
+    elif how == "dtype":
+        told = heard(call, made, torch.float16 if alone else torch.bfloat16)
+    elif how == "plan":
+        told = heard(call, other if alone else made)
+    elif how == "stage":
+        told = heard(lambda: made.unshard(made.shard(whole)[:, 0, :4]) if alone else made.roll(made.shard(whole), -1))
+    elif how == "shift":
+        told = heard(made.roll, made.shard(whole), 1 if alone else -1)
+    else:
+        told = heard(call, made, dropout_p=0.1 if alone else 0.0)
+        if not alone:  # in the next exchange
+            told = heard(call, made)
+    call(made)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("heads", ("rows of torch.float32 (2, 1, 16)", "rows of torch.float32 (4, 1, 16)")),
+        ("dtype", ("rows of torch.bfloat16", "rows of torch.float16")),
+        ("plan", ("plan ", "plan ")),
+        ("stage", ("roll by -1, rows of torch.float32 (2, 16)", "unshard, rows of torch.float32 (4,)")),
+        ("shift", ("roll by -1", "roll by 1")),
+        ("dropout", ("the exchange of keys and values", "dropout's seed")),
+    ],
+)
+def test_a_rank_that_is_elsewhere(pool, how, words):
+    """Every rank hears the same, at once, and nothing was exchanged: the group goes on."""
+    found = pool.run((HERE, "apart"), 3, how)
+    assert len({told for told, _ in found}) == 1
+    first, *lines = found[0][0].splitlines()
+    assert first == "ranks are in different exchanges:"
+    for i, line in enumerate(lines):
+        assert line.startswith(f"  rank {i}: plan ")
+        assert words[i == 1] in line
+    assert lines[0][10:] == lines[2][10:] != lines[1][10:]
+    assert all(seconds < 10 for _, seconds in found)
+
+
+def histories(group, debug):
+    """Ranks whose caches of plans differ."""
+    found = []
+    for i in range(3):
+        if group.rank() == i:
+            make._plans.clear()
+        found.append(call(plan(LENGTHS, group, mask=causal(), debug=debug)))
+    return all(bool(out.isfinite().all()) for out in found)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_may_have_other_histories(pool, debug):
+    assert pool.run((HERE, "histories"), 3, debug) == [True] * 3
+
+
+def compared(group, debug):
+    """Exchanges on devices, as far as the host is in them: which of them ranks compare, and rank 1 alone at last."""
+    from saccade.distributed.agreement import agreement_of
+
+    made, other = (plan(x, group, mask=causal(), timeout=2.0, debug=debug) for x in (LENGTHS, [21]))
+    ranks, found = agreement_of(group), []
+    for given, shape in ((made, (3, 4)), (made, (5, 4)), (made, (3, 8)), (other, (3, 4)), (made, (3, 4))):
+        before = ranks._meetings
+        given.rows_transport().begin([torch.empty(shape, device="meta")], "a stage")
+        found.append(ranks._meetings - before)
+    shape = (3, 4) if made.rank != 1 else (3, 16)
+    alone = heard(made.rows_transport().begin, [torch.empty(shape, device="meta")], "a stage")
+    left = [i for i in range(1, ranks._meetings + 1) if ranks.store.check([f"meeting/{i}/told"])]
+    return found, alone, left
+
+
+def test_ranks_compare_the_first_exchange_of_a_kind(broken_pool):
+    """And one that alone does another is not among the others."""
+    (found, (told, _), left), (same, (alone, seconds), _) = broken_pool.run((HERE, "compared"), 2, False)
+    assert found == same == [1, 0, 1, 1, 0]
+    assert left == [3]
+    assert not told
+    assert alone.startswith("rank 1 of 2: a stage, exchange 6 of its group, of torch.float32 (3, 16), failed")
+    assert "\n  rank 0: exchange 4: plan " in alone
+    assert 1 < seconds < 5
+
+
+def test_ranks_compare_all_exchanges_if_asked(broken_pool):
+    (found, (told, _), left), (_, (alone, seconds), _) = broken_pool.run((HERE, "compared"), 2, True)
+    assert found == [1] * 5
+    assert left == [6]
+    assert told == alone
+    assert told.startswith("ranks are in different exchanges:\n  rank 0: plan ")
+    assert seconds < 2
