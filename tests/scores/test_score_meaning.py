@@ -510,6 +510,31 @@ def test_rows(name):
             torch.testing.assert_close(found, expected)
 
 
+H = torch.randn(2, **DOUBLE)
+PRODUCTS = {
+    "table first": lambda s, b, h, i, j: s - H[h] * (i - j).abs() * 0.1,
+    "distance first": lambda s, b, h, i, j: s + (i - j).abs() * 0.1 * H[h],
+    "number first": lambda s, b, h, i, j: s + 0.1 * H[h] * (i - j),
+    "quotient": lambda s, b, h, i, j: s + H[h] / (1 + (i - j).abs()),
+    "quotient of numbers": lambda s, b, h, i, j: s + H[h] * (i - j) / 3,
+    "both": lambda s, b, h, i, j: s * (1 + 0.1 * H[h] * j) + (H[h] * (i - j) * 0.3).tanh(),
+    "chosen": lambda s, b, h, i, j: torch.where(i > j, s - H[h] * (i - j) * 0.7, s * H[h] * j / 7),
+    "powers": lambda s, b, h, i, j: s + H[h] ** 2 * (i + j) ** 2 * 0.01,
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_gradients_of_tensors_beside_indices_are_of_float64(name, backend):
+    """Also where derivatives multiply numbers and indices, which alone are float32 in torch."""
+    q, k, v = (x.double() for x in operands())
+    out = attention(q, k, v, score_mod=PRODUCTS[name], backend=backend)
+    right = wanted(q, k, v, PRODUCTS[name])
+    found = [out, *torch.autograd.grad(out.square().sum(), H)]
+    expected = [right, *torch.autograd.grad(right.square().sum(), H)]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
 # What is refused says so
 
 REFUSED = {

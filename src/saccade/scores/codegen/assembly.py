@@ -108,16 +108,15 @@ class Assembly:
             return node.meta["constant"].item()
         name = name_of(node)
         if name in _PASSES:
-            return self.copied(node.args[0])
+            return _as(node, self.copied(node.args[0]))
         if name in _FILLS:
-            return self.copied(node.args[1])
+            return _as(node, self.copied(node.args[1]))
         if name in _CONSTANTS:
-            one = name.startswith("ones")
-            return float(one) if node.meta["val"].is_floating_point() else int(one)
+            return _as(node, int(name.startswith("ones")))
         if name == "_to_copy":
             inner = self.copied(node.args[0])
             if not isinstance(inner, fx.Node):
-                return inner
+                return _as(node, inner)
             return self._node(aten._to_copy.default, (inner,), {"dtype": node.meta["val"].dtype}, node)
         target: Any = node.target
         if name.endswith("_") and not name.endswith("__"):  # torch's own derivatives write into what only they see
@@ -129,12 +128,17 @@ class Assembly:
         if node.target is operator.getitem:
             return self._node(node.target, args, kwargs, node)
         number = node.meta["val"].dim() == 0 if isinstance(node.meta["val"], Tensor) else False
-        if number or name not in _TAKES_NUMBERS:
+        if number or name not in _TAKES_NUMBERS or self._narrowed(node, args):
             schema = target._schema.arguments
             args = tuple(self._operand(x, a) for x, a in zip(args, schema, strict=False))
         elif not isinstance(args[0], fx.Node):  # the first one is never a number
             args = (self._operand(args[0], target._schema.arguments[0]), *args[1:])
         return self._node(target, args, kwargs, node)
+
+    def _narrowed(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
+        """Whether torch would compute float64 in its default dtype, as numbers meet nothing but integers."""
+        inputs = [x for x in args if isinstance(x, fx.Node) and x not in self.numbers]
+        return node.meta["val"].dtype == torch.float64 not in [x.meta["val"].dtype for x in inputs]
 
     def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -176,6 +180,14 @@ class Assembly:
     def _read(self, name: str) -> int | None:
         """Which read a placeholder stands for, if it is neither of the tile nor a number."""
         return next((i for i, node in enumerate(self.program.reads) if node.name == name), None)
+
+
+def _as(node: fx.Node, x: Any) -> Any:
+    """A Python number as a tensor of the node's dtype has it; nodes as they are."""
+    dtype = node.meta["val"].dtype
+    if isinstance(x, fx.Node) or dtype.is_complex:
+        return x
+    return bool(x) if dtype == torch.bool else float(x) if dtype.is_floating_point else int(x)
 
 
 def _folded(name: str, args: tuple[Any, ...]) -> Any:
