@@ -152,7 +152,15 @@ def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -
     if capturing or None in versions:
         return make()
     stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
-    return _derived.get_or_make((key, stream, tuple(versions)), make, tensors)
+    return _derived.get_or_make((key, stream, tuple(versions)), lambda: lasting(make), tensors)
+
+
+def lasting(make: Callable[[], Value]) -> Value:
+    """The result of `make`, to be kept: in inference mode too its tensors are such that any later call may use."""
+    if not torch.is_inference_mode_enabled():
+        return make()
+    with torch.inference_mode(False), torch.no_grad():
+        return make()
 
 
 def version(x: Tensor) -> Hashable | None:

@@ -4,29 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from saccade import arguments
+from saccade.bounded_cache import lasting
 from saccade.distributed import cost, picture
+from saccade.distributed.exchanges import moved
 from saccade.distributed.groups import Ranks
 from saccade.distributed.heads import HeadExchange
 from saccade.distributed.pieces import Piece, shifted
 from saccade.distributed.pull import PulledRows
-from saccade.distributed.rows import RowExchange, numbers
+from saccade.distributed.rows import RowExchange, numbers, repeated
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.lazily import lazily
+from saccade.scores.recording.compile_constant import callable_of, compile_constant
 
 
 def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
     """With so many more rows of one value."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows), value=value) if rows else x
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def once(make: Method) -> Method:
+    """A method of a plan that runs once for its arguments."""
+    name = make.__name__
+
+    def kept(self: ContextPlan, *arguments: Any) -> Any:
+        if (key := (name, *arguments)) not in self._kept:
+            if torch.compiler.is_dynamo_compiling():
+                raise RuntimeError(
+                    f"torch.compile is the first to need {name}{arguments} of {self!r}: give plan(…, heads=(h_q, h_k)), "
+                    "or call what is compiled once without it"
+                )
+            self._kept[key] = lasting(lambda: make(self, *arguments))
+        return self._kept[key]
+
+    return wraps(make)(kept)  # pyright: ignore[reportReturnType]
+
+
+@compile_constant
+def constant(address: int, name: str, *arguments: Any) -> Any:
+    """What a plan's method returns; where torch.compile is the first to need it, while that compiles."""
+    return getattr(callable_of(address), name)(*arguments)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,7 +82,7 @@ class ContextPlan:
     rows_of_each: int | None = None
     """How many rows every rank has, with padding after those in use; None where there is no padding."""
     _kept: dict[Any, Any] = field(default_factory=dict)
-    """Tensors by their device, exchanges by their purpose."""
+    """What is made once: tensors, layouts, exchanges."""
 
     # Rows
 
@@ -89,39 +119,35 @@ class ContextPlan:
         """How many of the rows are padding."""
         return self.rows - self.used_rows
 
+    # What users get of these are copies: they may write to them.
+
     @property
     def row_indices(self) -> Tensor:
         """(used_rows,) int64: the number of each row of this rank among all."""
-        return self._tensor("rows", self.ranks.device)
+        return self._rows(self.ranks.device).clone()
 
     @property
     def position_ids(self) -> Tensor:
         """(rows,) int64: where each row of this rank stands in its document, 0 for padding: for rotary embeddings."""
-        return self.kept("padded positions", lambda: F.pad(self._tensor("positions", self.ranks.device), self._ends))
+        return padded(self._positions(self.ranks.device).clone(), self.padding)
 
     @property
     def document_ids(self) -> Tensor:
         """(rows,) int64: the number of each row's document, -1 for padding."""
-        documents = self._tensor("documents", self.ranks.device)
-        return self.kept("padded documents", lambda: F.pad(documents, self._ends, value=-1))
+        return padded(self._documents(self.ranks.device).clone(), self.padding, -1)
 
-    @property
-    def _ends(self) -> tuple[int, int]:
-        return 0, self.padding
+    @once
+    def _rows(self, device: str) -> Tensor:
+        first = [0, *accumulate(self.lengths)]
+        return numbers([(first[p.document] + p.start, p.rows) for p in self.pieces], device)
 
-    def _tensor(self, what: str, device: Any) -> Tensor:
-        key = what, str(device)
-        if key not in self._kept:
-            pieces, first = self.pieces, [0, *accumulate(self.lengths)]
-            if what == "rows":
-                found = numbers([(first[p.document] + p.start, p.rows) for p in pieces], device)
-            elif what == "positions":
-                found = numbers([(p.start, p.rows) for p in pieces], device)
-            else:
-                found = torch.tensor([p.document for p in pieces], dtype=torch.int64)
-                found = found.repeat_interleave(torch.tensor([p.rows for p in pieces], dtype=torch.int64)).to(device)
-            self._kept[key] = found
-        return self._kept[key]
+    @once
+    def _positions(self, device: str) -> Tensor:
+        return numbers([(p.start, p.rows) for p in self.pieces], device)
+
+    @once
+    def _documents(self, device: str) -> Tensor:
+        return repeated([p.document for p in self.pieces], [p.rows for p in self.pieces]).to(device)
 
     def shard(self, x: Tensor, dim: int = 0, fill: float = 0) -> Tensor:
         """This rank's rows of a tensor that every rank has whole, and `fill` in rows of padding; its gradient is zero
@@ -135,17 +161,14 @@ class ContextPlan:
         tensor([0, 4, 5, 6])
         """
         self._check_rows(x, dim, sum(self.lengths), "all")
-        mine = x.index_select(dim, self._tensor("rows", x.device))
+        mine = x.index_select(dim, self._rows(str(x.device)))
         return padded(mine.movedim(dim, 0), self.padding, fill).movedim(0, dim)
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
         """All rows, of every rank's, without padding. A collective, and so is its backward, in which a row's gradient
         is the sum over all ranks: that of the sum of their losses."""
         self._check_rows(x, dim, self.rows, "this rank's")
-        whole = [Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]
-        return self._moved(x.movedim(dim, 0)[: self.used_rows], "unshard", [whole] * self.size, "unshard").movedim(
-            0, dim
-        )
+        return self._moved(x.movedim(dim, 0), "unshard", "_of_all").movedim(0, dim)
 
     def roll(self, x: Tensor, shift: int, dim: int = 0, fill: float = -100) -> Tensor:
         """`y[p] = x[p - shift]` in each document, across ranks: with -1 the labels of next tokens. Rows for which there
@@ -153,15 +176,16 @@ class ContextPlan:
         collective."""
         self._check_rows(x, dim, self.rows, "this rank's")
         arguments.integer("shift", shift, least=None)
-        wanted = [shifted(pieces, self.lengths, shift) for pieces in self.sharding.by_rank]
-        found = self._moved(x.movedim(dim, 0)[: self.used_rows], ("roll", shift), wanted, f"roll by {shift}")
-        key = "rolled", shift, str(x.device)
-        if key not in self._kept:
-            source = self._tensor("positions", x.device) - shift
-            ends = torch.tensor(self.lengths, device=x.device)[self._tensor("documents", x.device)]
-            self._kept[key] = ((source >= 0) & (source < ends)).nonzero()[:, 0]
+        found = self._moved(x.movedim(dim, 0), f"roll by {shift}", "_of_rolled", shift)
         rolled = torch.full_like(x.movedim(dim, 0), fill)
-        return rolled.index_copy(0, self._kept[key], found).movedim(0, dim)
+        return rolled.index_copy(0, constant(id(self), "_rolled", shift, str(x.device)), found).movedim(0, dim)
+
+    @once
+    def _rolled(self, shift: int, device: str) -> Tensor:
+        """The rows of this rank that have a source, when rows are rolled."""
+        ends = repeated([self.lengths[p.document] for p in self.pieces], [p.rows for p in self.pieces])
+        source = self._positions("cpu") - shift
+        return ((source >= 0) & (source < ends)).nonzero()[:, 0].to(device)
 
     def _check_rows(self, x: Tensor, dim: int, rows: int, which: str) -> None:
         arguments.tensors(x=x)
@@ -172,14 +196,18 @@ class ContextPlan:
 
     @property
     def local(self) -> Layout:
-        """The layout of this rank's call, when its keys have come: its rows, where they and their keys stand."""
-        return self.layout(self.ranks.device)
+        """The layout of this rank's call, when its keys have come: its rows, where they and their keys stand. A new
+        one each time, which is nobody else's."""
+        device = self.ranks.device
+        return self._packed(device) if self.batch is None else self._dense(device, "bhsd")
 
     def layout(self, device: Any, order: str = "bhsd") -> Layout:
         """`local` on a device; of a batch in this order."""
-        if self.batch is None:
-            return self.kept(("layout", str(device)), lambda: self._packed(device))
-        return self.kept(("layout", str(device), order), lambda: self._dense(device, order))
+        return self._layout(str(device), "thd" if self.batch is None else order)
+
+    @once
+    def _layout(self, device: str, order: str) -> Layout:
+        return self._packed(device) if self.batch is None else self._dense(device, order)
 
     def _packed(self, device: Any) -> Packed:
         sharding, part = self.sharding, self.ranks.part
@@ -191,7 +219,7 @@ class ContextPlan:
         for span in sharding.keys[part]:
             keys[span.document], first[span.document] = span.rows, span.start
         layout = Packed.from_lengths(rows, keys, device=device)
-        q_offset = self._positions(device)
+        q_offset = self._offsets(device)
         k_offset = torch.tensor(first, dtype=torch.int32, device=device)
         return Packed(
             layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k, q_offset=q_offset,
@@ -205,9 +233,9 @@ class ContextPlan:
         if self.ranks.parts == 1:
             return Dense(order, used)
         k_offset = sum(span.start for span in self.sharding.keys[self.ranks.part])
-        return Dense(order, used, q_offset=self._positions(device), k_offset=k_offset)
+        return Dense(order, used, q_offset=self._offsets(device), k_offset=k_offset)
 
-    def _positions(self, device: Any) -> Tensor:
+    def _offsets(self, device: Any) -> Tensor:
         """(1, rows of the part) int32; ranks that divide heads have none of padding in a call."""
         pieces = self.sharding.by_part[self.ranks.part]
         found = [(p.start, p.rows) for p in pieces]
@@ -219,25 +247,29 @@ class ContextPlan:
     def prepare(self) -> None:
         """Makes what calls need, so that torch.compile finds it."""
         assert self.rows >= 0
+        device = self.ranks.device
+        self._rows(device), self._positions(device), self._documents(device)
         for order in ("bhsd",) if self.batch is None else ORDERS:
-            self.layout(self.ranks.device, order)
+            self.layout(device, order)
         if self.ranks.parts > 1:
             self.keys_exchange()
         if self.by_pieces:
-            self.pieces_layout(self.ranks.device)
+            self.pieces_layout(device)
             self.pieces_exchange()
         if self.ranks.heads > 1 and self.heads is not None:
             for h in self.heads:
                 self.heads_exchange(h, self.heads[0])
 
+    @once
     def heads_exchange(self, h: int, h_q: int) -> HeadExchange:
         """All rows of this part and a share of h heads, for all heads of this rank's rows."""
-        return self.kept(("heads", h, h_q), lambda: HeadExchange(self.part_rows(), h, h_q, self.heads_transport()))
+        return HeadExchange(self.part_rows(), h, h_q, self.heads_transport())
 
+    @once
     def keys_exchange(self) -> RowExchange:
         """The keys of all parts to the rows that see them."""
         sharding, kind = self.sharding, PulledRows if self.method.endswith("pull") else RowExchange
-        return self.kept("keys", lambda: kind(sharding.by_part, sharding.keys, self.rows_transport()))
+        return kind(sharding.by_part, sharding.keys, self.rows_transport())
 
     # Pieces as sequences. Where no row sees keys after itself, a piece's keys end with its last row, which is where
     # masks of the window family align rows and keys: they need no positions, which cost kernels time. A document in
@@ -250,56 +282,72 @@ class ContextPlan:
 
     def pieces_layout(self, device: Any) -> Packed:
         """One sequence for each piece, with its own keys."""
+        return self._pieces_layout(str(device))
+
+    @once
+    def _pieces_layout(self, device: str) -> Packed:
         pieces = self.pieces or [Piece(0, 0, 0)]
         lengths = [x.rows for x in pieces], [x.rows for x in self.sharding.seen(pieces)]
-        return self.kept(("pieces", str(device)), lambda: Packed.from_lengths(*lengths, device=device))
+        return Packed.from_lengths(*lengths, device=device)
 
+    @once
     def pieces_exchange(self) -> RowExchange:
         """The keys of each piece."""
         sharding = self.sharding
         needed = [sharding.seen(pieces) for pieces in sharding.by_part]
-        return self.kept("keys of pieces", lambda: PulledRows(sharding.by_part, needed, self.rows_transport()))
+        return PulledRows(sharding.by_part, needed, self.rows_transport())
 
+    # Of rows to all ranks, or rolled: the names of the exchange of this rank's part, and of that between parts.
+
+    @once
+    def _within(self) -> str:
+        ranks = self.ranks
+        own = self.sharding.by_rank[ranks.part * ranks.heads :][: ranks.heads]
+        return self._named(RowExchange(own, [self.sharding.by_part[ranks.part]] * ranks.heads, self.heads_transport()))
+
+    @once
+    def _of_all(self) -> str:
+        return self._across([[Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]] * self.size)
+
+    @once
+    def _of_rolled(self, shift: int) -> str:
+        return self._across([shifted(pieces, self.lengths, shift) for pieces in self.sharding.by_rank])
+
+    def _across(self, needed: Sequence[list[Piece]]) -> str:
+        first = self.ranks.rank % self.ranks.heads
+        return self._named(RowExchange(self.sharding.by_part, needed[first :: self.ranks.heads], self.rows_transport()))
+
+    def _named(self, exchange: RowExchange) -> str:
+        """Kept as long as the plan: torch.compile, which may meet it first, knows no more of it."""
+        self._kept[exchange.name] = exchange
+        return exchange.name
+
+    def _moved(self, x: Tensor, stage: str, across: str, *arguments: Any) -> Tensor:
+        x = x[: self.used_rows]
+        if self.ranks.heads > 1:
+            (x,) = moved(constant(id(self), "_within"), stage, x)
+        (x,) = moved(constant(id(self), across, *arguments), stage, x)
+        return x
+
+    @once
     def rows_transport(self) -> Transport:
         """Between the ranks with the same heads, one of each part."""
         ranks = self.ranks
-        return self._transport("rows", ranks.rows_group, ranks.part, ranks.parts)
+        return self._transport(ranks.rows_group, ranks.part, ranks.parts)
 
+    @once
     def heads_transport(self) -> Transport:
         """Between the ranks that divide heads."""
         ranks = self.ranks
-        return self._transport("heads", ranks.heads_group, ranks.rank % ranks.heads, ranks.heads)
+        return self._transport(ranks.heads_group, ranks.rank % ranks.heads, ranks.heads)
 
     def part_rows(self) -> list[int]:
         """The rows of each rank of this part."""
         first = self.ranks.part * self.ranks.heads
         return self.sharding.rows[first : first + self.ranks.heads]
 
-    def _moved(self, x: Tensor, key: Any, needed: Sequence[list[Piece]], stage: str) -> Tensor:
-        """Rows of all ranks that each rank needs: those of its part first, then those of the other parts."""
-        ranks, kept, sharding = self.ranks, self._kept, self.sharding
-        if key not in kept:
-            first, number = ranks.part * ranks.heads, ranks.rank % ranks.heads
-            own, part = sharding.by_rank[first : first + ranks.heads], sharding.by_part[ranks.part]
-            kept[key] = (
-                RowExchange(own, [part] * ranks.heads, self.heads_transport()),
-                RowExchange(sharding.by_part, needed[number :: ranks.heads], self.rows_transport()),
-            )
-        within, across = kept[key]
-        if ranks.heads > 1:
-            (x,) = within(stage, x)
-        (x,) = across(stage, x)
-        return x
-
-    def _transport(self, key: str, group: str, rank: int, size: int) -> Transport:
-        arguments = group, rank, size, self.fingerprint, self.timeout, self.debug
-        return self.kept(("transport", key), lambda: Transport(*arguments))
-
-    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What is made once for a plan."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+    def _transport(self, group: str, rank: int, size: int) -> Transport:
+        return Transport(group, rank, size, self.fingerprint, self.timeout, self.debug)
 
     # What it is
 

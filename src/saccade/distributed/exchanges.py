@@ -32,10 +32,15 @@ class Exchange(ABC):
         """That of the result of a tensor of this shape."""
 
     def __call__(self, stage: str, *xs: Tensor) -> list[Tensor]:
-        return torch.ops.saccade_distributed.exchange(xs, self.name, stage)
+        return moved(self.name, stage, *xs)
 
     def adjoint(self, stage: str, *dys: Tensor) -> list[Tensor]:
         return torch.ops.saccade_distributed.exchange_back(dys, self.name, stage)
+
+
+def moved(exchange: str, stage: str, *xs: Tensor) -> list[Tensor]:
+    """The rows that an exchange, by its name, brings."""
+    return torch.ops.saccade_distributed.exchange(xs, exchange, stage)
 
 
 _exchanges: WeakValueDictionary[str, Exchange] = WeakValueDictionary()

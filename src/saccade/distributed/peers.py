@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from saccade.bounded_cache import lasting
+
 
 class PeerMemory:
     """A buffer of as many bytes on each rank, twice. Copies out of a peer's run on copy engines, beside kernels.
@@ -135,6 +137,6 @@ def memory_of(group: Any, size: int, device: torch.device) -> PeerMemory:
             )
         if found is not None and device.type == "cuda":
             torch.cuda.synchronize(device)  # others may free their memory when this rank takes part in the next line
-        memory = opened(max(1 << 20, 1 << (size - 1).bit_length()), group, device)
+        memory = lasting(lambda: opened(max(1 << 20, 1 << (size - 1).bit_length()), group, device))
         _memories[group.group_name] = found = group, memory
     return found[1]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.bounded_cache import lasting
 from saccade.distributed.exchanges import Exchange
 from saccade.distributed.pieces import Piece
 from saccade.distributed.transport import Transport
@@ -66,9 +67,11 @@ class RowExchange(Exchange):
     def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """For each rank, which own rows it needs, and where its rows are among those needed here."""
         if device not in self._indices:
-            self._indices[device] = (
-                [numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
-                [numbers([(s.target, s.rows) for s in part], device) for part in self.received],
+            self._indices[device] = lasting(
+                lambda: (
+                    [numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
+                    [numbers([(s.target, s.rows) for s in part], device) for part in self.received],
+                )
             )
         return self._indices[device]
 
@@ -134,4 +137,10 @@ def numbers(parts: list[tuple[int, int]], device: torch.device | str) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=device)
     starts, rows = zip(*parts, strict=True)
     shift = [start - end + n for start, n, end in zip(starts, rows, accumulate(rows), strict=True)]
-    return (torch.arange(sum(rows)) + torch.tensor(shift).repeat_interleave(torch.tensor(rows))).to(device)
+    return (torch.arange(sum(rows), device="cpu") + repeated(shift, rows)).to(device)
+
+
+def repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
+    """int64 on the CPU: each value so many times."""
+    both = torch.tensor([values, times], dtype=torch.int64, device="cpu").view(2, -1)
+    return both[0].repeat_interleave(both[1])
