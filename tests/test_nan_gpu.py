@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from saccade import Paged, Unsupported, attention
-from saccade.testing.non_finite import BREAKS, CALLS, HEAD, ROW, assert_same_kind, operands, results
+from saccade.testing.non_finite import (
+    BREAKS,
+    CALLS,
+    HEAD,
+    ROW,
+    TABLES,
+    assert_same_kind,
+    operands,
+    results,
+    table_results,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -63,3 +73,16 @@ def test_paged_caches(rows: int, backend: str) -> None:
     for x in attention(q, k, v, **given):
         assert bool(x[1].isnan().all())
         assert bool(x[0].isfinite().all())
+
+
+@pytest.mark.parametrize("rows", [90, 300])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_beyond_the_end_reach_no_gradient(table: str, deterministic: bool, rows: int, backend: str) -> None:
+    """What only they would read of a captured tensor is NaN."""
+    given = operands(torch.bfloat16, "cuda", rows, 90, 64)
+    found = table_results(table, given, backend, deterministic=deterministic)
+    exact = table_results(table, [x.cpu().float() for x in given], "cpu")
+    for x, y in zip(found, exact, strict=True):
+        assert x.isfinite().all()
+        assert float((x.cpu().float() - y).abs().amax()) <= 0.03 * float(y.abs().amax())

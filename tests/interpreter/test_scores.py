@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from saccade import alibi, attention, causal, mask_mod, relative_bias
+from saccade import Dense, alibi, attention, causal, mask_mod, relative_bias
 from saccade.backends.device import scores as device_scores
 from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind
 from saccade.scores.codegen import source
 from saccade.scores.codegen.emitter import EmitOptions
 from saccade.testing.accuracy import check
+from saccade.testing.non_finite import TABLES, operands, table_results
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 
 
@@ -65,6 +66,17 @@ def test_repeatable_gradients_of_captured_tensors(name):
     q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 137), (1, 145), (1, 145)))
     score_mod = build_score(name, 2, 137, 145, b=1)
     check(q, k, v, score_mod=score_mod, backend="triton", deterministic=True, dropout_p=0.2).assert_ok()
+
+
+@pytest.mark.parametrize("used", [90, 70])
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_beyond_the_end_reach_no_gradient(table, used):
+    """In the last block of rows every tile is masked, though all its keys are seen."""
+    given = operands(torch.float32, rows=90, keys=90)
+    keywords = {"rows": used, "layout": Dense("bhsd", *torch.tensor([[used], [90]])), "deterministic": used == 70}
+    for x, y in zip(*(table_results(table, given, backend, **keywords) for backend in ("triton", "cpu")), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        assert x.isfinite().all()
 
 
 def test_gradients_of_captured_tensors_may_be_infinite():

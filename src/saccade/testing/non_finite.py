@@ -57,6 +57,36 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+def _beside(write: Callable[..., Any]) -> Callable[[int], tuple[Tensor, Callable[[Tensor], Any]]]:
+    """A table (4, rows + 400), of which rows in use read the columns before `rows + 100`; and a function of it."""
+
+    def made(rows: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        table = torch.randn(4, rows + 400)
+        table[:, rows + 100 :] = torch.nan
+        return table, lambda t: lambda s, b, h, i, j: write(s, t, h, i, j)
+
+    return made
+
+
+TABLES: dict[str, Callable[[int], tuple[Tensor, Callable[[Tensor], Any]]]] = {
+    "rows": _beside(lambda s, t, h, i, j: s + t[h, i + 100]),
+    "factors": _beside(lambda s, t, h, i, j: s * t[h, i + 100]),
+    "places": _beside(lambda s, t, h, i, j: s + t[h, i + 100 + 0 * j] * t[h, j]),
+    "distances": _beside(lambda s, t, h, i, j: s + t[h, i - j + 100]),
+}
+"""Captured tables with NaN, which only rows beyond the end would read: up to 100 keys."""
+
+
+def table_results(table: str, given: list[Tensor], backend: str, **keywords: Any) -> list[Tensor]:
+    """out and all gradients of a call with one of these, of rows as many as `given` has or fewer."""
+    rows = int(keywords.pop("rows", given[0].shape[2]))
+    torch.manual_seed(0)
+    values, function = TABLES[table](rows)
+    leaves = [x.detach().requires_grad_() for x in (*given, values.to(given[0].device))]
+    out = attention(*leaves[:3], score_mod=function(leaves[3]), backend=backend, **keywords)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
 def operands(dtype: torch.dtype, device: str = "cpu", rows: int = 9, keys: int = 12, d: int = 8) -> list[Tensor]:
     """q (1, 4, rows, d), k and v (1, 2, keys, d), without zeros in q."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import triton.language as tl
 from saccade.backends.device.block_lists_kernel import tile_start
 from saccade.backends.device.positions import function_positions
 from saccade.backends.device.q_block import (
+    TileRange,
     edge_length,
     edge_start,
     kv_head,
@@ -76,6 +77,10 @@ def captured_gradients_kernel(
     """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one q block of one head."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
+    # Rows that are not in use read captured tensors too, where NaN may be: a block with such rows masks every tile.
+    whole = block.start + shape.BLOCK_Q <= block.args.rows
+    core = tl.where(whole, tiles.core, tiles.core_end)
+    tiles = TileRange(tiles.first, core, tiles.core_end, tiles.end, tiles.block_list)
     # [block_q, d], [block_q, d_v]
     q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
