@@ -191,6 +191,31 @@ def test_rows_and_labels(pool, ranks, mesh, rows, lengths):
             assert torch.equal(labels, torch.where(exists, mine - shift, -100))
 
 
+DTYPES = [
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
+    "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+]  # fmt: skip
+
+
+def other_rows(group, name):
+    """Rows of any dtype: whole again, and rolled by 0 and by 1."""
+    from saccade.distributed import plan
+
+    made = plan(list(DOCUMENTS), group, rows=90)
+    x = (torch.arange(200 * 3) % 2).view(200, 3).to(getattr(torch, name))
+    mine = made.shard(x)
+    same, rolled = made.roll(mine, 0, fill=0), made.roll(mine.float(), 1, fill=1)
+    assert same.dtype == mine.dtype == x.dtype
+    assert torch.equal(same.float(), mine.float())
+    assert torch.equal(made.roll(mine, 1, fill=1).float(), rolled)
+    return torch.equal(made.unshard(mine).float(), x.float())
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_rows_of_any_dtype(pool, name):
+    assert all(pool.run((HERE, "other_rows"), 3, name))
+
+
 def repeated(group, times):
     """Gradients of the same call, again and again."""
     from saccade import attention, causal

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -252,7 +254,12 @@ def test_pictures(tmp_path):
         (([8, 6], 2), {"rows": "pairs"}, ValueError, r"needs lengths that are multiples of 4, got \[8, 6\]"),
         (([8], 2), {"rows": "pairs", "method": "ulysses"}, ValueError, "rows='pairs' goes with method='gather'"),
         (([3], 2), {"head_dim": 0}, ValueError, "head_dim must be an integer from 1 on"),
-        (([3], 2), {"timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
+        (([3], 2), {"timeout": 0}, ValueError, r"timeout must be a positive number of seconds, up to 1e\+09, got 0"),
+        (([3], 2), {"timeout": math.inf}, ValueError, "timeout must be .*, got inf"),
+        (([3], 2), {"timeout": math.nan}, ValueError, "timeout must be .*, got nan"),
+        (([3], 2), {"timeout": True}, TypeError, "timeout must be a number of seconds, got True"),
+        (([3], 2), {"timeout": torch.tensor(3.0)}, TypeError, "timeout must be a number of seconds, got torch.float32"),
+        (([3], dist.GroupMember.NON_GROUP_MEMBER), {}, ValueError, "this process is not a rank of the group"),
         (([3],), {}, ValueError, "plan needs torch.distributed.init_process_group first"),
     ],
 )
@@ -269,3 +276,10 @@ def test_wrong_rows():
         made.unshard(torch.zeros(6, 5), dim=1)
     with pytest.raises(RuntimeError, match=r"unshard: the plan was made for 2 ranks without processes"):
         made.unshard(torch.zeros(6))
+    for dtype in (torch.uint8, torch.bool):
+        with pytest.raises(
+            ValueError, match=rf"fill=-100 is no number of x's {dtype}: pass another fill, or x.long\(\)"
+        ):
+            made.roll(torch.zeros(6, dtype=dtype), -1)
+    with pytest.raises(ValueError, match=r"fill=0.5 is no number of x's torch.int64"):
+        made.shard(torch.zeros(11, dtype=torch.int64), fill=0.5)

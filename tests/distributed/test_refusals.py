@@ -108,3 +108,13 @@ def test_other_contexts():
         explain(*operands(), mask=causal(), context=of())
     with pytest.raises(RuntimeError, match=r"made for 2 ranks without processes: pass plan\(…, group\) a group"):
         attention(*operands(), mask=causal(), context=of())
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_operands_without_values(method):
+    """On meta they say shapes, and nothing is exchanged."""
+    q, k, v = (x.to("meta").requires_grad_() for x in operands())
+    out, lse = attention(q, k, v, mask=causal(), context=of(method=method), return_lse=True)
+    assert (out.shape, lse.shape, out.is_meta) == ((6, 4, 16), (4, 6), True)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]

@@ -12,9 +12,10 @@ from saccade import arguments, ops, scores
 from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
 from saccade.descale import EIGHT_BITS
-from saccade.distributed.context_plan import ContextPlan, padded
+from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import reach_of
+from saccade.distributed.row_values import padded
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout
 from saccade.layouts.validate import counts_from_first, sink_error

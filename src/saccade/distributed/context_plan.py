@@ -2,61 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from saccade import arguments
-from saccade.bounded_cache import lasting
 from saccade.distributed import cost, picture
 from saccade.distributed.exchanges import moved
 from saccade.distributed.groups import Ranks
 from saccade.distributed.heads import HeadExchange
+from saccade.distributed.once import constant, once
 from saccade.distributed.pieces import Piece, shifted
 from saccade.distributed.pull import PulledRows
+from saccade.distributed.row_values import bits, check_fill, of_dtype, padded
 from saccade.distributed.rows import RowExchange, numbers, repeated
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.lazily import lazily
-from saccade.scores.recording.compile_constant import callable_of, compile_constant
-
-
-def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
-    """With so many more rows of one value."""
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows), value=value) if rows else x
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def once(make: Method) -> Method:
-    """A method of a plan that runs once for its arguments."""
-    name = make.__name__
-
-    def kept(self: ContextPlan, *arguments: Any) -> Any:
-        if (key := (name, *arguments)) not in self._kept:
-            if torch.compiler.is_dynamo_compiling():
-                raise RuntimeError(
-                    f"torch.compile is the first to need {name}{arguments} of {self!r}: give plan(…, heads=(h_q, h_k)), "
-                    "or call what is compiled once without it"
-                )
-            self._kept[key] = lasting(lambda: make(self, *arguments))
-        return self._kept[key]
-
-    return wraps(make)(kept)  # pyright: ignore[reportReturnType]
-
-
-@compile_constant
-def constant(address: int, name: str, *arguments: Any) -> Any:
-    """What a plan's method returns; where torch.compile is the first to need it, while that compiles."""
-    return getattr(callable_of(address), name)(*arguments)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,13 +121,14 @@ class ContextPlan:
         in the other ranks' rows.
 
         Raises:
-            ValueError: a dimension `dim` that does not have all rows.
+            ValueError: a dimension `dim` that does not have all rows, or a `fill` that is no number of x's dtype.
 
         >>> from saccade import distributed
         >>> distributed.plan([3, 5], 2, rank=1).shard(torch.arange(8))
         tensor([0, 4, 5, 6])
         """
         self._check_rows(x, dim, sum(self.lengths), "all")
+        check_fill(x, fill)
         mine = x.index_select(dim, self._rows(str(x.device)))
         return padded(mine.movedim(dim, 0), self.padding, fill).movedim(0, dim)
 
@@ -168,17 +136,25 @@ class ContextPlan:
         """All rows, of every rank's, without padding. A collective, and so is its backward, in which a row's gradient
         is the sum over all ranks: that of the sum of their losses."""
         self._check_rows(x, dim, self.rows, "this rank's")
-        return self._moved(x.movedim(dim, 0), "unshard", "_of_all").movedim(0, dim)
+        whole = self._moved(x.movedim(dim, 0), "unshard", "_of_all")
+        return of_dtype(whole, x.dtype).movedim(0, dim)
 
     def roll(self, x: Tensor, shift: int, dim: int = 0, fill: float = -100) -> Tensor:
         """`y[p] = x[p - shift]` in each document, across ranks: with -1 the labels of next tokens. Rows for which there
         is none, as the last of each document for -1, and rows of padding are `fill`, which cross_entropy ignores. A
-        collective."""
+        collective.
+
+        Raises:
+            ValueError: a dimension `dim` that does not have this rank's rows, or a `fill` that is no number of x's
+                dtype, as -100 is none of uint8: labels are of int64.
+        """
         self._check_rows(x, dim, self.rows, "this rank's")
-        arguments.integer("shift", shift, least=None)
+        check_fill(x, fill)
+        shift = int(arguments.integer("shift", shift, least=None))
         found = self._moved(x.movedim(dim, 0), f"roll by {shift}", "_of_rolled", shift)
-        rolled = torch.full_like(x.movedim(dim, 0), fill)
-        return rolled.index_copy(0, constant(id(self), "_rolled", shift, str(x.device)), found).movedim(0, dim)
+        rolled = bits(torch.full_like(x.movedim(dim, 0), fill))
+        place = constant(id(self), "_rolled", shift, str(x.device))
+        return of_dtype(rolled.index_copy(0, place, found), x.dtype).movedim(0, dim)
 
     @once
     def _rolled(self, shift: int, device: str) -> Tensor:
@@ -248,7 +224,8 @@ class ContextPlan:
         """Makes what calls need, so that torch.compile finds it."""
         assert self.rows >= 0
         device = self.ranks.device
-        self._rows(device), self._positions(device), self._documents(device)
+        for tensor in (self._rows, self._positions, self._documents):
+            tensor(device)
         for order in ("bhsd",) if self.batch is None else ORDERS:
             self.layout(device, order)
         if self.ranks.parts > 1:
@@ -323,7 +300,7 @@ class ContextPlan:
         return exchange.name
 
     def _moved(self, x: Tensor, stage: str, across: str, *arguments: Any) -> Tensor:
-        x = x[: self.used_rows]
+        x = bits(x[: self.used_rows])
         if self.ranks.heads > 1:
             (x,) = moved(constant(id(self), "_within"), stage, x)
         (x,) = moved(constant(id(self), across, *arguments), stage, x)

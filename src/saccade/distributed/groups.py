@@ -47,6 +47,8 @@ def ranks_of(group: Any, rank: int | None, ulysses: bool) -> Ranks:
         TypeError: none of these.
         ValueError: a mesh of more dimensions, a rank beside a group, or a process that is not in the group.
     """
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:  # which is a number
+        raise ValueError("this process is not a rank of the group: plan in the processes that are")
     if isinstance(group, int) and not isinstance(group, bool):
         return _without_processes(group, rank, ulysses)
     if rank is not None:
@@ -59,8 +61,6 @@ def ranks_of(group: Any, rank: int | None, ulysses: bool) -> Ranks:
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
         return _of_mesh(group, ulysses)
     group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this process is not a rank of the group: plan in the processes that are")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh, a number of ranks or None, got {group!r}")
     return _of_groups(group if not ulysses else None, group if ulysses else None)

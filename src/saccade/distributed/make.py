@@ -22,6 +22,8 @@ from saccade.masks import Mask
 
 METHODS = "auto", "gather", "pull", "ulysses"
 ROWS = "balanced", "equal", "pairs"
+LONGEST = 1e9
+"""Seconds, 30 years: what clocks of all libraries hold."""
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 # The key is the value of every argument, as bytes or numbers: nothing is known by where it is or by which object holds
@@ -101,8 +103,8 @@ def plan(
         arguments.integer("head_dim", head_dim, least=1)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask such as causal(), or None, got {arguments.told(mask)}")
-    if timeout is not None and arguments.number("timeout", timeout) <= 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    if timeout is not None:
+        timeout = _seconds(timeout)
     ranks, reach = ranks_of(group, rank, method == "ulysses"), reach_of(mask)
     key = _written(documents), ranks, counted, head_dim, reach, method, rows, timeout, debug
     found = None if key[0] is None else _plans.get(key)
@@ -217,6 +219,14 @@ def _lengths(documents: Any) -> tuple[tuple[int, ...], int | None]:
     if set(map(type, documents)) - {int} or (documents and min(documents) < 0):
         documents = [int(arguments.integer("a length", x)) for x in documents]
     return tuple(documents), None
+
+
+def _seconds(timeout: Any) -> float:
+    if isinstance(timeout, (bool, Tensor)):
+        raise TypeError(f"timeout must be a number of seconds, got {arguments.told(timeout)}")
+    if not 0 < (seconds := arguments.number("timeout", timeout)) <= LONGEST:
+        raise ValueError(f"timeout must be a positive number of seconds, up to {LONGEST:.0e}, got {timeout}")
+    return seconds
 
 
 def _heads(heads: Any) -> tuple[int, int] | None:

@@ -126,4 +126,4 @@ def _named(xs: Sequence[Tensor], first: int = 0) -> str:
 
 def _numbers(x: Tensor) -> Tensor:
     """x as a dtype that gloo has; nothing is computed."""
-    return x.view(torch.float16) if x.dtype == torch.bfloat16 else x
+    return x.view(torch.float16) if x.dtype in (torch.bfloat16, torch.int16) else x
