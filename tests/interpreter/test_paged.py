@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Paged, attention, causal, explain, interval, mask_mod
+from saccade import Paged, attention, causal, dispatch, explain, interval, mask_mod
+from saccade.backends.device import merge_kernel
 from saccade.backends.triton import paged as launches
 from saccade.testing import paged
 from saccade.testing.accuracy import check
@@ -30,6 +31,33 @@ def test_short_sequences_have_fewer_parts(lengths, monkeypatch):
     case = CASES["decode-window"].replace(dtype="fp32", b=3, h_q=3, h_k=1, s_k=150, d=16, d_v=8, lengths=lengths)
     given = case.inputs(seed=2)
     check(given.q, given.k, given.v, backend="triton", **given.keywords).assert_ok()
+
+
+@pytest.mark.parametrize("name", ["drafts", "mixed-union", "decode-alibi"])
+def test_many_rows_are_merged_together(name, monkeypatch):
+    """Rows that fill no program's last turn; the largest scores, and rows after the last sequence."""
+    monkeypatch.setattr(merge_kernel, "MANY_ROWS", 1)
+    given = CASES[name].replace(dtype="fp16", h_q=6, sink=True).inputs(seed=3)
+    check(given.q, given.k, given.v, backend="triton", return_max_scores=True, **given.keywords).assert_ok()
+
+
+def test_a_wrong_merge_is_rejected(monkeypatch):
+    """Of rows that are merged together, all but the last ones."""
+    monkeypatch.setattr(merge_kernel, "MANY_ROWS", 1)
+    make = launches.merge_launch
+    given = CASES["drafts"].replace(dtype="fp16").inputs()
+    for less in (0, 1):
+
+        def short(*given, less=less):
+            launch = make(*given)
+            launch.grid = (launch.grid[0] - less, 1, 1)
+            return launch
+
+        monkeypatch.setattr(launches, "merge_launch", short)
+        dispatch._plans.clear()
+        out = torch.full_like(given.q, torch.nan)
+        attention(given.q, given.k, given.v, backend="triton", out=out, **given.keywords)
+        assert bool(out.isnan().any()) == bool(less)
 
 
 def test_a_predicate_for_several_queries():

@@ -7,6 +7,7 @@ from typing import Any
 
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
+from saccade.backends.gluon.forward import splits
 from saccade.backends.gluon.latent import limits
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
@@ -31,12 +32,10 @@ GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), layouts=("dense", "padded",
 # Which paged calls the forward takes.
 MIN_PAGE_ROWS = 8
 """Rows of a page that a bulk copy brings at least: those whose places in shared memory are swizzled together."""
-ITEM_ROWS = 128
-"""Query rows that are worked on together."""
-LEAST_ROWS = 64
+LEAST_ROWS, LEAST_EIGHT_BIT_ROWS = 17, 64
 """Mean query rows of a sequence and a key head: with fewer the memory decides, and `triton` is as fast or faster."""
 LEAST_ITEMS = 64
-"""Work items: with fewer half of an H200 is idle, as this kernel does not split keys (docs/findings/triton.md)."""
+"""Work items, or parts of their keys: with fewer half of an H200 is idle (docs/findings/triton.md)."""
 
 
 def refusals(problem: Problem, gradient: bool) -> list[str]:
@@ -48,19 +47,20 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
         return []
     if limits.applies(problem):
         return limits.refusals(problem)
-    h_k, size = problem.k.shape[1:3]
+    size = problem.k.shape[2]
     reasons = []
     if size % MIN_PAGE_ROWS:
         reasons.append(f"takes page sizes that are multiples of {MIN_PAGE_ROWS}, not {size}")
     if layout.num_splits is not None:
         reasons.append(f"does not split keys: not with num_splits={layout.num_splits}")
-    sequences = max(layout.sequences, 1)
-    rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // sequences)
-    items = sequences * h_k * -(-rows // ITEM_ROWS)
-    if layout.sequences and (rows < LEAST_ROWS or items < LEAST_ITEMS):
+    rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // max(layout.sequences, 1))
+    items = splits.work_items(problem) * splits.most_splits(problem)
+    least = LEAST_ROWS if problem.descale is None else LEAST_EIGHT_BIT_ROWS
+    if layout.sequences and (rows < least or items < LEAST_ITEMS):
         reasons.append(
-            f"takes many query rows for pages: at least {LEAST_ROWS} for each sequence and key head, and at least "
-            f"{LEAST_ITEMS} blocks of {ITEM_ROWS} of them in all, not {rows} and {items}"
+            f"takes many query rows for pages: at least {least} for each sequence and key head, not {rows}, and at "
+            f"least {LEAST_ITEMS} blocks of {splits.ITEM_ROWS} of them, times parts of {splits.LEAST_KEYS} keys, not "
+            f"{items}"
         )
     return reasons
 

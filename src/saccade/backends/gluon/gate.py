@@ -13,7 +13,7 @@ from saccade.backends.device import distance_tables
 from saccade.backends.device.gate import DROPPED, GPU, SCORED, GateRow, device_mask
 from saccade.backends.device.scores import weight
 from saccade.backends.gluon.backward import gate as backward_gate
-from saccade.backends.gluon.forward import launch, transpose
+from saccade.backends.gluon.forward import launch, paged_tma, transpose
 from saccade.backends.gluon.forward.config import forward_config, key
 from saccade.backends.gluon.latent import gate as latent_gate
 from saccade.configs import table
@@ -46,7 +46,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed", "interval"))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
-    yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged"))
+    yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged split"))
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
     yield from latent_gate.features()
@@ -86,7 +86,8 @@ def compiled(name: str) -> tuple[Any, int]:
     config = forward_config(problem.spec(), GPU, weight(problem))
     mask = launch.mask_record(problem, config) if paged else device_mask(problem)
     score = launch.score_record(problem, distance_tables.empty(problem))
-    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score)
+    parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
+    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score, parts)
     forward = launch.prepare(problem, out, config, processors=1)
     spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
     operands = problem.q, problem.k, problem.v, out

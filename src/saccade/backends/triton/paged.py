@@ -20,10 +20,10 @@ from saccade.backends import Outputs
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
+from saccade.backends.device.merge_kernel import FEW_PARTS, merge_launch
 from saccade.backends.device.records import FLAGS, UNITS, TensorArgs, runtime_int
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import WIDE, TileConfig, formula
-from saccade.backends.triton.merge_kernel import merge_kernel
 from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
 from saccade.backends.triton.paged_tiles import PageTable
 from saccade.descale import EIGHT_BITS, Factors
@@ -50,10 +50,6 @@ LATENT_TILE = TileConfig(FEW_ROWS, 32, 4, 3)
 """Where values are read with keys: 36 KB, so that two programs have room. With `num_splits=1` of all as wide keys."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
-CHUNK = 16
-"""Parts that the merge adds up at a time, where there are no more; else four times as many."""
-CHUNK_SIZE = 1024
-"""Elements of these for each warp at most."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,7 @@ def _merged(parts: Sequence[Problem], whole: Problem, outputs: tuple[Tensor, Ten
     end, target = whole.layout.cu_seqlens_q[-1:] if whole.keeps_tail else None, TensorArgs.of(out)
     form = row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype, out.data_ptr() % ALIGNMENT
     tensors = found, lses, tops, target, row_lse, row_top, end, lses[0].numel(), count, *q.shape[1:3]
-    _launch("merge" if count <= CHUNK else "merge many", parts[0], splits[0], form, tensors)
+    _launch("merge" if count <= FEW_PARTS else "merge many", parts[0], splits[0], form, tensors)
 
 
 def _split(problem: Problem) -> SplitKV:
@@ -242,12 +238,10 @@ def page_table(layout: Paged, cache: Tensor) -> PageTable:
 
 
 def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
-    q, d_v, layout, tile = problem.q, problem.v.shape[3], problem.layout, split.config
+    q, layout, tile = problem.q, problem.layout, split.config
     assert isinstance(layout, Paged)
     if name.startswith("merge"):
-        chunk, warps = (CHUNK, 4) if name == "merge" else (4 * CHUNK, 8)
-        constants = d_v, block_d(d_v), 2 * MAX_SPLITS, min(chunk, warps * CHUNK_SIZE // block_d(d_v))
-        return Launch(merge_kernel, (q.shape[:3].numel(), 1, 1), constants, warps=warps, stages=1)
+        return merge_launch(problem, FEW_PARTS + (name == "merge many"), 2 * MAX_SPLITS)
     first, rest = map(tl.constexpr, columns(q.shape[3], problem.k.dtype))
     shape = TileShape.of(problem, tile.block_q, tile.block_k)
     if rest.value:

@@ -99,10 +99,13 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
         config = replace(config, registers=224, loader_registers=56)
     if spec.layout in ("packed", "paged") and listed and (config.consumers, config.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both
+    if spec.layout == "paged" and listed and config == formula(128, 128):
+        return HALF_TILES  # with 128 keys what a predicate reads of tensors, as trees do, spills 1032 bytes
     return config
 
 
 TWO_CONSUMERS = ForwardConfig(2, 128, 3, 2, 0, 232, 40)
+HALF_TILES = ForwardConfig(2, 64, 3, 2, 0, 232, 40)
 
 
 def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:

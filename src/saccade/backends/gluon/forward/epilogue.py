@@ -16,7 +16,7 @@ from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtim
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.device.tiles import head, largest, used_length
 from saccade.backends.gluon.forward.scores import LOWEST_VAST
-from saccade.backends.gluon.forward.work_tile import FIRST_ROW, THERE
+from saccade.backends.gluon.forward.work_tile import FIRST_ROW, PART, THERE
 from saccade.backends.gluon.ptx import fast_log2
 from saccade.backends.gluon.shim import thread_barrier, tma_store, view
 from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, store_rows
@@ -37,8 +37,35 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
         stored = row_count
     there = (rows.q_idx < row_count) & (rows.h < item.h_k * args.group + args.group)
     live = there & (rows.q_idx < rows.rows)
-    weight, lse, top_score = normalize(row_max, row_sum, rows, args, live)
+    part = None if args.parts is None else pipe.slots.get(at, PART)
+    weight, lse, top_score = normalize(row_max, row_sum, rows, args, live, part)
     out = outputs(acc, weight, args, live)
+    if args.parts is not None:
+        place = (b.to(gl.int64) * args.s_q + first_row + rows.q_idx) * (args.h_k * args.group) + rows.h
+        place += part.to(gl.int64) * plain_int(args.parts.rows)
+        store_part(args, place, there, out[0], lse, top_score)
+    else:
+        store_whole(args, pipe, rows, item, b, first_row, there, stored, out, lse, top_score)
+
+
+@gluon.jit
+def store_part(args, place, there, out, lse, top_score):
+    """Writes out [64, BLOCK_DV] of a part of the keys in float32, and its LSE and largest scores."""
+    gl.store(args.lse + place, lse, mask=there)
+    if args.max_scores is not None:
+        gl.store(args.max_scores + place, top_score, mask=there)
+    COLUMNS: gl.constexpr = args.parts.columns
+    layout: gl.constexpr = out.type.layout
+    # [64, 1], [1, BLOCK_DV]
+    first = gl.convert_layout(place, gl.SliceLayout(1, layout))[:, None] * COLUMNS
+    column = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))[None, :]
+    mask = gl.convert_layout(there, gl.SliceLayout(1, layout))[:, None] & (column < COLUMNS)
+    gl.store(args.parts.ptr + first + column, out, mask=mask)
+
+
+@gluon.jit
+def store_whole(args, pipe, rows, item, b, first_row, there, stored, out, lse, top_score):
+    """Writes out, lse and max_scores of rows that have all of their keys."""
     corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
     store_out(args, pipe, item.part, out, corner, stored - item.row)
     if args.lse is not None:
@@ -70,15 +97,15 @@ def outputs(acc, weight, args, live):
 
 
 @gluon.jit
-def normalize(row_max, row_sum, rows, args, live):
+def normalize(row_max, row_sum, rows, args, live, part=None):
     """By what acc becomes out, lse and max_scores [64] from the sums [64, 8] of each thread."""
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-    return weights_of_rows(row_max, total, rows, args.sink, live)
+    return weights_of_rows(row_max, total, rows, args.sink, live, part)
 
 
 @gluon.jit
-def weights_of_rows(row_max, total, rows, sink, live):
-    """The same from sums [64]. The sink is one more column, and no score."""
+def weights_of_rows(row_max, total, rows, sink, live, part=None):
+    """The same from sums [64]. The sink is one more column, of the first part of the keys, and no score."""
     rule = rows.rule
     row_max = row_max * rule.natural
     if len(rows.factors) == 1:
@@ -91,6 +118,8 @@ def weights_of_rows(row_max, total, rows, sink, live):
     share = total * 0 + 1
     if sink is not None:
         column = gl.load(sink + rows.h, mask=live, other=0.0).to(gl.float32)
+        if part is not None:
+            column = gl.where(part == 0, column, float("-inf"))
         top = gl.maximum(row_max, column)
         share = gl.exp2((row_max - top) * LOG2E)
         total = total * share + gl.exp2((column - top) * LOG2E)

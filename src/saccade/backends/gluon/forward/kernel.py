@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.gluon.forward.load import load
 from saccade.backends.gluon.forward.mma import consume
+from saccade.backends.gluon.forward.paged_tma import is_split
 from saccade.backends.gluon.forward.tile_scheduler import TileScheduler
 from saccade.backends.gluon.forward.transposer import transpose
 from saccade.backends.gluon.forward.work_tile import numbers_of_item
@@ -72,6 +73,7 @@ class ForwardArgs:
     v_desc: Value
     out_desc: Value
     out: Value
+    parts: Value
     lse: Value
     max_scores: Value
     sink: Value
@@ -98,6 +100,8 @@ def forward_kernel(
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     PackedRowsArgs; UnseeingRowsArgs where the producer writes the results of work items that see no key; else None.
+    With `pages` keys may be cut in parts, whose results are what is written then: out, and lse and max_scores
+    (splits, b, s_q, h_q).
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
@@ -113,8 +117,11 @@ def forward_kernel(
     SLOTS: gl.constexpr = shape.SLOTS
     STAGES: gl.constexpr = shape.STAGES
     scheduler = TileScheduler(blocks, heads, section, h_k, (group + 64 // ROWS - 1) // (64 // ROWS))
+    parts = None
+    if is_split(pages):
+        parts = pages.parts
     args = ForwardArgs(
-        q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, rules[0],
+        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used_q, used_k, pages, rules[0],
         rules[1], dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
@@ -130,7 +137,7 @@ def forward_kernel(
         gl.NVMMASharedLayout.get_default_for([1, 1, v_shape[0], v_shape[1]], DTYPE) if TURNED else v_desc.layout
     )
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, v_shape[0], v_shape[1]], v_layout)
-    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), rules[0].block_sparse)
+    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), rules[0].block_sparse, is_split(pages))
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNED:
         raw_tiles = gl.allocate_shared_memory(DTYPE, [RAW, 1, 1, shape.BLOCK_K, BLOCK_DV], v_desc.layout)

@@ -16,12 +16,14 @@ from saccade import configs
 from saccade.backends import Outputs
 from saccade.backends.device import block_lists, descale, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
-from saccade.backends.device.launch import multiprocessors, nothing_seen, on_device, per_row
-from saccade.backends.device.records import PackedRowsArgs
+from saccade.backends.device.launch import cached_launch, multiprocessors, nothing_seen, on_device, per_row
+from saccade.backends.device.merge_kernel import merge_launch
+from saccade.backends.device.records import PackedRowsArgs, TensorArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler, transpose
 from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
 from saccade.backends.gluon.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
+from saccade.backends.gluon.forward.splits import MAX_SPLITS, key_splits
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, counter, shape_of
 from saccade.layouts import Packed, Paged, empty_like_rows
 from saccade.problem import Problem, aligned
@@ -46,6 +48,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         out = out if problem.keeps_tail else out.zero_()
         return out, _lse_without_keys(problem, row_lse), nothing_seen(top)
     with on_device(q):
+        parts = empty_parts(problem)
         distances = distance_tables.tables(problem, fast=True)
         score = score_record(problem, distances)
         # What is compiled for, and the Problem's key does not hold.
@@ -60,11 +63,47 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         launch, config = cached
         rows = rows_of_a_consumer(problem, config.consumers) * config.consumers
         table, mask = None if packed is None else sequences.table(problem, 0, rows), mask_record(problem, config)
-        call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score)
+        if parts is None:
+            call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score)
+        else:
+            found = paged_tma.Parts.of(parts[0])
+            call = arguments(problem, out, *parts[1:], counter(q.device), table, mask, score, found)
         if problem.descale is not None and not config.transposer_registers:
             v = transpose.transposed(problem)
         launch(q.device.index, (q, k, v, out), call, problem.scale)
+        if parts is not None:
+            _merge(problem, parts, (out, row_lse, top))
     return out, row_lse, top
+
+
+PartTensors = tuple[Tensor, Tensor, Tensor | None]
+"""Float32 out (splits, b, s_q, h_q, d_v), LSE and largest scores (splits, b, s_q, h_q)."""
+
+
+def empty_parts(problem: Problem) -> PartTensors | None:
+    """Memory for the results of parts, where keys are cut."""
+    splits = problem.launches.get("splits")
+    if splits is None:
+        splits = problem.launches["splits"] = key_splits(problem, multiprocessors(problem.q.device))
+    if splits == 1:
+        return None
+    b, h_q, s_q, _ = problem.q.shape
+    make = {"dtype": torch.float32, "device": problem.q.device}
+    found, lses = torch.empty(splits, b, s_q, h_q, problem.v.shape[3], **make), torch.empty(splits, b, s_q, h_q, **make)
+    return found, lses, torch.empty_like(lses) if problem.max_scores else None
+
+
+def _merge(problem: Problem, parts: PartTensors, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+    """Writes what the parts are together."""
+    found, lses, tops = parts
+    out, row_lse, row_top = outputs
+    end = problem.layout.cu_seqlens_q[-1:] if problem.keeps_tail and out is problem.out else None
+    target = TensorArgs.of(out)
+    # What is compiled for, and the Problem's key does not hold.
+    key = "merge", row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype
+    launch = cached_launch(problem, key, lambda: merge_launch(problem, lses.shape[0], MAX_SPLITS))
+    numbers = lses[0].numel(), lses.shape[0], *problem.q.shape[1:3]
+    launch(out.device.index, (found, lses, tops, target, row_lse, row_top, end, *numbers))
 
 
 def arguments(
@@ -76,13 +115,16 @@ def arguments(
     table: Tensor | None,
     mask: masks.DeviceMask,
     score: scores.DeviceScore,
+    parts: paged_tma.Parts | None = None,
 ) -> tuple[Any, ...]:
-    """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles."""
+    """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles. `lse`
+    and `max_scores` are those of parts, if there are some."""
     sink = None if problem.sink is None else problem.sink.contiguous()
     keeps_tail = problem.keeps_tail and out is problem.out
-    unseeing = UnseeingRowsArgs.of(out) if _hides_rows(problem) else None
-    tensors = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail), lse, max_scores, sink, drawn
-    records = paged_tma.record(problem), (mask, score), dropout.record(problem), descale.record(problem)
+    unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(problem) else None
+    rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
+    tensors = rows, lse, max_scores, sink, drawn
+    records = paged_tma.record(problem, parts), (mask, score), dropout.record(problem), descale.record(problem)
     return *tensors, *sequences.spans(problem, table), *records
 
 
@@ -148,7 +190,7 @@ def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: in
         "TRANSPOSER_REGISTERS": config.transposer_registers,
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
-    grid = min(blocks * b * h_k * packs, processors), 1, 1
+    grid = min(blocks * b * h_k * packs * key_splits(problem, processors), processors), 1, 1
     return TMALaunch(forward_kernel, grid, shapes, numbers, constants, OPTIONS)
 
 

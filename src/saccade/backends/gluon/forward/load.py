@@ -7,10 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, placed
 from saccade.backends.device.tiles import tile_range
 from saccade.backends.gluon.forward.epilogue import passes_unseeing, store_unseeing
-from saccade.backends.gluon.forward.paged_tma import load_pages, pages_of
+from saccade.backends.gluon.forward.paged_tma import load_pages, pages_of, part_of, splits_of
 from saccade.backends.gluon.forward.tile_scheduler import packed_list, packed_place
 from saccade.backends.gluon.forward.transpose import SEQUENCE_BLOCK
 from saccade.backends.gluon.forward.work_tile import (
@@ -22,6 +23,7 @@ from saccade.backends.gluon.forward.work_tile import (
     KEY_HEAD,
     KEYS,
     LO,
+    PART,
     ROW,
     THERE,
     USED,
@@ -63,7 +65,7 @@ def plan_list(pipe, at, partial, tiles):
 
 
 @gluon.jit
-def plan_tiles(args, pipe, at, b, row, rows, keys):
+def plan_tiles(args, pipe, at, b, row, rows, keys, part):
     """Writes which tiles of keys each consumer takes. Returns LO, HI, and how many of the tiles a consumer may have to
     skip before the first that it sees."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
@@ -87,7 +89,11 @@ def plan_tiles(args, pipe, at, b, row, rows, keys):
     LEAST: gl.constexpr = 0 if passes_unseeing(args.out, is_packed(args.used_q)) else 1
     hi = gl.maximum(hi // BLOCK_K, LEAST)
     lo = gl.minimum(lo // BLOCK_K, hi - LEAST)
-    return lo, hi, gl.maximum(hi - least // BLOCK_K, 0)
+    if args.parts is None:
+        return lo, hi, gl.maximum(hi - least // BLOCK_K, 0)
+    else:
+        lo, hi = part_of(args.parts, part, lo, hi)
+        return lo, hi, gl.minimum(gl.maximum(hi - least // BLOCK_K, 0), hi - lo - 1)
 
 
 @gluon.jit
@@ -95,6 +101,12 @@ def open_item(args, pipe, item, drawn):
     """Writes the numbers of a work item. Returns its LoadTile."""
     ROWS: gl.constexpr = pipe.shape.ROWS * pipe.shape.CONSUMERS
     PACK: gl.constexpr = 64 // pipe.shape.ROWS
+    at = pipe.slots.record_of(drawn)
+    part = item * 0
+    if args.parts is not None:
+        part = item % plain_int(args.parts.splits)
+        item = item // plain_int(args.parts.splits)
+        pipe.slots.put(at, PART, part)
     if is_packed(args.used_q):
         b, h_k, in_group, row = packed_place(
             args.scheduler, item, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK
@@ -103,7 +115,6 @@ def open_item(args, pipe, item, drawn):
         b, h_k, in_group, row = args.scheduler.place(item, ROWS, PACK)
     _, first_row, there, rows = extent(args.used_q, b, args.s_q)
     _, first_key, _, keys = extent(args.used_k, b, args.s_k)
-    at = pipe.slots.record_of(drawn)
     pipe.slots.put(at, BATCH, b)
     pipe.slots.put(at, KEY_HEAD, h_k)
     pipe.slots.put(at, IN_GROUP, in_group)
@@ -114,7 +125,7 @@ def open_item(args, pipe, item, drawn):
         _, partial, tiles = block_list_of(args, pipe, at, b, h_k * args.group + in_group, row)
         lo, hi, skipped = plan_list(pipe, at, partial, tiles)
     else:
-        lo, hi, skipped = plan_tiles(args, pipe, at, numbered(args.used_q, b), row, rows, keys)
+        lo, hi, skipped = plan_tiles(args, pipe, at, numbered(args.used_q, b), row, rows, keys, part)
     pipe.slots.put(at, LO, lo)
     pipe.slots.put(at, HI, hi)
     if is_packed(args.used_q):
@@ -270,10 +281,10 @@ def load(args, pipe):
     drawn = gl.to_tensor(0)
     item = gl.program_id(0)
     if is_packed(args.used_q):  # as many as there are; a program without one repeats the last one
-        items = gl.load(args.used_q.tiles) * args.scheduler.heads
+        items = gl.load(args.used_q.tiles) * args.scheduler.heads * splits_of(args.parts)
         item = gl.minimum(item, items - 1)
     else:
-        items = args.scheduler.blocks * args.scheduler.heads
+        items = args.scheduler.blocks * args.scheduler.heads * splits_of(args.parts)
     more = gl.to_tensor(True)
     if not passes_unseeing(args.out, is_packed(args.used_q)):
         tile = open_item(args, pipe, item, 0)

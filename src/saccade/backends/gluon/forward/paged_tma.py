@@ -13,13 +13,31 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device.records import plain_int, runtime_int
+from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.backends.gluon.shim import tma_load, view
 from saccade.layouts import Paged
 from saccade.problem import Problem
+
+
+class Parts(NamedTuple):
+    """Where the results of parts of the keys go."""
+
+    ptr: Any
+    """float32 (splits, b, s_q, h_q, d_v)"""
+    rows: Any
+    """b s_q h_q, a runtime_int, as the next"""
+    splits: Any
+    columns: Any
+    """constexpr: d_v"""
+
+    @staticmethod
+    def of(found: Tensor) -> Parts:
+        numbers = runtime_int(found.shape[1:4].numel()), runtime_int(found.shape[0])
+        return Parts(found, *numbers, _constant(found.shape[4]))
 
 
 class Pages(NamedTuple):
@@ -33,16 +51,22 @@ class Pages(NamedTuple):
     """pages of the cache"""
     size: Any
     """constexpr: rows of a page"""
+    parts: Any
+    """Parts, or a stand-in"""
+    split: Any
+    """constexpr: keys are cut in parts"""
 
 
-def record(problem: Problem) -> Pages | None:
+def record(problem: Problem, parts: Parts | None = None) -> Pages | None:
     """The device form of a layout's pages, if it has some."""
     layout = problem.layout
     if not isinstance(layout, Paged):
         return None
     table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
     pages, _, size, _ = problem.k.shape
-    return Pages(table, runtime_int(table.stride(0)), runtime_int(pages), _constant(size))
+    stand_in = Parts(table, runtime_int(0), runtime_int(1), _constant(0))
+    numbers = runtime_int(table.stride(0)), runtime_int(pages), _constant(size)
+    return Pages(table, *numbers, parts or stand_in, FLAGS[parts is not None])
 
 
 @lru_cache(maxsize=64)
@@ -56,6 +80,31 @@ def box_rows(page_size: int, block_k: int) -> int:
 
 
 rows_of_a_box: Any = gluon.constexpr_function(box_rows)
+
+
+@gluon.constexpr_function
+def is_split(pages):
+    """constexpr: pages.split, whose name Triton 3.6 does not know here"""
+    return pages is not None and bool(getattr([*pages][-1], "value", [*pages][-1]))
+
+
+@gluon.jit
+def splits_of(parts):
+    """In how many parts keys are cut."""
+    if parts is None:
+        return 1
+    else:
+        return plain_int(parts.splits)
+
+
+@gluon.jit
+def part_of(parts, part, lo, hi):
+    """The tiles of a part of [lo, hi): as many as any other has, or one less. A part without a tile has the one after
+    the last, of which no row sees a key."""
+    splits = plain_int(parts.splits)
+    first = lo + (hi - lo) * part // splits
+    end = lo + (hi - lo) * (part + 1) // splits
+    return gl.where(end > first, first, hi), gl.where(end > first, end, hi + 1)
 
 
 @gluon.jit

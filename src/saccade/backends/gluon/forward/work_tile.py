@@ -16,13 +16,15 @@ BATCH, KEY_HEAD, IN_GROUP, ROW, LO, HI, CONSUMER = (gl.constexpr(i) for i in ran
 # Packed sequences, whose lengths are not where the batch row says, also have the first row, how many rows there are,
 # how many of them are in use, and how many keys.
 FIRST_ROW, THERE, USED, KEYS = (gl.constexpr(18 + i) for i in range(4))
-# With block lists they also have which of a head's lists is the item's.
-BLOCK = gl.constexpr(22)
+# With block lists they also have which of a head's lists is the item's; where keys are cut, which part it has.
+BLOCK, PART = gl.constexpr(22), gl.constexpr(23)
 
 
 @gluon.constexpr_function
-def numbers_of_item(packed, listed):
+def numbers_of_item(packed, listed, split):
     """How many numbers a work item has."""
+    if split:
+        return 24
     if not packed:
         return 18
     return 23 if listed else 22
@@ -67,6 +69,11 @@ def work_tile(c: gl.constexpr, args, pipe, slot, at, b):
     core = pipe.slots.get(at, CONSUMER + 4 * c + 1)
     core_end = pipe.slots.get(at, CONSUMER + 4 * c + 2)
     end = pipe.slots.get(at, CONSUMER + 4 * c + 3)
+    if args.parts is not None:
+        first = gl.maximum(first, lo)
+        end = gl.minimum(end, hi)
+        core = gl.minimum(gl.maximum(core, first), end)
+        core_end = gl.minimum(gl.maximum(core_end, first), end)
     if end <= first:  # all tiles are masked: takes the last one that is loaded
         first, core, core_end, end = hi - 1, hi, hi, hi
     if not args.mask.lower:  # one run of tiles with the mask, from core on, and one without
