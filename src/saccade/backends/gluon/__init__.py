@@ -74,6 +74,8 @@ def workspace(spec: Spec) -> str:
         return "forward: 4 bytes for every element of out, and 17 MB"
     if spec.dtype in EIGHT_BIT_WORDS:
         return "forward: 8 bytes for every stream, and v once more"
+    if spec.layout == "paged":
+        return "forward: 8 bytes for every stream, and where keys are split 4 bytes for each element of out and split"
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
 
 
