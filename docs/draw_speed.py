@@ -1,7 +1,7 @@
 """Draws what `speed.md` shows, light and dark, from committed rows: `python docs/draw_speed.py`.
 
 - speed-*.svg: TFLOP/s over the length, forward and backward, beside peers and the ceiling of a matrix product
-- decode-*.svg: GB/s of decoding over pages, beside FlashAttention-3 and a device copy; both of runs that timed all
+- decode-*.svg: GB/s of decoding over pages, beside FlashAttention-3 and a device copy; both of runs that timed most of them
 - memory-*.svg: memory of a call over the length, on a CPU and on an H200, from the rows of benchmarks/memory.py
 """
 
@@ -70,18 +70,9 @@ def over_lengths(ax: Axes, lengths: Iterable[int]) -> None:
     ax.set_ylim(bottom=0)
 
 
-def complete(rows: list[BenchRow], *providers: str) -> list[BenchRow]:
-    """The rows of each cell's last run that timed all of these."""
-    timed: dict[tuple[Any, str, str], set[str]] = {}
-    for r in rows:
-        if r.ms:
-            timed.setdefault((r.cell, r.date, r.run), set()).add(r.provider)
-    return latest(r for r in rows if {*providers} <= timed.get((r.cell, r.date, r.run), set()))
-
-
 def draw_speed(rows: list[BenchRow], theme: str) -> None:
     """Dense, bf16, d 128, 16 heads: b s = 16k, causal and not."""
-    rows = complete(rows, "saccade-gluon", "fa3", "sdpa-cudnn")
+    rows = latest(rows, ("saccade-gluon", "fa3", "fa4", "sdpa-cudnn"))
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True, sharey=True, layout="constrained")
     for i, mode in enumerate(("forward", "backward")):
         for j, mask in enumerate(("none", "causal")):
@@ -103,7 +94,7 @@ def draw_speed(rows: list[BenchRow], theme: str) -> None:
 def draw_decode(rows: list[BenchRow], theme: str) -> None:
     """One new token over 8k keys for each sequence, bf16, 8 key heads of 128."""
     shape = {"mode": "decode", "dtype": "bf16", "h_k": 8, "s_q": 1, "s_k": 8192, "d": 128, "d_v": 128, "score": "none"}
-    own = [r for r in complete(rows, "auto", "fa3") if r.gbps and all(getattr(r, key) == x for key, x in shape.items())]
+    own = [r for r in latest(rows, ("auto", "fa3")) if r.gbps and all(getattr(r, key) == x for key, x in shape.items())]
     own = [r for r in own if "cache" not in r.case]
     cells = sorted({(r.page_size or 0, r.h_q, r.b) for r in own})
     figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
