@@ -1,7 +1,7 @@
 """Draws what `speed.md` shows, light and dark, from committed rows: `python docs/draw_speed.py`.
 
 - speed-*.svg: TFLOP/s over the length, forward and backward, beside peers and the ceiling of a matrix product
-- decode-*.svg: GB/s of decoding over pages, beside FlashAttention-3 and a device copy; both of runs that timed most of them
+- decode-*.svg: GB/s of decoding over pages, beside FlashAttention-3 and a device copy
 - memory-*.svg: memory of a call over the length, on a CPU and on an H200, from the rows of benchmarks/memory.py
 """
 
