@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urldefrag
+from urllib.parse import unquote, urldefrag
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -87,7 +87,12 @@ def faults(browser: Browser, home: str, view: View) -> Iterator[str]:
                 yield f"{name}: {src.removeprefix(home)}: {'has no alt text' if loaded else 'does not load'}"
         for link in found["links"]:
             target, anchor = urldefrag(link)
-            if target.startswith(home) and not Path(target).suffix:
+            if not target.startswith(home):
+                continue
+            if Path(target).suffix:
+                if not (SITE / unquote(target.removeprefix(home))).is_file():
+                    yield f"{name}: leads to {target.removeprefix(home)}, which is not there"
+            else:
                 anchors.add((name, target, anchor))
                 if target not in seen:
                     seen.add(target)

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages that are files of the repository, and links to what is not on the site.
 
-A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, the rows of benchmarks are
-put on the site, and any other link becomes plain code.
+A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, rows of benchmarks and
+examples are put on the site, and any other link becomes plain code. A picture X-light.svg has its X-dark.svg beside it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-ROWS = {
+SHOWN = {
     path: str(path.relative_to(ROOT))
-    for folder in ("results", "tables")
-    for path in (ROOT / "benchmarks" / folder).rglob("*.*")
+    for folder in ("benchmarks/results", "benchmarks/tables", "examples")
+    for path in (ROOT / folder).rglob("*.*")
+    if "__pycache__" not in path.parts
 }
 """Files -> their places on the site."""
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+BOTH = re.compile(r"(!\[[^\]]*\]\(\S+)-light\.svg\)")
 WHOLE = {
     ROOT / found[1]: page.name
     for page in DOCS.glob("*.md")
@@ -33,7 +35,7 @@ WHOLE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for path, uri in ROWS.items():
+    for path, uri in SHOWN.items():
         files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
@@ -45,6 +47,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         folder = (ROOT / found[1]).parent
         markdown = SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), markdown)
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)  # odd ones are code
+    parts[::2] = [BOTH.sub(r"\1-light.svg#only-light)\n\1-dark.svg#only-dark)", part) for part in parts[::2]]
     parts[::2] = [LINK.sub(lambda link: _on_site(link, folder, source.parent), part) for part in parts[::2]]
     return "".join(parts)
 
@@ -53,8 +56,8 @@ def _on_site(link: re.Match[str], folder: Path, page: Path) -> str:
     text, target, anchor = link[1], Path(os.path.normpath(folder / link[2])), link[3] or ""
     if target in WHOLE:
         place = DOCS / WHOLE[target]
-    elif target in ROWS:
-        place = DOCS / ROWS[target]
+    elif target in SHOWN:
+        place = DOCS / SHOWN[target]
     elif target.is_relative_to(DOCS) and target.is_file():
         place = target
     else:

@@ -139,17 +139,17 @@ def _grid(monkeypatch):
 
 @pytest.mark.usefixtures("_grid")
 def test_speedups_are_of_both_in_one_run(updated, results):
-    line = "| All calls | FlashAttention-3 | {} | 0.80 (0.80 to 0.80) | {} |"
+    line = "| All calls | FlashAttention-3 | {} | 0.80 (0.80–0.80) | {} |"
     first = "[4](benchmarks/results/h200/a.jsonl)"
-    assert line.format("0.80 (0.80 to 0.80)", first) in updated(SPEEDUPS)
+    assert line.format("0.80 (0.80–0.80)", first) in updated(SPEEDUPS)
     assert updated(updated(SPEEDUPS)) == updated(SPEEDUPS)
     cell = next(iter(rows.GRIDS["tiny"].cells))
     day = {"date": "2026-02-01T00:00:00Z", "run": "2"}
     rows.append(results / "h200" / "b.jsonl", [made("saccade-triton", 1.0, "saccade", cell, **day)])
-    assert line.format("0.80 (0.80 to 0.80)", first) in updated(SPEEDUPS)  # nobody beside it
+    assert line.format("0.80 (0.80–0.80)", first) in updated(SPEEDUPS)  # nobody beside it
     rows.append(results / "h200" / "b.jsonl", [made("fa3", 3.2, "peer", cell, **day)])
     links = "[3](benchmarks/results/h200/a.jsonl), [1](benchmarks/results/h200/b.jsonl)"
-    assert line.format("1.60 (0.80 to 3.20)", links) in updated(SPEEDUPS)
+    assert line.format("1.60 (0.80–3.20)", links) in updated(SPEEDUPS)
 
 
 @pytest.mark.usefixtures("_grid")

@@ -87,7 +87,7 @@ def test_every_page_is_on_the_site():
     assert not missing
 
 
-WITHOUT_EXAMPLES = {"changelog", "contributing", "DESIGN", "index"}
+WITHOUT_EXAMPLES = {"benchmarks", "changelog", "contributing", "DESIGN", "index"}
 """Files of the repository; README.md's examples run with the tests."""
 
 

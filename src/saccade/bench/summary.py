@@ -91,9 +91,9 @@ def _pairs(folder: Path, query: dict[str, list[str]], own: str, peer: str) -> It
 def _figure(ratios: list[float]) -> str:
     """
     >>> _figure([0.5, 2.0, 1.0])
-    '1.00 (0.50 to 2.00)'
+    '1.00 (0.50–2.00)'
     """
-    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})" if ratios else ""
 
 
 def _link(file: Path, page: Path) -> str:
