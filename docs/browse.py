@@ -85,24 +85,24 @@ def faults(browser: Browser, home: str, view: View) -> Iterator[str]:
         for src, alt, loaded in found["pictures"]:
             if not loaded or not alt:
                 yield f"{name}: {src.removeprefix(home)}: {'has no alt text' if loaded else 'does not load'}"
-        for link in found["links"]:
-            target, anchor = urldefrag(link)
-            if not target.startswith(home):
-                continue
+        for target, anchor in (urldefrag(link) for link in found["links"] if link.startswith(home)):
             if Path(target).suffix:
-                if not (SITE / unquote(target.removeprefix(home))).is_file():
-                    yield f"{name}: leads to {target.removeprefix(home)}, which is not there"
+                yield from _missing(name, target.removeprefix(home))
             else:
                 anchors.add((name, target, anchor))
-                if target not in seen:
-                    seen.add(target)
-                    waiting.append(target)
+                waiting += {target} - seen
+                seen.add(target)
         _shot(page, view, name)
     for name, target, anchor in sorted(anchors):
         if anchor and anchor not in ids[target]:
             yield f"{name}: leads to {target.removeprefix(home)}#{anchor}, which is not there"
     print(f"{view.name}: {len(seen)} pages")
     context.close()
+
+
+def _missing(name: str, file: str) -> Iterator[str]:
+    if not (SITE / unquote(file)).is_file():
+        yield f"{name}: leads to {file}, which is not there"
 
 
 def _own(url: str, home: str) -> bool:
