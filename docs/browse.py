@@ -86,7 +86,7 @@ def faults(browser: Browser, home: str, view: View) -> Iterator[str]:
             if not loaded or not alt:
                 yield f"{name}: {src.removeprefix(home)}: {'has no alt text' if loaded else 'does not load'}"
         for target, anchor in (urldefrag(link) for link in found["links"] if link.startswith(home)):
-            if Path(target).suffix:
+            if Path(target.removeprefix(home)).suffix:
                 yield from _missing(name, target.removeprefix(home))
             else:
                 anchors.add((name, target, anchor))
