@@ -28,6 +28,7 @@ NAMES = {
     "sdpa-cudnn": "cuDNN",
     "saccade-cudnn": "cuDNN",
     "cudnn-fp8": "cuDNN's FP8",
+    "saccade-gluon-bf16": "16 bits",
     "flex": "compiled FlexAttention",
     "torch-varlen": "PyTorch's `varlen_attn`",
     "sdpa-padded": "SDPA on a padded batch",
@@ -50,7 +51,7 @@ def table(lines: str, results: Path, page: Path) -> str:
     Raises:
         ValueError: a line is malformed, or a peer has no rows.
     """
-    found = ["| calls | versus | forward | backward | rows |", "|---|---|---|---|---|"]
+    found = [["calls", "versus", "forward", "backward", "rows"], ["---"] * 5]
     for line in lines.splitlines():
         label, colon, query = line.partition(": ")
         if not colon:
@@ -66,10 +67,10 @@ def table(lines: str, results: Path, page: Path) -> str:
             backward = [pair.ratio for pair in pairs if pair.mode == "backward"]
             files = Counter(pair.file for pair in pairs)
             links = ", ".join(f"[{n}]({_link(file, page)})" for file, n in sorted(files.items()))
-            words = [label, NAMES.get(peer, peer), _figure(forward), _figure(backward), links]
-            found.append(f"| {' | '.join(words)} |")
+            found.append([label, NAMES.get(peer, peer), _figure(forward), _figure(backward), links])
             label = ""
-    return "\n".join(found)
+    shown = [i for i in range(5) if any(words[i] for words in found[2:])]  # a column for backwards, if there are any
+    return "\n".join(f"| {' | '.join(words[i] for i in shown)} |" for words in found)
 
 
 def _pairs(folder: Path, query: dict[str, list[str]], own: str, peer: str) -> Iterator[Pair]:
