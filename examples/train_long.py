@@ -111,9 +111,10 @@ def new_model(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def over_ranks(texts: list[bytes], steps: int, rows: int, device: str) -> list[float]:
+def over_ranks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, texts: list[bytes], steps: int, rows: int, device: str
+) -> list[float]:
     """The losses of all rows, on each rank."""
-    model, optimizer = new_model(device)
     losses = []
     for step in range(steps):
         tokens, lengths = batch(texts, step, rows)
@@ -162,11 +163,14 @@ def main() -> None:
     device = f"cuda:{local}" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if device != "cpu":
         torch.cuda.set_device(local)
+    # The model before the group: what torch imports for an optimizer keeps a group that is there, whose threads would
+    # then go on while the process ends.
+    model, optimizer = new_model(device)
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
 
     texts = definitions()
     start = time.perf_counter()
-    losses = over_ranks(texts, args.steps, args.rows, device)
+    losses = over_ranks(model, optimizer, texts, args.steps, args.rows, device)
     seconds = time.perf_counter() - start
     if dist.get_rank() == 0:
         alone = in_one_process(texts, args.steps, args.rows, device)

@@ -163,3 +163,32 @@ def captured(group, method):
         eager = call([x.requires_grad_() for x in sets[i].detach()[:3].unbind()], sets[i][3])
         same += [torch.equal(x, y) for x, y in zip(results, eager, strict=True)]
     return all(same)
+
+
+@pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
+def test_ranks_that_differ(gpus, method):
+    """All hear the same, nothing was exchanged, and they go on."""
+    found = gpus.run((str(Path(__file__)), "differing"), gpus.size, method, seconds=300)
+    assert len({*found}) == 1
+    for told in found[0]:
+        assert told.startswith("ranks are in different exchanges:\n  rank 0: plan ")
+        assert "the exchange of " in told
+    assert "torch.float16" in found[0][0]
+    assert "torch.float32" in found[0][0]
+
+
+def differing(group, method):
+    """What a rank hears when the last one alone has another dtype, or other heads; and whether calls repeat after it."""
+    from saccade import attention, causal
+    from saccade.distributed import plan
+
+    made, told = plan(list(LENGTHS), group, mask=causal(), method=method, timeout=20), []
+    x = made.shard(torch.randn(sum(LENGTHS), 8, 64)).to("cuda", torch.bfloat16)
+    alone = made.rank == made.size - 1
+    first = attention(x, x, x, mask=causal(), context=made)
+    for y in (x.half() if alone else x.float(), x.repeat(1, 2 + 2 * alone, 1)):
+        with pytest.raises(RuntimeError) as raised:
+            attention(y, y, y, mask=causal(), context=made)
+        told.append(str(raised.value))
+    assert torch.equal(first, attention(x, x, x, mask=causal(), context=made))
+    return tuple(told)

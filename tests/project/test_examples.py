@@ -271,10 +271,22 @@ def test_no_picture_without_matplotlib(monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_train_long():
-    """Two processes and one have the same losses: the example asserts it."""
+ENDING = """
+import runpy, sys
+from pathlib import Path
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+left = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+assert not any("gloo" in name for name in left), left
+"""
+
+
+def test_train_long(tmp_path):
+    """Two processes and one have the same losses: the example asserts it. No thread of its group outlives the group, to
+    go on while the process ends."""
+    (tmp_path / "ending.py").write_text(ENDING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    example = [str(EXAMPLES / "train_long.py"), "--steps", "2", "--rows", "700"]
+    example = [str(tmp_path / "ending.py"), str(EXAMPLES / "train_long.py"), "--steps", "2", "--rows", "700"]
     done = subprocess.run([*command, *example], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "700 rows over 2 ranks" in done.stdout

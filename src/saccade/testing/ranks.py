@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import multiprocessing
-import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,6 +37,7 @@ class Pool:
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size, self.backend = size, backend
         self._workers: list[Any] = []
+        self._store: Any = None
 
     def __enter__(self) -> Pool:
         return self
@@ -80,12 +79,13 @@ class Pool:
         context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         if "forkserver" in methods:
             context.set_forkserver_preload(["saccade.testing.ranks", "torch.distributed.fsdp", "torch._dynamo"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Here, so that no port is chosen before somebody listens to it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(its, rank, self.size, self.backend, port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(its, rank, self.size, self.backend, self._store.port), daemon=True
+            )
             process.start()
             its.close()
             self._workers.append((process, mine))
@@ -95,7 +95,7 @@ class Pool:
             pipe.close()
             process.kill()
             process.join()
-        self._workers = []
+        self._workers, self._store = [], None
 
 
 def pickled(x: Any) -> bytes:
@@ -110,10 +110,10 @@ def unpickled(x: bytes) -> Any:
 
 def _serve(pipe: Any, rank: int, size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     groups = {n: dist.new_group(list(range(n))) for n in SIZES if n <= size}
     while True:
         try:
