@@ -178,7 +178,7 @@ def test_ranks_that_differ(gpus, method):
 
 
 def differing(group, method):
-    """What a rank hears when the last one alone has another dtype, or other heads; and whether calls repeat after it."""
+    """What a rank hears when the last one alone has another dtype, or other heads."""
     from saccade import attention, causal
     from saccade.distributed import plan
 
