@@ -316,8 +316,9 @@ def test_refused_by_name():
         ({"page_size": 1}, "takes page sizes that are multiples of 8, not 1"),
         ({"splits": 1}, "not with num_splits=1"),
         ({"splits": 7}, "not with num_splits=7"),
-        ({"s_q": 1}, "not 4 and 8"),
-        ({"s_q": 17, "h_q": 8}, "not 68 and 8"),
+        ({"s_q": 1}, "at least 17 for each sequence and key head, not 4, and"),
+        ({"s_q": 17, "h_q": 8}, "at least 64 blocks of 128 of them, times parts of 512 keys, not 8"),
+        ({"s_q": 17, "h_q": 8, "s_k": 4096}, None),
         ({"b": 0}, None),
     ],
 )

@@ -52,7 +52,7 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
     if size % MIN_PAGE_ROWS:
         reasons.append(f"takes page sizes that are multiples of {MIN_PAGE_ROWS}, not {size}")
     if layout.num_splits is not None:
-        reasons.append(f"does not split keys: not with num_splits={layout.num_splits}")
+        reasons.append(f"cuts keys as it likes: not with num_splits={layout.num_splits}")
     rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // max(layout.sequences, 1))
     items = splits.work_items(problem) * splits.most_splits(problem)
     least = LEAST_ROWS if problem.descale is None else LEAST_EIGHT_BIT_ROWS
