@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from saccade import Dense, Packed, attention, causal, relative_bias, t5_bias, window
-from saccade.backends.device import distance_tables
+from saccade.backends.device import distance_tables, level_sums
+from saccade.backends.device.level_sums import LevelSums
 from saccade.masks import Mask
 from saccade.problem import Problem
 from saccade.scores import bind
 from saccade.testing.accuracy import Report, check
 
+FAR, LOW = 1 << 30, torch.tensor([-1e9, 0.5, 0.25])
 MASKS: dict[str, Mask | None] = {"full": None, "causal": causal(), "window": window(40, 9)}
 
 
@@ -25,6 +28,10 @@ def learned(kind: str) -> Any:
             return t5_bias(torch.randn(32, 2, requires_grad=True))
         case "relative":
             return relative_bias(near)
+        case "short":
+            return relative_bias(near[:, :9])
+        case "difference":
+            return lambda s, b, h, i, j: s - near[0, (j - i).clamp(-9, 2) + 9] + far[h, (i - j).clamp(-1, 3) + 1]
         case "product":
             return lambda s, b, h, i, j: s * far[h, (j - i).clamp(-20, 20) + 20] + near[h, (j - i).abs()]
     return lambda s, b, h, i, j: s + near[b, (i - j) % 257] * rows[h, i]
@@ -40,6 +47,11 @@ CALLS = [
     ("t5", 50, 35, "causal"),
     ("product", 32, 32, "full"),
     ("rows", 40, 41, "full"),
+    # Of some tiles all distances lie beyond the reach.
+    ("short", 150, 170, "full"),
+    ("short", 170, 140, "causal"),
+    ("short", 140, 150, "window"),
+    ("difference", 140, 150, "full"),
 ]
 
 
@@ -59,6 +71,43 @@ def test_a_wrong_table_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report("relative", 30, 30, "causal").ratios["out"] <= 1
     monkeypatch.setattr(distance_tables, "tables", moved)
     assert report("relative", 30, 30, "causal").ratios["out"] > 1
+
+
+@pytest.mark.parametrize("ends", [(1.0, 0.0), (0.0, -1.0)], ids=["low", "high"])
+def test_a_wrong_reach_is_rejected(ends: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 70 distances: tiles that hold some in reach are taken for others."""
+    fill = distance_tables.tables
+
+    def nearer(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(problem, fast)
+        if found:
+            found[0][..., :2] += 70 * torch.tensor(ends)
+        return found
+
+    monkeypatch.setattr(distance_tables, "tables", nearer)
+    ratios = report("short", 150, 170, "full").ratios
+    assert ratios["out"] > 1
+    assert ratios["dq"] > 1
+    assert ratios["dk"] > 1
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "reach"),
+    [
+        (relative_bias(torch.randn(2, 9)), [[-4, 4], [-4, 4]]),
+        (relative_bias(torch.randn(1, 5)), [[-2, 2]]),
+        (t5_bias(torch.randn(8, 2), max_distance=11), [[-11, 11], [-11, 11]]),
+        (lambda s, b, h, i, j: s + torch.ones(3)[(j - i).clamp(0, 0)], [[FAR, -FAR]]),
+        # Numbers that mask keys are added one by one.
+        (lambda s, b, h, i, j: s + LOW[(j - i).clamp(-1, 1) + 1], [[-FAR, 1]]),
+    ],
+    ids=["relative", "shared", "t5", "one place", "large"],
+)
+def test_reach(score_mod: Any, reach: list[list[int]]) -> None:
+    q = torch.randn(1, 2, 20, 16)
+    problem = Problem(q, q, q, None, None, bind(score_mod, q), Dense(), 1.0)
+    table = distance_tables.tables(problem)[0]
+    assert torch.equal(table[0, :, :2], torch.tensor(reach, dtype=torch.float32))
 
 
 def test_a_table_is_of_what_a_tensor_holds_now() -> None:
@@ -86,3 +135,34 @@ def test_calls_that_have_tables(layout: Any, count: int, monkeypatch: pytest.Mon
     assert len(distance_tables.empty(problem)) == count * distance_tables.FIELDS
     monkeypatch.setattr(distance_tables, "MOST", 100)
     assert distance_tables.empty(problem) == ()
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_sums_beyond_the_reach(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's gradient has two parts: without the second it is wrong, and with a part counted twice."""
+    q, k, v = (torch.randn(1, 2, s, 16) for s in (150, 170, 170))
+    table, dout = torch.randn(2, 9, requires_grad=True), torch.randn(1, 2, 150, 16)
+    keywords = {"mask": MASKS[mask], "score_mod": relative_bias(table)}
+
+    def gradient(backend: str) -> Tensor:
+        out = attention(q, k, v, backend=backend, **keywords)
+        return torch.autograd.grad(out, table, dout)[0]
+
+    def error() -> float:
+        return float((gradient("triton") - exact).abs().max())
+
+    exact = gradient("reference")
+    assert error() < 1e-3
+    of = LevelSums.of
+
+    def counted(*arguments: Any) -> LevelSums | None:
+        """Every tile is in reach, and what lies beyond counts once more."""
+        levels = of(*arguments)
+        assert levels is not None
+        return levels._replace(block_q=1 << 20, block_k=1 << 20)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LevelSums, "of", counted)
+        assert error() > 0.1
+    monkeypatch.setattr(level_sums, "launch", lambda *arguments: lambda *arguments: None)
+    assert error() > 0.1

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from saccade.bench import quantizing, serving
+from saccade.bench import quantizing, serving, shapes
 from saccade.testing.callbacks import USUAL
 from saccade.testing.cases import MODELS, NAMED, Case
 
@@ -167,12 +167,6 @@ _CPU = [
 ]
 
 
-def _dims(d: int, d_v: int, **other: str) -> list[Case]:
-    """One problem, full and causal, for comparison with its neighbours in the same run."""
-    case = Case("", b=4, h_q=16, h_k=16, s_q=4096, s_k=4096, d=d, d_v=d_v)
-    return [named(case.replace(mask=mask, **other)) for mask in ("none", "causal")]
-
-
 def _packed(lengths: Iterable[int], h_q: int, h_k: int, d: int, mask: str, dtype: str = "bf16") -> Case:
     """Sequences end to end, queries and keys alike."""
     lengths = tuple(lengths)
@@ -209,7 +203,6 @@ def _documents(dtype: str, mask: str) -> Case:
     return _packed([dice.randint(100, 2000) for _ in range(64)], 4, 4, 64, mask, dtype)
 
 
-_DIMS = [*_dims(128, 128), *_dims(128, 128, dtype="fp16"), *_dims(192, 128), *_dims(96, 96), *_dims(80, 80)]
 _SMALL = Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64)
 _FIRST = [_tokens(128, 2048, "causal").replace(score=score) for score in ("none", "alibi", "relative_bias(128)")]
 
@@ -275,9 +268,14 @@ GRIDS = {
         "the cost of the largest score of each row as one more output: d 128, s 8192",
     ),
     "dims": BenchGrid(
-        _cells(_DIMS, "forward", "backward"),
+        _cells(map(named, shapes.dims()), "forward", "backward"),
         FUSED,
         "fp16 and bf16 at d 128, and d 192/128, 96 and 80: 4 x 16 heads, s = 4096",
+    ),
+    "odd": BenchGrid(
+        _cells(map(named, shapes.odd()), "forward", "backward"),
+        FUSED,
+        "s = 128 to 512, head dims 72 to 192, vision layers of 577 to 4096 patches, and one row of 8 or 16 heads",
     ),
     "varlen": BenchGrid(
         _cells(_varlen(), "forward", "backward"),

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.device import block_d, positions, scores
-from saccade.backends.device.arguments import TileShape, tile_arguments, tile_grid
+from saccade.backends.device import level_sums, positions, scores
+from saccade.backends.device.arguments import tile_arguments
 from saccade.backends.device.captured_gradients_kernel import (
     as_integers,
     captured_gradients_kernel,
@@ -22,13 +22,18 @@ from saccade.backends.device.captured_gradients_kernel import (
     largest,
 )
 from saccade.backends.device.gradients import aligned_rows
-from saccade.backends.device.launch import Launch, on_device
+from saccade.backends.device.launch import on_device
+from saccade.backends.device.level_sums import LevelSums
+from saccade.backends.device.recompute import recompute_blocks, recompute_launch
 from saccade.problem import Problem
 from saccade.scores import Traced
 
 
-def gradients(problem: Problem, saved: Saved, fast: bool = False) -> Sequence[Tensor | None]:
-    """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says.
+def gradients(
+    problem: Problem, saved: Saved, fast: bool = False, levels: LevelSums | None = None
+) -> Sequence[Tensor | None]:
+    """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says;
+    levels: what the main kernel has added up already.
 
     A launch of its own: only calls that capture parameters pay for it. Atomics add up float32 sums in any order. For
     a deterministic call a first launch computes the largest value, and a second one adds up integers, whose sum does
@@ -40,7 +45,7 @@ def gradients(problem: Problem, saved: Saved, fast: bool = False) -> Sequence[Te
     wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
     captured = [x for x, want in zip(score.tensors, wanted, strict=True) if want]
     with on_device(problem.q):
-        accumulate = _accumulate(problem, saved, score, wanted, fast)
+        accumulate = _accumulate(problem, saved, score, wanted, fast, levels)
         many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
         sums = iter(
             _repeatable(captured, accumulate, many) if problem.deterministic else _in_any_order(captured, accumulate)
@@ -74,15 +79,22 @@ def _repeatable(captured: Sequence[Tensor], accumulate: Accumulate, many: int) -
     return [(x.double() / unit[i] + broken[i]).float() for i, x in enumerate(sums)]
 
 
-def _accumulate(problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool], fast: bool) -> Accumulate:
+def _accumulate(
+    problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool], fast: bool, levels: LevelSums | None
+) -> Accumulate:
     if not problem.q.numel() or not problem.k.numel():
         return lambda add, sums: None
     operands, arguments = tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
     scatter = scores.scatter(score, wanted, fast, positions.kind(problem))
 
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
-        launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(add), scatter)
+        near = (0, 0) if levels is None else (levels.block_q, levels.block_k)
+        constants = tl.constexpr(add), scatter, *map(tl.constexpr, near)
+        launch = recompute_launch(captured_gradients_kernel, problem, *constants)
         launch(problem.q.device.index, (*operands, tuple(sums), *arguments))
+        if levels is not None:
+            rest = level_sums.launch(problem, levels, add, wanted, fast)
+            rest(problem.q.device.index, level_sums.arguments(problem, levels, sums))
 
     return accumulate
 
@@ -91,23 +103,3 @@ def tensors(problem: Problem, saved: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the sums."""
     operands = map(aligned_rows, (problem.q, problem.k, problem.v, saved.dout, saved.out))
     return *operands, saved.lse.contiguous(), None if saved.dlse is None else saved.dlse.contiguous()
-
-
-def recompute_launch(kernel: Any, problem: Problem, *constants: Any) -> Launch:
-    """Of a kernel that computes the weights once more."""
-    blocks = recompute_blocks(problem)
-    warps = 4 if _widest(problem) <= 64 and problem.dropout is None else 8
-    shape = TileShape.of(problem, *blocks)
-    return Launch(kernel, tile_grid(problem, *blocks), (*constants, shape), warps, 2)
-
-
-def recompute_blocks(problem: Problem) -> tuple[int, int]:
-    """BLOCK_Q, at most BLOCK_K, and BLOCK_K."""
-    size = 32 if problem.q.dtype == torch.float32 else 64
-    widest = _widest(problem)
-    size = size if widest <= 128 else size // 2 if widest <= 256 else 16
-    return size, size
-
-
-def _widest(problem: Problem) -> int:
-    return max(block_d(problem.q.shape[3]), block_d(problem.v.shape[3]))

@@ -7,19 +7,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.block_lists_kernel import tile_start
 from saccade.backends.device.positions import function_positions
 from saccade.backends.device.q_block import (
     TileRange,
+    core_end,
+    core_start,
     edge_length,
     edge_start,
+    keys_in_reach,
     kv_head,
     kv_tiles,
+    level_at,
+    levels_of_keys,
     load_k,
     load_q,
     load_v,
     q_block,
     weight_gradient,
+    within,
 )
 from saccade.backends.device.tiles import in_units
 
@@ -48,10 +53,10 @@ def as_integers(total, place, value):
 
 @triton.jit
 def _step(
-    start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums,
-    ADD: tl.constexpr, SCATTER: tl.constexpr, shape, MASKED: tl.constexpr,
+    start, q_tile, dout_tile, rows, kv, block, sums,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, shape, MASKED: tl.constexpr, level,
 ):  # fmt: skip
-    """One tile of keys."""
+    """One tile of keys. rows: their LSE and delta; level: as `weight_gradient` says."""
     args = block.args
     q_idx = block.q_idx[:, None]
     # [block_k, d], [block_k, d_v]
@@ -61,7 +66,8 @@ def _step(
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
-    _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx, MASKED)
+    lse, delta = rows[0][:, None], rows[1][:, None]
+    _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx, MASKED, level=level)
     if args.score.placed:
         p, r = function_positions(args.score.data[1], args.b, q_idx, kv_idx)
         SCATTER(ADD, sums, args.score.data[0].data, ds, qk * args.scale, args.b, args.h, p, r)
@@ -69,18 +75,46 @@ def _step(
         SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, q_idx, kv_idx)
 
 
+@triton.jit
+def core_from(tiles, core):
+    """The same tiles, of whose core only those from `core` on need no mask."""
+    if tiles.near is None:
+        return TileRange(tiles.first, core, tiles.core_end, tiles.end, tiles.block_list, None, None)
+    else:
+        near, near_end = within(tiles.near, core, tiles.core_end), within(tiles.near_end, core, tiles.core_end)
+        return TileRange(tiles.first, core, tiles.core_end, tiles.end, tiles.block_list, near, near_end)
+
+
+@triton.jit
+def in_reach(tiles, block, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr):
+    """The tiles of keys without those that the main kernel has added up."""
+    first, end = keys_in_reach(block.args, block.start // NEAR_Q * NEAR_Q, NEAR_Q, NEAR_K)
+    end = tl.maximum(first, end)
+    return TileRange(
+        within(tiles.first, first, end),
+        within(tiles.core, first, end),
+        within(tiles.core_end, first, end),
+        within(tiles.end, first, end),
+        tiles.block_list,
+        within(tiles.near, first, end),
+        within(tiles.near_end, first, end),
+    )
+
+
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def captured_gradients_kernel(
     q, k, v, dout, out, lse, dlse, sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
-    ADD: tl.constexpr, SCATTER: tl.constexpr, shape,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr, shape,
 ):  # fmt: skip
-    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one q block of one head."""
+    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one q block of one head. NEAR_Q > 0: only of
+    tiles of NEAR_Q rows and NEAR_K keys that are in reach of the score's tables."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
     # Rows that are not in use read captured tensors too, where NaN may be: a block with such rows masks every tile.
     whole = block.start + shape.BLOCK_Q <= block.args.rows
-    core = tl.where(whole, tiles.core, tiles.core_end)
-    tiles = TileRange(tiles.first, core, tiles.core_end, tiles.end, tiles.block_list)
+    tiles = core_from(tiles, tl.where(whole, tiles.core, tiles.core_end))
+    if NEAR_Q > 0:
+        tiles = in_reach(tiles, block, NEAR_Q, NEAR_K)
     # [block_q, d], [block_q, d_v]
     q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
@@ -91,10 +125,13 @@ def captured_gradients_kernel(
     row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if dlse is not None:
         row_delta -= tl.load(dlse + block.place, mask=block.live, other=0.0)
+    rows = row_lse, row_delta
     kv = kv_head(k, v, block, shape)
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        _step(start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums, ADD, SCATTER, shape, True)
-    for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
-        start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
-        _step(start, q_tile, dout_tile, row_lse, row_delta, kv, block, sums, ADD, SCATTER, shape, False)
+        _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, True, None)
+    levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
+    for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
+        start = core_start(mask, tiles, step, shape.BLOCK_K)
+        level = level_at(tiles, levels, start) if tiles.near is not None else None
+        _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, False, level)

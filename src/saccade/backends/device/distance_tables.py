@@ -3,9 +3,12 @@
 A tile of scores reads T5's bias at places that are computed for every score: clamped, scaled, 64 bits wide. In a table
 of all distances the place of a score is that of its row plus the key's number. A table is made for each launch that
 reads it: nothing is remembered of a tensor that may change.
+
+In front of its distances a table of one head has two numbers, its reach: up to the first distance, and from the second
+one on, the captured tensor is read at one place.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import triton.language as tl
 
 from saccade.backends.device import positions, scores
 from saccade.backends.device.launch import Launch, cached_launch
-from saccade.backends.device.records import plain_int, runtime_int
+from saccade.backends.device.records import FAR, plain_int, runtime_int
 from saccade.problem import Problem
 from saccade.scores import Traced
 
@@ -26,6 +29,11 @@ MARGIN = 256
 BLOCK = 1024
 MOST = 1 << 26
 """Numbers of a table; a longer one is not made, and places are computed for every score."""
+REACH = tl.constexpr(2)
+"""Numbers in front of the distances."""
+LARGEST = tl.constexpr(4096.0)
+"""What a table may hold beyond its reach; a larger number, as those that mask keys, is added to one score after the
+other, so that sums are rounded as in all other tiles."""
 
 
 def tables(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
@@ -50,14 +58,14 @@ def empty(problem: Problem) -> tuple[Any, ...]:
     if not isinstance(score, Traced) or problem.layout.ragged_keys or positions.kind(problem) != "numbers":
         return ()
     (b, h_q, s_q), s_k = problem.q.shape[:3], problem.k.shape[2]
-    length = s_q + s_k + 2 * MARGIN
+    length = REACH.value + s_q + s_k + 2 * MARGIN
     if b * h_q * length > MOST:
         return ()
     found: list[Any] = []
     for by_row, by_head in score.program.distance_inputs:
         shape = b if by_row else 1, h_q if by_head else 1, length
         table = torch.empty(shape, dtype=torch.float32, device=problem.q.device)
-        strides = table.stride(0) * by_row, table.stride(1) * by_head, s_q + MARGIN
+        strides = table.stride(0) * by_row, table.stride(1) * by_head, REACH.value + s_q + MARGIN
         found += table, *map(runtime_int, strides)
     return tuple(found)
 
@@ -66,19 +74,36 @@ def table_launch(problem: Problem, n: int, fast: bool) -> Launch:
     """Of the n-th table."""
     score: Any = problem.score
     read = list(score.program.distance_reads)[n]
-    b, h, length = empty(problem)[FIELDS * n].shape
-    constants = scores.table_value(score, read, fast), tl.constexpr(BLOCK)
-    return Launch(table_kernel, (b * h * -(-length // BLOCK), 1, 1), constants)
+    b, h, _ = empty(problem)[FIELDS * n].shape
+    constants = scores.table_value(score, read, fast), scores.table_place(score, read, fast), tl.constexpr(BLOCK)
+    return Launch(table_kernel, (b * h, 1, 1), constants)
 
 
 @triton.jit
-def table_kernel(table, data, h_q, length, zero, VALUE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK distances of one head."""
+def table_kernel(
+    table, data, h_q, length, zero, VALUE: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The table of one head, BLOCK distances at a time."""
     h_q, length, zero = plain_int(h_q), plain_int(length), plain_int(zero)
-    blocks = tl.cdiv(length, BLOCK)
-    bh = tl.program_id(0) // blocks
-    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
-    distance = n - zero
-    # [1, block]: a read by distance is what row 0 reads, of keys before the first one too
-    value = VALUE(data, distance, bh // h_q, bh % h_q, distance * 0, distance)
-    tl.store(table + bh.to(tl.int64) * length + n, value, mask=n < length)
+    bh = tl.program_id(0)
+    b, h = bh // h_q, bh % h_q
+    row = table + bh.to(tl.int64) * length
+    # The first and the last distance whose place is not that of the distance before.
+    first = tl.full([1, BLOCK], FAR, tl.int32)
+    last = -first
+    for start in range(REACH, length, BLOCK):
+        n = start + tl.arange(0, BLOCK)[None, :]
+        distance = n - zero
+        # [1, block]: a read by distance is what row 0 reads, of keys before the first one too
+        tl.store(row + n, VALUE(data, distance, b, h, distance * 0, distance), mask=n < length)
+        place = PLACE(data, distance, b, h, distance * 0, distance)
+        before = PLACE(data, distance, b, h, distance * 0, distance - 1)
+        changed = (place != before) & (n > REACH) & (n < length)
+        first = tl.where(changed, tl.minimum(first, distance), first)
+        last = tl.where(changed, distance, last)
+    ends = tl.arange(0, 2)[None, :]
+    distance = tl.where(ends == 0, REACH, length - 1) - zero
+    level = VALUE(data, distance, b, h, distance * 0, distance)
+    reach = tl.where(ends == 0, tl.min(first) - 1, tl.max(last))
+    reach = tl.where(tl.abs(level) < LARGEST, reach, tl.where(ends == 0, -FAR, FAR))
+    tl.store(row + ends, reach.to(tl.float32))

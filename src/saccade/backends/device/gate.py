@@ -22,8 +22,8 @@ from saccade.backends.device import (
     visits,
 )
 from saccade.backends.device.arguments import common_arguments
-from saccade.backends.device.captured_gradients import recompute_launch
 from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
+from saccade.backends.device.recompute import recompute_launch
 from saccade.backends.device.records import runtime_int
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.backends.device.scores import scatter
@@ -39,6 +39,10 @@ SCORED = [(128, "full", "alibi"), (64, "masked", "relative_bias")]
 DROPPED = [(64, "full dropout"), (256, "masked dropout")]
 """Head dims and words of the rows with a score function, and with dropout."""
 DTYPES = {"8bit": torch.float8_e4m3fn, "16bit": torch.bfloat16, "32bit": torch.float32}
+
+
+NEVER = tl.constexpr(0), tl.constexpr(0)
+"""No tiles of the kernel of captured tensors are passed over."""
 
 
 class GateRow(NamedTuple):
@@ -136,7 +140,7 @@ def compiled(kernel: str, problem: Problem) -> Any:
         assert isinstance(problem.score, Traced)
         sums = tuple(torch.empty(x.shape) for x in problem.score.tensors)
         adding = scatter(problem.score, [True] * len(sums))
-        launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), adding)
+        launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), adding, *NEVER)
         saved = replace(saved, dlse=None)
         arguments = *captured_gradients.tensors(problem, saved), sums, *arguments
     elif kernel == "row_totals":

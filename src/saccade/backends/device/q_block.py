@@ -12,6 +12,7 @@ import triton.language as tl
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
 from saccade.backends.device.dropout import keep, keep_unaligned, opened
+from saccade.backends.device.records import LOG2E
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, load_tile, logits, power, store_tile, tile_range, visible
 
@@ -84,6 +85,10 @@ class TileRange:
     end: Any
     block_list: Any
     """pointer, or None: tiles are visited in their order"""
+    near: Any
+    near_end: Any
+    """Tiles of the core that are in reach of the score's tables: they are visited with the edges, and what is left of
+    the core adds one number to all scores of a tile. None where a score has no such tiles."""
 
 
 @triton.jit
@@ -121,10 +126,39 @@ def kv_tiles(block, used_q, h_q, shape):
     if args.mask.block_sparse:
         number = block_number(used_q, h_q, block.start, shape.BLOCK_Q)
         first, core, core_end, end, block_list = block_list_range(args.mask, args.b, args.h, number, shape.BLOCK_K)
-        return TileRange(first, core, core_end, end, block_list)
+        return TileRange(first, core, core_end, end, block_list, None, None)
     else:
         first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, block.live, args.keys, shape.BLOCK_K)
-        return TileRange(first, core, core_end, end, None)
+        if args.score.flat:
+            near, near_end = keys_in_reach(args, block.start, shape.BLOCK_Q, shape.BLOCK_K)
+            near, near_end = within(near, core, core_end), within(near_end, core, core_end)
+            return TileRange(first, core, core_end, end, None, near, near_end)
+        else:
+            return TileRange(first, core, core_end, end, None, None, None)
+
+
+@triton.jit
+def within(x, first, end):
+    """The closest number to x of [first, end]."""
+    return tl.minimum(tl.maximum(x, first), end)
+
+
+@triton.jit
+def keys_in_reach(args, row, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Of tiles of KEYS keys those with a distance from rows [row, row + ROWS) inside the reach of the score's tables:
+    where the first begins and the last ends."""
+    low, high = args.score.reach(args.score.data, args.b, args.h)
+    # Divisions round towards zero, and no tile begins below it.
+    first = tl.maximum(low + row + 1, 0) // KEYS * KEYS
+    return first, tl.cdiv(tl.maximum(high + row + ROWS - 1, 0), KEYS) * KEYS
+
+
+@triton.jit
+def rows_in_reach(args, key, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """The same of tiles of ROWS rows, for keys [key, key + KEYS)."""
+    low, high = args.score.reach(args.score.data, args.b, args.h)
+    first = tl.maximum(key - high + 1, 0) // ROWS * ROWS
+    return first, tl.cdiv(tl.maximum(key + KEYS - 1 - low, 0), ROWS) * ROWS
 
 
 @triton.jit
@@ -174,16 +208,73 @@ def load_v(kv, start, shape, CHECK: tl.constexpr):
 
 @triton.jit
 def edge_length(tiles):
-    """The tiles on the mask's edge, those before the core and those after it, times the tile's size."""
-    return tiles.core - tiles.first + tiles.end - tiles.core_end
+    """The tiles on the mask's edge, those before the core and those after it, and those in reach, times the tile's
+    size."""
+    length = tiles.core - tiles.first + tiles.end - tiles.core_end
+    if tiles.near is not None:
+        length += tiles.near_end - tiles.near
+    return length
 
 
 @triton.jit
 def edge_start(mask, tiles, step, BLOCK: tl.constexpr):
-    """Where the tile on the mask's edge begins that is visited at `step`."""
+    """Where the tile begins that is visited at `step`, of those."""
     before = tiles.core - tiles.first
-    start = tl.where(step < before, tiles.first + step, tiles.core_end + step - before)
-    return tile_start(mask, tiles.block_list, start, BLOCK)
+    if tiles.near is not None:  # sums, as ptxas 12.8 serialises products behind nested selects (C7515)
+        start = tiles.first + step + tl.where(step >= before, tiles.near - tiles.core, 0)
+        reach = tiles.near_end - tiles.near
+        start += tl.where(step >= before + reach, tiles.core_end - tiles.near_end, 0)
+        return start
+    else:
+        start = tl.where(step < before, tiles.first + step, tiles.core_end + step - before)
+        return tile_start(mask, tiles.block_list, start, BLOCK)
+
+
+@triton.jit
+def core_end(tiles):
+    """The core's end, if it begins where it does and leaves out what is in reach."""
+    end = tiles.core_end
+    if tiles.near is not None:
+        end -= tiles.near_end - tiles.near
+    return end
+
+
+@triton.jit
+def core_start(mask, tiles, step, BLOCK: tl.constexpr):
+    """Where the core's tile begins that is visited at `step`."""
+    if tiles.near is not None:
+        return tl.where(step < tiles.near, step, step + tiles.near_end - tiles.near)
+    else:
+        return tile_start(mask, tiles.block_list, step, BLOCK)
+
+
+@triton.jit
+def levels_of_keys(tiles, args, row, KEYS: tl.constexpr):
+    """What is added to all scores of a tile of the core before those in reach, and of one after them, where
+    `TileRange.near` is not None; zeros where it is."""
+    if tiles.near is not None:
+        last = tl.maximum(tiles.core_end - KEYS, 0)
+        first = args.score.level(args.score.data, args.b, args.h, row, tiles.core)
+        return first, args.score.level(args.score.data, args.b, args.h, row, last)
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def levels_of_rows(tiles, args, key, ROWS: tl.constexpr):
+    """The same where tiles are of rows."""
+    if tiles.near is not None:
+        last = tl.maximum(tiles.core_end - ROWS, 0)
+        first = args.score.level(args.score.data, args.b, args.h, tiles.core, key)
+        return first, args.score.level(args.score.data, args.b, args.h, last, key)
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def level_at(tiles, levels, start):
+    """The level of the core's tile that begins at `start`."""
+    return tl.where(start < tiles.near, levels[0], levels[1])
 
 
 @triton.jit
@@ -220,12 +311,25 @@ def softmax_of_products(qk, factor, row_max, row_sum):
 
 
 @triton.jit
+def flat_softmax(qk, level, args, row_max, row_sum):
+    """`online_softmax` of x = scale qk + level, natural, with a scale from 0 on: one multiply-add for each p."""
+    new_max = tl.maximum(row_max, tl.max(qk, 1) * args.scale + level)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(qk * (args.scale * LOG2E) - ((shift - level) * LOG2E)[:, None])
+    alpha = tl.exp2((row_max - shift) * LOG2E)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
 def weight_gradient(
-    qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True
+    qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True, level=None
 ):
     """p after dropout, but for its factor, and ds before the slope of the score function, of one tile. Rows and keys
-    lie whichever way the operands broadcast. ALIGNED: both start at multiples of 16."""
-    p = power(masked_scores(qk, args, q_idx, kv_idx, MASKED) - row_lse, args.score)
+    lie whichever way the operands broadcast. ALIGNED: both start at multiples of 16. level: as `level_of_tile` says."""
+    if level is not None:
+        p = tl.exp2(qk * (args.scale * LOG2E) + (level - row_lse) * LOG2E)
+    else:
+        p = power(masked_scores(qk, args, q_idx, kv_idx, MASKED) - row_lse, args.score)
     if args.dropout is None:
         return p, p * (dp - row_delta)
     else:

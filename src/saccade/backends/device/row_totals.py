@@ -16,9 +16,9 @@ import torch
 
 from saccade.backends import Saved
 from saccade.backends.device.arguments import precision, tile_arguments
-from saccade.backends.device.captured_gradients import recompute_blocks, recompute_launch
 from saccade.backends.device.gradients import aligned_rows
 from saccade.backends.device.launch import cached_launch, on_device
+from saccade.backends.device.recompute import recompute_blocks, recompute_launch
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.layouts import empty_like_rows

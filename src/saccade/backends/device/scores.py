@@ -15,12 +15,13 @@ import triton.language as tl
 from saccade import scores
 from saccade.backends.device import positions
 from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
-from saccade.backends.device.records import FLAGS, LOG2E, NARROW_LIMIT, constants, far_parts, runtime_int
+from saccade.backends.device.records import FAR, FLAGS, LOG2E, NARROW_LIMIT, constants, far_parts, runtime_int
 from saccade.problem import Problem
 from saccade.scores import LONGEST
 from saccade.scores.codegen import source
 from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.linear import linear_source
+from saccade.scores.codegen.plateaus import has_plateaus, plateau_source
 
 
 class DeviceScore(NamedTuple):
@@ -45,6 +46,11 @@ class DeviceScore(NamedTuple):
     """(data, b, h, q_idx, kv_idx) -> pitch; kv_idx is not used"""
     level: Any
     """(data, b, h, q_idx, kv_idx) -> modified score of 0"""
+    flat: Any
+    """constexpr: modified = score + level, one number beyond the reach of its tables; it is not linear then, and level
+    takes one row and one key"""
+    reach: Any
+    """(data, b, h) -> low and high: the distances kv_idx - q_idx beyond which that is so, both inclusive"""
     data: tuple
     placed: Any = tl.constexpr(False)
     """constexpr: `data` is the plain DeviceScore, which takes positions for indices, and the positions"""
@@ -102,7 +108,13 @@ def _fast_softcap_slope(data, score, b, h, q_idx, kv_idx):
     return 1 - t * t
 
 
-_NOT_LINEAR = constants(False, _none, _none)
+@triton.jit
+def _no_reach(data, b, h):
+    return -FAR, FAR
+
+
+_NEVER_FLAT = constants(False, _no_reach)
+_NOT_LINEAR = *constants(False, _none, _none), *_NEVER_FLAT
 _SAME = DeviceScore(*constants(_same, _one, True, _no_parts, _same, False, True), *_NOT_LINEAR, ())
 _CORE = False, _softcap_parts, _softcap_core, False, False
 _SOFTCAP = {
@@ -155,7 +167,8 @@ def unplaced(
 def plainly(score: DeviceScore) -> DeviceScore:
     """The same for kernels that would take short cuts with it: that a row's largest product is its largest score, or
     that a score is linear."""
-    return score._replace(identity=tl.constexpr(False), vast=tl.constexpr(True), linear=tl.constexpr(False))
+    no = FLAGS[False]
+    return score._replace(identity=no, vast=FLAGS[True], linear=no, flat=no)
 
 
 def unit(score: scores.Score | None) -> float:
@@ -163,15 +176,15 @@ def unit(score: scores.Score | None) -> float:
     return LOG2E.value if score is None else 1.0
 
 
-def weight(problem: Problem) -> str:
-    """What a score function costs a kernel: nothing that is not measured with it; "linear", one multiply-add; "traced",
-    some arithmetic; "table", one load for every score too."""
-    score = problem.score
-    if not isinstance(score, scores.Traced):
+def weight(problem: Problem, score: DeviceScore) -> str:
+    """What the Problem's score function costs a kernel in this form: nothing that is not measured with it; "linear",
+    one multiply-add; "traced", some arithmetic; "table", one load for every score too; "flat", the same in few
+    tiles."""
+    if not isinstance(problem.score, scores.Traced):
         return ""
-    if source.reads_tiles(score.program):
-        return "table"
-    return "linear" if record(problem, fast=True).linear.value else "traced"
+    if source.reads_tiles(problem.score.program):
+        return "flat" if score.flat.value else "table"
+    return "linear" if score.linear.value else "traced"
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
@@ -211,8 +224,11 @@ def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
         linear = _NOT_LINEAR
         if text := linear_source(score.program, key):
             lines = jit(text)
-            linear = constants(True, lines["pitch"], lines["level"])
-        vast = linear is _NOT_LINEAR
+            linear = *constants(True, lines["pitch"], lines["level"]), *_NEVER_FLAT
+        elif key.tables and has_plateaus(score.program):
+            lines = jit(plateau_source(score.program, key))
+            linear = *constants(False, _none, lines["level"]), *constants(True, lines["reach"])
+        vast = not linear[0].value
         emitted[key] = *constants(apply, values["slope"], False, _no_parts, apply, vast, steady), *linear
     return emitted[key]
 
@@ -227,13 +243,32 @@ def scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False, in
     return score.program.emitted[key]
 
 
+def level_scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False) -> Any:
+    """constexpr: what adds sums of ds that belong to one distance each."""
+    options = form(score, fast, "positions")
+    key = "levels", options, tuple(wanted)
+    if key not in score.program.emitted:
+        text = source.level_scatter_source(score.program, options, wanted)
+        score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
+    return score.program.emitted[key]
+
+
 def table_value(score: scores.Traced, read: int, fast: bool = False) -> Any:
     """constexpr: what one of `Program.distance_reads` reads."""
+    return _table_functions(score, read, fast)["value"]
+
+
+def table_place(score: scores.Traced, read: int, fast: bool = False) -> Any:
+    """constexpr: where it reads, in a contiguous tensor."""
+    return _table_functions(score, read, fast)["place"]
+
+
+def _table_functions(score: scores.Traced, read: int, fast: bool) -> dict[str, Any]:
     options = form(score, fast, "positions")
     key = "table", options, read
     if key not in score.program.emitted:
         text = source.table_source(score.program, options, score.program.distance_reads[read])
-        score.program.emitted[key] = tl.constexpr(jit(text)["value"])
+        score.program.emitted[key] = {name: tl.constexpr(jit(text)[name]) for name in ("value", "place")}
     return score.program.emitted[key]
 
 

@@ -101,4 +101,6 @@ def run_backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.gluon.backward import launch as backward_launch
 
     saved = row_totals.divide_gradients(problem, saved, fast=True)
-    return *backward_launch.backward(problem, saved), captured_gradients.gradients(problem, saved, fast=True)
+    levels = backward_launch.level_sums_of(problem, saved)
+    gradients = backward_launch.backward(problem, saved, levels)
+    return *gradients, captured_gradients.gradients(problem, saved, fast=True, levels=levels)

@@ -83,9 +83,9 @@ def compiled(name: str) -> tuple[Any, int]:
         problem = replace(problem, out=out)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
-    config = forward_config(problem.spec(), GPU, weight(problem))
-    mask = launch.mask_record(problem, config) if paged else device_mask(problem)
     score = launch.score_record(problem, distance_tables.empty(problem))
+    config = forward_config(problem.spec(), GPU, weight(problem, score))
+    mask = launch.mask_record(problem, config) if paged else device_mask(problem)
     parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
     arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score, parts)
     forward = launch.prepare(problem, out, config, processors=1)

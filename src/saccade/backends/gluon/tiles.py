@@ -91,7 +91,7 @@ def is_eight_bit(dtype):
 
 
 @gluon.constexpr_function
-def _log2(n):
+def log2(n):
     return n.bit_length() - 1
 
 
@@ -111,7 +111,7 @@ def one_by_one(x, combine: gl.constexpr):
     M: gl.constexpr = x.shape[0]
     L: gl.constexpr = x.shape[1]
     parts = (x,)
-    for level in gl.static_range(_log2(x.shape[2])):
+    for level in gl.static_range(log2(x.shape[2])):
         halves = ()
         for i in gl.static_range(2**level):
             first, second = _halves(parts[i])
@@ -138,6 +138,17 @@ def row_sums(p):
     """Sums [64, 8] of p [64, BLOCK_K] within each thread; the four threads of a row meet when the work item ends."""
     # [64, 8, BLOCK_K / 8]
     return one_by_one(p.reshape([p.shape[0], p.shape[1] // 8, 8]).permute((0, 2, 1)), _sum)
+
+
+@gluon.jit
+def thread_sums(x):
+    """The sums [32, 4] of what each thread has of x [64, N]: four sums of its own, and then those."""
+    N: gl.constexpr = x.shape[1]
+    # Warp, half, lane; column / 8, lane, column % 2
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((0, 2, 4, 1, 5, 3))
+    # [32, 16, N / 8]
+    x = one_by_one(x.reshape([32, 16, N // 8]), _sum)
+    return one_by_one(x.reshape([32, 4, 4]), _sum)
 
 
 @gluon.jit

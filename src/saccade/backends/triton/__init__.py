@@ -83,4 +83,6 @@ def run_backward(problem: Problem, saved: Saved) -> Gradients:
     from saccade.backends.triton import launch
 
     saved = row_totals.divide_gradients(problem, saved)
-    return *launch.backward(problem, saved), captured_gradients.gradients(problem, saved)
+    levels = launch.level_sums_of(problem, saved)
+    gradients = launch.backward(problem, saved, levels=levels)
+    return *gradients, captured_gradients.gradients(problem, saved, levels=levels)

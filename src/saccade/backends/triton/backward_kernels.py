@@ -16,22 +16,29 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.aggregate import aggregate
-from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
+from saccade.backends.device.block_lists_kernel import block_list_range, block_number
 from saccade.backends.device.dropout import opened
 from saccade.backends.device.q_block import (
     ScoreArgs,
     TileRange,
+    core_end,
+    core_start,
     edge_length,
     edge_start,
     kv_head,
     kv_tiles,
+    level_at,
+    levels_of_keys,
+    levels_of_rows,
     load_k,
     load_q,
     load_v,
     q_block,
+    rows_in_reach,
     store_q,
     value_column,
     weight_gradient,
+    within,
 )
 from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, load_tile, store_tile, tile_range, used_length
@@ -99,10 +106,11 @@ def key_sums(wanted, shape, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def dkdv_step(
-    dk, dv, start, k_tile, v_tile, kv_idx, rows, args, shape, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True
-):
+    dk, dv, start, k_tile, v_tile, kv_idx, rows, args, shape, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True,
+    level=None,
+):  # fmt: skip
     """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v], or as `key_sums` says. v_tile: None where
-    dk is not wanted. ALIGNED: as `weight_gradient` says."""
+    dk is not wanted. ALIGNED and level: as `weight_gradient` says."""
     # [block_q, d], [block_q, d_v]
     q_tile = load_tile(rows.q, rows.first_q, start, args.rows, shape.BLOCK_Q, shape.D, shape.BLOCK_D, MASKED)
     dout_tile = load_tile(
@@ -123,7 +131,7 @@ def dkdv_step(
     else:
         dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=shape.PRECISION)
     p, ds = weight_gradient(
-        qk, dp, row_lse[None, :], row_delta[None, :], args, q_idx[None, :], kv_idx[:, None], MASKED, ALIGNED
+        qk, dp, row_lse[None, :], row_delta[None, :], args, q_idx[None, :], kv_idx[:, None], MASKED, ALIGNED, level
     )
     if dv.shape[0] > 1:
         dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=shape.PRECISION)
@@ -165,7 +173,7 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
     kv_idx = start_k + tl.arange(0, shape.BLOCK_K)
     live = kv_idx < keys
     lo, hi, core_lo, core_hi = mask.rows_of(mask.data, b, kv_idx, off)
-    first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, rows, shape.BLOCK_Q)
+    first, core, stop, end = tile_range(lo, hi, core_lo, core_hi, live, rows, shape.BLOCK_Q)
 
     # [block_k, d], [block_k, d_v]
     k_head = head(k, batch, head_k, first_k)
@@ -187,16 +195,28 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
         args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
         if mask.block_sparse:  # the block lists of heads may differ
             number = block_number(used_k, h_q // shape.GROUP, start_k, shape.BLOCK_K)
-            first, core, core_end, end, block_list = block_list_range(mask, b, h, number, shape.BLOCK_Q)
+            first, core, stop, end, block_list = block_list_range(mask, b, h, number, shape.BLOCK_Q)
         else:
             block_list = None
-        tiles = TileRange(first, core, core_end, end, block_list)
+        if score.flat and not mask.block_sparse:
+            near, near_end = rows_in_reach(args, start_k, shape.BLOCK_Q, shape.BLOCK_K)
+            near, near_end = within(near, core, stop), within(near_end, core, stop)
+            tiles = TileRange(first, core, stop, end, block_list, near, near_end)
+        else:
+            tiles = TileRange(first, core, stop, end, block_list, None, None)
+        levels = levels_of_rows(tiles, args, start_k, shape.BLOCK_Q)
         for step in range(0, edge_length(tiles), shape.BLOCK_Q):
             start = edge_start(mask, tiles, step, shape.BLOCK_Q)
             dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, True)
-        for step in range(core, core_end, shape.BLOCK_Q):
-            start = tile_start(mask, block_list, step, shape.BLOCK_Q)
-            dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False)
+        for step in range(core, core_end(tiles), shape.BLOCK_Q):
+            start = core_start(mask, tiles, step, shape.BLOCK_Q)
+            if tiles.near is not None:
+                level = level_at(tiles, levels, start)
+            else:
+                level = None
+            dk_sum, dv_sum = dkdv_step(
+                dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False, level=level
+            )
     # Keys that are not in use get zeros.
     if dk is not None:
         store_dk(dk, head(dk, batch, head_k, first_k), start_k, there, live, dk_sum * scale, shape)
@@ -205,8 +225,13 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
 
 
 @triton.jit
-def _dq_step(dq, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, MASKED: tl.constexpr):
-    """One tile of keys: dq [block_q, d]."""
+def _dq_step(
+    sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape,
+    MASKED: tl.constexpr, LEVELS: tl.constexpr, level,
+):  # fmt: skip
+    """One tile of keys: dq [block_q, d]; and if LEVELS the sums of each row's ds in tiles behind which, and before
+    which, the tables of the score do not reach, [block_q] each."""
+    dq, behind, before = sums
     # [block_k, d], [block_k, d_v]
     k_tile = load_k(kv, start, shape, MASKED)
     v_tile = load_v(kv, start, shape, MASKED)
@@ -215,14 +240,23 @@ def _dq_step(dq, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape,
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
     kv_idx = start + tl.arange(0, shape.BLOCK_K)
     args, q_idx = block.args, block.q_idx[:, None]
-    _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx[None, :], MASKED)
+    lse, delta = row_lse[:, None], row_delta[:, None]
+    _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx[None, :], MASKED, level=level)
     ds = _apply_slope(ds, qk, args, q_idx, kv_idx[None, :])
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=shape.PRECISION)
+    if LEVELS:
+        low, high = args.score.reach(args.score.data, args.b, args.h)
+        total = tl.sum(ds, 1)
+        behind += tl.where(start + shape.BLOCK_K - 1 - block.start <= low, total, 0.0)
+        before += tl.where(start - block.start - shape.BLOCK_Q + 1 >= high, total, 0.0)
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=shape.PRECISION), behind, before
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def dq_kernel(q, k, v, dout, dq, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
-    """dq = scale ds k for one q block of one head."""
+def dq_kernel(
+    q, k, v, dout, dq, shift, delta, level_sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
+):  # fmt: skip
+    """dq = scale ds k for one q block of one head; and level_sums (b, h_q, q blocks, 2, BLOCK_Q): each row's sums of ds
+    in tiles behind and before which the tables of the score do not reach, or None."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
     # [block_q, d], [block_q, d_v]
@@ -231,12 +265,29 @@ def dq_kernel(q, k, v, dout, dq, shift, delta, used_q, used_k, mask, score, drop
     row_lse = tl.load(shift + block.place, mask=block.live, other=float("inf"))
     row_delta = tl.load(delta + block.place, mask=block.live, other=0.0)
     kv = kv_head(k, v, block, shape)
+    levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
+    behind = tl.zeros([shape.BLOCK_Q], tl.float32)
+    sums = dq_sum, behind, behind
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        dq_sum = _dq_step(dq_sum, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, True)
-    for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
-        start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
-        dq_sum = _dq_step(dq_sum, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, False)
+        sums = _dq_step(
+            sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, True, level_sums is not None, None
+        )
+    for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
+        start = core_start(mask, tiles, step, shape.BLOCK_K)
+        if tiles.near is not None:
+            level = level_at(tiles, levels, start)
+        else:
+            level = None
+        sums = _dq_step(
+            sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, False, level_sums is not None, level
+        )
+    dq_sum, behind, before = sums
+    if level_sums is not None:
+        number = (block.args.b * h_q + block.args.h).to(tl.int64) * tl.cdiv(s_q, shape.BLOCK_Q)
+        place = (number + block.start // shape.BLOCK_Q) * (2 * shape.BLOCK_Q) + tl.arange(0, shape.BLOCK_Q)
+        tl.store(level_sums + place, behind)
+        tl.store(level_sums + place + shape.BLOCK_Q, before)
     dq_sum = tl.where(block.live[:, None], dq_sum * scale, 0.0)
     store_q(dq, block, dq_sum, shape.D, shape.BLOCK_D, shape)

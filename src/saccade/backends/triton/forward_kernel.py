@@ -7,7 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.block_lists_kernel import tile_start
 from saccade.backends.device.descale import factor_at
 from saccade.backends.device.dropout import keep
 from saccade.backends.device.eight_bits import (
@@ -18,10 +17,15 @@ from saccade.backends.device.eight_bits import (
     widened,
 )
 from saccade.backends.device.q_block import (
+    core_end,
+    core_start,
     edge_length,
     edge_start,
+    flat_softmax,
     kv_head,
     kv_tiles,
+    level_at,
+    levels_of_keys,
     load_k,
     load_q,
     load_v,
@@ -61,10 +65,12 @@ def _weighted(acc, p, alpha, v_tile, start, descale, block, shape, BYTES: tl.con
 
 @triton.jit
 def _step(
-    acc, row_max, row_sum, start, q_tile, kv, block, descale, shape,
-    MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr,
+    state, start, q_tile, kv, block, descale, shape,
+    MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr, level,
 ):  # fmt: skip
-    """One tile of keys. acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]."""
+    """One tile of keys. state: acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]. level: what
+    a tile beyond the reach of the score's tables adds to all of its scores, or None."""
+    acc, row_max, row_sum = state
     args = block.args
     q_idx = block.q_idx[:, None]
     # [block_k, d]
@@ -78,6 +84,10 @@ def _step(
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
     if RISING and args.score.identity and descale is None and not MASKED:
         p, alpha, row_max, row_sum = softmax_of_products(qk, args.scale * LOG2E, row_max, row_sum)
+    elif level is not None and RISING:
+        p, alpha, row_max, row_sum = flat_softmax(qk, level, args, row_max, row_sum)
+    elif level is not None:
+        p, alpha, row_max, row_sum = online_softmax(qk * args.scale + level, row_max, row_sum, args.score)
     else:
         x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
         p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
@@ -119,16 +129,19 @@ def forward_kernel(
         row_max = tl.zeros([shape.BLOCK_Q], tl.float32) + in_units(tl.load(sink + h).to(tl.float32), score)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
+    state = acc, row_max, row_sum
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, True, BYTES, RISING
-        )
-    for step in range(tiles.core, tiles.core_end, shape.BLOCK_K):
-        start = tile_start(mask, tiles.block_list, step, shape.BLOCK_K)
-        acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, start, q_tile, kv, block, descale, shape, False, BYTES, RISING
-        )
+        state = _step(state, start, q_tile, kv, block, descale, shape, True, BYTES, RISING, None)
+    levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
+    for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
+        start = core_start(mask, tiles, step, shape.BLOCK_K)
+        if tiles.near is not None:
+            level = level_at(tiles, levels, start)
+        else:
+            level = None
+        state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, level)
+    acc, row_max, row_sum = state
 
     stored = block.q_idx < block.there
     told = stored  # once, where several programs have columns of the same rows

@@ -103,7 +103,7 @@ def compiled(name: str) -> tuple[Any, int]:
         "dkdv": (v, k, v, rows, rows),
         "dk": (v, k, None, rows, rows),
         "dv": (v, None, v, rows, rows),
-        "dq": (v, q, rows, rows),
+        "dq": (v, q, rows, rows, None),
     }[row.kernel]
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
     tile = config(row.kernel, problem.spec(), GPU)

@@ -16,6 +16,7 @@ from saccade.backends.device import block_d, descale, eight_bits, masks, scores,
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient
 from saccade.backends.device.launch import Launch, cached_launch, nothing_seen, on_device, per_row
+from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
@@ -44,8 +45,17 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
     return out, row_lse, top
 
 
+def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
+    """Memory for sums of ds, which `backward` fills; None where it makes none."""
+    if not problem.q.numel() or not problem.k.numel():
+        return None
+    tile = _config("dq", problem)
+    blocks = -(-problem.q.shape[2] // tile.block_q)
+    return LevelSums.of(problem, saved, (tile.block_q, tile.block_k), blocks, tile.block_q)
+
+
 def backward(
-    problem: Problem, saved: Saved, tiles: Tiles | None = None
+    problem: Problem, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
@@ -76,7 +86,8 @@ def backward(
             _launch("dv", problem, (*operands, None, sums[1], shift, delta), tiles)
         else:
             _launch("dkdv", problem, (*operands, *sums, shift, delta), tiles)
-        _launch("dq", problem, (*operands, TensorArgs.of(dq), shift, delta), tiles)
+        own = None if levels is None else levels.sums
+        _launch("dq", problem, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
     return dq, dk, dv, sink_gradient(problem, saved, delta)
 
 
@@ -104,7 +115,8 @@ def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles 
     """Runs a kernel with one program for each q block, or for each kv block."""
     # What Triton specialises for and the Problem's key does not hold: how out or dout lies,
     # and the scale's sign.
-    key = name, tensors[3].unit.value, tensors[3].wide.value, tensors[4] is None, precision(), problem.scale >= 0
+    given = tensors[4] is None, tensors[-1] is None
+    key = name, tensors[3].unit.value, tensors[3].wide.value, *given, precision(), problem.scale >= 0
     cached = problem.launches.get(key) if tiles is None else None
     if cached is None:
         tile = tiles[name] if tiles and name in tiles else _config(name, problem)

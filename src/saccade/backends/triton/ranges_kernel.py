@@ -81,7 +81,7 @@ def ranges_dkdv_kernel(
             if tl.min(live.to(tl.int32)) == 0:  # only the mask knows where the range ends
                 core = end
                 core_end = end
-            tiles = TileRange(first, core, core_end, end, None)
+            tiles = TileRange(first, core, core_end, end, None, None, None)
             dk_before, dv_before = dk_sum, dv_sum
             for i in range(shape.GROUP):
                 h = head_k * shape.GROUP + i

@@ -267,7 +267,7 @@ class Emitter:
 
     def _read(self, node: fx.Node, at: Sequence[Any]) -> Value:
         if self.options.tables and node.meta["read"] in self.program.distance_reads:
-            return self._table(list(self.program.distance_reads).index(node.meta["read"]))
+            return self.table(list(self.program.distance_reads).index(node.meta["read"]), (Q, K))
         i = int(str(node.args[0].target)[1:])
         dtype, shape = self.program.dtypes[i], tuple(node.meta["val"].shape) or (1, 1)
         place = self.place(i, at)
@@ -283,16 +283,24 @@ class Emitter:
             loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max)
         )
 
-    def _table(self, n: int) -> Value:
+    def table(self, n: int, shape: tuple[int, ...]) -> Value:
         """What a read by distance reads, of the n-th table: float32 (b, h, distances), contiguous but for its b and h.
         An addition to a pointer of the row's is all that an element costs."""
+        row, zero = self._table_row(n)
+        return self._keep(f"tl.load(({row} + ({zero} - q_idx)) + kv_idx)", "float", shape)
+
+    def table_reach(self, n: int) -> tuple[str, str]:
+        """The first two numbers of the n-th table: see `device.distance_tables`."""
+        row, _ = self._table_row(n)
+        return f"tl.load({row})", f"tl.load({row} + 1)"
+
+    def _table_row(self, n: int) -> tuple[str, str]:
+        """A pointer to the table of one head, and the place of distance 0."""
         place = self.start(len(self.program.ranks)) + len(self.program.integral) + 4 * n
         parts = "pointer", "b", "h", "zero"
-        names = [f"d{n}_{part}" for part in parts]
-        self.used |= {name: f"data[{place + i}]" for i, name in enumerate(names)}
-        pointer, b, h, zero = names
-        row = f"(b * plain_int({b}) + h * plain_int({h}) + plain_int({zero}) - q_idx)"
-        return self._keep(f"tl.load(({pointer} + {row}) + kv_idx)", "float", (Q, K))
+        pointer, b, h, zero = (f"d{n}_{part}" for part in parts)
+        self.used |= {name: f"data[{place + i}]" for i, name in enumerate((pointer, b, h, zero))}
+        return f"({pointer} + (b * plain_int({b}) + h * plain_int({h})))", f"plain_int({zero})"
 
     def place(self, tensor: int, at: Sequence[Any], contiguous: bool = False) -> str:
         """The offset of an element from the tensor's first one. Indices count from the end where they are negative, and

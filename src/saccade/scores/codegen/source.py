@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -40,11 +41,35 @@ def sees_source(program: Program, options: EmitOptions) -> str:
 
 
 def table_source(program: Program, options: EmitOptions, read: Read) -> str:
-    """`value(data, score, …)`: what one read by distance reads."""
+    """`value(data, score, …)`: what one read by distance reads; and `place`: where, in a contiguous tensor."""
     emitter = Emitter(program, options)
-    place = emitter.place(read.tensor, read.at)
+    place = emitter.place(read.tensor, read.at) or "kv_idx * 0"
     emitter.used["tensor"] = f"data[{emitter.start(read.tensor)}]"
-    return emitter.function("value", PARAMETERS, f"return tl.load(tensor + {place}).to(tl.float32)")
+    value = emitter.function("value", PARAMETERS, f"return tl.load(tensor + {place}).to(tl.float32)")
+    return f"{value}\n\n{_place(program, options, read, 'place')}"
+
+
+def level_scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
+    """`scatter(ADD, sums, data, ds, b, h, distance)`: the same as `scatter`, of scores that are sums of reads by
+    distance, for values ds that belong to one distance each."""
+    module, reads = program.locals(wanted)
+    emitter = Emitter(program, options)
+    order = [i for i, want in enumerate(wanted) if want]
+    places = []
+    for n, (read, (local, at)) in enumerate(zip(reads, outputs_of(module.graph), strict=True)):
+        places.append(_place(program, options, replace(read, at=at), f"place{n}"))
+        place = f"place{n}(data, ds, b, h, distance * 0, distance)"
+        value = emitter.float(emitter.value(local))
+        emitter.lines.append(f"ADD(sums[{order.index(read.tensor)}], {place}, ds * {value})")
+    scatter = emitter.function("scatter", "ADD: tl.constexpr, sums, data, ds, b, h, distance", "pass")
+    return "\n\n".join([*places, scatter])
+
+
+def _place(program: Program, options: EmitOptions, read: Read, name: str) -> str:
+    """`place(data, score, …)`: where a read reads, in a contiguous tensor."""
+    emitter = Emitter(program, options)
+    text = emitter.place(read.tensor, read.at, contiguous=True)
+    return emitter.function(name, PARAMETERS, f"return {text or 'kv_idx * 0'}")
 
 
 def reads_tiles(program: Program) -> bool:
@@ -80,9 +105,7 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
         emitter.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         shape = torch.broadcast_shapes((1, 1), *(emitter.value(x).shape for x in at))
         if options.indices != "rows" and by_distance(at):
-            only = Emitter(program, options)
-            text = only.place(read.tensor, at, contiguous=True)
-            places.append(only.function(f"place{n}", PARAMETERS, f"return {text or '0'}"))
+            places.append(_place(program, options, replace(read, at=at), f"place{n}"))
             emitter.lines.append("near, far = distances(q_idx, kv_idx)")
             ways = (f"place{n}(data, score, b, h, {part} * 0, {part})" for part in ("near", "far"))
             emitter.lines.append(f"add_diagonals(ADD, {target}, {', '.join(ways)}, g{n})")

@@ -19,6 +19,11 @@ class BackwardScoreArgs(NamedTuple):
     score: Any
     """a DeviceScore"""
     scale: Any
+    flat: Any
+    """constexpr: tiles beyond the reach of the score's tables have steps of their own"""
+    level_sums: Any
+    """float32 (b, h_q, kv blocks, 2, threads of both consumers): what each thread's ds beyond the reach add up to, see
+    `LevelSums`; or None"""
 
 
 class PackedGradients(NamedTuple):
@@ -46,3 +51,5 @@ class BackwardArgs:
     """-lse / scale and -delta are what products are accumulated onto, in place of zeros."""
     MASKED: gl.constexpr
     """Some q blocks need the mask."""
+    level_sums: Value
+    """see BackwardScoreArgs"""

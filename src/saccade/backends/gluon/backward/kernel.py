@@ -80,8 +80,12 @@ def backward_kernel(
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
-    kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K)
-    args = BackwardArgs(kv_blocks, scores.score, scores.scale, dropout, dq_semaphore, group, h_q, FOLD, MASKED)
+    kv_blocks = KVBlocks(
+        scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, scores.score if scores.flat else None
+    )
+    args = BackwardArgs(
+        kv_blocks, scores.score, scores.scale, dropout, dq_semaphore, group, h_q, FOLD, MASKED, scores.level_sums
+    )
     start_next()
     gl.warp_specialize([
         (consume, (0, dk_desc, dv_desc, packed, shared, args)),

@@ -10,6 +10,7 @@ from saccade.backends.device.block_lists_kernel import block_list_number, load_b
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered
 from saccade.backends.device.tiles import tile_range, used_length
 from saccade.backends.gluon.shim import Value, aggregate
+from saccade.backends.gluon.tiles import log2
 
 
 @aggregate
@@ -48,13 +49,17 @@ class KVBlock:
     """where its list of q blocks begins, or None"""
     own_number: Value
     """with a list which list it is, and packed which of all kv blocks; else None"""
+    FLAT: gl.constexpr
+    """[core, core_end) are those in reach of the score's tables, and those that need the mask; all others, which come
+    after them, do not"""
 
     # Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of
     # their rows cost 15 % at d = 64 (docs/findings/gluon_backward.md).
 
     @gluon.jit
     def steps(self, group):
-        """All heads of the share: first their blocks outside of the core, then the core's, head after head."""
+        """All heads of the share: first their blocks outside of the core, then the core's, head after head; if FLAT the
+        other way round."""
         if self.block_list is None:
             return group * (self.end - self.first)
         else:
@@ -62,25 +67,37 @@ class KVBlock:
 
     @gluon.jit
     def edges(self, group):
-        """The steps that need the mask."""
-        if self.block_list is None:
+        """The steps that come first: those that need the mask."""
+        if self.FLAT:
+            return group * (self.core_end - self.core)
+        elif self.block_list is None:
             return group * (self.end - self.first - (self.core_end - self.core))
         else:
             return group * self.core
 
     @gluon.jit
     def edge(self, i):
-        """A head's i-th q block before or after the core."""
-        if self.block_list is None:
-            place = self.first + i
-            return gl.where(place < self.core, place, place - self.core + self.core_end)
+        """A head's i-th q block of those."""
+        if self.FLAT:
+            return self.core + i
+        elif self.block_list is None:
+            return self.outside(i)
         else:
             return gl.load(self.block_list + i)
 
     @gluon.jit
+    def outside(self, i):
+        """A head's i-th q block before or after the core."""
+        place = self.first + i
+        return gl.where(place < self.core, place, place - self.core + self.core_end)
+
+    @gluon.jit
     def inner(self, i):
-        """A head's i-th q block of the core."""
-        return self.q_block(self.core + i)
+        """A head's i-th q block of the others."""
+        if self.FLAT:
+            return self.outside(i)
+        else:
+            return self.q_block(self.core + i)
 
     @gluon.jit
     def q_block(self, place):
@@ -93,14 +110,25 @@ class KVBlock:
     @gluon.jit
     def place(self, n, group):
         """Head and q block of step n."""
-        early = n < self.edges(group)
+        outer = n < self.edges(group)
+        early = outer
+        if self.FLAT:
+            outer = n >= self.edges(group)
         inside = self.core_end - self.core
         outside = self.end - self.first - inside
-        blocks = gl.where(early, outside, inside)
-        n -= gl.where(early, 0, group * outside)
-        place = gl.where(early, self.first, self.core) + n % blocks
+        blocks = gl.where(outer, outside, inside)
+        n -= gl.where(early, 0, group * (inside if self.FLAT else outside))
+        place = gl.where(outer, self.first, self.core) + n % blocks
         h = self.share * group + n // blocks
-        return h, self.q_block(place + gl.where(early & (place >= self.core), inside, 0))
+        return h, self.q_block(place + gl.where(outer & (place >= self.core), inside, 0))
+
+    @gluon.jit
+    def side(self, q_block, score, h, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+        """Whether all of a q block's rows lie so far behind these keys that the score's tables do not reach, and
+        whether they lie so far before them."""
+        low, high = score.reach(score.data, self.b, h)
+        row = q_block * BLOCK_Q
+        return self.start + BLOCK_K - 1 - row <= low, self.start - row - BLOCK_Q + 1 >= high
 
     @gluon.jit
     def number(self, blocks, BLOCK_K: gl.constexpr):
@@ -154,6 +182,8 @@ class KVBlocks:
     q_blocks: gl.tensor
     BLOCK_Q: gl.constexpr
     BLOCK_K: gl.constexpr
+    score: Value
+    """where blocks beyond the reach of its tables have steps of their own; else None"""
 
     @gluon.jit
     def at(self, b, h_k, share, start, number):
@@ -186,11 +216,28 @@ class KVBlocks:
             none = (tiles == 0).to(gl.int32)  # no row sees these keys: one block, all masked
             end = tiles + none
             return KVBlock(
-                b, h_k, share, start, rows, keys, end * 0, some + none, end, end, packed, block_list, own_number
+                b, h_k, share, start, rows, keys, end * 0, some + none, end, end, packed, block_list, own_number, False
             )
         else:
             first, core, core_end, end = self.visit_range(b, start, rows, keys)
-            return KVBlock(b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number)
+            FLAT: gl.constexpr = self.score is not None
+            if FLAT:
+                core, core_end = self.in_reach(b, share, start, first, core, core_end, end)
+            return KVBlock(b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number, FLAT)
+
+    @gluon.jit
+    def in_reach(self, b, h, start, first, core, core_end, end):
+        """Which q blocks are in reach of the tables of head h's score, or need the mask: one interval."""
+        low, high = self.score.reach(self.score.data, b, h)
+        BLOCK_Q: gl.constexpr = self.BLOCK_Q
+        # See `KVBlock.side`. Shifts round down, as negative numbers do not by division.
+        near = (start - high + 1) >> log2(BLOCK_Q)
+        near_end = (start + self.BLOCK_K - 1 - low + BLOCK_Q - 1) >> log2(BLOCK_Q)
+        near = gl.minimum(gl.maximum(near, first), end)
+        near_end = gl.minimum(gl.maximum(near_end, near), end)
+        near = gl.where(core > first, first, gl.minimum(near, core_end))
+        near_end = gl.where(core_end < end, end, gl.maximum(near_end, core))
+        return near, near_end
 
     @gluon.jit
     def visit_range(self, b, start, rows, keys):

@@ -14,7 +14,8 @@ from saccade.backends import Saved
 from saccade.backends.device import block_lists, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import multiprocessors, on_device
-from saccade.backends.device.records import PackedRowsArgs, TensorArgs, runtime_int
+from saccade.backends.device.level_sums import LevelSums
+from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.gluon import GRADIENT
 from saccade.backends.gluon.backward.args import BackwardScoreArgs, PackedGradients
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
@@ -23,8 +24,21 @@ from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
 
+CONSUMER_THREADS = 256
 
-def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+
+def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
+    """Memory for sums of ds, which `backward` fills; None where it makes none."""
+    config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3])
+    if problem.mask is not None or not config.stays or not problem.q.numel() or not problem.k.numel():
+        return None
+    blocks = -(-problem.k.shape[2] // config.block_k)
+    return LevelSums.of(problem, saved, (config.block_q, config.block_k), blocks, CONSUMER_THREADS)
+
+
+def backward(
+    problem: Problem, saved: Saved, levels: LevelSums | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
     assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
@@ -37,7 +51,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
         # What the compiled kernels depend on besides the Problem's key.
-        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, dout.stride(), out.stride()
+        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
         plan = problem.launches.get(key)
         config = BackwardConfig.of(q.shape[3], v.shape[3])
         if plan is None:
@@ -52,7 +66,7 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
         tables = distance_tables.tables(problem, fast=True)
-        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans, tables)
+        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans, tables, levels)
         for launch, call in zip(plan.launches, calls, strict=True):
             launch(q.device.index, *call)
         if plan.divided > 1:
@@ -100,6 +114,7 @@ def arguments(
     mask: masks.DeviceMask,
     spans: tuple[Any, Any],
     tables: Sequence[Any] = (),
+    levels: LevelSums | None = None,
 ) -> Iterator[tuple[Any, ...]]:
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
     one."""
@@ -117,7 +132,8 @@ def arguments(
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if problem.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
     score = scores.record(problem, fast=True, tables=tables)
-    score_args = BackwardScoreArgs(mask, score, scale)
+    flat, sums = FLAGS[plan.flat], None if levels is None else levels.sums
+    score_args = BackwardScoreArgs(mask, score, scale, flat, sums)
     records = score_args, dropout.record(problem), plan.order, semaphore
     yield tensors if drawn is not None else tensors[:-1], (packed, own, span_q, span_k, *records)
     yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale

@@ -35,6 +35,7 @@ from saccade.backends.gluon.backward.tile_scheduler import has_work, read_record
 from saccade.backends.gluon.dropout import score_gradient
 from saccade.backends.gluon.pipeline import Ring, Slots
 from saccade.backends.gluon.shim import Value, aggregate, wait_for_last
+from saccade.backends.gluon.tiles import thread_sums
 
 SLOTS = gl.constexpr(2)
 """Places for k, and for the record of what a kv block is, of blocks in use."""
@@ -60,6 +61,19 @@ class Shared:
     neg_delta: gl.shared_memory_descriptor
     ds: DSExchange
     outbox: Outbox
+
+
+@aggregate
+class StepSums:
+    """What the steps of a kv block add up."""
+
+    dk: gl.tensor
+    """[64, BLOCK_D]"""
+    dv: gl.tensor
+    """[64, BLOCK_DV]"""
+    levels: Value
+    """each thread's sums of ds, [32, 4], of rows behind these keys and before them that are beyond the reach of the
+    score's tables; () where nobody wants them"""
 
 
 @aggregate
@@ -102,9 +116,11 @@ class Consumer:
         return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
 
     @gluon.jit
-    def step(self, dk, dv, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr):
-        """One more q block: its dk and dv, and dq of the step before. Returns dk, dv, and the next step's -lse and
-        bounds, of the q block `following`, if FOLD."""
+    def step(self, sums, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr, FLAT: gl.constexpr = False):
+        """One more q block: its dk and dv, and dq of the step before. Returns the StepSums, and the next step's -lse
+        and bounds, of the q block `following`, if FOLD. FLAT: it lies beyond the reach of the score's tables."""
+        dk = sums.dk
+        dv = sums.dv
         c: gl.constexpr = self.c
         shared = self.shared
         FOLD: gl.constexpr = self.args.FOLD
@@ -114,7 +130,11 @@ class Consumer:
         own = bounds
         if MASKED and not FOLD:  # they come while s is computed
             own = bounds_of_rows(self.args.kv_blocks, self.block, q_block, columns)
-        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED)
+        level = ()
+        if FLAT:
+            score = self.args.score.data
+            level = (self.args.score.level(score, self.block.b, h, q_block * BLOCK_Q, self.block.start),)
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED, level)
         zero = gl.zeros([64, BLOCK_Q], gl.float32, products(BLOCK_Q))
         stage = n % 2
         # [64, BLOCK_D]
@@ -152,11 +172,15 @@ class Consumer:
         dp = warpgroup_mma_wait(1, [dp])
         if self.dropout is not None:
             delta = gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
-            ds = score_gradient(p, dp, delta, self.dropout.factor).to(DTYPE)
+            ds = score_gradient(p, dp, delta, self.dropout.factor)
+            levels = self.add_levels(sums.levels, ds, h, q_block)
+            ds = ds.to(DTYPE)
         else:
             if not FOLD:
                 dp += gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
-            ds = (p * dp).to(DTYPE)
+            ds = p * dp
+            levels = self.add_levels(sums.levels, ds, h, q_block)
+            ds = ds.to(DTYPE)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
         shared.ds.tile(c, n).store(ds)
         fence_async_shared()
@@ -170,11 +194,39 @@ class Consumer:
             neg_lse = shared.neg_lse.index(shared.q_ring.wait(n + 1, n + 1 < self.end)).load(columns)
         dk = warpgroup_mma_wait(0, [dk])
         shared.q_ring.release(n)
-        return dk, dv, neg_lse, bounds
+        return StepSums(dk, dv, levels), neg_lse, bounds
 
     @gluon.jit
-    def steps(self, dk, dv):
-        """All steps of the block, those with the mask first. Returns dk and dv."""
+    def add_levels(self, levels, ds, h, q_block):
+        """The sums of ds [64, BLOCK_Q] beyond the reach, with those of this step."""
+        if self.args.level_sums is None:
+            return levels
+        else:
+            kv_blocks = self.args.kv_blocks
+            behind, before = self.block.side(q_block, self.args.score, h, kv_blocks.BLOCK_Q, kv_blocks.BLOCK_K)
+            total = thread_sums(ds)
+            return levels[0] + gl.where(behind, total, 0.0), levels[1] + gl.where(before, total, 0.0)
+
+    @gluon.jit
+    def store_levels(self, levels):
+        """Writes the sums of each thread."""
+        if self.args.level_sums is not None:
+            THREADS: gl.constexpr = 128
+            block = self.block
+            number = (block.b * self.args.h_q + block.share).to(gl.int64)
+            number = number * gl.cdiv(self.args.kv_blocks.s_k, self.args.kv_blocks.BLOCK_K)
+            number = number + block.start // self.args.kv_blocks.BLOCK_K
+            layout: gl.constexpr = levels[0].type.layout
+            # [32, 4]
+            thread = gl.arange(0, 32, gl.SliceLayout(1, layout))[:, None] * 4
+            thread = thread + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+            first = self.args.level_sums + number * (4 * THREADS) + self.c * THREADS
+            gl.store(first + thread, levels[0])
+            gl.store(first + 2 * THREADS + thread, levels[1])
+
+    @gluon.jit
+    def steps(self, sums):
+        """All steps of the block, those with the mask first. Returns the StepSums."""
         block = self.block
         group = self.args.group
         first = self.first
@@ -188,7 +240,8 @@ class Consumer:
         neg_lse = gl.zeros([BLOCK_Q], gl.float32, columns)
         if self.args.FOLD:
             neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(columns)
-        if self.args.MASKED:
+        FLAT: gl.constexpr = self.args.kv_blocks.score is not None
+        if self.args.MASKED or FLAT:
             masked = first + block.edges(group)
             blocks = block.edges(1)
             h = block.share * group
@@ -196,18 +249,20 @@ class Consumer:
             for n in tl.range(first, masked, disable_licm=True):
                 place = h, block.edge(i)
                 h, i = next_place(h, i, blocks)
-                dk, dv, neg_lse, bounds = self.step(dk, dv, neg_lse, bounds, n, *place, block.edge(i), True)
+                sums, neg_lse, bounds = self.step(
+                    sums, neg_lse, bounds, n, *place, block.edge(i), self.args.MASKED, False
+                )
             blocks = block.steps(1) - blocks
             h = block.share * group
             i = gl.to_tensor(0)
             for n in tl.range(masked, end, disable_licm=True):
-                dk, dv, neg_lse, _ = self.step(dk, dv, neg_lse, (), n, h, block.inner(i), 0, False)
+                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, block.inner(i), 0, False, FLAT)
                 h, i = next_place(h, i, blocks)
         else:
             for n in tl.range(first, end, disable_licm=True):
                 h, q_block = block.place(n - first, group)
-                dk, dv, neg_lse, _ = self.step(dk, dv, neg_lse, (), n, h, q_block, 0, False)
-        return dk, dv
+                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, q_block, 0, False)
+        return sums
 
 
 @gluon.jit
@@ -248,7 +303,14 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     if item > 0:  # the last dk has left
         tma.store_wait(0)
         shared.items.release(item - 1)
-    dk, dv = consumer.steps(dk, dv)
+    levels = ()
+    if args.level_sums is not None:
+        zero = thread_sums(gl.zeros([64, args.kv_blocks.BLOCK_Q], gl.float32, products(args.kv_blocks.BLOCK_Q)))
+        levels = zero, zero
+    sums = consumer.steps(StepSums(dk, dv, levels))
+    dk = sums.dk
+    dv = sums.dv
+    consumer.store_levels(sums.levels)
     shared.ds.take(c, end - 1)
     dq = consumer.issue_dq(end - 1)
     if dropout is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device import sequences
+from saccade.backends.device import level_sums, sequences
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import rank_kernel
@@ -77,6 +77,8 @@ class BackwardPlan:
     """What calls of one key share: no tensors, and no values."""
 
     fold: bool
+    flat: bool
+    """Blocks beyond the reach of the score's tables have steps of their own."""
     launches: tuple[TMALaunch, ...]
     """Of the rank kernel, if dq is added in order, the preprocess, the main and the postprocess kernel."""
     ranks: tuple[int, ...] | None
@@ -115,6 +117,9 @@ class BackwardPlan:
         programs = b * h_k * kv_blocks
         divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
         if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
+            divided = problem.group
+        flat = config.stays and problem.mask is None and not problem.deterministic and level_sums.flat(problem)
+        if flat:  # what is in reach is so for one head
             divided = problem.group
         dq, dk, dv = gradients
         if divided > 1:
@@ -170,6 +175,7 @@ class BackwardPlan:
             launches = ranks, *launches
         return BackwardPlan(
             fold=fold,
+            flat=flat,
             launches=launches,
             ranks=(b, kv_blocks, blocks) if problem.deterministic else None,
             counters=2 * b * h_q * blocks,

@@ -73,6 +73,8 @@ class ScoreTile:
     bounds: Value
     """if MASKED: see `bounds_of_rows`"""
     MASKED: gl.constexpr
+    level: Value
+    """of a tile beyond the reach of the score's tables what is added to every score, as a tuple"""
 
     @gluon.jit
     def q_idx(self, x):
@@ -97,6 +99,9 @@ class ScoreTile:
         args = self.args
         if args.FOLD:
             return gl.exp2(s * (args.scale * LOG2E))
+        elif len(self.level) == 1:
+            rest = neg_lse.load(gl.SliceLayout(0, s.type.layout)) + self.level[0]
+            return gl.exp2(s * (args.scale * LOG2E) + gl.expand_dims(rest * LOG2E, 0))
         else:
             x = logits(s, args.score, args.scale, self.block.b, self.h, self.q_idx(s)[None, :], self.kv_idx[:, None])
             x += gl.expand_dims(neg_lse.load(gl.SliceLayout(0, s.type.layout)), 0)

@@ -174,7 +174,7 @@ class WideConsumer:
         shared = self.shared
         FOLD: gl.constexpr = self.args.FOLD
         bounds = bounds_of_rows(self.args.kv_blocks, self.block, q_block, gl.SliceLayout(0, SCORES)) if MASKED else ()
-        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK, self.kv_idx, bounds, MASKED)
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK, self.kv_idx, bounds, MASKED, ())
         zero = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
         stage = n % 2
         # s and p: [64, 64]

@@ -113,10 +113,12 @@ def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
     if score == "linear":
         return ForwardConfig(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else forward_config(spec, gpu)
+    if score == "flat" and wide <= 64:  # most of its tiles are those of no score
+        return forward_config(spec, gpu)
     if wide <= 64:
-        shape = (2, 128, 3, 2, 0, 232, 40) if score == "table" else (3, 64, 3, 2, 1, 160, 32)
+        shape = (2, 128, 3, 2, 0, 232, 40) if score in ("table", "flat") else (3, 64, 3, 2, 1, 160, 32)
         return ForwardConfig(*shape, SCORE_SPILL)
-    if wide <= 128 and score == "table":
+    if wide <= 128 and score in ("table", "flat"):
         return ForwardConfig(2, 64, 3, 2, 0, 232, 40)
     config = forward_config(spec, gpu)
     return replace(config, spill=SCORE_SPILL) if wide <= 128 else config

@@ -18,7 +18,7 @@ from saccade.backends.device import block_lists, descale, distance_tables, dropo
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.merge_kernel import merge_launch
-from saccade.backends.device.records import PackedRowsArgs, TensorArgs
+from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler, transpose
 from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
 from saccade.backends.gluon.forward.epilogue import UnseeingRowsArgs
@@ -52,11 +52,11 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         distances = distance_tables.tables(problem, fast=True)
         score = score_record(problem, distances)
         # What is compiled for, and the Problem's key does not hold.
-        key = "forward", lse, score.identity.value, score.linear.value, score.vast.value
+        key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
         cached = problem.launches.get(key) if tile is None else None
         if cached is None:
             gpu = configs.gpu_name(q.device.index)
-            config = tile or forward_config(problem.spec(), gpu, scores.weight(problem))
+            config = tile or forward_config(problem.spec(), gpu, scores.weight(problem, score))
             cached = prepare(problem, out, config, multiprocessors(q.device)), config
             if tile is None:
                 problem.launches[key] = cached
@@ -232,6 +232,8 @@ def score_record(problem: Problem, tables: Sequence[Any] = ()) -> scores.DeviceS
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
     score = scores.record(problem, fast=True, tables=tables)
+    if problem.mask is not None:
+        score = score._replace(flat=FLAGS[False])
     return score if problem.scale > LEAST_SCALE else scores.plainly(score)
 
 

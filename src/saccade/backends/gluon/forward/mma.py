@@ -26,7 +26,7 @@ from saccade.backends.gluon.forward.scores import (
 from saccade.backends.gluon.forward.work_tile import BATCH, KEYS, USED, tile_at, work_tile
 from saccade.backends.gluon.ptx import pack_pairs, pack_quads, unpack_pairs, unpack_quads
 from saccade.backends.gluon.shim import Value, aggregate
-from saccade.backends.gluon.tiles import is_eight_bit, product_layout, row_sums
+from saccade.backends.gluon.tiles import is_eight_bit, log2, product_layout, row_sums
 
 
 @aggregate
@@ -210,7 +210,7 @@ def run_of_tiles(
 
 
 @gluon.jit
-def further_tiles(c: gl.constexpr, pipe, rows, item, state, n):
+def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
     """All tiles before the last one: those after the core, the core, and those before it, where rows may not see the
     first keys. Each run has a loop of its own: a branch inside one loop costs 8 %, and two loops inside another 1 % or
     more, as does one in the backward (docs/findings/gluon.md)."""
@@ -220,10 +220,41 @@ def further_tiles(c: gl.constexpr, pipe, rows, item, state, n):
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, edge, True, False)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, False, True)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, True, True)
+    elif rows.rule.score.flat and not rows.rule.mask.block_sparse and pipe.shape.ROWS == 64:
+        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
+        # Those of one level, those in reach, and those of another level.
+        left, right = tiles_in_reach(args, pipe, rows, item)
+        far = rows.beyond_reach(level_of_tile(args, pipe, rows, item, place - 1))
+        state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, right, False, False)
+        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, left, False, False)
+        far = rows.beyond_reach(level_of_tile(args, pipe, rows, item, place - 1))
+        state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, item.first, False, False)
     else:
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, False, False)
     return state, n
+
+
+@gluon.jit
+def tiles_in_reach(args, pipe, rows, item):
+    """The tiles [left, right) of the item that hold a distance inside the reach of the score's tables, none if left is
+    right."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    h = item.h_k * args.group + item.in_group
+    low, high = rows.rule.score.reach(rows.rule.score.data, rows.b, h)
+    # Beyond it: the last key's distance from the first row is `low` at most, or the first key's from the last row
+    # `high` at least. Shifts round down, as negative numbers do not by division.
+    left = gl.maximum((low + item.row + 1) >> log2(BLOCK_K), item.first)
+    right = (high + item.row + 63 + BLOCK_K - 1) >> log2(BLOCK_K)
+    return left, gl.maximum(right, left)
+
+
+@gluon.jit
+def level_of_tile(args, pipe, rows, item, tile):
+    """What is added to all scores of a tile beyond the reach."""
+    h = item.h_k * args.group + item.in_group
+    key = gl.maximum(tile, 0) * pipe.shape.BLOCK_K
+    return rows.rule.score.level(rows.rule.score.data, rows.b, h, item.row, key)
 
 
 @gluon.jit
@@ -264,7 +295,7 @@ def score_rows(rule, args, pipe, item, at, b):
     factors = factors_of_rows(args.descale, b, item.h_k, item.row)
     if args.descale is not None:
         rule = score_rule(args.mask, args.score, args.dropout, args.scale * factors[0].products)
-    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys, bounds, factors)
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys, bounds, factors, ())
 
 
 @gluon.jit
@@ -290,7 +321,7 @@ def consume(c: gl.constexpr, args, pipe):
         s = warpgroup_mma_wait(0, [s])
         pipe.keys.release(n)
         state = first_softmax(pipe, rows, item, s)
-        state, n = further_tiles(c, pipe, rows, item, state, n)
+        state, n = further_tiles(c, args, pipe, rows, item, state, n)
         values = pipe.values.wait(n)
         acc = finish_values(pipe, state, values, issue_values(pipe, state, values, 0))
         pipe.values.release(n)

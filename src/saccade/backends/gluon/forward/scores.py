@@ -127,6 +127,15 @@ class ScoreRows:
     """[64] each: the first key and the one after the last, where that is the whole mask"""
     factors: Value
     """RowFactors of 8-bit operands, as a tuple"""
+    level: Value
+    """in tiles beyond the reach of the score's tables what is added to every score, as a tuple"""
+
+    @gluon.jit
+    def beyond_reach(self, level):
+        """The same rows, for such tiles."""
+        return ScoreRows(
+            self.rule, self.terms, self.b, self.h, self.q_idx, self.rows, self.keys, self.bounds, self.factors, (level,)
+        )
 
     @gluon.jit
     def key_factor(self, tile, BLOCK_K: gl.constexpr):
@@ -157,7 +166,7 @@ class ScoreRows:
         rule = self.rule
         if len(unit) == 1 and not rule.score.identity:
             s = s * unit[0]
-        if rule.score.identity:
+        if rule.score.identity or len(self.level) == 1:
             return s
         elif rule.score.linear:
             return gl.fma(gl.broadcast(self.terms[0][:, None], s)[0], gl.broadcast(column_numbers(s), s)[0], s)
@@ -197,18 +206,25 @@ class ScoreRows:
         factor = self.rule.factor
         row_max = row_maxima(s)
         inner = factor
+        FLAT: gl.constexpr = len(self.level) == 1
+        if FLAT:  # s are products still
+            inner = self.rule.inside * factor
+            row_max = row_max * self.rule.inside + self.level[0]
         if len(unit) == 1 and self.rule.score.identity:
             row_max = row_max * unit[0]
             inner = factor * unit[0]
         new_max = gl.maximum(old_max, self.add_row_terms(row_max, tile, 1, s.shape[1]))
         # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
         alpha = gl.exp2((old_max - new_max) * factor)
-        if self.rule.score.vast:  # the difference first: see `tiles.power`
+        if self.rule.score.vast and not FLAT:  # the difference first: see `tiles.power`
             exponents = (s - new_max[:, None]) * factor
             if len(self.factors) == 1:
                 exponents = exponents + EXTRA
         else:
-            shift = self.add_row_terms(new_max, tile, -1, s.shape[1]) * factor
+            shift = self.add_row_terms(new_max, tile, -1, s.shape[1])
+            if FLAT:
+                shift = shift - self.level[0]
+            shift = shift * factor
             if len(self.factors) == 1:
                 shift = shift - EXTRA
             exponents = s * inner - shift[:, None]

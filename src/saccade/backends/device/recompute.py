@@ -1,0 +1,32 @@
+"""Launches of kernels that compute the weights of a call once more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from saccade.backends.device import block_d
+from saccade.backends.device.arguments import TileShape, tile_grid
+from saccade.backends.device.launch import Launch
+from saccade.problem import Problem
+
+
+def recompute_launch(kernel: Any, problem: Problem, *constants: Any) -> Launch:
+    """Of a kernel that computes the weights once more."""
+    blocks = recompute_blocks(problem)
+    warps = 4 if _widest(problem) <= 64 and problem.dropout is None else 8
+    shape = TileShape.of(problem, *blocks)
+    return Launch(kernel, tile_grid(problem, *blocks), (*constants, shape), warps, 2)
+
+
+def recompute_blocks(problem: Problem) -> tuple[int, int]:
+    """BLOCK_Q, at most BLOCK_K, and BLOCK_K."""
+    size = 32 if problem.q.dtype == torch.float32 else 64
+    widest = _widest(problem)
+    size = size if widest <= 128 else size // 2 if widest <= 256 else 16
+    return size, size
+
+
+def _widest(problem: Problem) -> int:
+    return max(block_d(problem.q.shape[3]), block_d(problem.v.shape[3]))
