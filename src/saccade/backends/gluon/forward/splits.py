@@ -32,9 +32,10 @@ def most_splits(problem: Problem) -> int:
 def key_splits(problem: Problem, processors: int) -> int:
     """The number of parts with which all multiprocessors end soonest, if each works on one part of one item at a
     time."""
-    items, most = work_items(problem), most_splits(problem)
-    if most == 1:
+    most = most_splits(problem)
+    if most == 1:  # as of all layouts that have no sequences
         return 1
+    items = work_items(problem)
     keys = problem.layout.capacity(problem.k.shape[2])
 
     def cost(n: int) -> float:
