@@ -58,6 +58,11 @@ def shared_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors there are; on a CPU, some."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
 @cache
 def triton_obstacle() -> str | None:
     """What keeps Triton's kernels from running here at all, or None."""

@@ -44,6 +44,6 @@ def test_bash_completes(line, completed):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_command_is_in_every_script(shell):
     told = script(shell)
-    for command in ("doctor", "info", "explain", "check", "bench", "tune", "completion"):
+    for command in ("doctor", "info", "explain", "check", "bench", "tune", "warm", "completion"):
         assert command in told
     assert ("bashcompinit" in told) == (shell == "zsh")

@@ -14,6 +14,7 @@ from saccade.cli.doctor import doctor
 from saccade.cli.explain import explain
 from saccade.cli.info import info
 from saccade.cli.tune import tune
+from saccade.cli.warm import warm
 
 EXIT_CODES = "Exit codes: 0, done; 1, the answer is no, or something went wrong; 2, wrong words."
 
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,  # a TAB would import torch: `saccade completion` prints a script that does not
     pretty_exceptions_enable=False,
 )
-for command in (doctor, info, explain, check, bench, tune, completion):
+for command in (doctor, info, explain, check, bench, tune, warm, completion):
     app.command()(command)
 
 

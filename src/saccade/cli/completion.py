@@ -46,7 +46,7 @@ def _options(command: Any) -> Iterator[str]:
 
 
 def _arguments(command: str) -> tuple[str, ...]:
-    return {"explain": SPEC, "completion": SHELLS}.get(command, ())
+    return {"explain": SPEC, "warm": SPEC, "completion": SHELLS}.get(command, ())
 
 
 def _values(command: str, option: str) -> tuple[str, ...]:

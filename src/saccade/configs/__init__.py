@@ -26,6 +26,11 @@ def gpu_name(device: int) -> str:
     return re.sub(r"[^a-z0-9]+", "_", words[0] if words else "unknown")
 
 
+def gpu_of(device: torch.device) -> str:
+    """That of a device; a CPU, on which Triton's interpreter runs, has none."""
+    return gpu_name(device.index) if device.type == "cuda" else device.type
+
+
 @lru_cache
 def table(gpu: str) -> dict[str, dict[str, int]]:
     """key -> Config fields, for one GPU; the user's measurements override the shipped ones."""

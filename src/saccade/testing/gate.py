@@ -20,12 +20,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import torch
-
+from saccade.testing.offline import SHARED_LIMIT, NamedTarget
 from saccade.testing.uniform_registers import unwritten
 
-SHARED_LIMIT = 232_448
-"""Bytes of shared memory for one program on sm_90."""
 CAPABILITY = 90
 TIMED = "3.6"
 """The Triton by which the rows of the tables were timed, and whose spills they name."""
@@ -63,24 +60,6 @@ class Fit:
         return "  ".join(told)
 
 
-class _Hopper:
-    """A driver that only names a target: what Triton asks one for before it launches."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", CAPABILITY, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 BACKENDS = "gluon", "triton"
 PARTS = "configs", "features", "combinations"
 
@@ -109,7 +88,7 @@ def fit(key: str) -> Fit:
     from triton import knobs
     from triton.runtime import driver
 
-    target: Any = _Hopper()
+    target: Any = NamedTarget(CAPABILITY)
     driver.set_active(target)
     knobs.compilation.always_compile = True
     knobs.nvidia.dump_ptxas_log = True

@@ -157,6 +157,4 @@ def rising(problem: Problem) -> bool:
 
 
 def _config(kernel: str, problem: Problem) -> TileConfig:
-    device = problem.q.device
-    gpu = configs.gpu_name(device.index) if device.type == "cuda" else device.type
-    return config(kernel, problem.spec(), gpu)
+    return config(kernel, problem.spec(), configs.gpu_of(problem.q.device))

@@ -55,7 +55,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
         cached = problem.launches.get(key) if tile is None else None
         if cached is None:
-            gpu = configs.gpu_name(q.device.index)
+            gpu = configs.gpu_of(q.device)
             config = tile or forward_config(problem.spec(), gpu, scores.weight(problem, score))
             cached = prepare(problem, out, config, multiprocessors(q.device)), config
             if tile is None:

@@ -1,0 +1,169 @@
+"""The kernels of a Spec, compiled into a folder of Triton's form before any call needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from saccade import dispatch, scores
+from saccade.backends import Saved
+from saccade.call import check_call
+from saccade.descale import EIGHT_BITS, Descale
+from saccade.problem import Problem
+from saccade.spec import TORCH_DTYPES, Spec
+from saccade.testing.cases import Case
+from saccade.testing.offline import stand_in
+
+PARTS = "inference", "training", "backward"
+"""A forward without an LSE, a forward with one, as a backward needs it, and the backward."""
+_MASKS = {"window": "window(255,0)", "prefix": "prefix(64)"}
+_SCORES = {"softcap": "softcap(50)", "relative_bias": "relative_bias(128)"}
+_NOT_A_SPECS = "interval", "mask_mod"
+_LEARNED = "relative_bias", "t5_bias", "bias", "temperature"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The shape of the call that stands for a Spec. Others run the same kernels, but for short queries with groups of
+    heads, of which a tile holds several."""
+
+    b: int = 2
+    s_q: int = 1024
+    s_k: int = 1024
+
+
+class Task(NamedTuple):
+    """What one process compiles."""
+
+    spec: Spec
+    part: str
+    lengths: Lengths
+    folder: str
+    gpu: str
+    """Its name in the tables of tile configs, or nothing."""
+
+
+class Made(NamedTuple):
+    """What came of it."""
+
+    backend: str
+    kernels: list[str]
+    """Compiled now."""
+    known: list[str]
+    """In the folder before."""
+    reason: str | None
+    """Why there are none."""
+
+
+def case_of(spec: Spec, lengths: Lengths) -> Case:
+    """A Case of this Spec.
+
+    Raises:
+        ValueError: its kernels depend on more than the Spec says.
+    """
+    own = "" if spec.score == "none" or set(spec.score.split("+")) <= {*scores.KINDS} else spec.score
+    unknown = [word for word in _NOT_A_SPECS if word in re.findall(r"\w+", spec.mask)]
+    unknown += [own] if own else []
+    unknown += [word for word in ("offsets", "latent", "block_scales") if getattr(spec, word)]
+    unknown += ["paged"] if spec.layout == "paged" else []
+    if unknown or not spec.aligned:
+        told = ", ".join(unknown or ["rows that are not aligned"])
+        raise ValueError(
+            f"kernels of {told} depend on more than a spec says: run the call itself once, with TRITON_CACHE_DIR set "
+            "to the folder"
+        )
+    mask = re.sub(r"\w+", lambda word: _MASKS.get(word[0], word[0]), spec.mask)
+    score = "+".join(_SCORES.get(word, word) for word in spec.score.split("+"))
+    return Case(
+        str(spec), dtype=spec.dtype, b=lengths.b, h_q=2 * spec.group, h_k=2, s_q=lengths.s_q, s_k=lengths.s_k,
+        d=spec.d, d_v=spec.d_v, mask=mask, score=score, sink=spec.sink, dropout_p=0.5 if spec.dropout else 0.0,
+        order="thd" if spec.layout in ("packed", "ranges") else "bhsd", ranges=spec.layout == "ranges",
+        used="qk" if spec.layout == "padded" else "all",
+    )  # fmt: skip
+
+
+def problem_of(spec: Spec, lengths: Lengths) -> Problem:
+    """A Problem of this Spec, on the CPU."""
+    drawn = case_of(spec, lengths).inputs("cpu")
+    q, k, v = drawn.q, drawn.k, drawn.v
+    if spec.kv:
+        k, v = (x.to(TORCH_DTYPES[spec.kv]) for x in (k, v))
+    given: dict[str, Any] = {"mask": None, "score_mod": None, "sink": None, "dropout_p": 0.0} | drawn.keywords
+    descale = None
+    if k.dtype in EIGHT_BITS:
+        descale = Descale(q=1.0 if q.dtype in EIGHT_BITS else None, k=1.0, v=1.0)
+    call = check_call(
+        q, k, v, scale=None, return_lse=False, return_max_scores=spec.max_scores, deterministic=spec.deterministic,
+        backend="auto", out=None, descale=descale, **given,
+    )  # fmt: skip
+    return call.problem()
+
+
+def compile_task(task: Task) -> Made:
+    """Compiles the kernels of a part of a Spec's calls. For a process that does nothing else."""
+    os.environ["TRITON_CACHE_DIR"] = task.folder
+    os.environ.pop("TRITON_INTERPRET", None)
+    stand_in(task.spec.device, task.gpu)
+    return compiled(task)
+
+
+def compiled(task: Task) -> Made:
+    """The same, in a process that stands in for the device already."""
+    from triton import knobs
+
+    made, known, backend = [], [], "none"
+
+    def listen(**what: Any) -> None:
+        (known if what["cache_hit"] else made).append(str(what["src"].name))
+
+    before, knobs.compilation.listener = knobs.compilation.listener, listen
+    try:
+        # Where no mask says so, a last tile of keys that is not whole takes another kernel.
+        b, s_q, s_k = task.lengths.b, task.lengths.s_q, task.lengths.s_k
+        for more in (0, 1):
+            problem = problem_of(task.spec, Lengths(b, s_q + more, s_k + more))
+            gradient = task.part == "backward"
+            plan, problem = dispatch.planned(problem, "auto", gradient=gradient)
+            backend = plan.backend
+            if gradient:
+                plan.module.run_backward(problem, _saved(problem))
+            else:
+                plan.module.run_forward(problem, task.part == "training")
+    except Exception as reason:  # whatever keeps one Spec from compiling, the others still count
+        return Made(backend, made, known, f"{type(reason).__name__}: {reason}".splitlines()[0])
+    finally:
+        knobs.compilation.listener = before
+    return Made(backend, made, known, None)
+
+
+def _saved(problem: Problem) -> Saved:
+    """What a backward gets, of a forward that did not run."""
+    score, q, v = problem.score, problem.q, problem.v
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=problem.out_dtype)
+    learned = score is not None and any(word in score.kind.split("+") for word in _LEARNED)
+    wanted = () if score is None else tuple(learned and x.is_floating_point() for x in score.tensors)
+    return Saved(torch.zeros_like(out), None, out, torch.zeros(q.shape[:3]), wanted)
+
+
+def parts_of(spec: Spec) -> list[str]:
+    """Those that calls of a Spec may have."""
+    if spec.max_scores:
+        spec = replace(spec, max_scores=False)
+    backends = (dispatch._module(name) for name in ("gluon", "triton"))
+    trains = any(x.GRADIENT is not None and not x.GRADIENT.reasons(spec) for x in backends)
+    return [*PARTS] if trains else [PARTS[0]]
+
+
+def move(folder: Path, place: str) -> None:
+    """Makes a folder's lists of files name another place, where it will be. Triton writes absolute paths."""
+    for file in folder.glob("*/__grp__*.json"):
+        listed = json.loads(file.read_text())
+        paths = listed["child_paths"]
+        listed["child_paths"] = {name: f"{place}/{file.parent.name}/{Path(path).name}" for name, path in paths.items()}
+        file.write_text(json.dumps(listed))

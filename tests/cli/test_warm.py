@@ -1,0 +1,110 @@
+"""`saccade warm`: kernels that are compiled beforehand, without a GPU, are those that calls look for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the extra [cli]")
+pytest.importorskip("triton")
+from typer.testing import CliRunner
+
+from saccade.cli.app import app
+from saccade.spec import Spec
+from saccade.testing import warm
+from saccade.testing.warm import Lengths, case_of, problem_of
+
+CALLS = """
+import sys
+from saccade.testing.offline import stand_in
+stand_in("sm80")
+import torch
+from triton import knobs
+from saccade import Dense, causal, dispatch
+from saccade.call import check_call
+
+knobs.compilation.listener = lambda **what: print(what["src"].name, what["cache_hit"])
+options = dict(sink=None, dropout_p=0.0, return_lse=False, return_max_scores=False, deterministic=False, backend="auto",
+               out=None, score_mod=None)
+calls = ((1, 3, 200, 64), "bhsd", 300), ((4, 128, 16, 64), "bshd", 128), ((1, 1024, 1, 64), "bshd", 17)
+for shape, order, s_k in calls:
+    q = torch.zeros(shape).half()
+    shape = [s_k if i == (2 if order == "bhsd" else 1) else n for i, n in enumerate(shape)]
+    k, v = torch.zeros(2, *shape).half()
+    problem = check_call(q, k, v, causal(), layout=Dense(order), scale=0.3, **options).problem()
+    plan, problem = dispatch.planned(problem, "auto")
+    plan.module.run_forward(problem, False)
+    print(plan.backend, "ran")
+"""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"TRITON_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_calls_of_other_shapes_find_the_kernels_where_they_were_moved(tmp_path):
+    made, moved = tmp_path / "made", tmp_path / "moved"
+    words = "warm", "fp16 d64 causal sm80", "--out", str(made), "--at", f"{moved}/", "--inference", "--jobs", "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "saccade", *words], env=environment(made), capture_output=True, check=False, text=True
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    assert "1: forward_kernel" in done.stdout
+    assert f"TRITON_CACHE_DIR={moved}" in done.stderr.replace("\n", "")
+    made.rename(moved)
+    called = subprocess.run(
+        [sys.executable, "-c", CALLS], env=environment(moved), capture_output=True, check=False, text=True
+    )
+    assert not called.returncode, called.stderr
+    # Later calls find the kernel in the process.
+    assert called.stdout.split("\n")[:2] == ["forward_kernel True", "triton ran"]
+    assert "False" not in called.stdout
+    assert called.stdout.count("ran") == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("bf16 d128 cpu", "not for 'cpu'"), ("bf16 d128 gfx942", "not for 'gfx942'"), ("d128 sm90", "lacks dtype"),
+        ("bf16 d128 paged sm90", "kernels of paged"), ("bf16 d128 mask_mod sm90", "kernels of mask_mod"),
+        ("bf16 d128 score(own) sm90", "kernels of score(own)"), ("bf16 d64 offsets sm90", "kernels of offsets"),
+    ],
+)  # fmt: skip
+def test_what_a_spec_does_not_say(spec, complaint):
+    found = CliRunner().invoke(app, ["warm", spec])
+    assert found.exit_code == 2
+    assert complaint in " ".join(found.output.replace("│", " ").split())
+
+
+def test_wrong_shapes(tmp_path):
+    for shape in ("2", "2,0,5", "a,b,c"):
+        found = CliRunner().invoke(app, ["warm", "bf16 d64 sm90", "--shape", shape, "--out", str(tmp_path / "none")])
+        assert found.exit_code == 2
+        assert "b,s_q,s_k" in found.output
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bf16 d64 dense aligned sm90", "fp16 group4 d128 dense causal softcap sink deterministic aligned sm90",
+        "bf16 d192/128 packed causal dropout aligned sm90", "bf16 d64 padded window alibi max_scores aligned sm90",
+        "fp8_e4m3 d128 dense causal aligned sm90", "bf16 group2 kv_fp8_e5m2 d64 dense aligned sm90",
+        "bf16 d64 dense documents&causal relative_bias+softcap aligned sm90",
+        "bf16 d64 ranges prefix t5_bias aligned sm90",
+    ],
+)  # fmt: skip
+def test_a_problem_is_of_its_spec(text, monkeypatch):
+    monkeypatch.setattr("saccade.hardware.name", lambda device: "sm90")
+    spec = Spec.parse(text)
+    assert problem_of(spec, Lengths(2, 64, 64)).spec() == spec
+    assert case_of(spec, Lengths(2, 64, 64)).name == str(spec)
+
+
+def test_parts_that_a_spec_may_have():
+    assert warm.parts_of(Spec.parse("bf16 d128 causal aligned sm90")) == ["inference", "training", "backward"]
+    assert warm.parts_of(Spec.parse("fp8_e4m3 d128 causal aligned sm90")) == ["inference"]
