@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from saccade.backends.device import recorder
+from saccade import hardware
+from saccade.backends.device import recorder, stable_keys
 from saccade.backends.device.recorder import hooked
 from saccade.problem import Problem
+
+stable_keys.install()
 
 
 @dataclass
@@ -93,7 +96,7 @@ def nothing_seen(x: Tensor | None) -> Tensor | None:
 
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors there are; on a CPU, some."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return hardware.multiprocessors(device)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
