@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from saccade.cli.app import app
 from saccade.spec import Spec
 from saccade.testing import warm
-from saccade.testing.warm import Lengths, case_of, problem_of
+from saccade.testing.warm import TaskShape, case_of, problem_of
 
 CALLS = """
 import sys
@@ -101,8 +101,8 @@ def test_wrong_shapes(tmp_path):
 def test_a_problem_is_of_its_spec(text, monkeypatch):
     monkeypatch.setattr("saccade.hardware.name", lambda device: "sm90")
     spec = Spec.parse(text)
-    assert problem_of(spec, Lengths(2, 64, 64)).spec() == spec
-    assert case_of(spec, Lengths(2, 64, 64)).name == str(spec)
+    assert problem_of(spec, TaskShape(2, 64, 64)).spec() == spec
+    assert case_of(spec, TaskShape(2, 64, 64)).name == str(spec)
 
 
 def test_parts_that_a_spec_may_have():

@@ -64,24 +64,24 @@ def warm(
 
 def _parsed(text: str) -> Spec:
     from saccade.testing.offline import capability_of
-    from saccade.testing.warm import Lengths, case_of
+    from saccade.testing.warm import TaskShape, case_of
 
     try:
         spec = Spec.parse(f"{text} aligned" if "aligned" not in text.split() else text)
         capability_of(spec.device)
-        case_of(spec, Lengths())
+        case_of(spec, TaskShape())
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from None
     return spec
 
 
 def _lengths(text: str) -> Any:
-    from saccade.testing.warm import Lengths
+    from saccade.testing.warm import TaskShape
 
     words = text.split(",")
     if len(words) != 3 or not all(word.strip().isdigit() and int(word) for word in words):
         raise typer.BadParameter(f"a shape is b,s_q,s_k, such as 2,1024,1024, got {text!r}")
-    return Lengths(*map(int, words))
+    return TaskShape(*map(int, words))
 
 
 def _counted(names: list[str]) -> str:

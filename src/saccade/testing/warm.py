@@ -29,7 +29,7 @@ _LEARNED = "relative_bias", "t5_bias", "bias", "temperature"
 
 
 @dataclass(frozen=True)
-class Lengths:
+class TaskShape:
     """The shape of the call that stands for a Spec. Others run the same kernels, but for short queries with groups of
     heads, of which a tile holds several."""
 
@@ -43,7 +43,7 @@ class Task(NamedTuple):
 
     spec: Spec
     part: str
-    lengths: Lengths
+    shape: TaskShape
     folder: str
     gpu: str
     """Its name in the tables of tile configs, or nothing."""
@@ -61,7 +61,7 @@ class Made(NamedTuple):
     """Why there are none."""
 
 
-def case_of(spec: Spec, lengths: Lengths) -> Case:
+def case_of(spec: Spec, shape: TaskShape) -> Case:
     """A Case of this Spec.
 
     Raises:
@@ -81,16 +81,16 @@ def case_of(spec: Spec, lengths: Lengths) -> Case:
     mask = re.sub(r"\w+", lambda word: _MASKS.get(word[0], word[0]), spec.mask)
     score = "+".join(_SCORES.get(word, word) for word in spec.score.split("+"))
     return Case(
-        str(spec), dtype=spec.dtype, b=lengths.b, h_q=2 * spec.group, h_k=2, s_q=lengths.s_q, s_k=lengths.s_k,
+        str(spec), dtype=spec.dtype, b=shape.b, h_q=2 * spec.group, h_k=2, s_q=shape.s_q, s_k=shape.s_k,
         d=spec.d, d_v=spec.d_v, mask=mask, score=score, sink=spec.sink, dropout_p=0.5 if spec.dropout else 0.0,
         order="thd" if spec.layout in ("packed", "ranges") else "bhsd", ranges=spec.layout == "ranges",
         used="qk" if spec.layout == "padded" else "all",
     )  # fmt: skip
 
 
-def problem_of(spec: Spec, lengths: Lengths) -> Problem:
+def problem_of(spec: Spec, shape: TaskShape) -> Problem:
     """A Problem of this Spec, on the CPU."""
-    drawn = case_of(spec, lengths).inputs("cpu")
+    drawn = case_of(spec, shape).inputs("cpu")
     q, k, v = drawn.q, drawn.k, drawn.v
     if spec.kv:
         k, v = (x.to(TORCH_DTYPES[spec.kv]) for x in (k, v))
@@ -125,9 +125,9 @@ def compiled(task: Task) -> Made:
     before, knobs.compilation.listener = knobs.compilation.listener, listen
     try:
         # Where no mask says so, a last tile of keys that is not whole takes another kernel.
-        b, s_q, s_k = task.lengths.b, task.lengths.s_q, task.lengths.s_k
+        b, s_q, s_k = task.shape.b, task.shape.s_q, task.shape.s_k
         for more in (0, 1):
-            problem = problem_of(task.spec, Lengths(b, s_q + more, s_k + more))
+            problem = problem_of(task.spec, TaskShape(b, s_q + more, s_k + more))
             gradient = task.part == "backward"
             plan, problem = dispatch.planned(problem, "auto", gradient=gradient)
             backend = plan.backend
