@@ -2,10 +2,12 @@
 
 A page that says `--8<-- "NAME"` is that file. Links to files that are pages lead to them, rows of benchmarks and
 examples are put on the site, and any other link becomes plain code. A picture X-light.svg has its X-dark.svg beside it.
+In code in tables `\\|` is a bar, as it is where repositories are shown.
 """
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from pathlib import Path
@@ -25,6 +27,7 @@ SHOWN = {
 """Files -> their places on the site."""
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+CODE = re.compile(r"`([^`\n]+)`")
 BOTH = re.compile(r"(!\[[^\]]*\]\(\S+)-light\.svg\)")
 WHOLE = {
     ROOT / found[1]: page.name
@@ -48,8 +51,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         markdown = SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), markdown)
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)  # odd ones are code
     parts[::2] = [BOTH.sub(r"\1-light.svg#only-light)\n\1-dark.svg#only-dark)", part) for part in parts[::2]]
+    parts[::2] = [CODE.sub(_with_bars, part) for part in parts[::2]]
     parts[::2] = [LINK.sub(lambda link: _on_site(link, folder, source.parent), part) for part in parts[::2]]
     return "".join(parts)
+
+
+def _with_bars(code: re.Match[str]) -> str:
+    return f"<code>{html.escape(code[1]).replace('\\|', '&#124;')}</code>" if "\\|" in code[1] else code[0]
 
 
 def _on_site(link: re.Match[str], folder: Path, page: Path) -> str:
