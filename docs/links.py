@@ -57,7 +57,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def _with_bars(code: re.Match[str]) -> str:
-    return f"<code>{html.escape(code[1]).replace('\\|', '&#124;')}</code>" if "\\|" in code[1] else code[0]
+    bar = r"\|"
+    return "<code>" + html.escape(code[1]).replace(bar, "&#124;") + "</code>" if bar in code[1] else code[0]
 
 
 def _on_site(link: re.Match[str], folder: Path, page: Path) -> str:
