@@ -6,6 +6,7 @@ import ast
 import doctest
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -55,6 +56,21 @@ def test_interface_is_found_without_an_import():
     """The site is made from the sources: there a name is a definition or an import; an assigned alias is nothing."""
     missing = [name for name in API if not _defined(*name.rpartition(".")[::2])]
     assert not missing
+
+
+def test_no_name_of_the_interface_is_a_module():
+    """Where a package has a module of a function's name, the site takes the module: there its own place is written."""
+    hidden = []
+    for name in API:
+        module, _, word = name.rpartition(".")
+        x = getattr(import_module(module), word)
+        packages = [
+            found for at, found in sys.modules.items() if at.startswith("saccade") and hasattr(found, "__path__")
+        ]
+        homes = [Path(path) for found in packages if getattr(found, word, None) is x for path in found.__path__]
+        if any((home / f"{word}.py").exists() for home in homes) and name != f"{x.__module__}.{word}":
+            hidden.append(name)
+    assert not hidden
 
 
 def modules() -> Iterator[str]:
