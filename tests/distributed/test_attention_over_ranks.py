@@ -235,7 +235,7 @@ def test_repeats_are_bitwise_equal(pool):
     assert all(pool.run((HERE, "repeated"), 4, 5))
 
 
-def recomputed(group, method):
+def recomputed(group, method, reentrant=False):
     """Gradients with checkpointing, which repeats the exchange of the forward, beside those without."""
     from torch.utils.checkpoint import checkpoint
 
@@ -252,13 +252,16 @@ def recomputed(group, method):
 
         y = x
         for _ in range(2):
-            y = checkpoint(layer, y, use_reentrant=False) if again else layer(y)
-        found.append(torch.autograd.grad(y.square().sum(), x)[0])
+            y = checkpoint(layer, y, use_reentrant=reentrant) if again else layer(y)
+        y.square().sum().backward()
+        found.append(x.grad)
     return torch.equal(*found)
 
 
-def test_checkpointing(pool):
-    assert all(pool.run((HERE, "recomputed"), 3, "gather"))
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("ranks", "method"), [(3, "gather"), (4, "ulysses")])
+def test_checkpointing(pool, ranks, method, reentrant):
+    assert all(pool.run((HERE, "recomputed"), ranks, method, reentrant))
 
 
 def compiled(group, method):

@@ -324,7 +324,7 @@ class ContextPlan:
         return self.sharding.rows[first : first + self.ranks.heads]
 
     def _transport(self, group: str, rank: int, size: int) -> Transport:
-        return Transport(group, rank, size, self.fingerprint, self.timeout, self.debug)
+        return Transport(group, rank, size, f"{self.fingerprint} {self!r}", self.timeout, self.debug)
 
     # What it is
 

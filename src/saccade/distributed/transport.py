@@ -24,8 +24,8 @@ class Transport:
     group_name: str
     rank: int
     size: int
-    fingerprint: str
-    """What must be equal on all ranks."""
+    plan: str
+    """What must be equal on all ranks: its fingerprint, and words for errors."""
     timeout: float | None = None
     """Seconds for an exchange; None leaves it to the group's."""
     debug: bool = False
@@ -58,7 +58,7 @@ class Transport:
         group = self.group(stage)
         ranks = agreement_of(group)
         ranks.exchanges += 1
-        mine, device = f"plan {self.fingerprint}, {stage}, rows of {_named(xs, 1)}", xs[0].device
+        mine, device = f"plan {self.plan}, {stage}, rows of {_named(xs, 1)}", xs[0].device
         if device.type == "cpu":
             ranks.note(mine)
             if self._equal(group, mine, stage, xs):

@@ -27,7 +27,7 @@ from saccade.partial import Partial
 from saccade.testing.accuracy import check
 from saccade.testing.cases import Case, Inputs
 
-SIZES = 1, 2, 3, 4, 8
+SIZES = 1, 2, 3, 4, 5, 8
 """The numbers of ranks that groups are made for."""
 
 
