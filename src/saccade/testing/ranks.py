@@ -80,7 +80,7 @@ class Pool:
         if "forkserver" in methods:
             context.set_forkserver_preload(["saccade.testing.ranks", "torch.distributed.fsdp", "torch._dynamo"])
         # Here, so that no port is chosen before somebody listens to it.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         for rank in range(self.size):
             mine, its = context.Pipe()
             process = context.Process(
@@ -112,7 +112,7 @@ def _serve(pipe: Any, rank: int, size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     groups = {n: dist.new_group(list(range(n))) for n in SIZES if n <= size}
     while True:
