@@ -206,7 +206,7 @@ def _planned_backward(plan: dispatch.Plan, problem: Problem, saved: Saved) -> li
 # Fakes: shapes, dtypes and strides of the results.
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *flat, lse = arguments
     call = FlatCall(*flat)
     layout, q = call.view_layout, call.q
@@ -221,7 +221,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _fake_forward(*arguments)[1:]
+    return fake_forward(*arguments)[1:]
 
 
 def _fake_backward(
@@ -245,7 +245,7 @@ def _fake_backward(
 
 
 _OPERATORS: tuple[tuple[Any, ...], ...] = (
-    ("forward", _forward, autograd.forward, _fake_forward, batching.forward),
+    ("forward", _forward, autograd.forward, fake_forward, batching.forward),
     ("forward_out", _forward_out, autograd.forward_out, _fake_forward_out, batching.forward_out),
     ("backward", _backward, autograd.backward, _fake_backward, batching.backward),
 )

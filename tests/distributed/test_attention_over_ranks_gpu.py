@@ -56,6 +56,25 @@ def test_by_the_one_tolerance(gpus, case, method):
         assert max(ratios.values()) <= 1
 
 
+@pytest.mark.parametrize("which", ["first", "all"])
+def test_own_keys_first(gpus, which):
+    """On one rank, or on all."""
+    case = packed("causal", mask="causal", sink=True)
+    for ratios in gpus.run((str(Path(__file__)), "own_first"), gpus.size, which, case, seconds=300):
+        assert max(ratios.values()) <= 1
+
+
+def own_first(group, which, case):
+    from saccade.distributed import ContextPlan
+
+    before = ContextPlan.own_first
+    ContextPlan.own_first = lambda plan, *_: which == "all" or plan.rank == 0
+    try:
+        return measured(group, case, {"method": "pull", "device": "cuda"})
+    finally:
+        ContextPlan.own_first = before
+
+
 @pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
 def test_repeats_are_bitwise_equal(gpus, method):
     assert all(gpus.run((str(Path(__file__)), "repeated"), gpus.size, method, 100, seconds=300))

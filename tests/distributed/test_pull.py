@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from saccade import causal
-from saccade.distributed import peers, plan
+from saccade import attention, causal
+from saccade.distributed import ContextPlan, peers, plan
 from saccade.testing import Case, ranks
 from saccade.testing.ranks import part
 
@@ -41,14 +41,23 @@ class MappedFiles(peers.PeerMemory):
     def end(self, event, seconds=None):
         pass
 
+    def read(self, seconds=None):
+        pass
+
+
+def with_files(group, own_first, name, *arguments):
+    """What a function here returns, by the memory of files; which ranks take own keys first."""
+    before = peers.opened, peers.reachable, ContextPlan.own_first
+    peers.opened, peers.reachable = MappedFiles, lambda device: True
+    ContextPlan.own_first = lambda plan, *_: own_first == "all" or (own_first == "even" and plan.rank % 2 == 0)
+    try:
+        return globals()[name](group, *arguments)
+    finally:
+        peers.opened, peers.reachable, ContextPlan.own_first = before
+
 
 def pulled(group, case, settings):
-    before = peers.opened, peers.reachable
-    peers.opened, peers.reachable = MappedFiles, lambda device: True
-    try:
-        return part(group, case, settings), part(group, case, settings | {"method": "gather"})
-    finally:
-        peers.opened, peers.reachable = before
+    return part(group, case, settings), part(group, case, settings | {"method": "gather"})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -58,16 +67,22 @@ def test_what_is_pulled_is_what_is_gathered(pool, ranks, mask, order):
     """To the bit: the same rows, and sums in the same order."""
     shape = {"lengths": LENGTHS, "b": len(LENGTHS), "s_q": 75, "s_k": 75} if order == "thd" else {"s_q": 61, "s_k": 61}
     case = Case("", dtype="fp64", h_q=4, d=16, d_v=24, mask=mask, score="alibi", order=order, **shape)
-    for (rows, mine), (same_rows, theirs) in pool.run((HERE, "pulled"), ranks, case, {"method": "pull"}):
+    for (rows, mine), (same_rows, theirs) in pool.run(
+        (HERE, "with_files"), ranks, "none", "pulled", case, {"method": "pull"}
+    ):
         assert torch.equal(rows, same_rows)
         for name, x in mine.items():
             assert torch.equal(x, theirs[name]), name
 
 
+@pytest.mark.parametrize("own_first", ["none", "even", "all"])
 @pytest.mark.parametrize(
     ("ranks", "mask", "rows"),
     [
         (1, "causal", "balanced"),
+        (2, "causal", "balanced"),
+        (3, "causal", "balanced"),
+        (8, "causal", "balanced"),
         (2, "causal", "pairs"),
         (3, "window(9,0)", "balanced"),
         (8, "causal", 31),
@@ -76,52 +91,51 @@ def test_what_is_pulled_is_what_is_gathered(pool, ranks, mask, order):
         (3, "causal", 83),
     ],
 )
-def test_pieces_are_sequences(pool, ranks, mask, rows):
+def test_pieces_are_sequences(pool, ranks, mask, rows, own_first):
     """Where positions are not needed: the same rows, and sums in another order."""
     lengths = (48, 96, 48) if rows == "pairs" else LENGTHS
     case = Case(
         "", dtype="fp64", h_q=4, h_k=2, d=16, mask=mask, order="thd", lengths=lengths, b=len(lengths), sink=True
     )
     case = case.replace(s_q=max(lengths), s_k=max(lengths))
-    for (_, mine), (_, theirs) in pool.run((HERE, "pulled"), ranks, case, {"method": "pull", "rows": rows}):
+    settings = {"method": "pull", "rows": rows}
+    for (_, mine), (_, theirs) in pool.run((HERE, "with_files"), ranks, own_first, "pulled", case, settings):
         for name, x in mine.items():
             assert float(torch.where(x == theirs[name], 0, x - theirs[name]).abs().amax()) <= EQUAL, name
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("of_pieces", [False, True])
-def test_tables_of_sums(ranks, of_pieces):
+@pytest.mark.parametrize("keys", ["keys_exchange", "pieces_exchange", "staged"])
+def test_tables_of_sums(ranks, keys):
     """What the kernel adds up by is what `summed` does."""
     for rank in range(ranks):
         made = plan(list(LENGTHS), ranks, rank=rank, mask=causal(), method="pull")
         assert made.by_pieces
-        exchange = made.pieces_exchange() if of_pieces else made.keys_exchange()
-        dy, returned = torch.randn(exchange.needed, 3).double(), torch.randn(sum(exchange.sent_rows), 3).double()
-        table, first, stop = exchange._table(dy.device)
-        total = torch.zeros(made.rows, 3).double()
-        for i, places in enumerate(table):
-            there = places >= 0
-            total[there] += (dy if first <= i < stop else returned)[places[there]]
-        assert torch.equal(total, exchange._added(dy, returned))
+        exchange = made.staged if keys == "staged" else getattr(made, keys)()
+        for places in (exchange._there, exchange._back):
+            ranks_rows = [torch.randn(exchange.most, 3).double() for _ in range(ranks)]
+            table, layers = places.table(ranks_rows[0].device)
+            total = torch.zeros(places.rows, 3).double()
+            for i, rows in zip(layers, table, strict=True):
+                there = rows >= 0
+                total[there] += ranks_rows[i][rows[there]]
+            assert torch.equal(total, places.of(ranks_rows))
 
 
-def of_pull(group, name, *arguments):
+def of_others(group, name, *arguments):
     """A test's work of the other methods."""
     others = ranks._module(str(Path(__file__).with_name("test_attention_over_ranks.py")))
-    before = peers.opened, peers.reachable
-    peers.opened, peers.reachable = MappedFiles, lambda device: True
-    try:
-        return getattr(others, name)(group, *arguments)
-    finally:
-        peers.opened, peers.reachable = before
+    return getattr(others, name)(group, *arguments)
 
 
-def test_checkpointing(pool):
-    assert all(pool.run((HERE, "of_pull"), 3, "recomputed", "pull"))
+@pytest.mark.parametrize("own_first", ["none", "even", "all"])
+def test_checkpointing(pool, own_first):
+    assert all(pool.run((HERE, "with_files"), 3, own_first, "of_others", "recomputed", "pull"))
 
 
-def test_compiles_as_one_graph(pool):
-    assert pool.run((HERE, "of_pull"), 2, "compiled", "pull") == [(True, 2)] * 2
+@pytest.mark.parametrize("own_first", ["none", "even", "all"])
+def test_compiles_as_one_graph(pool, own_first):
+    assert pool.run((HERE, "with_files"), 2, own_first, "of_others", "compiled", "pull") == [(True, 2)] * 2
 
 
 def refused(group):
@@ -132,3 +146,16 @@ def refused(group):
 
 def test_without_gpus(pool):
     assert all(pool.run((HERE, "refused"), 2))
+
+
+def twice(group):
+    """A backward that keeps its graph, and one more."""
+    made = plan(list(LENGTHS), group, mask=causal(), method="pull")
+    leaves = [made.shard(torch.randn(sum(LENGTHS), 2, 16, dtype=torch.float64)).requires_grad_() for _ in range(3)]
+    out = attention(*leaves, mask=causal(), context=made)
+    first, again = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2))
+    return all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_backward_repeats(pool):
+    assert all(pool.run((HERE, "with_files"), 3, "all", "twice"))

@@ -16,6 +16,8 @@ from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import reach_of
 from saccade.distributed.row_values import padded
+from saccade.distributed.staged import StagedRows
+from saccade.distributed.staged import attention as staged_attention
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout
 from saccade.layouts.validate import counts_from_first, sink_error
@@ -23,6 +25,7 @@ from saccade.masks import KeyInterval, Mask, Window, as_mask
 from saccade.scores import ScoreMod, Traced
 
 KEYS, PIECES = "the exchange of keys and values", "the exchange of keys and values for pieces"
+CAUSAL = "the exchange of keys and values for causal pieces"
 QUERIES, RESULT = "the exchange of query heads", "the exchange of results"
 
 
@@ -66,10 +69,21 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     layout = plan.pieces_layout(q.device) if pieces else plan.layout(q.device, given.order)
     exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
+    stage = PIECES if pieces else KEYS
+    if pieces and plan.staged is not None and reach_of(options.mask) == (None, 0):
+        exchange, stage = plan.staged, CAUSAL
+        if plan.own_first((q.shape[1], k.shape[1]), q.shape[2]):
+            return _in_stages(exchange, q, k, v, options)
     if exchange is not None:
-        stage = PIECES if pieces else KEYS
         k, v = (_user_order(x, given) for x in exchange(stage, _to_rows(given, k), _to_rows(given, v)))
     return _run(plan, _bound(q, k, v, layout, options), options)
+
+
+def _in_stages(exchange: StagedRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+    """A causal call, over own keys first."""
+    call = _bound(q, k, v, exchange.stages(q.device).own, options)
+    out, lse, max_scores = staged_attention(exchange, CAUSAL, call, options.backend)
+    return out, lse if options.return_lse else None, max_scores if options.return_max_scores else None
 
 
 def _needed(plan: ContextPlan, *keys_values: Tensor) -> Sequence[Tensor]:

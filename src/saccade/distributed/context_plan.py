@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import arguments
-from saccade.distributed import cost, picture
+from saccade.distributed import cost, estimates, picture
 from saccade.distributed.exchanges import moved
 from saccade.distributed.groups import Ranks
 from saccade.distributed.heads import HeadExchange
@@ -21,6 +21,7 @@ from saccade.distributed.pull import PulledRows
 from saccade.distributed.row_values import bits, check_fill, of_dtype, padded
 from saccade.distributed.rows import RowExchange, numbers, repeated
 from saccade.distributed.sharding import Sharding
+from saccade.distributed.staged import StagedRows
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.lazily import lazily
@@ -233,6 +234,8 @@ class ContextPlan:
         if self.by_pieces:
             self.pieces_layout(device)
             self.pieces_exchange()
+            if self.staged is not None:
+                self.staged.stages(torch.device(self.ranks.device))
         if self.ranks.heads > 1 and self.heads is not None:
             for h in self.heads:
                 self.heads_exchange(h, self.heads[0])
@@ -305,6 +308,21 @@ class ContextPlan:
             (x,) = moved(constant(id(self), "_within"), stage, x)
         (x,) = moved(constant(id(self), across, *arguments), stage, x)
         return x
+
+    # Of causal calls the keys of others come first: their order does not count, and a first call may go without them.
+
+    @property
+    def staged(self) -> StagedRows | None:
+        """The keys of each piece of a causal call; None where rows do not see all keys before them."""
+        return self._staged() if self.by_pieces and self.sharding.reach.left is None else None
+
+    @once
+    def _staged(self) -> StagedRows:
+        return StagedRows(self.sharding, self.rows_transport())
+
+    def own_first(self, heads: tuple[int, int], head_dim: int) -> bool:
+        """Whether this rank's causal calls begin before the keys of others come."""
+        return self.staged is not None and estimates.saved(self.staged.work, heads, head_dim) > 0
 
     @once
     def rows_transport(self) -> Transport:

@@ -45,6 +45,11 @@ def moved(exchange: str, stage: str, *xs: Tensor) -> list[Tensor]:
 
 _exchanges: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
 
+
+def named(name: str) -> Exchange:
+    return _exchanges[name]
+
+
 library = torch.library.Library("saccade_distributed", "DEF")
 library.define("exchange(Tensor[] xs, str exchange, str stage) -> Tensor[]")
 library.define("exchange_back(Tensor[] dys, str exchange, str stage) -> Tensor[]")
@@ -72,14 +77,14 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _forward_gradient(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
-    return ctx.exchange.adjoint(_back(ctx.stage), *dys), None, None
+    return ctx.exchange.adjoint(back(ctx.stage), *dys), None, None
 
 
 def _backward_gradient(ctx: Any, dxs: list[Tensor]) -> tuple[Any, ...]:
-    return ctx.exchange(_back(ctx.stage), *dxs), None, None
+    return ctx.exchange(back(ctx.stage), *dxs), None, None
 
 
-def _back(stage: str) -> str:
+def back(stage: str) -> str:
     return f"the backward of {stage}"
 
 

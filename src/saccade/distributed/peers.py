@@ -77,6 +77,13 @@ class PeerMemory:
         if _capturing():
             self.barrier(seconds)
 
+    def read(self, seconds: float | None = None) -> None:
+        """After kernels on the current stream that have read what others wrote."""
+        if _capturing():
+            self.barrier(seconds)
+        else:
+            self._copied = torch.cuda.current_stream(self.device).record_event()
+
 
 def _capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.bounded_cache import lasting
 from saccade.distributed.peers import PeerMemory, memory_of, row_bytes
 from saccade.distributed.pieces import Piece
-from saccade.distributed.rows import RowExchange, Segment
+from saccade.distributed.rows import RowExchange, Segment, sums_dtype
 from saccade.distributed.transport import Transport
 
 Range = tuple[int, int]
@@ -20,9 +21,9 @@ Range = tuple[int, int]
 
 
 class PulledRows(RowExchange):
-    """A RowExchange over symmetric memory. Each rank writes the rows that others need, all wait, and each copies what
-    it needs; back, each writes the gradients of what it had from others, and owners add up theirs in the order of
-    ranks."""
+    """A RowExchange over symmetric memory. Each rank writes the rows that others need, all wait, and a kernel of each
+    reads what it needs; back, each writes the gradients of what it had from others, and owners add up theirs as they
+    read them, in the order of ranks. What comes beside other kernels is brought by copy engines (`begun`)."""
 
     def __init__(self, owned: Sequence[list[Piece]], needed: Sequence[list[Piece]], transport: Transport) -> None:
         super().__init__(owned, needed, transport)
@@ -34,12 +35,27 @@ class PulledRows(RowExchange):
         self.pulled = [(i, joined(self.received[i])) for i in turns]
         self.lent = united((s.source, s.rows) for i in turns for s in self.sent[i])
         self.borrowed = united((s.target, s.rows) for i in turns for s in self.received[i])
-        self.returned = [(i, joined(self.sent[i])) for i in turns]
-        # Where the rows that rank i returns are among all that are returned.
-        self.first = [0, *accumulate(self.sent_rows)]
-        self._tables: dict[torch.device, tuple[Tensor, int, int]] = {}
+        self._there = RowSums(self.needed, self.received)
+        back = ([Segment(target, source, n) for source, target, n in part] for part in self.sent)
+        self._back = RowSums(self.rows, [*back])
 
     def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
+        return self._read(xs, self.lent, self._there, stage)
+
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
+        return self._read(dys, self.borrowed, self._back, stage)
+
+    def _read(self, xs: list[Tensor], ranges: list[Range], rows: RowSums, stage: str) -> list[Tensor]:
+        """Rows of all ranks, who write these."""
+        xs = [x.contiguous() for x in xs]
+        regions = self._write(xs, ranges, stage)
+        rank, found = self.transport.rank, [regions(i) for i in range(self.transport.size)]
+        ys = [rows.of([x if i == rank else of[t] for i, of in enumerate(found)]) for t, x in enumerate(xs)]
+        regions.memory.read(self.transport.timeout)
+        return ys
+
+    def begun(self, xs: list[Tensor], stage: str) -> tuple[list[Tensor], Arrival]:
+        """The result, into which rows of others come until the arrival has `ended`; own ones are missing."""
         ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
         regions = self._write(xs, self.lent, stage)
 
@@ -49,29 +65,17 @@ class PulledRows(RowExchange):
                     for y, theirs in zip(ys, regions(i), strict=True):
                         y[target : target + n].copy_(theirs[source : source + n])
 
-        event = regions.memory.copied(copies)
+        return ys, Arrival(regions.memory, regions.memory.copied(copies))
+
+    def keep(self, xs: list[Tensor], ys: list[Tensor]) -> None:
+        """Copies own rows."""
         for source, target, n in self.kept:
             for x, y in zip(xs, ys, strict=True):
                 y[target : target + n].copy_(x[source : source + n])
-        regions.memory.end(event, self.transport.timeout)
-        return ys
 
-    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
-        dys = [dy.contiguous() for dy in dys]
-        returned = [dy.new_empty(self.first[-1], *dy.shape[1:]) for dy in dys]
-        regions = self._write(dys, self.borrowed, stage)
-
-        def copies() -> None:
-            for i, segments in self.returned:
-                at = self.first[i]
-                for _, target, n in segments:
-                    for part, theirs in zip(returned, regions(i), strict=True):
-                        part[at : at + n].copy_(theirs[target : target + n])
-                    at += n
-
-        event = regions.memory.copied(copies)
-        regions.memory.end(event, self.transport.timeout)
-        return [self._added(*pair) for pair in zip(dys, returned, strict=True)]
+    def ended(self, arrival: Arrival) -> None:
+        """What the current stream does next finds all rows."""
+        arrival.memory.end(arrival.event, self.transport.timeout)
 
     def _write(self, xs: list[Tensor], ranges: list[Range], stage: str) -> Regions:
         """These rows of this rank, where others find them; returns when all ranks have written theirs."""
@@ -92,36 +96,45 @@ class PulledRows(RowExchange):
         """Bytes of a region for rows like these, which is aligned."""
         return -(-self.most * row_bytes(x) // 256) * 256
 
-    def _added(self, dy: Tensor, returned: Tensor) -> Tensor:
-        if dy.device.type == "cuda":
-            sums: Any = import_module("saccade.backends.triton.rank_sums")
-            return sums.rank_sums(dy, returned, *self._table(dy.device))
-        parts, places = [], []
-        for i, segments in enumerate(self.sent):
-            at = self.first[i]
-            for source, target, n in segments:
-                places.append((len(parts), slice(source, source + n)))
-                parts.append(dy[target : target + n] if i == self.transport.rank else returned[at : at + n])
-                at += n
-        return self.summed(parts or [dy[:0]], places)
 
-    def _table(self, device: torch.device) -> tuple[Tensor, int, int]:
-        """(places, own rows) int32: rows of dy or of what is returned that are parts of an own row's sum, in the order
-        of ranks, -1 for none; and which of the places are in dy, those from the first number to the second."""
+class RowSums:
+    """Where the rows are that each row here is the sum of: for each rank, segments of its rows and of those here."""
+
+    def __init__(self, rows: int, of_ranks: Sequence[list[Segment]]) -> None:
+        self.rows, self.of_ranks = rows, of_ranks
+        self._tables: dict[torch.device, tuple[Tensor, list[int]]] = {}
+
+    def of(self, ranks: list[Tensor]) -> Tensor:
+        """Of what each rank has, in their order."""
+        like = ranks[0]
+        if like.device.type == "cuda":
+            table, layers = self.table(like.device)
+            kernel: Any = import_module("saccade.backends.triton.rank_sums")
+            return kernel.rank_sums([ranks[i] for i in layers], table, like)
+        sums = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype))
+        for rank, segments in zip(ranks, self.of_ranks, strict=True):
+            for source, target, n in segments:
+                sums[target : target + n] += rank[source : source + n]
+        return sums.to(like.dtype)
+
+    def table(self, device: torch.device) -> tuple[Tensor, list[int]]:
+        """(layers, rows) int32: which row of a rank's is part of a sum, -1 for none, in the order of ranks; and the
+        rank of each layer."""
         if device not in self._tables:
-            layers, own, stop = [], 0, 0
-            for i, segments in enumerate(self.sent):
-                mine, at = [], self.first[i]
-                for source, target, n in segments:
-                    first = target if i == self.transport.rank else at
-                    _lay(mine, self.rows, source, torch.arange(first, first + n, dtype=torch.int32))
-                    at += n
-                layers += mine
-                if i <= self.transport.rank:
-                    own, stop = stop, len(layers)
-            table = torch.stack(layers) if layers else torch.empty(0, self.rows, dtype=torch.int32)
-            self._tables[device] = table.to(device), own, stop
+            self._tables[device] = lasting(lambda: self._made(device))
         return self._tables[device]
+
+    def _made(self, device: torch.device) -> tuple[Tensor, list[int]]:
+        layers: list[Tensor] = []
+        ranks: list[int] = []
+        for i, segments in enumerate(self.of_ranks):
+            mine: list[Tensor] = []
+            for source, target, n in segments:
+                _lay(mine, self.rows, target, torch.arange(source, source + n, dtype=torch.int32, device="cpu"))
+            layers += mine
+            ranks += [i] * len(mine)
+        table = torch.stack(layers) if layers else torch.empty(0, self.rows, dtype=torch.int32)
+        return table.to(device), ranks
 
 
 def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
@@ -129,9 +142,16 @@ def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
     stop = first + len(places)
     layer = next((x for x in layers if bool((x[first:stop] < 0).all())), None)
     if layer is None:
-        layer = torch.full((rows,), -1, dtype=torch.int32)
+        layer = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
         layers.append(layer)
     layer[first:stop] = places
+
+
+class Arrival(NamedTuple):
+    """Rows on their way."""
+
+    memory: PeerMemory
+    event: Any
 
 
 class Regions:

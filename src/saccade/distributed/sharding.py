@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from saccade.distributed.balance import balanced
@@ -42,6 +43,21 @@ class Sharding:
     def seen(self, pieces: list[Piece]) -> list[Piece]:
         """The keys that each piece's rows see."""
         return [Piece(i, *self.reach.keys(self.lengths[i], start, stop)) for i, start, stop in pieces]
+
+    def before(self, pieces: list[Piece]) -> list[list[Piece]]:
+        """For each of a rank's pieces the rows of its document before it that others have: causal rows see them all."""
+        held: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            held.setdefault(piece.document, []).append(piece)
+        return [list(_gaps(piece, held[piece.document])) for piece in pieces]
+
+    def others_first(self, pieces: list[Piece]) -> list[Piece]:
+        """The keys that the causal rows of each piece see: those of others, then its own up to its last row."""
+        found: list[Piece] = []
+        for piece, others in zip(pieces, self.before(pieces), strict=True):
+            mine = (x for x in pieces if x.document == piece.document and x.start <= piece.start)
+            found += [*others, *mine]
+        return found
 
     @property
     def rows(self) -> list[int]:
@@ -99,6 +115,15 @@ def overlap(span: Piece, of_document: dict[int, list[Piece]]) -> int:
     """How many rows of a span are among the pieces."""
     pieces = of_document.get(span.document, ())
     return sum(max(0, min(span.stop, piece.stop) - max(span.start, piece.start)) for piece in pieces)
+
+
+def _gaps(piece: Piece, held: list[Piece]) -> Iterator[Piece]:
+    """What of a document's rows before a piece is in none of the pieces, which are in order."""
+    at = 0
+    for start, stop in ((x.start, x.stop) for x in held if x.start <= piece.start):
+        if at < start:
+            yield Piece(piece.document, at, start)
+        at = stop
 
 
 def _shares(pieces: list[Piece], ranks: int) -> list[list[Piece]]:

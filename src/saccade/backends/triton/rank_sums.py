@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,36 +16,36 @@ from saccade.backends.triton.rank_sums_kernel import rank_sums_kernel
 from saccade.bounded_cache import BoundedCache
 
 
-def rank_sums(own: Tensor, returned: Tensor, table: Tensor, first: int, stop: int) -> Tensor:
-    """(rows, …): for each row the sum over i, in order, of row `table[i, row]` of own, for i from `first` to `stop`, or
-    of what is returned. -1 is nothing. Sums are of float32 at least.
+def rank_sums(parts: Sequence[Tensor], table: Tensor, like: Tensor) -> Tensor:
+    """(rows, …) beside `like`: for each row the sum over i, in order, of row `table[i, row]` of parts[i], which may be
+    in the memory of another device. -1 is nothing. Sums are of float32 at least.
 
-    >>> own, returned = torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0]])
-    >>> rank_sums(own, returned, torch.tensor([[-1, 0], [1, 0]], dtype=torch.int32), 1, 2)  # doctest: +SKIP
+    >>> own, theirs = torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0]])
+    >>> rank_sums([theirs, own], torch.tensor([[-1, 0], [1, 0]], dtype=torch.int32), own)  # doctest: +SKIP
     tensor([[2.], [5.]])
     """
-    places, rows = table.shape
-    sums = own.new_empty(rows, *own.shape[1:])
+    rows = table.shape[1]
+    sums = like.new_empty(rows, *like.shape[1:])
     if sums.numel():
-        with on_device(own):
-            aligned = (x.data_ptr() % 16 == 0 for x in (own, returned, sums))
-            key = own.dtype, own.device, sums.shape, places, first, stop, *aligned
-            launch = _launches.get_or_make(key, lambda: prepare(sums, places, first, stop))
-            launch(own.device.index, (own, returned, table, sums, rows))
+        with on_device(sums):
+            aligned = (x.data_ptr() % 16 == 0 for x in (*parts, sums))
+            key = sums.dtype, sums.device, sums.shape, *aligned
+            launch = _launches.get_or_make(key, lambda: prepare(sums, len(parts)))
+            launch(sums.device.index, (tuple(parts), table, sums, rows))
     return sums
 
 
 _launches: BoundedCache[Any, Launch] = BoundedCache(256)
 
 
-def prepare(sums: Tensor, places: int, first: int, stop: int) -> Launch:
+def prepare(sums: Tensor, places: int) -> Launch:
     width = sums.shape[1:].numel()
     block = min(next_power_of_2(width), 1024)
     grid = sums.shape[0], -(-width // block), 1
-    return Launch(rank_sums_kernel, grid, (width, places, first, stop, block))
+    return Launch(rank_sums_kernel, grid, (width, places, block))
 
 
 def compiled(dtype: torch.dtype, d: int) -> Any:
     """The kernel as the compile gate sees it: four places, eight heads."""
     own, table = torch.empty(9, 8, d, dtype=dtype), torch.zeros(4, 5, dtype=torch.int32)
-    return prepare(own[:5], 4, 1, 3).warmup((own, own, table, own[:5], 5))
+    return prepare(own[:5], 4).warmup(((own,) * 4, table, own[:5], 5))

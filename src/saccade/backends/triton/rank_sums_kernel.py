@@ -9,14 +9,10 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rank_sums_kernel(
-    own, returned, table, sums, rows, WIDTH: tl.constexpr, PLACES: tl.constexpr, FIRST: tl.constexpr,
-    STOP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`sums[row] = sum_i x_i[table[i, row]]` in order, in float32 at least, for numbers that are not negative.
+def rank_sums_kernel(parts, table, sums, rows, WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    """`sums[row] = sum_i parts[i][table[i, row]]` in order, in float32 at least, for numbers that are not negative.
 
-    own, x_i from FIRST to STOP: (…, WIDTH). returned, all other x_i: (…, WIDTH). table: int32 (PLACES, rows). sums:
-    (rows, WIDTH).
+    parts: PLACES times (…, WIDTH). table: int32 (PLACES, rows). sums: (rows, WIDTH).
     """
     row = tl.program_id(0)
     # [BLOCK]
@@ -25,10 +21,7 @@ def rank_sums_kernel(
     total = tl.zeros([BLOCK], wide)
     for i in tl.static_range(PLACES):
         at = tl.load(table + i * rows + row).to(tl.int64)
-        there = tl.where(at >= 0, column, WIDTH) < WIDTH
-        if i >= FIRST and i < STOP:
-            total += tl.load(own + at * WIDTH + column, mask=there, other=0.0).to(wide)
-        else:
-            total += tl.load(returned + at * WIDTH + column, mask=there, other=0.0).to(wide)
+        there = column < tl.where(at >= 0, WIDTH, 0)
+        total += tl.load(parts[i] + at * WIDTH + column, mask=there, other=0.0).to(wide)
     place = sums + row.to(tl.int64) * WIDTH + column
     tl.store(place, total.to(sums.dtype.element_ty), mask=column < WIDTH)
