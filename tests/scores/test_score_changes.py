@@ -1,5 +1,7 @@
 """Score functions against their own meaning, one score at a time, with things changed between the calls."""
 
+import functools
+import importlib
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from saccade import attention
+from saccade import ScoreMod, attention, bias, compose
 from saccade.scores.codegen.program_cache import cache
 
 B, H, S, D = 1, 2, 5, 4
@@ -191,6 +193,61 @@ def test_a_change_between_a_recording_and_its_proof_is_seen(monkeypatch):
         attention(*rows(), score_mod=fn)
     for _ in range(3):
         torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
+
+
+def a_closure(c, table):
+    return lambda score, b, h, q_idx, kv_idx: score * c + table[h]
+
+
+def a_record(c, table):
+    return ScoreMod(lambda score, b, h, q_idx, kv_idx, t: score * c + t[h], table)
+
+
+def a_partial(c, table):
+    def fn(c, table, score, b, h, q_idx, kv_idx):
+        return score * c + table[h]
+
+    return functools.partial(fn, c, table)
+
+
+def a_default(c, table):
+    return lambda score, b, h, q_idx, kv_idx, c=c, table=table: score * c + table[h]
+
+
+def a_composition(c, table):
+    return compose(lambda score, b, h, q_idx, kv_idx: score * c, bias(table[:, None, None]))
+
+
+@pytest.mark.parametrize("define", [a_closure, a_record, a_partial, a_default, a_composition])
+def test_functions_that_each_call_defines_anew(define, monkeypatch):
+    """Their code and what they capture stand for them, as long as it is the same."""
+    bind, recorded = importlib.import_module("saccade.scores.bind"), []
+    record = bind.record
+    monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+    one, other = torch.tensor([0.5, 0.25]), torch.tensor([2.0, -1.0])
+    for c, table in ((2.0, one), (5.0, one), (2.0, one), (-0.0, one), (0.0, one), (2.0, other), (2.0, one), (2, one)):
+        for _ in range(4):
+            torch.testing.assert_close(attention(*rows(), score_mod=define(c, table)), meaning(define(c, table)))
+        table.mul_(-1.5)
+        torch.testing.assert_close(attention(*rows(), score_mod=define(c, table)), meaning(define(c, table)))
+    recorded.clear()
+    for _ in range(3):
+        attention(*rows(), score_mod=define(2, one))
+    if define is not a_composition:  # whose tensor is another view in each call
+        assert not recorded
+
+
+def test_layers_that_define_functions_of_one_code_take_turns(monkeypatch):
+    bind, recorded = importlib.import_module("saccade.scores.bind"), []
+    record = bind.record
+    tables = [torch.tensor([0.5, 0.25]) * i for i in range(6)]
+    for turn in range(4):
+        for table in tables:
+            if turn == 3:
+                monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+            fn = a_closure(2.0, table)
+            torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
+    assert not recorded
 
 
 def test_a_tensor_with_operations_of_its_own_is_refused():

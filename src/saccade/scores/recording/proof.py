@@ -140,7 +140,7 @@ class Proof:
             elif root == "free":
                 i = code.co_freevars.index(name)
                 cells = fn.__closure__ or ()
-                self._follow(lambda root, i=i: _contents(find(root).__closure__[i]), _contents(cells[i]), path)
+                self._follow(lambda root, i=i: contents(find(root).__closure__[i]), contents(cells[i]), path)
             elif root == "self" and owner is not None:
                 if not path or name == "written":
                     raise Unproven
@@ -228,7 +228,7 @@ PARTS: dict[type, tuple[Sequence[str], Sequence[str]]] = {}
 """Classes of callables: which attributes are functions, and which are tuples or dictionaries of them."""
 
 
-def _contents(cell: types.CellType) -> Any:
+def contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing is assigned
