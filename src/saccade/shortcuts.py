@@ -28,7 +28,8 @@ from saccade.problem import ALIGNMENT, Problem
 from saccade.repeats import PLAIN
 from saccade.scores import Softcap
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _form = attrgetter("requires_grad"), attrgetter("shape", "dtype", "device")
+_address, _strides, _is_negative = Tensor.data_ptr, Tensor.stride, Tensor.is_neg
 _FLAGS = {bool, type(None)}
 _MOST_BACKWARDS = 16
 """Ways in which the gradients of one call may lie."""
@@ -231,15 +232,16 @@ def _gradient_key(
 def _lies_of_backward(given: Sequence[Tensor]) -> tuple[Hashable | None, list[int]]:
     """How the tensors of a backward lie, and where; None of those that take the long way."""
     try:
-        addresses = [x.data_ptr() for x in given]
+        addresses = [*map(_address, given)]
     except RuntimeError:  # tensors without memory, as those of torch's older vmap
         return None, []
-    lie: list[Hashable] = []
-    for x, address in zip(given, addresses, strict=True):
-        if type(x) not in PLAIN or not address or x.is_neg():
-            return None, []
-        lie += x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT
-    return tuple(lie), addresses
+    if not PLAIN.issuperset(map(type, given)) or not all(addresses) or any(map(_is_negative, given)):
+        return None, []
+    low = 0
+    for address in addresses:
+        low |= address
+    rests = low % ALIGNMENT and tuple([address % ALIGNMENT for address in addresses])
+    return (*map(_form, given), *map(_strides, given), rests), addresses
 
 
 class _Repeated(torch.autograd.Function):
@@ -259,6 +261,8 @@ class _Repeated(torch.autograd.Function):
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         dout = torch.zeros_like(saved[-2]) if dout is None else dout
         gradients = ctx.known.gradients(dout, dlse, saved, needs)
+        if all(needs):
+            return None, None, *gradients
         return None, None, *(x if asked else None for x, asked in zip(gradients, needs, strict=True))
 
 
