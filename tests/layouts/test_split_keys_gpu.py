@@ -66,7 +66,9 @@ def test_masks(lengths: tuple[int, ...], mask: str, count: int, parts: Any) -> N
     check(given.q, given.k, given.v, backend="gluon", return_max_scores=True, **given.keywords).assert_ok()
 
 
-@pytest.mark.parametrize(("d", "d_v", "h_q"), [(64, 64, 8), (256, 256, 8), (192, 128, 8), (80, 40, 6), (128, 128, 142)])
+@pytest.mark.parametrize(
+    ("d", "d_v", "h_q"), [(64, 64, 8), (256, 256, 8), (192, 128, 8), (80, 40, 6), (96, 96, 8), (128, 128, 142)]
+)
 def test_head_dims(d: int, d_v: int, h_q: int, parts: Any) -> None:
     parts(3)
     for score in ("none", "alibi", "softcap(5)"):

@@ -49,6 +49,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged split"))
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
+    yield "gluon forward 16bit d96/96 full"
     yield from latent_gate.features()
     yield from backward_gate.features()
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from saccade.backends.gluon.backward.dq_accum import PIECE
 from saccade.backends.gluon.backward.dq_semaphore import acquire, release
 from saccade.backends.gluon.backward.tile_scheduler import has_work, read_record
 from saccade.backends.gluon.ptx import wait_until_written
@@ -57,13 +58,17 @@ def reduce_dq(c: gl.constexpr, dq_desc, shared, args):
 @gluon.jit
 def reduce_steps(c: gl.constexpr, dq_desc, outbox, block, steps, args):
     """Adds consumer c's halves of dq of so many steps of a block."""
+    # A box is what the second consumer makes: it may have fewer columns.
+    BOX: gl.constexpr = dq_desc.block_shape[1]
+    COPIES: gl.constexpr = PIECE // BOX if c == 0 else 1
     semaphore = args.dq_semaphore
     for n in range(steps):
         tile = dq_tile(c, n, block, args)
         if semaphore is not None:
             acquire(semaphore, tile, args.kv_blocks, block, block.place(n, args.group)[1], 1)
         outbox.receive(c)
-        tma_reduce_add(dq_desc, [tile, 0], outbox.tiles.index(c))
+        for i in gl.static_range(COPIES):
+            tma_reduce_add(dq_desc, [tile, i * BOX], outbox.tiles.index(c).slice(i * BOX, BOX, 1))
         tma.store_wait(0)
         outbox.clear(c)
         if semaphore is not None and n > 0:

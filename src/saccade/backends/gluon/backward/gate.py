@@ -52,6 +52,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed", "interval"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
+    yield "gluon backward 16bit d96/96 full"
 
 
 def combinations() -> Iterator[str]:

@@ -41,14 +41,15 @@ BLOCK_K = gl.constexpr(128)
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, packed, counter,
     span_q, span_k, scores, dropout, scheduler, dq_semaphore, group, h_q, q_blocks,
-    FOLD: gl.constexpr, MASKED: gl.constexpr,
+    FOLD: gl.constexpr, MASKED: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k.
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. neg_lse and
-    neg_delta: what `preprocess_kernel` made. dq_desc: dq_accum, in tiles of `to_register_order`, two for each q block.
+    neg_delta: of `preprocess_kernel`. dq_desc: dq_accum, boxes of tiles of `to_register_order`, two of a q block.
     packed: a PackedGradients, or None. scores: BackwardScoreArgs. scheduler: TileSchedulerArgs. dq_semaphore: None
-    where dq may be added to in any order. counter: two zeros, which are zeros again in the end.
+    where dq may be added to in any order. counter: two zeros, which are zeros again in the end. D_LAST, DV_LAST: how
+    many columns of the upper halves of d and d_v are in use.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
@@ -77,6 +78,8 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_delta_desc.layout),
         DSExchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
         Outbox(dq_tiles, new_barriers(2, 1)),
+        D_LAST,
+        DV_LAST,
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]

@@ -47,6 +47,58 @@ def products(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def in_parts(columns, last):
+    """Whether columns are worked on in two parts, the lower half and the `last` that are in use of the upper one."""
+    return last < columns // 2
+
+
+@gluon.jit
+def no_sums(columns: gl.constexpr, last: gl.constexpr):
+    """[64, columns], in parts: zeros."""
+    if in_parts(columns, last):
+        first = gl.zeros([64, columns // 2], gl.float32, products(columns // 2))
+        return first, gl.zeros([64, last], gl.float32, products(last))
+    else:
+        return (gl.zeros([64, columns], gl.float32, products(columns)),)
+
+
+@gluon.jit
+def issue_product(a, b, start, use_acc: gl.constexpr, LAST: gl.constexpr):
+    """Starts a b^T of [64, columns] and [N, columns], added to `start`, over the columns in use."""
+    HALF: gl.constexpr = a.shape[1] // 2
+    if in_parts(a.shape[1], LAST):
+        lower = b.slice(0, HALF, 1).permute((1, 0))
+        x = warpgroup_mma(a.slice(0, HALF, 1), lower, start, use_acc=use_acc, is_async=True)
+        upper = b.slice(HALF, LAST, 1).permute((1, 0))
+        return warpgroup_mma(a.slice(HALF, LAST, 1), upper, x, is_async=True)
+    else:
+        return warpgroup_mma(a, b.permute((1, 0)), start, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def issue_sums(a, b, sums):
+    """Starts sums += a b, part by part; a [64, N] in registers, b [N, columns]."""
+    if len(sums) == 1:
+        a = gl.convert_layout(a, gl.DotOperandLayout(0, sums[0].type.layout, 2))
+        return (warpgroup_mma(a, b, sums[0], is_async=True),)
+    else:
+        FIRST: gl.constexpr = sums[0].shape[1]
+        left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[0].type.layout, 2))
+        first = warpgroup_mma(left, b.slice(0, FIRST, 1), sums[0], is_async=True)
+        left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[1].type.layout, 2))
+        return first, warpgroup_mma(left, b.slice(FIRST, sums[1].shape[1], 1), sums[1], is_async=True)
+
+
+@gluon.jit
+def wait_for_sums(pending: gl.constexpr, sums):
+    """The sums, once all products but the `pending` last are done."""
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(pending, [sums[0]]),)
+    else:
+        return warpgroup_mma_wait(pending, [sums[0], sums[1]])
+
+
 @aggregate
 class Shared:
     """What the groups of warps share."""
@@ -61,16 +113,19 @@ class Shared:
     neg_delta: gl.shared_memory_descriptor
     ds: DSExchange
     outbox: Outbox
+    D_LAST: gl.constexpr
+    """columns in use of the upper half of d"""
+    DV_LAST: gl.constexpr
 
 
 @aggregate
 class StepSums:
     """What the steps of a kv block add up."""
 
-    dk: gl.tensor
-    """[64, BLOCK_D]"""
-    dv: gl.tensor
-    """[64, BLOCK_DV]"""
+    dk: Value
+    """[64, BLOCK_D], in parts"""
+    dv: Value
+    """[64, BLOCK_DV], in parts"""
     levels: Value
     """each thread's sums of ds, [32, 4], of rows behind these keys and before them that are beyond the reach of the
     score's tables; () where nobody wants them"""
@@ -102,7 +157,8 @@ class Consumer:
         """Starts the consumer's half of dq = ds^T k of step n: of its 128 rows, or of the columns of its 64."""
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
         tiles = self.shared.k_tiles
-        COLUMNS: gl.constexpr = tiles.shape[4] * BLOCK_Q // 128
+        # The second consumer's columns are the upper half of d: those in use.
+        COLUMNS: gl.constexpr = self.shared.D_LAST if BLOCK_Q == 64 and self.c == 1 else 64
         # [64, COLUMNS]
         dq = gl.zeros([64, COLUMNS], gl.float32, products(COLUMNS))
         # [BLOCK_K, BLOCK_Q]
@@ -112,7 +168,7 @@ class Consumer:
         if BLOCK_Q == 128:
             ds = ds.slice(self.c * 64, 64, 1)
         else:
-            k = k.slice(self.c * COLUMNS, COLUMNS, 1)
+            k = k.slice(self.c * 64, COLUMNS, 1)
         return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
 
     @gluon.jit
@@ -142,20 +198,20 @@ class Consumer:
         # [64, BLOCK_DV]
         v = self.own(shared.v_tiles, self.v_slot)
         # [BLOCK_Q, BLOCK_D]
-        q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, dk.shape[1]])
+        q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, shared.k_tiles.shape[4]])
         # [BLOCK_Q, BLOCK_DV]
-        dout = shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, dv.shape[1]])
+        dout = shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, shared.v_tiles.shape[4]])
         # s and p: [64, BLOCK_Q]
         if FOLD:
-            s = warpgroup_mma(k, q.permute((1, 0)), tile.start(neg_lse, zero), is_async=True)
+            s = issue_product(k, q, tile.start(neg_lse, zero), True, shared.D_LAST)
         else:
             shared.q_ring.wait(n)
-            s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = issue_product(k, q, zero, False, shared.D_LAST)
         shared.ds.take(c, n - 1)
         dq = self.issue_dq(n - 1)
         s = warpgroup_mma_wait(1, [s])
         p, weights = tile.drop(tile.weights(s, shared.neg_lse.index(stage)))
-        p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
+        p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv[0].type.layout, 2))
         p = tile.apply_slope(p, s)
         dq = warpgroup_mma_wait(0, [dq])
         if n > self.first:
@@ -165,11 +221,11 @@ class Consumer:
         # dp and ds: [64, BLOCK_Q]
         if FOLD:
             dp = spread(shared.neg_delta.index(stage).load(columns), zero)
-            dp = warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
+            dp = issue_product(v, dout, dp, True, shared.DV_LAST)
         else:
-            dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, [dp])
+            dp = issue_product(v, dout, zero, False, shared.DV_LAST)
+        dv = issue_sums(p_operand, dout, dv)
+        dp = warpgroup_mma_wait(len(dv), [dp])
         if self.dropout is not None:
             delta = gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
             ds = score_gradient(p, dp, delta, self.dropout.factor)
@@ -181,18 +237,18 @@ class Consumer:
             ds = p * dp
             levels = self.add_levels(sums.levels, ds, h, q_block)
             ds = ds.to(DTYPE)
-        ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+        ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
         shared.ds.tile(c, n).store(ds)
         fence_async_shared()
         shared.ds.give(c, n)
-        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dk = issue_sums(ds_operand, q, dk)
         if MASKED and FOLD:
             bounds = bounds_of_rows(self.args.kv_blocks, self.block, following, columns)
-        dv = warpgroup_mma_wait(1, [dv])
+        dv = wait_for_sums(len(dk), dv)
         shared.dout_ring.release(n)
         if FOLD:
             neg_lse = shared.neg_lse.index(shared.q_ring.wait(n + 1, n + 1 < self.end)).load(columns)
-        dk = warpgroup_mma_wait(0, [dk])
+        dk = wait_for_sums(0, dk)
         shared.q_ring.release(n)
         return StepSums(dk, dv, levels), neg_lse, bounds
 
@@ -289,10 +345,9 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     BLOCK_D: gl.constexpr = shared.k_tiles.shape[4]
     BLOCK_DV: gl.constexpr = shared.v_tiles.shape[4]
     block = read_record(shared.items, item, args.kv_blocks)
-    # [64, BLOCK_D]
-    dk = gl.zeros([64, BLOCK_D], gl.float32, products(BLOCK_D))
-    # [64, BLOCK_DV]
-    dv = gl.zeros([64, BLOCK_DV], gl.float32, products(BLOCK_DV))
+    # [64, BLOCK_D] and [64, BLOCK_DV], in parts
+    dk = no_sums(BLOCK_D, shared.D_LAST)
+    dv = no_sums(BLOCK_DV, shared.DV_LAST)
     # [64]
     kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, products(args.kv_blocks.BLOCK_Q)))
     end = first + block.steps(args.group)
@@ -313,10 +368,9 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     consumer.store_levels(sums.levels)
     shared.ds.take(c, end - 1)
     dq = consumer.issue_dq(end - 1)
-    if dropout is not None:
-        dv *= dropout.factor
+    factor = 1.0 if dropout is None else dropout.factor
     block = read_record(shared.items, item, args.kv_blocks)  # once more: the loops need the registers
-    store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, dv, block)
+    store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, dv, factor, block)
     dq = warpgroup_mma_wait(0, [dq])
     shared.outbox.claim(c, end - 1)
     shared.outbox.send(c, to_register_order(dq))
@@ -326,15 +380,20 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     if shared.v_tiles.shape[0] == 1:
         tma.store_wait(0)
         mbarrier.arrive(shared.v_empty, count=1)
-    store(consumer, dk_desc, None if packed is None else packed.dk, shared.k_tiles, slot, dk * args.scale, block)
+    store(consumer, dk_desc, None if packed is None else packed.dk, shared.k_tiles, slot, dk, args.scale, block)
     return end
 
 
 @gluon.jit
-def store(consumer, desc, x, tiles, slot, sums, block):
-    """Stores dk or dv of a consumer's keys in global memory, by way of its rows of k or v."""
+def store(consumer, desc, x, tiles, slot, sums, factor, block):
+    """Stores dk or dv of a consumer's keys, factor sums, in global memory, by way of its rows of k or v."""
     rows = consumer.own(tiles, slot)
-    rows.store(sums.to(tiles.dtype))
+    if len(sums) == 1:
+        rows.store((sums[0] * factor).to(tiles.dtype))
+    else:  # what lies behind both parts is beyond the tensor
+        FIRST: gl.constexpr = sums[0].shape[1]
+        rows.slice(0, FIRST, 1).store((sums[0] * factor).to(tiles.dtype))
+        rows.slice(FIRST, sums[1].shape[1], 1).store((sums[1] * factor).to(tiles.dtype))
     fence_async_shared()
     leaving = tiles.index(slot).slice(consumer.c * 64, 64, 2)
     store_keys(desc, x, leaving, rows, block, block.start + consumer.c * 64, 0)

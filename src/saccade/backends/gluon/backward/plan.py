@@ -67,9 +67,10 @@ class BackwardConfig:
         """of dq_accum in a q block"""
         return self.block_q * self.columns // PIECE.value
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {} if self.stays else {"D": self.columns, "D_V": self.v_columns}
+    def constants(self, d: int, d_v: int) -> dict[str, Any]:
+        if self.stays:
+            return {"D_LAST": upper_half(d, self.columns), "DV_LAST": upper_half(d_v, self.v_columns)}
+        return {"D": self.columns, "D_V": self.v_columns}
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class BackwardPlan:
         # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum
         shapes = [*(shape_of(x, (1, 1, n, config.box)) for x, n in operands), *[plain((rows,), (block_q,))] * 2]
         if config.stays:
-            shapes.append(plain(tiles, (1, PIECE.value)))
+            second = 64 * upper_half(d, config.columns) if block_q == 64 else PIECE.value
+            shapes.append(plain(tiles, (1, second)))
         chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
         preprocess = TMALaunch(
             preprocess_kernel,
@@ -156,7 +158,7 @@ class BackwardPlan:
             (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
             shapes,
             (problem.group // divided, h_q, blocks),
-            {"FOLD": fold, "MASKED": masked, **config.constants},
+            {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v)},
             chained,
         )
         postprocess = TMALaunch(
@@ -185,6 +187,11 @@ class BackwardPlan:
             order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, min(section, b * h_k * divided)),
             divided=divided,
         )
+
+
+def upper_half(d: int, columns: int) -> int:
+    """How many columns products work on of the upper half of `columns`, so that they cover d; all of 64's."""
+    return columns // 2 if columns == 64 else min(columns // 2, max(16, next_power_of_2(d - columns // 2)))
 
 
 def shares_of(group: int, programs: int, least: float) -> int:

@@ -33,7 +33,7 @@ class ForwardConfig:
     """0: a consumer waits for the products with the values of a tile before it begins the scores of the next one. Of
     8-bit operands; others always overlap."""
     parts: int = 1
-    """Of 8-bit operands: pieces of out's columns, whose products are in registers of their own one after the other."""
+    """Of 8-bit operands: parts of out's columns, whose products are in registers of their own one after the other."""
     transposer_registers: int = 0
     """Of the warps that turn 8-bit values of pages and of ranges; 0 for any other call."""
 
@@ -57,6 +57,17 @@ def last_chunk(d: int, size: int = 2) -> int:
 def block_dv(d_v: int) -> int:
     """Columns of a tile of v and of out: the next power of two."""
     return max(16, 1 << (d_v - 1).bit_length())
+
+
+def parts_of_out(d_v: int, config: ForwardConfig, size: int = 2) -> tuple[int, int]:
+    """How many parts of columns the products with the values have, and how many columns the last one has: of 16-bit
+    operands the lower half of block_dv and what d_v needs of the upper one, where that saves products."""
+    columns = block_dv(d_v)
+    if size == 1:
+        return config.parts, columns // config.parts
+    last = 1 << (d_v - columns // 2 - 1).bit_length()
+    # A product of 16 columns is too small: of d_v = 72 and 80 it cost 7 and 3 % (docs/findings/gluon.md).
+    return (2, last) if columns >= 128 and 32 <= last < columns // 2 else (1, columns)
 
 
 def shared_bytes(d: int, d_v: int, config: ForwardConfig, size: int = 2) -> int:

@@ -43,7 +43,7 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
     if args.parts is not None:
         place = (b.to(gl.int64) * args.s_q + first_row + rows.q_idx) * (args.h_k * args.group) + rows.h
         place += part.to(gl.int64) * plain_int(args.parts.rows)
-        store_part(args, place, there, out[0], lse, top_score)
+        store_part(args, place, there, out, lse, top_score)
     else:
         store_whole(args, pipe, rows, item, b, first_row, there, stored, out, lse, top_score)
 
@@ -54,13 +54,20 @@ def store_part(args, place, there, out, lse, top_score):
     gl.store(args.lse + place, lse, mask=there)
     if args.max_scores is not None:
         gl.store(args.max_scores + place, top_score, mask=there)
-    COLUMNS: gl.constexpr = args.parts.columns
-    layout: gl.constexpr = out.type.layout
-    # [64, 1], [1, BLOCK_DV]
+    for i in gl.static_range(len(out)):
+        store_columns(args.parts, place, there, out[i], i * out[0].shape[1])
+
+
+@gluon.jit
+def store_columns(parts, place, there, x, START: gl.constexpr):
+    """Writes x [64, columns], out's columns from START on."""
+    COLUMNS: gl.constexpr = parts.columns
+    layout: gl.constexpr = x.type.layout
+    # [64, 1], [1, columns]
     first = gl.convert_layout(place, gl.SliceLayout(1, layout))[:, None] * COLUMNS
-    column = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))[None, :]
+    column = START + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
     mask = gl.convert_layout(there, gl.SliceLayout(1, layout))[:, None] & (column < COLUMNS)
-    gl.store(args.parts.ptr + first + column, out, mask=mask)
+    gl.store(parts.ptr + first + column, x, mask=mask)
 
 
 @gluon.jit
@@ -85,15 +92,19 @@ def keeps_tail(out):
 @gluon.jit
 def outputs(acc, weight, args, live):
     """out [64, BLOCK_DV], in as many parts as acc has."""
-    layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
-    weight = gl.convert_layout(weight, layout)
     out = ()
     for i in gl.static_range(len(acc)):
-        part = acc[i]
-        if args.used_q is not None:  # of rows that are not in use it may be NaN
-            part = gl.where(gl.convert_layout(live, layout)[:, None], part, 0.0)
-        out = out + (part * weight[:, None],)  # noqa: RUF005 - Triton has no starred tuples
+        out = out + (output(acc[i], weight, args, live),)  # noqa: RUF005 - Triton has no starred tuples
     return out
+
+
+@gluon.jit
+def output(part, weight, args, live):
+    """A part of out, from one of acc."""
+    layout: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    if args.used_q is not None:  # of rows that are not in use it may be NaN
+        part = gl.where(gl.convert_layout(live, layout)[:, None], part, 0.0)
+    return part * gl.convert_layout(weight, layout)[:, None]
 
 
 @gluon.jit
@@ -165,12 +176,12 @@ def store_out(args, pipe, part, x, corner, there):
     tile = view(pipe.slots.tiles, [ALL, 64, BLOCK_DV], LAYOUT, DTYPE).index(part * OUTS)
     if is_eight_bit(pipe.slots.tiles.dtype):
         thread_barrier()
-    PARTS: gl.constexpr = pipe.shape.PARTS
-    if PARTS == 1:
+    DV_PARTS: gl.constexpr = pipe.shape.DV_PARTS
+    if DV_PARTS == 1:
         tile.store(x[0].to(DTYPE))
     else:
-        for i in gl.static_range(PARTS):
-            tile.slice(i * (BLOCK_DV // PARTS), BLOCK_DV // PARTS, 1).store(x[i].to(DTYPE))
+        for i in gl.static_range(DV_PARTS):
+            tile.slice(i * (BLOCK_DV // DV_PARTS), x[i].shape[1], 1).store(x[i].to(DTYPE))
     if not is_packed(args.used_q):
         store_bulk(args.out_desc, pipe, part, corner, OUTS)
     else:

@@ -59,9 +59,11 @@ class ForwardShape(NamedTuple):
     REGISTERS: Any
     LOADER_REGISTERS: Any
     OVERLAP: Any
-    PARTS: Any
+    DV_PARTS: Any
     TRANSPOSER_REGISTERS: Any
     """of 8-bit values that four more warps turn; else 0"""
+    DV_LAST: Any
+    """columns of the last one of out's DV_PARTS"""
 
 
 @aggregate

@@ -20,7 +20,15 @@ from saccade.backends.device.launch import cached_launch, multiprocessors, nothi
 from saccade.backends.device.merge_kernel import merge_launch
 from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler, transpose
-from saccade.backends.gluon.forward.config import ForwardConfig, block_dv, chunk, chunks, forward_config, last_chunk
+from saccade.backends.gluon.forward.config import (
+    ForwardConfig,
+    block_dv,
+    chunk,
+    chunks,
+    forward_config,
+    last_chunk,
+    parts_of_out,
+)
 from saccade.backends.gluon.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
 from saccade.backends.gluon.forward.splits import MAX_SPLITS, key_splits
@@ -182,12 +190,13 @@ def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: in
         blocks = sequences.slots(problem, 0, rows * config.consumers)
         section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
     numbers = blocks, b * h_k * packs, section, h_k, problem.group, s_q, s_k
+    dv_parts, dv_last = parts_of_out(d_v, config, q.element_size())
     sizes = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d, q.element_size()),
         "BLOCK_K": config.block_k, "BLOCK_DV": columns, "ROWS": rows, "CONSUMERS": config.consumers,
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
-        "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "PARTS": config.parts,
-        "TRANSPOSER_REGISTERS": config.transposer_registers,
+        "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
+        "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     grid = min(blocks * b * h_k * packs * key_splits(problem, processors), processors), 1, 1

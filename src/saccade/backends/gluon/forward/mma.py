@@ -34,7 +34,7 @@ class SoftmaxState:
     """What the online softmax carries from tile to tile."""
 
     acc: Value
-    """PARTS of [64, BLOCK_DV / PARTS]: p v of all tiles but the last"""
+    """DV_PARTS of [64, columns]: p v of all tiles but the last"""
     row_max: gl.tensor
     row_sum: gl.tensor
     """[64, 8]"""
@@ -75,42 +75,66 @@ def pack_weights(weights, DTYPE: gl.constexpr):
         return pack_pairs(weights, DTYPE)
 
 
+@gluon.constexpr_function
+def width_of_part(part, parts, columns, last):
+    """How many columns out's `part` has: parts are alike, but the last one may be narrower."""
+    return last if part == parts - 1 else columns // parts
+
+
+@gluon.jit
+def no_sum(pipe, WIDTH: gl.constexpr):
+    """[64, WIDTH]: zeros."""
+    return gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH, pipe.slots.tiles.dtype))
+
+
 @gluon.jit
 def no_sums(pipe):
-    """PARTS of [64, BLOCK_DV / PARTS]: zeros."""
-    WIDTH: gl.constexpr = pipe.shape.BLOCK_DV // pipe.shape.PARTS
+    """DV_PARTS of [64, columns]: zeros."""
+    DV_PARTS: gl.constexpr = pipe.shape.DV_PARTS
     acc = ()
-    for _ in gl.static_range(pipe.shape.PARTS):
-        part = gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH, pipe.slots.tiles.dtype))
+    for i in gl.static_range(DV_PARTS):
+        part = no_sum(pipe, width_of_part(i, DV_PARTS, pipe.shape.BLOCK_DV, pipe.shape.DV_LAST))
         acc = acc + (part,)  # noqa: RUF005 - Triton has no starred tuples
     return acc
 
 
 @gluon.jit
-def issue_values(pipe, state, stage, PART: gl.constexpr):
-    """Starts acc += p v; p comes from registers. Of 8-bit operands p v alone, in columns of PART: the tensor cores add
-    8-bit products up in so few bits that the sum of a long row would be lost (docs/findings/fp8.md)."""
+def issue_part(pipe, state, stage, PART: gl.constexpr):
+    """Starts acc += p v in the columns of PART; p comes from registers. Of 8-bit operands p v alone: the tensor cores
+    add 8-bit products up in so few bits that the sum of a long row would be lost (docs/findings/fp8.md)."""
+    START: gl.constexpr = PART * (pipe.shape.BLOCK_DV // pipe.shape.DV_PARTS)
+    WIDTH: gl.constexpr = width_of_part(PART, pipe.shape.DV_PARTS, pipe.shape.BLOCK_DV, pipe.shape.DV_LAST)
     acc = state.acc[PART]
     if is_eight_bit(pipe.slots.tiles.dtype):
-        WIDTH: gl.constexpr = pipe.shape.BLOCK_DV // pipe.shape.PARTS
         # [64, BLOCK_K]
         p = gl.convert_layout(unpack_quads(state.p), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
         # [BLOCK_DV, BLOCK_K]
         v = pipe.values.tiles.index(stage).reshape([pipe.shape.BLOCK_DV, pipe.shape.BLOCK_K])
-        v = v.slice(PART * WIDTH, WIDTH, 0).permute((1, 0))
-        part = gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH, pipe.slots.tiles.dtype))
-        return warpgroup_mma(p, v, part, use_acc=False, is_async=True)
+        v = v.slice(START, WIDTH, 0).permute((1, 0))
+        return warpgroup_mma(p, v, no_sum(pipe, WIDTH), use_acc=False, is_async=True)
     else:
         # [64, BLOCK_K]
         p = gl.convert_layout(unpack_pairs(state.p, pipe.slots.tiles.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
         # [BLOCK_K, BLOCK_DV]
         v = pipe.values.tiles.index(stage).reshape([pipe.shape.BLOCK_K, pipe.shape.BLOCK_DV])
+        if pipe.shape.DV_PARTS > 1:
+            v = v.slice(START, WIDTH, 1)
         return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
+def issue_values(pipe, state, stage):
+    """Starts the products with the last tile's values: of all parts, or of 8-bit operands of the first one."""
+    parts = (issue_part(pipe, state, stage, 0),)
+    if not is_eight_bit(pipe.slots.tiles.dtype):
+        for i in gl.static_range(1, pipe.shape.DV_PARTS):
+            parts = parts + (issue_part(pipe, state, stage, i),)  # noqa: RUF005 - Triton has no starred tuples
+    return parts
+
+
+@gluon.jit
 def add_part(state, part, PART: gl.constexpr):
-    """[64, BLOCK_DV / PARTS]: a part of acc, with the last tile's p v in float32."""
+    """A part of acc, with the last tile's p v in float32."""
     if len(state.factor) == 1:
         part = part * state.factor[0]
     acc = state.acc[PART]
@@ -118,17 +142,30 @@ def add_part(state, part, PART: gl.constexpr):
 
 
 @gluon.jit
-def finish_values(pipe, state, stage, part):
-    """acc with the last tile's values, of which the first `part` is under way."""
-    part = warpgroup_mma_wait(0, [part])
+def finish_values(pipe, state, stage, parts):
+    """acc with the last tile's values, whose products `parts` are under way."""
     if is_eight_bit(pipe.slots.tiles.dtype):
+        part = warpgroup_mma_wait(0, [parts[0]])
         acc = (add_part(state, part, 0),)
-        for i in gl.static_range(1, pipe.shape.PARTS):
-            part = warpgroup_mma_wait(0, [issue_values(pipe, state, stage, i)])
+        for i in gl.static_range(1, pipe.shape.DV_PARTS):
+            part = warpgroup_mma_wait(0, [issue_part(pipe, state, stage, i)])
             acc = acc + (add_part(state, part, i),)  # noqa: RUF005 - Triton has no starred tuples
         return acc
     else:
-        return (part,)
+        if pipe.shape.DV_PARTS == 1:
+            return (warpgroup_mma_wait(0, [parts[0]]),)
+        else:
+            return warpgroup_mma_wait(0, [parts[0], parts[1]])
+
+
+@gluon.jit
+def shrink(acc, alpha):
+    """acc times alpha [64], part by part."""
+    shrunk = ()
+    for i in gl.static_range(len(acc)):
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc[i].type.layout))
+        shrunk = shrunk + (acc[i] * factor[:, None],)  # noqa: RUF005
+    return shrunk
 
 
 @gluon.jit
@@ -162,14 +199,14 @@ def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr
         pipe.turns.take(c)
         s = issue_scores(pipe, item.part, stage)
         values = pipe.values.wait(n)
-        part = issue_values(pipe, state, values, 0)
+        parts = issue_values(pipe, state, values)
         pipe.turns.give(c)
         # [64, BLOCK_K]
-        s = warpgroup_mma_wait(1, [s])
+        s = warpgroup_mma_wait(len(parts), [s])
     else:
         values = pipe.values.wait(n)
         pipe.turns.take(c)
-        acc = finish_values(pipe, state, values, issue_values(pipe, state, values, 0))
+        acc = finish_values(pipe, state, values, issue_values(pipe, state, values))
         pipe.values.release(n)
         stage = pipe.keys.wait(n + 1)
         s = issue_scores(pipe, item.part, stage)
@@ -185,16 +222,15 @@ def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr
     decay = gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * decay[:, None] + row_sums(weights)
     if pipe.shape.OVERLAP:
-        # [64, BLOCK_DV], or PARTS of it
-        acc = finish_values(pipe, state, values, part)
+        acc = finish_values(pipe, state, values, parts)
         pipe.values.release(n)
     if is_eight_bit(pipe.slots.tiles.dtype):
         p = pack_weights(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
         return SoftmaxState(acc, row_max, row_sum, p, (alpha,), factor)
     else:
-        shrunk = acc[0] * gl.convert_layout(alpha, gl.SliceLayout(1, acc[0].type.layout))[:, None]
+        shrunk = shrink(acc, alpha)
         p = pack_weights(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
-        return SoftmaxState((shrunk,), row_max, row_sum, p, (), ())
+        return SoftmaxState(shrunk, row_max, row_sum, p, (), ())
 
 
 @gluon.jit
@@ -323,7 +359,7 @@ def consume(c: gl.constexpr, args, pipe):
         state = first_softmax(pipe, rows, item, s)
         state, n = further_tiles(c, args, pipe, rows, item, state, n)
         values = pipe.values.wait(n)
-        acc = finish_values(pipe, state, values, issue_values(pipe, state, values, 0))
+        acc = finish_values(pipe, state, values, issue_values(pipe, state, values))
         pipe.values.release(n)
         n = skip_tiles(c, pipe, n + 1, item.first - item.lo)
         done += 1
