@@ -1,16 +1,19 @@
-"""What 8 bits lose, on a CPU in float64: the rows of benchmarks/tables/cpu/fp8-errors.jsonl, and docs/fp8.svg.
+"""What 8 bits lose, on a CPU in float64: docs/fp8-light.svg and docs/fp8-dark.svg, from rows.
 
 python docs/draw_fp8.py
+python docs/draw_fp8.py measure  # makes benchmarks/tables/cpu/fp8-errors.jsonl anew before, and prints a table
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from themes import STYLES, save, styled
 from torch import Tensor
 
 from saccade import attention, quantize
@@ -72,7 +75,8 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-def draw(rows: list[dict[str, object]]) -> None:
+def draw(rows: list[dict[str, object]], theme: str) -> None:
+    styled(theme)
     figure, axes = plt.subplots(1, len(DATA), figsize=(10, 3.2), sharey=True, layout="constrained")
     for axis, name in zip(axes, DATA, strict=True):
         for i, made in enumerate(MADE):
@@ -82,14 +86,13 @@ def draw(rows: list[dict[str, object]]) -> None:
         axis.set_title(name)
     axes[0].set_ylabel("error of out, relative")
     axes[0].legend(fontsize=8)
-    figure.savefig(ROOT / "docs" / "fp8.svg", metadata={"Date": None})
+    save(figure, "fp8", theme)
 
 
-if __name__ == "__main__":
+def measure() -> None:
     rows = list(errors())
     ROWS.parent.mkdir(parents=True, exist_ok=True)
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    draw(rows)
     for data in DATA:
         for dtype in ("float8_e4m3fn", "float8_e5m2"):
             for per in ("tensor", "head", "block"):
@@ -97,3 +100,10 @@ if __name__ == "__main__":
                 print(f"| {data} | {dtype} | {per} | " + " | ".join(f"{r['out']:.4f}" for r in own) + " |")
         own = [r for r in rows if (r["data"], r["dtype"], r["per"]) == (data, "float8_e4m3fn", "block")]
         print("lse, block:", [f"{r['lse']:.4f}" for r in own])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["measure"]:
+        measure()
+    for theme in STYLES:
+        draw([json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()], theme)

@@ -7,19 +7,14 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+from themes import STYLES, save, styled
 
 from saccade import Mask, causal, documents, window
 
-DOCS = Path(__file__).parent
-SPEED = runpy.run_path(str(DOCS / "draw_speed.py"))
-STYLES, styled, save = SPEED["STYLES"], SPEED["styled"], SPEED["save"]
 LOAD, PRODUCT, SOFTMAX, SHARED = "#8957e5", "#e36209", "#2f81f7", "#3fb950"
 
 

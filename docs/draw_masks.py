@@ -1,12 +1,10 @@
-"""Draws `masks.svg` beside this file: `python docs/draw_masks.py`."""
+"""Draws `masks-light.svg` and `masks-dark.svg` beside this file: `python docs/draw_masks.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import torch
+from themes import STYLES, save, styled
 
 from saccade import causal, documents, prefix, window
 
@@ -22,12 +20,14 @@ MASKS = (
 
 
 def main() -> None:
-    mpl.rcParams["svg.hashsalt"] = "saccade"  # the same bytes every time
-    figure, axes = plt.subplots(2, 3, figsize=(9, 6.4), layout="constrained")
-    for mask, ax in zip(MASKS, axes.flat, strict=True):
-        mask.plot(32, ax=ax)
-        ax.set(xticks=[], yticks=[])
-    figure.savefig(Path(__file__).with_name("masks.svg"), metadata={"Date": None})
+    for theme in STYLES:
+        styled(theme)
+        figure, axes = plt.subplots(2, 3, figsize=(9, 6.4), layout="constrained")
+        for mask, ax in zip(MASKS, axes.flat, strict=True):
+            mask.plot(32, ax=ax)
+            ax.set(xticks=[], yticks=[])
+            ax.grid(False)
+        save(figure, "masks", theme)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Draws `serving.svg` beside this file: `python docs/draw_serving.py`."""
+"""Draws `serving-light.svg` and `serving-dark.svg` beside this file: `python docs/draw_serving.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from themes import STYLES, save, styled
 
 SHARED, OWN, EMPTY = "#9ecae1", ("#fdd0a2", "#c7e9c0", "#dadaeb"), "#f7f7f7"
 PREFIX = [4, 9]
@@ -19,7 +17,7 @@ DRAFTS = ["the", "cat", "dog", "sat", "ran", "bit"]
 
 def box(ax: Axes, x: float, y: float, color: str, text: str = "") -> None:
     ax.add_patch(Rectangle((x, y), 0.92, 0.8, facecolor=color, edgecolor="0.4", linewidth=0.8))
-    ax.text(x + 0.46, y + 0.4, text, ha="center", va="center", fontsize=8)
+    ax.text(x + 0.46, y + 0.4, text, ha="center", va="center", fontsize=8, color="black")
 
 
 def draw_pages(ax: Axes) -> None:
@@ -41,7 +39,7 @@ def draw_prefix(ax: Axes) -> None:
         box(ax, -1.4, 3 - i, OWN[i], f"q {i}")
     for j, page in enumerate(PREFIX):
         ax.add_patch(Rectangle((j, 1), 0.92, 2.8, facecolor=SHARED, edgecolor="0.4", linewidth=0.8))
-        ax.text(j + 0.46, 2.4, str(page), ha="center", va="center", fontsize=8)
+        ax.text(j + 0.46, 2.4, str(page), ha="center", va="center", fontsize=8, color="black")
     for i, own in enumerate(PAGES):
         for j, page in enumerate(own):
             box(ax, 2.5 + j, 3 - i, OWN[i], str(page))
@@ -69,13 +67,14 @@ def draw_tree(ax: Axes) -> None:
 
 
 def main() -> None:
-    mpl.rcParams["svg.hashsalt"] = "saccade"  # the same bytes every time
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for draw, ax in zip((draw_pages, draw_prefix, draw_tree), axes, strict=True):
-        draw(ax)
-        ax.set_axis_off()
-        ax.title.set_visible(True)
-    figure.savefig(Path(__file__).with_name("serving.svg"), metadata={"Date": None})
+    for theme in STYLES:
+        styled(theme)
+        figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+        for draw, ax in zip((draw_pages, draw_prefix, draw_tree), axes, strict=True):
+            draw(ax)
+            ax.set_axis_off()
+            ax.title.set_visible(True)
+        save(figure, "serving", theme)
 
 
 if __name__ == "__main__":

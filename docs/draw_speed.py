@@ -10,21 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from themes import STYLES, save, styled
 
 from saccade.bench.rows import BenchRow, latest, read
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 TABLES = ROOT / "benchmarks" / "tables"
-STYLES = {
-    "light": {"ink": "#24292f", "grid": "#d0d7de"},
-    "dark": {"ink": "#c9d1d9", "grid": "#444c56"},
-}
 COLORS = {
     "saccade-gluon": "#e36209", "auto": "#e36209", "saccade": "#e36209", "fa3": "#2f81f7", "fa4": "#8957e5",
     "sdpa-cudnn": "#3fb950", "SDPA": "#3fb950", "matmul": "#8b949e", "copy": "#8b949e", "plain": "#8b949e",
@@ -36,24 +31,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def styled(theme: str) -> None:
-    ink, grid = STYLES[theme]["ink"], STYLES[theme]["grid"]
-    mpl.rcdefaults()
-    mpl.rcParams.update({
-        "svg.hashsalt": "saccade", "font.size": 9, "axes.grid": True, "axes.axisbelow": True, "legend.frameon": False,
-        "axes.spines.top": False, "axes.spines.right": False, "grid.color": grid,
-        "savefig.transparent": theme == "dark",
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
-    })  # fmt: skip
-
-
 def length(s: int) -> str:
     return f"{s // 1024}k" if s % 1024 == 0 and s >= 1024 else str(s)
-
-
-def save(figure: Any, name: str, theme: str) -> None:
-    figure.savefig(DOCS / f"{name}-{theme}.svg", metadata={"Date": None})
-    plt.close(figure)
 
 
 def line(ax: Axes, name: str, points: list[tuple[int, float]]) -> None:
