@@ -156,7 +156,9 @@ def _caption(rows: list[BenchRow]) -> str:
     commits: dict[str, set[str]] = {}
     for row in rows:
         place = f"{row.gpu}, torch {row.torch}, triton {row.triton}"
-        commits.setdefault(f"{unit} on {place}, {row.date[:10]}", set()).add(row.commit[:7])
+        commits.setdefault(f"{unit} on {place}, {row.date[:10]}", set()).add(
+            row.commit[:7] + "+" * row.commit.endswith("+")
+        )
     return "; ".join(f"{run}, commit {', '.join(sorted(held))}" for run, held in sorted(commits.items()))
 
 
