@@ -117,7 +117,7 @@ def test_a_graph_is_replayed_with_other_lengths(parts: Any, captured: Any) -> No
 def test_rows_of_no_sequence_stay_in_out(parts: Any) -> None:
     parts(3)
     for lengths, tail in (((1, 60, 0, 7, 1), 9), ((300, 70), 700), ((0, 0), 3)):
-        given = LONG.replace(b=len(lengths), d=64, lengths=lengths, tail=tail, s_k=900).inputs("cuda")
+        given = LONG.replace(b=len(lengths), d=64, d_v=64, lengths=lengths, tail=tail, s_k=900).inputs("cuda")
         used = sum(lengths)
         plain = attention(given.q, given.k, given.v, backend="gluon", return_lse=True, **given.keywords)
         assert not plain.out[used:].any()

@@ -9,7 +9,7 @@ replayed with others. The table's width bounds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,8 +112,7 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
         splits = max(1, most)
     else:
         splits = min(layout.num_splits, MAX_SPLITS)
-    asks = problem.mask is not None and not problem.mask.exact  # more than a comparison, where the hull is not the core
-    edges = layout.num_splits != 1 and (tile.block_q > FIXED_ROWS or asks)
+    edges = layout.num_splits != 1 and (tile.block_q > FIXED_ROWS or asks(problem))
     # The longest first, where programs come one after the other, and may be long.
     ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
     bits = -(-room.bit_length() // 4) * 4 if ordered else 0
@@ -142,7 +141,15 @@ def config(problem: Problem, rows: int) -> TileConfig:
         return few if rows <= FEW_ROWS else fixed
     if rows <= FEW_ROWS:
         return _sliced(problem, rows, min(2 * block_k, 128)) if eight else TileConfig(FEW_ROWS, block_k, 4, 4)
-    return TileConfig(128, block_k, 8, 3) if rows > FIXED_ROWS and wide <= 128 else fixed
+    if rows > FIXED_ROWS and wide <= 128:
+        return TileConfig(128, block_k, 8, 3)
+    # What a predicate's answers pass through leaves no room in shared memory for a second program beside three stages.
+    return replace(fixed, stages=2) if 64 < wide <= 128 and not eight and asks(problem) else fixed
+
+
+def asks(problem: Problem) -> bool:
+    """Whether tiles on the mask's edge ask its function: more than a comparison, where the hull is not the core."""
+    return problem.mask is not None and not problem.mask.exact
 
 
 def _sliced(problem: Problem, rows: int, block_k: int) -> TileConfig:
