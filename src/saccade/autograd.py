@@ -23,7 +23,7 @@ from saccade.flat_call import FlatCall
 class _Attention(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(call: FlatCall, *tensors: Tensor):
-        return _below(torch.ops.saccade.forward.default, *call, True)
+        return below(torch.ops.saccade.forward.default, *call, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -52,7 +52,7 @@ class _Gradient(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(arguments: tuple[Any, ...], *tensors: Tensor):
-        *gradients, dcaptures = _below(torch.ops.saccade.backward.default, *arguments)
+        *gradients, dcaptures = below(torch.ops.saccade.backward.default, *arguments)
         return (*gradients, *dcaptures)
 
     @staticmethod
@@ -81,7 +81,7 @@ def eight_bit_gradients(q: Tensor, k: Tensor, v: Tensor) -> str:
     )
 
 
-def _apply(function: Any, *arguments: Any) -> Any:
+def apply(function: Any, *arguments: Any) -> Any:
     """`function.apply` of a single-level function. torch's own context manager for it costs 2 us of a call."""
     allowed = get_single_level_autograd_function_allowed()
     set_single_level_autograd_function_allowed(True)
@@ -91,7 +91,7 @@ def _apply(function: Any, *arguments: Any) -> Any:
         set_single_level_autograd_function_allowed(allowed)
 
 
-def _below(operator: Any, *arguments: Any) -> Any:
+def below(operator: Any, *arguments: Any) -> Any:
     """The operator below autograd. An autograd.Function turns derivatives off while it runs, and with them those that
     transforms around this one of torch.func take."""
     with torch._C._AutoDispatchBelowAutograd():
@@ -144,7 +144,7 @@ def forward(*arguments: Any) -> Any:
             raise Unsupported(error)
         if call.k.dtype in EIGHT_BITS and not call.parsed.dequantized:
             raise Unsupported(eight_bit_gradients(*call[:3]))
-        return _apply(_Attention, call, *tensors, *call.tensors)
+        return apply(_Attention, call, *tensors, *call.tensors)
     return shortcuts.forward(arguments, _forward_below)
 
 
@@ -165,7 +165,7 @@ def backward(*arguments: Any) -> Any:
     tensors = *arguments[:4], *FlatCall(*arguments[4:-1]).differentiable()
     refuse_tangents(*tensors)
     if needs_gradient(*tensors):
-        gradients = _apply(_Gradient, arguments, *tensors)
+        gradients = apply(_Gradient, arguments, *tensors)
         return (*gradients[:4], list(gradients[4:]))
     return shortcuts.backward(arguments, _backward_below)
 

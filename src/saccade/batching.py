@@ -56,36 +56,40 @@ class Info(NamedTuple):
     batch_size: int
 
 
-def batched_backward(*arguments: Any) -> Any:
-    """`saccade::backward` of tensors that torch's older vmap, which `is_grads_batched` still is, has batched."""
-    levels: set[int] = set()
-    sizes: list[int] = []
+def of_older_vmap(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """The same for tensors that torch's older vmap, which `is_grads_batched` still is, has batched."""
 
-    def unwrapped(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return [unwrapped(y) for y in x]
-        if not isinstance(x, Tensor) or not torch._C._functorch.is_legacy_batchedtensor(x):
+    def batched(*arguments: Any) -> Any:
+        levels: set[int] = set()
+        sizes: list[int] = []
+
+        def unwrapped(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return [unwrapped(y) for y in x]
+            if not isinstance(x, Tensor) or not torch._C._functorch.is_legacy_batchedtensor(x):
+                return x
+            level, x = _plain(x)
+            levels.add(level)
+            sizes.append(x.shape[0])
             return x
-        level, x = _plain(x)
-        levels.add(level)
-        sizes.append(x.shape[0])
-        return x
 
-    def dims(x: Any, plain: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return [dims(*pair) for pair in zip(x, plain, strict=True)]
-        return None if x is plain else 0
+        def wrapped(x: Any, dim: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)([wrapped(*pair) for pair in zip(x, dim, strict=True)])
+            return x if dim is None else torch._add_batch_dim(x, dim, level)
 
-    def wrapped(x: Any, dim: Any) -> Any:
-        if isinstance(x, list):
-            return [wrapped(*pair) for pair in zip(x, dim, strict=True)]
-        return x if dim is None else torch._add_batch_dim(x, dim, level)
+        plain = [unwrapped(x) for x in arguments]
+        (level,) = levels if len(levels) == 1 else _nested()
+        in_dims = [_dims(*pair) for pair in zip(arguments, plain, strict=True)]
+        return wrapped(*rule(Info(sizes[0]), in_dims, *plain))
 
-    plain = [unwrapped(x) for x in arguments]
-    (level,) = levels if len(levels) == 1 else _nested()
-    in_dims = [dims(*pair) for pair in zip(arguments, plain, strict=True)]
-    results, out_dims = backward(Info(sizes[0]), in_dims, *plain)
-    return tuple(wrapped(*pair) for pair in zip(results, out_dims, strict=True))
+    return batched
+
+
+def _dims(x: Any, plain: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_dims(*pair) for pair in zip(x, plain, strict=True)]
+    return None if x is plain else 0
 
 
 _LEVELS = 64

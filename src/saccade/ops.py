@@ -256,4 +256,4 @@ for _name, _kernel, _derivative, _fake, _batched in _OPERATORS:
     torch.library.register_vmap(f"saccade::{_name}", _batched, lib=library)
 after_import("torch.utils.flop_counter", flops.register)  # which imports triton
 if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
-    library.impl("backward", batching.batched_backward, "Batched")
+    library.impl("backward", batching.of_older_vmap(batching.backward), "Batched")

@@ -264,6 +264,42 @@ def test_checkpointing(pool, ranks, method, reentrant):
     assert all(pool.run((HERE, "recomputed"), ranks, method, reentrant))
 
 
+def mapped(group, method):
+    """torch.vmap, and batches of gradients, beside loops."""
+    from saccade import Unsupported, attention, causal
+    from saccade.distributed import plan
+
+    made = plan(list(DOCUMENTS), group, mask=causal(), method=method)
+    torch.manual_seed(made.rank)
+    x, dys = torch.randn(3, made.rows, 8, 16, dtype=torch.float64), torch.randn(5, 3, made.rows, 8, 16).double()
+    x.requires_grad_()
+    k = torch.randn(made.rows, 8, 16, dtype=torch.float64)
+
+    def call(x, **keywords):
+        return attention(x, k, x, mask=causal(), context=made, **keywords)
+
+    right, found = torch.stack([call(y) for y in x]), torch.vmap(call)(x)
+    gradients = torch.stack([torch.autograd.grad(right, x, dy, retain_graph=True)[0] for dy in dys])
+    batched = [torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)[0] for y in (found, right)]
+    pairs = [(found, right), *((y, gradients) for y in batched)]
+    for function in (made.unshard, lambda y: made.roll(y, 2)):
+        pairs += [(torch.vmap(function)(x), torch.stack([function(y) for y in x]))]
+    x.requires_grad_(False)
+    gradient = torch.func.grad(lambda y: call(y).square().sum())
+    batch = [gradient(x[0]), torch.vmap(gradient)(x)[0]]
+    y = x[0].clone().requires_grad_()
+    pairs += [(z, torch.autograd.grad(call(y).square().sum(), y)[0]) for z in batch]
+    with pytest.raises(Unsupported, match="randomness='different'"):
+        torch.vmap(lambda y: call(y, dropout_p=0.5), randomness="different")(x)
+    torch.vmap(lambda y: call(y, dropout_p=0.5), randomness="same")(x)
+    return max(float((y.detach() - z.detach()).abs().amax()) for y, z in pairs)
+
+
+@pytest.mark.parametrize(("ranks", "method"), [(3, "gather"), (2, "ulysses")])
+def test_batches_of_calls_and_of_gradients(pool, ranks, method):
+    assert max(pool.run((HERE, "mapped"), ranks, method)) <= EQUAL
+
+
 def compiled(group, method):
     """A layer under torch.compile beside itself: results, gradients, and how often it was compiled."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,28 @@ def after_inference(group, method, rows):
 @pytest.mark.parametrize(("method", "rows"), WAYS)
 def test_plans_of_inference_mode_train(pool, method, rows):
     assert pool.run((HERE, "after_inference"), 2, method, rows) == [[True, True]] * 2
+
+
+def after_transforms(group):
+    """A step of a plan whose first user is torch.func, or works with tensors that are none."""
+    same_twice = []
+    for first in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, partial(torch.vmap, in_dims=2)):
+        make._plans.clear()
+        made = plan(LENGTHS, group, mask=causal())
+        x = torch.randn(made.rows, 2, 3)
+
+        def function(x, made=made):
+            return made.roll(x, -1).sum() + made.unshard(x).sum() + made.shard(torch.ones(62)).sum()
+
+        first(function)(x)
+        found = step(made)
+        make._plans.clear()
+        same_twice.append(same(found, step(plan(LENGTHS, group, mask=causal()))))
+    return same_twice
+
+
+def test_plans_of_transforms_serve_others(pool):
+    assert pool.run((HERE, "after_transforms"), 2) == [[True] * 4] * 2
 
 
 def after_writes(group, method, rows):

@@ -142,6 +142,10 @@ def _run(plan: ContextPlan, call: BoundCall, options: Options) -> Results:
 
 def _common(plan: ContextPlan, dropout: Dropout, heads: int) -> Dropout:
     """Rank 0's, as this rank's heads count."""
+    if torch._C._functorch.is_batchedtensor(dropout.state):  # pyright: ignore[reportAttributeAccessIssue]
+        raise Unsupported(
+            "context: dropout of torch.vmap(…, randomness='different') is not supported over several ranks: 'same' is"
+        )
     state, ranks = dropout.state.clone(), plan.ranks
     if ranks.parts > 1:
         state = plan.rows_transport().broadcast(state, "dropout's seed")

@@ -151,7 +151,8 @@ class ContextPlan:
         """
         self._check_rows(x, dim, self.rows, "this rank's")
         check_fill(x, fill)
-        shift = int(arguments.integer("shift", shift, least=None))
+        longest = max(self.lengths, default=0)  # beyond which all rows are `fill`
+        shift = max(-longest, min(longest, int(arguments.integer("shift", shift, least=None))))
         found = self._moved(x.movedim(dim, 0), f"roll by {shift}", "_of_rolled", shift)
         rolled = bits(torch.full_like(x.movedim(dim, 0), fill))
         place = constant(id(self), "_rolled", shift, str(x.device))
@@ -166,6 +167,7 @@ class ContextPlan:
 
     def _check_rows(self, x: Tensor, dim: int, rows: int, which: str) -> None:
         arguments.tensors(x=x)
+        arguments.integer("dim", dim, least=None)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ValueError(f"dimension {dim} of x must have {which} {rows} rows, got {tuple(x.shape)}; {self!r}")
 
@@ -357,7 +359,7 @@ class ContextPlan:
 
     def draw(self, width: int = 72, path: Any = None) -> str:
         """Who has what: a line for each document, a sign for each rank. With `path` a picture too, by matplotlib."""
-        return picture.drawn(self, width, path)
+        return picture.drawn(self, arguments.integer("width", width, least=1), path)
 
     def __repr__(self) -> str:
         what = f"{len(self.lengths)} documents" if self.batch is None else f"a batch {(self.batch, self.lengths[0])}"

@@ -10,6 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from saccade import batching
+from saccade.autograd import apply, below, forward_mode, needs_gradient
+
 _numbers = count()
 
 
@@ -71,27 +74,65 @@ def _fake_backward(dys: list[Tensor], exchange: str, stage: str) -> list[Tensor]
     return [dy.new_empty(_exchanges[exchange].shape(tuple(dy.shape), True)) for dy in dys]
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, name, ctx.stage = inputs
-    ctx.exchange = _exchanges[name]  # which lives as long as the graph
+class _Moved(torch.autograd.function._SingleLevelFunction):
+    """An operator, whose derivative is the other one: see `saccade.autograd`."""
+
+    @staticmethod
+    def forward(operator: Any, exchange: str, stage: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(below(operator, list(xs), exchange, stage))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.operator, name, ctx.stage = inputs[:3]
+        ctx.exchange = _exchanges[name]  # which lives as long as the graph
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        operators = torch.ops.saccade_distributed
+        forth = ctx.operator is operators.exchange.default
+        other = operators.exchange_back if forth else operators.exchange
+        return None, None, None, *other(list(dys), ctx.exchange.name, back(ctx.stage))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(ctx.operator(list(tangents[3:]), ctx.exchange.name, f"the tangents of {ctx.stage}"))
 
 
-def _forward_gradient(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
-    return ctx.exchange.adjoint(back(ctx.stage), *dys), None, None
+def _derivative(name: str) -> Any:
+    def derivative(xs: list[Tensor], exchange: str, stage: str) -> list[Tensor]:
+        operator = getattr(torch.ops.saccade_distributed, name).default
+        if not needs_gradient(*xs) and not forward_mode():
+            return below(operator, xs, exchange, stage)
+        return list(apply(_Moved, operator, exchange, stage, *xs))
 
-
-def _backward_gradient(ctx: Any, dxs: list[Tensor]) -> tuple[Any, ...]:
-    return ctx.exchange(back(ctx.stage), *dxs), None, None
+    return derivative
 
 
 def back(stage: str) -> str:
     return f"the backward of {stage}"
 
 
-for _name, _kernel, _fake, _gradient in (
-    ("exchange", _forward, _fake_forward, _forward_gradient),
-    ("exchange_back", _backward, _fake_backward, _backward_gradient),
+def _batch_rule(name: str) -> Any:
+    """Examples go with the rest of a row, as its last dimension."""
+
+    def batched(info: Any, in_dims: Any, xs: list[Tensor], exchange: str, stage: str) -> tuple[list[Tensor], list[int]]:
+        examples = [
+            x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
+            for x, dim in zip(xs, in_dims[0], strict=True)
+        ]
+        ys = getattr(torch.ops.saccade_distributed, name)(examples, exchange, stage)
+        return [y.movedim(-1, 0) for y in ys], [0] * len(ys)
+
+    return batched
+
+
+for _name, _kernel, _fake in (
+    ("exchange", _forward, _fake_forward),
+    ("exchange_back", _backward, _fake_backward),
 ):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    library.impl(_name, _derivative(_name), "Autograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
-    torch.library.register_autograd(f"saccade_distributed::{_name}", _gradient, setup_context=_setup, lib=library)
+    torch.library.register_vmap(f"saccade_distributed::{_name}", rule := _batch_rule(_name), lib=library)
+    if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
+        library.impl(_name, batching.of_older_vmap(rule), "Batched")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bounded_cache import lasting
 from saccade.distributed.exchanges import Exchange
+from saccade.distributed.once import plainly
 from saccade.distributed.pieces import Piece
 from saccade.distributed.transport import Transport
 
@@ -67,7 +67,7 @@ class RowExchange(Exchange):
     def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """For each rank, which own rows it needs, and where its rows are among those needed here."""
         if device not in self._indices:
-            self._indices[device] = lasting(
+            self._indices[device] = plainly(
                 lambda: (
                     [numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
                     [numbers([(s.target, s.rows) for s in part], device) for part in self.received],
