@@ -172,6 +172,18 @@ def _unfolded(results: Sequence[Tensor], places: Sequence[int], size: int, b: in
     return tuple(unfolded), tuple(at if yes else None for at, yes in zip(places, asked, strict=True))
 
 
+def one_by_one(operator: Any) -> Callable[..., tuple[Any, Any]]:
+    """The rule of an operator that takes one example at a time."""
+    return lambda info, in_dims, *arguments: _looped(operator, info, in_dims, arguments)
+
+
+def register(library: torch.library.Library, name: str, rule: Callable[..., tuple[Any, Any]]) -> None:
+    """For both of torch's."""
+    torch.library.register_vmap(f"{library.ns}::{name}", rule, lib=library)
+    if torch._C._parse_dispatch_key("Batched"):  # the older one's, as long as torch has it
+        library.impl(name, of_older_vmap(rule), "Batched")
+
+
 def _looped(operator: Any, info: Any, in_dims: Any, arguments: Sequence[Any]) -> tuple[Any, Any]:
     """One call for each example."""
     if not info.batch_size:

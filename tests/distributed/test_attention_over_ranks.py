@@ -310,6 +310,7 @@ def compiled(group, method):
     def layer(q, k, v, made):
         return attention(q * 2, k, v, mask=causal(), context=made).square()
 
+    torch._dynamo.reset()  # what other tests compiled of it in these processes counts too
     counter = CompileCounterWithBackend("aot_eager")
     quick = torch.compile(layer, backend=counter, fullgraph=True)
     same = []

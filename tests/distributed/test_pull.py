@@ -138,6 +138,11 @@ def test_compiles_as_one_graph(pool, own_first):
     assert pool.run((HERE, "with_files"), 2, own_first, "of_others", "compiled", "pull") == [(True, 2)] * 2
 
 
+@pytest.mark.parametrize("own_first", ["none", "all"])
+def test_batches_of_calls_and_of_gradients(pool, own_first):
+    assert max(pool.run((HERE, "with_files"), 2, own_first, "of_others", "mapped", "pull")) <= EQUAL
+
+
 def refused(group):
     with pytest.raises(ValueError, match=r"method='pull' needs GPUs that reach each other's memory.*'gather' runs"):
         plan([7, 9], group, mask=causal(), method="pull")

@@ -87,7 +87,7 @@ class _Moved(torch.autograd.function._SingleLevelFunction):
         ctx.exchange = _exchanges[name]  # which lives as long as the graph
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *dys: Tensor) -> Any:
         operators = torch.ops.saccade_distributed
         forth = ctx.operator is operators.exchange.default
         other = operators.exchange_back if forth else operators.exchange
@@ -133,6 +133,4 @@ for _name, _kernel, _fake in (
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     library.impl(_name, _derivative(_name), "Autograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
-    torch.library.register_vmap(f"saccade_distributed::{_name}", rule := _batch_rule(_name), lib=library)
-    if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
-        library.impl(_name, batching.of_older_vmap(rule), "Batched")
+    batching.register(library, _name, _batch_rule(_name))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import ops
+from saccade import batching, ops
 from saccade.backends import Outputs
 from saccade.bounded_cache import lasting
 from saccade.call import BoundCall
@@ -205,4 +205,5 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
 for _name, _kernel, _fake in (("staged", _forward, _fake_forward), ("staged_back", _backward, _fake_backward)):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
+    batching.register(library, _name, batching.one_by_one(getattr(torch.ops.saccade_distributed, _name)))
 torch.library.register_autograd("saccade_distributed::staged", _gradient, setup_context=_setup, lib=library)
