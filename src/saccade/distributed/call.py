@@ -72,7 +72,7 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     stage = PIECES if pieces else KEYS
     if pieces and plan.staged is not None and reach_of(options.mask) == (None, 0):
         exchange, stage = plan.staged, CAUSAL
-        transformed = torch._C._are_functorch_transforms_active()  # pyright: ignore[reportAttributeAccessIssue]
+        transformed = torch._C._are_functorch_transforms_active()
         if not transformed and plan.own_first((q.shape[1], k.shape[1]), q.shape[2]):
             return _in_stages(exchange, q, k, v, options)
     if exchange is not None:
