@@ -56,21 +56,31 @@ def test_by_the_one_tolerance(gpus, case, method):
         assert max(ratios.values()) <= 1
 
 
-@pytest.mark.parametrize("which", ["first", "all"])
-def test_own_keys_first(gpus, which):
-    """On one rank, or on all."""
-    case = packed("causal", mask="causal", sink=True)
-    for ratios in gpus.run((str(Path(__file__)), "own_first"), gpus.size, which, case, seconds=300):
+@pytest.mark.parametrize("h_k", [2, 8])
+def test_own_keys_first(gpus, h_k):
+    case = packed("causal", mask="causal", sink=True, h_k=h_k)
+    for ratios in gpus.run((str(Path(__file__)), "own_first"), gpus.size, "measured", case):
         assert max(ratios.values()) <= 1
 
 
-def own_first(group, which, case):
+def test_own_keys_first_repeats(gpus):
+    assert all(gpus.run((str(Path(__file__)), "own_first"), gpus.size, "delayed", 300, seconds=300))
+
+
+def test_own_keys_first_in_a_cuda_graph(gpus):
+    assert all(gpus.run((str(Path(__file__)), "own_first"), gpus.size, "captured", "pull", seconds=300))
+
+
+def own_first(group, work, *arguments):
+    """Other work here, with own keys first."""
     from saccade.distributed import ContextPlan
 
     before = ContextPlan.own_first
-    ContextPlan.own_first = lambda plan, *_: which == "all" or plan.rank == 0
+    ContextPlan.own_first = lambda *_: True
     try:
-        return measured(group, case, {"method": "pull", "device": "cuda"})
+        if work == "measured":
+            return measured(group, *arguments, {"method": "pull", "device": "cuda"})
+        return globals()[work](group, *arguments)
     finally:
         ContextPlan.own_first = before
 

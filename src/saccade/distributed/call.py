@@ -25,7 +25,7 @@ from saccade.masks import KeyInterval, Mask, Window, as_mask
 from saccade.scores import ScoreMod, Traced
 
 KEYS, PIECES = "the exchange of keys and values", "the exchange of keys and values for pieces"
-CAUSAL = "the exchange of keys and values for causal pieces"
+CAUSAL, BESIDE = "the exchange of keys and values for causal pieces", "the exchange of keys and values beside own ones"
 QUERIES, RESULT = "the exchange of query heads", "the exchange of results"
 
 
@@ -83,7 +83,7 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
 def _in_stages(exchange: StagedRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     """A causal call, over own keys first."""
     call = _bound(q, k, v, exchange.stages(q.device).own, options)
-    out, lse, max_scores = staged_attention(exchange, CAUSAL, call, options.backend)
+    out, lse, max_scores = staged_attention(exchange, BESIDE, call, options.backend)
     return out, lse if options.return_lse else None, max_scores if options.return_max_scores else None
 
 

@@ -323,8 +323,14 @@ class ContextPlan:
         return StagedRows(self.sharding, self.rows_transport())
 
     def own_first(self, heads: tuple[int, int], head_dim: int) -> bool:
-        """Whether this rank's causal calls begin before the keys of others come."""
-        return self.staged is not None and estimates.saved(self.staged.work, heads, head_dim) > 0
+        """Whether causal calls begin before the keys of others come, on all ranks."""
+        key = "own first", heads, head_dim
+        if key in self._kept:
+            return self._kept[key]
+        found = self.staged is not None and estimates.saved_seconds(self.staged.work, heads, head_dim) > 0
+        if not torch.compiler.is_compiling():
+            self._kept[key] = found
+        return found
 
     @once
     def rows_transport(self) -> Transport:

@@ -50,8 +50,8 @@ def explanation(plan: ContextPlan) -> str:
 
 def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int) -> str:
     sharding, ranks, batch = plan.sharding, plan.ranks, plan.batch or 1
-    first = own_first(plan, heads, head_dim)
-    found = estimates.estimate(sharding, heads, head_dim, own_first=bool(first))
+    first = plan.own_first(heads, head_dim)
+    found = (estimates.of_pull if first else estimates.estimate)(sharding, heads, head_dim)
     ideal, slowest = found.ideal * batch, found.products * batch
     gathered, divided, waited = gathered_bytes(sharding, heads, head_dim) * batch, 0.0, 0.0
     if ranks.heads > 1:
@@ -62,23 +62,9 @@ def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int) -> st
     elif gathered:
         waited += exchange_seconds(plan.method.split("×")[-1], gathered)
     share = ideal / max(slowest + waited, 1e-12)
-    beside = f"; beside own keys on {shown(first)}" if first else ""
+    when = "beside and after those of own keys" if first else "before"
     return (
         f"  forward in 16 bits, estimated for H200s over NVLink: {1e3 * slowest:.2f} ms of products, and "
-        f"{1e3 * waited:.2f} ms before for {(gathered + divided) / 1e6:.1f} MB that a rank receives: "
-        f"{share:.0%} of ideal{beside}"
+        f"{1e3 * waited:.2f} ms {when} for {(gathered + divided) / 1e6:.1f} MB that a rank receives: "
+        f"{share:.0%} of ideal"
     )
-
-
-def own_first(plan: ContextPlan, heads: tuple[int, int], head_dim: int) -> list[int]:
-    """The ranks whose causal calls begin before the keys of others come."""
-    if plan.staged is None:
-        return []
-    works = enumerate(estimates.late(plan.sharding))
-    return [rank for rank, work in works if estimates.saved(work, heads, head_dim) > 0]
-
-
-def shown(ranks: list[int]) -> str:
-    """A few of them."""
-    few = ", ".join(map(str, ranks[:4]))
-    return f"rank{'s' * (len(ranks) > 1)} {few}{', …' * (len(ranks) > 4)}"

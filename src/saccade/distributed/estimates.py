@@ -28,10 +28,10 @@ COPIES, COPIES_BACK = Link(30e-6, 316e9), Link(33e-6, 256e9)
 """`pull`: keys and values, and the sums of their gradients."""
 OWN_FIRST = False
 """Whether calls may begin with own keys: off until GPUs have compared the results."""
-OVERLAPPED = Link(20e-6, 360e9)
-"""Copies beside a first call over own keys, and what the second call's launches cost."""
-BESIDE, MERGED = 0.06, 3e12
-"""What kernels lose beside copies, and bytes a second that a merge reads and writes."""
+BESIDE = Link(25e-6, 360e9)
+"""Copies beside a call over own keys, and what a second call and a barrier cost."""
+SLOWED, MEMORY = 0.06, 3.3e12
+"""What kernels lose beside copies, and bytes a second that kernels read and write."""
 COLLECTIVE = Link(80e-6, 105e9)
 """`gather`, with packing."""
 INFINIBAND = Link(60e-6, 45e9)
@@ -59,7 +59,7 @@ class Estimate(NamedTuple):
 
 def estimate(
     sharding: Sharding, heads: tuple[int, int], head_dim: int, pace: Pace = FORWARD, link: Link = COPIES,
-    host: int | None = None, beyond: Link = INFINIBAND, own_first: bool = False,
+    host: int | None = None, beyond: Link = INFINIBAND,
 ) -> Estimate:  # fmt: skip
     """Of a plan whose ranks share keys: parts of `heads` ranks.
 
@@ -68,7 +68,6 @@ def estimate(
         link: between ranks of one host.
         host: how many ranks a host has; None for all.
         beyond: between hosts. Both carry at the same time.
-        own_first: whether ranks begin with their own keys where that saves time.
     """
     h_q, h_k = (h / sharding.heads for h in heads)
     operations = 4 * h_q * head_dim * pace.factor / pace.rate
@@ -82,10 +81,7 @@ def estimate(
         near, far = rows_moved(sharding, host or len(work))
         links = (link, near), *([(beyond, far)] if host is not None and host < len(work) else [])
         moved = [max(way.seconds + size * most[i] / way.rate for way, most in links) for i in range(len(work))]
-    gains = [0.0] * len(work)
-    if own_first:
-        gains = [max(0.0, saved(x, (int(h_q), int(h_k)), head_dim)) for x in late(sharding)]
-    exposed = max(a + b - c for a, b, c in zip(work, moved, gains, strict=True))
+    exposed = max(a + b for a, b in zip(work, moved, strict=True))
     return Estimate(sum(work) / len(work), max(work), exposed, max(map(max, zip(work, moved, strict=True))))
 
 
@@ -93,7 +89,9 @@ def of_pull(sharding: Sharding, heads: tuple[int, int], head_dim: int, backward:
     """Of a causal call's forward or backward by `pull` on one host."""
     if backward:
         return estimate(sharding, heads, head_dim, BACKWARD, COPIES_BACK)
-    return estimate(sharding, heads, head_dim, FORWARD, COPIES, own_first=True)
+    found = estimate(sharding, heads, head_dim, FORWARD, COPIES)
+    saved = saved_seconds(late(sharding), heads, head_dim)
+    return found._replace(exposed=found.exposed - max(0.0, saved))
 
 
 class Late(NamedTuple):
@@ -111,24 +109,27 @@ def late(sharding: Sharding) -> list[Late]:
     """Of each part."""
     found = []
     for pieces, area, pulled in zip(sharding.by_part, sharding.areas, sharding.pulled, strict=True):
-        seen = [
-            (piece.rows, sum(x.rows for x in before))
-            for piece, before in zip(pieces, sharding.before(pieces), strict=True)
-        ]
+        before = (sum(x.rows for x in others) for others in sharding.before(pieces))
+        seen = [(piece.rows, keys) for piece, keys in zip(pieces, before, strict=True)]
         rows, scores = sum(rows for rows, keys in seen if keys), sum(rows * keys for rows, keys in seen)
         found.append(Late(rows, area - scores, pulled))
     return found
 
 
-def saved(work: Late, heads: tuple[int, int], head_dim: int) -> float:
-    """Seconds of a causal forward by `pull` that a rank saves by a call over own keys before those of others come, and
-    another one then; below zero where the second call and a merge cost more."""
+def saved_seconds(ranks: list[Late], heads: tuple[int, int], head_dim: int) -> float:
+    """Of a causal forward by `pull`, if all ranks begin with their own keys, and take those of others in a second call,
+    whose results are merged; below zero where that costs more."""
     if not OWN_FIRST:
         return 0.0
     h_q, h_k = heads
-    own = 4 * h_q * head_dim * work.own / FORWARD.rate
-    hidden = min(own, 4 * h_k * head_dim * work.keys / OVERLAPPED.rate)
-    return (1 - BESIDE) * hidden - OVERLAPPED.seconds - 6 * h_q * head_dim * work.rows / MERGED
+    at_once, in_two = [0.0], [0.0]
+    for rows, scores, keys in ranks:
+        size, own = 4 * h_k * head_dim * keys, 4 * h_q * head_dim * scores / FORWARD.rate
+        copies = size / BESIDE.rate
+        beside = max(copies - own, SLOWED * copies)
+        at_once.append(COPIES.seconds + size / COPIES.rate)
+        in_two.append(BESIDE.seconds + beside + (2 * size + 6 * h_q * head_dim * rows) / MEMORY)
+    return max(at_once) - max(in_two)
 
 
 def rows_moved(sharding: Sharding, host: int) -> tuple[list[int], list[int]]:

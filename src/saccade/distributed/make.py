@@ -59,7 +59,7 @@ def plan(
         head_dim: d.
         mask: the widest mask of the calls: `causal()`, `window(…)` and what `&` makes of them decide who sees what.
             Any other, and None, counts as if every row saw its whole document. Calls may have narrower masks.
-        method: "gather": keys and values go to the ranks whose rows see them, by a collective. "pull": ranks copy them
+        method: "gather": keys and values go to the ranks whose rows see them, by a collective. "pull": ranks read them
             out of each other's memory, on GPUs of one host. "ulysses": each rank computes all rows of some heads.
             "auto": "pull" where the ranks are GPUs of one host, as torchrun's LOCAL_WORLD_SIZE says, else "gather"; or
             "ulysses", where that takes less time by the bytes, of heads and head_dim if they are given.

@@ -61,21 +61,21 @@ class PeerMemory:
         if not _capturing():
             self._met = stream.record_event()
 
-    def copied(self, copies: Callable[[], None]) -> Any:
-        """Copies, on a stream of their own, after what is on the current one: an event for `end`."""
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+    def copied(self, copies: Callable[[], None], after: Any = None) -> Any:
+        """Copies, on a stream of their own, after an event, or after what is on the current one: an event for `end`."""
+        current = torch.cuda.current_stream(self.device)
+        self._copies.wait_event(current.record_event() if after is None else after)
         with torch.cuda.stream(self._copies):
             copies()
-        event = self._copies.record_event()
-        if not _capturing():
-            self._copied = event
-        return event
+        return self._copies.record_event()
 
-    def end(self, event: Any, seconds: float | None = None) -> None:
+    def now(self) -> Any:
+        """An event behind what is on the current stream."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def end(self, event: Any) -> None:
         """After these copies."""
         torch.cuda.current_stream(self.device).wait_event(event)
-        if _capturing():
-            self.barrier(seconds)
 
     def read(self, seconds: float | None = None) -> None:
         """After kernels on the current stream that have read what others wrote."""

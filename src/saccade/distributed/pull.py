@@ -23,7 +23,8 @@ Range = tuple[int, int]
 class PulledRows(RowExchange):
     """A RowExchange over symmetric memory. Each rank writes the rows that others need, all wait, and a kernel of each
     reads what it needs; back, each writes the gradients of what it had from others, and owners add up theirs as they
-    read them, in the order of ranks. What comes beside other kernels is brought by copy engines (`begun`)."""
+    read them, in the order of ranks. Beside other kernels copy engines take rows to where they are needed
+    (`pushed`)."""
 
     def __init__(self, owned: Sequence[list[Piece]], needed: Sequence[list[Piece]], transport: Transport) -> None:
         super().__init__(owned, needed, transport)
@@ -32,7 +33,7 @@ class PulledRows(RowExchange):
         self.kept = joined(self.own)
         # Peers begin at different ones.
         turns = [(rank + i) % transport.size for i in range(1, transport.size)]
-        self.pulled = [(i, joined(self.received[i])) for i in turns]
+        self.lending = [(i, joined(self.sent[i])) for i in turns]
         self.lent = united((s.source, s.rows) for i in turns for s in self.sent[i])
         self.borrowed = united((s.target, s.rows) for i in turns for s in self.received[i])
         self._there = RowSums(self.needed, self.received)
@@ -54,43 +55,62 @@ class PulledRows(RowExchange):
         regions.memory.read(self.transport.timeout)
         return ys
 
-    def begun(self, xs: list[Tensor], stage: str) -> tuple[list[Tensor], Arrival]:
-        """The result, into which rows of others come until the arrival has `ended`; own ones are missing."""
-        ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
-        regions = self._write(xs, self.lent, stage)
+    def pushed(self, xs: list[Tensor], stage: str) -> Arrival:
+        """Begins to copy rows into the memory of those who need them, beside what the current stream does next."""
+        xs = [x.contiguous() for x in xs]
+        regions = self._regions(xs, stage)
 
         def copies() -> None:
-            for i, segments in self.pulled:
+            for i, segments in self.lending:
                 for source, target, n in segments:
-                    for y, theirs in zip(ys, regions(i), strict=True):
-                        y[target : target + n].copy_(theirs[source : source + n])
+                    for x, theirs in zip(xs, regions(i), strict=True):
+                        theirs[target : target + n].copy_(x[source : source + n])
 
-        return ys, Arrival(regions.memory, regions.memory.copied(copies))
+        return Arrival(regions, regions.memory.copied(copies), stage)
 
-    def keep(self, xs: list[Tensor], ys: list[Tensor]) -> None:
-        """Copies own rows."""
+    def arrived(self, arrival: Arrival) -> list[Tensor]:
+        """What was needed of others, in its places; own rows are missing. It lasts until the next exchange."""
+        regions = arrival.regions
+        regions.memory.end(arrival.event)
+        self._barrier(regions, arrival.stage)
+        return [x[: self.needed] for x in regions(self.transport.rank)]
+
+    def keep_own(self, xs: list[Tensor], ys: list[Tensor]) -> None:
+        """Copies own rows to where they are needed."""
         for source, target, n in self.kept:
             for x, y in zip(xs, ys, strict=True):
                 y[target : target + n].copy_(x[source : source + n])
 
-    def ended(self, arrival: Arrival) -> None:
-        """What the current stream does next finds all rows."""
-        arrival.memory.end(arrival.event, self.transport.timeout)
+    def keep_others(self, xs: list[Tensor], ys: list[Tensor]) -> None:
+        """Copies what arrived."""
+        for first, n in self.borrowed:
+            for x, y in zip(xs, ys, strict=True):
+                y[first : first + n].copy_(x[first : first + n])
 
     def _write(self, xs: list[Tensor], ranges: list[Range], stage: str) -> Regions:
         """These rows of this rank, where others find them; returns when all ranks have written theirs."""
-        group, seconds = self.transport.begin(xs, stage), self.transport.timeout
+        regions = self._regions(xs, stage)
+        for start, n in ranges:
+            for mine, x in zip(regions(self.transport.rank), xs, strict=True):
+                mine[start : start + n].copy_(x[start : start + n])
+        self._barrier(regions, stage)
+        return regions
+
+    def _regions(self, xs: list[Tensor], stage: str) -> Regions:
+        """Memory for an exchange of rows like these, which all ranks are in."""
+        group = self.transport.begin(xs, stage)
         try:
             memory = memory_of(group, sum(map(self._size, xs)), xs[0].device)
-            memory.begin(seconds)
-            regions = Regions(self, memory, xs)
-            for start, n in ranges:
-                for mine, x in zip(regions(self.transport.rank), xs, strict=True):
-                    mine[start : start + n].copy_(x[start : start + n])
-            memory.barrier(seconds)
+            memory.begin(self.transport.timeout)
         except RuntimeError as error:
             raise RuntimeError(self.transport.told(stage, xs, error)) from error
-        return regions
+        return Regions(self, memory, xs)
+
+    def _barrier(self, regions: Regions, stage: str) -> None:
+        try:
+            regions.memory.barrier(self.transport.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(self.transport.told(stage, regions.xs, error)) from error
 
     def _size(self, x: Tensor) -> int:
         """Bytes of a region for rows like these, which is aligned."""
@@ -150,8 +170,9 @@ def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
 class Arrival(NamedTuple):
     """Rows on their way."""
 
-    memory: PeerMemory
+    regions: Regions
     event: Any
+    stage: str
 
 
 class Regions:

@@ -1,5 +1,5 @@
-"""Causal attention in two stages, over own keys while those of others come and then over theirs; with one backward over
-both."""
+"""Causal attention in two stages, over own keys while those of others come, and then over theirs where they arrive; one
+backward over both."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import batching, ops
+from saccade.autograd import needs_gradient
 from saccade.backends import Outputs
 from saccade.bounded_cache import lasting
 from saccade.call import BoundCall
@@ -51,7 +52,7 @@ class StagedRows(PulledRows):
         late = zip(places, self.pieces, self.before, strict=False)
         self.late: list[Range] = united((first, piece.rows) for first, piece, n in late if n)
         """The rows that see keys of others."""
-        self.work = estimates.late(sharding)[transport.rank]
+        self.work = estimates.late(sharding)
         self._stages: dict[torch.device, Stages] = {}
 
     def stages(self, device: torch.device) -> Stages:
@@ -77,20 +78,28 @@ class StagedRows(PulledRows):
             numbers(self.late, device).int(),
         )
 
-    def overlapped(self, call: FlatCall, stage: str) -> tuple[Outputs, list[Tensor]]:
-        """The results, and the keys and values of both, in which those of this rank are missing."""
+    def overlapped(self, call: FlatCall, stage: str, keep: bool) -> tuple[Outputs, list[Tensor]]:
+        """The results, and, if they are to be kept, the keys and values of both, in which this rank's are missing."""
         backend, stages = call.parsed.backend, self.stages(call.q.device)
-        found, arrival = self.begun([rows_of(call.k), rows_of(call.v)], stage)
-        keys, values = (x.squeeze(2) for x in found)
+        arrival = self.pushed([rows_of(call.k), rows_of(call.v)], stage)
         try:
             results = ops.execute(call.problem(), backend, True)
-        finally:  # before their memory is anyone else's
-            self.ended(arrival)
+        finally:  # ranks meet whatever happens
+            theirs = [x.squeeze(2) for x in self.arrived(arrival)]
+        memory = arrival.regions.memory
+        before, kept = memory.now(), [x.new_empty(x.shape if keep else 0) for x in theirs]
         if self.late:
             q = [call.q[first : first + n] for first, n in self.late]
+            keys, values = theirs
             late = _every(call, q[0] if len(q) == 1 else torch.cat(q), keys, values, stages.theirs)
-            _merge(results, ops.execute(late, backend, True), stages.late)
-        return results, [keys, values]
+            part = ops.execute(late, backend, True)
+            # Where multiprocessors become free.
+            copied = memory.copied(lambda: self.keep_others(theirs, kept), before) if keep else None
+            _merge(results, part, stages.late)
+            if copied is not None:
+                memory.end(copied)
+        memory.read(self.transport.timeout)
+        return results, kept
 
     def gradients(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor, call: FlatCall,
@@ -98,7 +107,7 @@ class StagedRows(PulledRows):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """dq, dk, dv and dsink."""
         # Nobody has read what is written here, so that saved tensors stay as they were saved.
-        self.keep([call.k, call.v], [keys.data, values.data])
+        self.keep_own([call.k, call.v], [keys.data, values.data])
         both = self.stages(call.q.device).both
         whole = call._replace(k=keys, v=values, tensors=[*both.tensors])
         dq, dk, dv, dsink, _ = torch.ops.saccade.backward.default(dout, dlse, out, lse, *whole, [])
@@ -138,14 +147,14 @@ def _merge(found: Outputs, part: Outputs, late: Tensor) -> None:
 
 def attention(exchange: StagedRows, stage: str, call: BoundCall, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """out, the LSE and the largest scores, or nothing, of a causal call that is bound as if to own keys alone."""
-    flat = call.flattened(backend)
-    return torch.ops.saccade_distributed.staged(*flat, exchange.name, stage)[:3]
+    flat, keep = call.flattened(backend), needs_gradient(*call.differentiable())
+    return torch.ops.saccade_distributed.staged(*flat, exchange.name, stage, keep)[:3]
 
 
 # The operators: that of two stages, and its gradient, which completes keys and values.
 
 library.define(
-    f"staged({SCHEMA}, str exchange, str stage)"
+    f"staged({SCHEMA}, str exchange, str stage, bool keep)"
     " -> (Tensor out, Tensor lse, Tensor max_scores, Tensor keys, Tensor values)"
 )
 library.define(
@@ -155,21 +164,23 @@ library.define(
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *flat, name, stage = arguments
+    *flat, name, stage, keep = arguments
     exchange: Any = exchanges.named(name)
-    (out, lse, top), keys_values = exchange.overlapped(FlatCall(*flat), stage)
+    (out, lse, top), keys_values = exchange.overlapped(FlatCall(*flat), stage, keep)
     return out, lse, lse.new_empty(0) if top is None else top, *keys_values
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *flat, name, _ = arguments
+    *flat, name, _, keep = arguments
     call = FlatCall(*flat)
     needed = exchanges.named(name).shape
-    return *ops.fake_forward(*flat, True), *(x.new_empty(needed(tuple(x.shape), False)) for x in (call.k, call.v))
+    return *ops.fake_forward(*flat, True), *(
+        x.new_empty(needed(tuple(x.shape), False) if keep else 0) for x in (call.k, call.v)
+    )
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    *flat, name, ctx.stage = inputs
+    *flat, name, ctx.stage, _ = inputs
     call, (out, lse, top, keys, values) = FlatCall(*flat), output
     ctx.exchange, ctx.static = exchanges.named(name), call.static()
     ctx.mark_non_differentiable(top, keys, values)
@@ -187,7 +198,7 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tu
     )
     # Lists of tensors, and lists of nothing, want lists.
     rest = ([None] * len(x) if not x or isinstance(x[0], Tensor) else None for x in call[4:])
-    return (*found[:3], found[3] if call.sink is not None else None, *rest, None, None)
+    return (*found[:3], found[3] if call.sink is not None else None, *rest, None, None, None)
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
