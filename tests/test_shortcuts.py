@@ -575,6 +575,8 @@ def test_sinks(done: list[str]) -> None:
         attention(*given, sink=torch.zeros(3))
     with pytest.raises(ValueError, match="sink must be a float tensor"):
         attention(*given, sink=1.0)
+    assert shortcuts._others([torch.zeros(2, 2).to_sparse_csr()], []) is None
+    assert shortcuts._others([torch.zeros(2).to("meta")], []) is None
 
 
 def test_compiled_functions_that_capture_are_repeated(done: list[str]) -> None:

@@ -78,7 +78,13 @@ def _others(tensors: Sequence[Tensor], addresses: list[int]) -> Hashable | None:
     """How tensors besides q, k and v lie; None where one does not lie plainly. Appends to the addresses."""
     lie: list[Hashable] = []
     for x in tensors:
-        if type(x) not in PLAIN or x.is_neg() or x.is_sparse or not (address := x.data_ptr()):
+        if type(x) not in PLAIN or x.is_neg():
+            return None
+        try:
+            address = x.data_ptr()
+        except RuntimeError:  # tensors without memory
+            return None
+        if not address:
             return None
         addresses.append(address)
         lie += x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT
