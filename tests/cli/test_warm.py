@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from saccade.cli.app import app
 from saccade.spec import Spec
 from saccade.testing import warm
+from saccade.testing.offline import cuda_library
 from saccade.testing.warm import TaskShape, case_of, problem_of
 
 CALLS = """
@@ -103,6 +105,12 @@ def test_a_problem_is_of_its_spec(text, monkeypatch):
     spec = Spec.parse(text)
     assert problem_of(spec, TaskShape(2, 64, 64)).spec() == spec
     assert case_of(spec, TaskShape(2, 64, 64)).name == str(spec)
+
+
+def test_the_library_that_stands_in_for_the_driver_has_its_functions(tmp_path):
+    library = ctypes.CDLL(str(cuda_library(str(tmp_path))))
+    for name in ("cuLaunchKernelEx", "cuModuleLoadData", "cuTensorMapEncodeTiled", "cuMemAlloc_v2"):
+        assert getattr(library, name)
 
 
 def test_parts_that_a_spec_may_have():

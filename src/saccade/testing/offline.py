@@ -6,6 +6,7 @@ launches for it, Triton compiles them into its cache, and nothing runs.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -99,7 +100,7 @@ def stand_in(device: str, gpu: str = "") -> None:
 
 def build_launcher(source: Any, metadata: Any) -> None:
     """Compiles what Triton 3.6 launches a kernel by, and its link to the driver, into the cache, and loads neither.
-    They refer to CUDA's library, which a machine without a GPU lacks: an empty one stands in for it.
+    They refer to CUDA's library, which a machine without a GPU lacks: `cuda_library` stands in for it.
 
     Raises:
         OSError, subprocess.SubprocessError, RuntimeError: there is no C compiler, or it fails.
@@ -118,11 +119,26 @@ def build_launcher(source: Any, metadata: Any) -> None:
         mock.patch.object(nvidia, "library_dirs", return_value=[nvidia.libdevice_dir, folder]),
         mock.patch.object(build, "_load_module_from_path", return_value=anything),
     ):
-        empty = Path(folder, "empty.c")
-        empty.write_text("")
-        library = Path(folder, "libcuda.so.1")
-        options = "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(library)
-        subprocess.run(["cc", *options, str(empty)], check=True, capture_output=True)
+        cuda_library(folder)
         if not hasattr(nvidia.CudaUtils, "instance"):
             nvidia.CudaUtils()
         nvidia.CudaLauncher(source, metadata)
+
+
+def cuda_library(folder: str) -> Path:
+    """Makes a library by the name of CUDA's driver, whose functions do nothing. It has all of them: many linkers drop a
+    library of which nothing is used, and what they link could not be loaded where the driver is.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no C compiler, or it fails.
+    """
+    from triton.backends.nvidia import driver as nvidia
+
+    header = next(path for path in (Path(x, "cuda.h") for x in nvidia.include_dirs) if path.is_file())
+    names = sorted(set(re.findall(r"\bcu[A-Z]\w*", header.read_text(errors="replace"))))
+    source, library = Path(folder, "cuda.c"), Path(folder, "libcuda.so.1")
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in names))
+    compiler = os.environ.get("CC", "cc")
+    options = "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)
+    subprocess.run([compiler, *options, str(source)], check=True, capture_output=True)
+    return library
