@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade import alibi, attention, relative_bias, softcap
+from saccade import Dense, alibi, attention, relative_bias, softcap
 from saccade.bench.machine import Run
 from saccade.compat import flash_attn, sdpa
 from saccade.integrations.transformers import attention_forward
@@ -48,6 +48,8 @@ class Timed(NamedTuple):
     exact: Call
     base: str
     """The call of the mode that it is compared with: a ratio to SDPA's, or microseconds more than saccade's own."""
+    rows: bool = False
+    """Whether it takes (b, s, h, d), or views of it, as models have them, and returns that."""
 
 
 def _calls() -> list[Timed]:
@@ -74,7 +76,8 @@ def _calls() -> list[Timed]:
             if mode == "forward":
                 call, exact = partial(plain, sink=slopes), partial(attention, sink=slopes)
                 found.append(Timed(mode, f"{backend} sink", call, exact, backend))
-    found += [Timed("forward", name, call, attention, "gluon") for name, call in _faces().items()]
+    exact = partial(attention, layout=Dense("bshd"))
+    found += [Timed("forward", name, call, exact, "gluon", rows=True) for name, call in _faces().items()]
     return found
 
 
@@ -88,19 +91,22 @@ def _free(call: Call) -> Call:
 
 
 def _faces() -> dict[str, Call]:
+    """Of tensors (b, s, h, d), from which models make the views that SDPA and transformers take."""
     layer: Any = SimpleNamespace(is_causal=False, layer_idx=0)
 
-    def of_flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return flash_attn.flash_attn_func(q, k, v).transpose(1, 2)
+    def views(call: Call) -> Call:
+        return lambda q, k, v: call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
     def of_transformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_forward(layer, q, k, v, None, scaling=0.125, is_causal=False)[0].transpose(1, 2)
+        return attention_forward(layer, q, k, v, None, scaling=0.125, is_causal=False)[0]
 
+    own = views(attention)
     return {
-        "compat.sdpa": sdpa.scaled_dot_product_attention, "compat.flash_attn": of_flash_attn,
-        "transformers": of_transformers,
-    }  # fmt: skip
+        "views, and back": lambda q, k, v: own(q, k, v).transpose(1, 2),
+        "compat.sdpa": lambda q, k, v: views(sdpa.scaled_dot_product_attention)(q, k, v).transpose(1, 2),
+        "compat.flash_attn": flash_attn.flash_attn_func,
+        "transformers": views(of_transformers),
+    }
 
 
 def _step(timed: Timed, operands: list[Tensor], dout: Tensor) -> Callable[[], Any]:
@@ -145,10 +151,12 @@ def main() -> None:
     for mode, bar in BARS.items():
         tensors = learned if mode.endswith("training") else operands
         here = [x for x in calls if x.mode == mode]
-        steps = [_step(x, tensors, dout) for x in here]
-        for x, step in zip(here, steps, strict=True):
+        by_rows = [x.transpose(1, 2).contiguous() for x in operands]
+        given_to = [by_rows if x.rows else tensors for x in here]
+        steps = [_step(x, own, dout) for x, own in zip(here, given_to, strict=True)]
+        for x, own, step in zip(here, given_to, steps, strict=True):
             for _ in range(4):  # by the fourth call all shortcuts are known
-                _check(x, tensors, dout)
+                _check(x, own, dout)
             _microseconds(step)
         samples: list[list[float]] = [[] for _ in here]
         for turn in range(given.rounds):

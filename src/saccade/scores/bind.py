@@ -103,7 +103,8 @@ def _values(
     program: Program, captures: Sequence[Tensor], numbers: Sequence[Any], device: torch.device | None
 ) -> tuple[list[Tensor], list[Any]]:
     """A program's tensors and numbers, from those that its function captures."""
-    check_integers(numbers)
+    if numbers:
+        check_integers(numbers)
     tensors = [x if device is None else _on(x, device) for x in captures]
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 

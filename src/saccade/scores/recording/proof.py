@@ -60,7 +60,10 @@ class Proof:
         self._function(lambda root: root, fn)
 
     def holds(self, fn: Any) -> bool:
-        return all(check(fn) for check in self.checks)
+        for check in self.checks:  # in the hot path of small calls
+            if not check(fn):
+                return False
+        return True
 
     def find(self, x: Tensor) -> Find:
         """Where the function reads a captured tensor.
@@ -91,8 +94,14 @@ class Proof:
     def _parts(self, find: Find, fn: Any, names: Sequence[str], containers: Sequence[str]) -> None:
         kind = type(fn)
         self.checks.append(lambda root: type(find(root)) is kind)
-        for name in names:
-            self._plain(lambda root, name=name: getattr(find(root), name), getattr(fn, name))
+        given = {name: getattr(fn, name) for name in names}
+        constants = {name: x for name, x in given.items() if type(x) in _SAME or type(x) is int}
+        if len(constants) > 1:
+            get, values = operator.attrgetter(*constants), tuple(constants.values())
+            self.checks.append(lambda root: _are(get(find(root)), values))
+            given = {name: x for name, x in given.items() if name not in constants}
+        for name, x in given.items():
+            self._plain(lambda root, name=name: getattr(find(root), name), x)
         for name in containers:
             parts = getattr(fn, name)
             keys = list(parts) if isinstance(parts, dict) else list(range(len(parts)))
@@ -217,6 +226,11 @@ class Proof:
                 raise Unproven
             self.checks.append(lambda root: name not in vars(find(root)))
             self._follow(lambda root: vars(find(root))[container].get(name, _MISSING), space[container][name], path[1:])
+
+
+def _are(found: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    """Whether objects are these, or equal and of their types: constants of `_SAME`, and integers."""
+    return all(map(operator.is_, found, values)) or (found == values and [*map(type, found)] == [*map(type, values)])
 
 
 def _of_length(find: Find, name: str, n: int, root: Any) -> bool:
