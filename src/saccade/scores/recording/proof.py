@@ -60,7 +60,7 @@ class Proof:
         self._function(lambda root: root, fn)
 
     def holds(self, fn: Any) -> bool:
-        for check in self.checks:  # in the hot path of small calls
+        for check in self.checks:  # noqa: SIM110 (in the hot path of small calls)
             if not check(fn):
                 return False
         return True
