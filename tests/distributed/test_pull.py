@@ -146,6 +146,24 @@ def test_batches_of_calls_and_of_gradients(pool, own_first):
     assert max(pool.run((HERE, "with_files"), 2, own_first, "of_others", "mapped", "pull")) <= EQUAL
 
 
+def pytest_generate_tests(metafunc):
+    """Some seeds, and many by --everything."""
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(1000, 1200 if metafunc.config.getoption("--everything") else 1008))
+
+
+def random_step(group, seed):
+    others = ranks._module(str(Path(__file__).with_name("test_random_calls.py")))
+    return others.part(group, seed, "pull")
+
+
+def test_random_steps(pool, seed):
+    others = ranks._module(str(Path(__file__).with_name("test_random_calls.py")))
+    own_first = ("none", "even", "all")[seed % 3]
+    difference = others.difference(pool, seed, (HERE, "with_files"), own_first, "random_step")
+    assert difference <= EQUAL, others.drawn(seed)
+
+
 def refused(group):
     with pytest.raises(ValueError, match=r"method='pull' needs GPUs that reach each other's memory.*'gather' runs"):
         plan([7, 9], group, mask=causal(), method="pull")

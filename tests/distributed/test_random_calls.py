@@ -81,15 +81,18 @@ def drawn(seed: int) -> Drawn:
     lengths = [n - n % step for n in (dice.choice([0, 1, 5, 17, 40, LONGEST]) for _ in range(dice.randint(1, 6)))]
     documents = lengths if dice.random() < 0.7 else (dice.randint(1, 3), lengths[0])
     order = "thd" if isinstance(documents, list) else dice.choice(["bhsd", "bshd", "sbhd"])
-    masks = [dice.choice([x for x in MASKS if x != "heads" or divided == 1]) for _ in range(CALLS)]
+    plain = dice.random() < 0.3  # of what a call may take pieces as sequences for
+    allowed = ["causal", "causal&window"] if plain else [x for x in MASKS if x != "heads" or divided == 1]
+    masks = [dice.choice(allowed) for _ in range(CALLS)]
     power = (h_q // divided) & (h_q // divided - 1) == 0
     most = -(-sum(lengths) // ranks) + 40 if mesh is None else sum(lengths)  # parts of a mesh may differ by more
     return Drawn(
         ranks, mesh, documents, order, (h_q, h_k), dice.choice([(16, 16), (8, 24), (32, 16)]),
         {"rows": most if rows == "number" else rows, "debug": dice.random() < 0.3}
         | ({} if mesh else {"method": way}),
-        masks, [dice.choice(list(SCORES)) for _ in range(CALLS)], dice.random() < 0.5, dice.random() < 0.5,
-        dice.choice([0.0, 0.0, 0.3]) if power else 0.0, dice.choice([None, 0.7]), dice.random() < 0.3,
+        masks, ["none" if plain else dice.choice(list(SCORES)) for _ in range(CALLS)],
+        dice.random() < 0.5, dice.random() < 0.5,
+        dice.choice([0.0, 0.0, 0.3]) if power and not plain else 0.0, dice.choice([None, 0.7]), dice.random() < 0.3,
     )  # fmt: skip
 
 
@@ -143,9 +146,11 @@ def step(config: Drawn, seed: int, rows: list[Tensor], shared: list[Tensor], **w
     ]
 
 
-def part(group: Any, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """One rank's rows of a step."""
+def part(group: Any, seed: int, sharing: str = "gather") -> tuple[Tensor, list[Tensor]]:
+    """One rank's rows of a step; `sharing` in the place of "gather"."""
     config = drawn(seed)
+    if config.settings.get("method") == "gather":
+        config.settings["method"] = sharing
     tensors = Tensors.of(config, seed)
     widest = causal() if not config.everything and {*config.masks} <= WITHIN_CAUSAL else None
     made = plan(config.documents, mesh_of(config.mesh) if config.mesh else group, mask=widest, **config.settings)
@@ -160,10 +165,10 @@ def part(group: Any, seed: int) -> tuple[Tensor, list[Tensor]]:
     return made.row_indices, found
 
 
-def difference(pool: Any, seed: int) -> float:
+def difference(pool: Any, seed: int, work: tuple[str, str] = (HERE, "part"), *arguments: Any) -> float:
     """The largest of a step over ranks and in one process, relative to the largest element of each tensor."""
     config = drawn(seed)
-    parts = pool.run((HERE, "part"), config.ranks, seed)
+    parts = pool.run(work, config.ranks, *arguments, seed)
     tensors = Tensors.of(config, seed)
     layout = Packed.from_lengths(config.documents) if config.order == "thd" else Dense(config.order)
     torch.manual_seed(seed)
