@@ -278,6 +278,34 @@ def level_at(tiles, levels, start):
 
 
 @triton.jit
+def linear_terms(args, q_idx):
+    """Of a score that is linear in the key's index: each row's pitch, in units of the products, a key, what is added to
+    all of its scores, natural, if keys are counted from one, and that key, [block_q] each. Zeros of any other."""
+    if args.score.linear:
+        key = q_idx + args.off
+        zero = q_idx.to(tl.float32) * 0
+        pitch = zero + args.score.pitch(args.score.data, args.b, args.h, q_idx, key)
+        return pitch / args.scale, zero + args.score.level(args.score.data, args.b, args.h, q_idx, key), key
+    else:
+        return 0.0, 0.0, 0
+
+
+@triton.jit
+def linear_scores(qk, args, terms, q_idx, start, MASKED: tl.constexpr):
+    """The scores of a tile [block_q, block_k] of keys from `start` on as scale x + level, x [block_q, block_k] and level
+    [block_q]: one multiply-add for each."""
+    pitch, level, key = terms
+    # [1, block_k]
+    column = tl.arange(0, qk.shape[1])[None, :]
+    x = tl.fma(tl.broadcast_to(pitch[:, None], qk.shape), tl.broadcast_to(column.to(tl.float32), qk.shape), qk)
+    if MASKED:
+        kv_idx = start + column
+        seen = visible(args.mask, args.b, args.h, q_idx[:, None], kv_idx, args.rows, args.keys, args.off)
+        x = tl.where(seen, x, float("-inf"))
+    return x, level + pitch * args.scale * (start - key).to(tl.float32)
+
+
+@triton.jit
 def masked_scores(qk, args, q_idx, kv_idx, MASKED: tl.constexpr):
     """Scores in their units, -inf where they are masked. q_idx and kv_idx broadcast."""
     x = logits(qk, args.score, args.scale, args.b, args.h, q_idx, kv_idx)

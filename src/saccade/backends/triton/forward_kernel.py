@@ -26,6 +26,8 @@ from saccade.backends.device.q_block import (
     kv_tiles,
     level_at,
     levels_of_keys,
+    linear_scores,
+    linear_terms,
     load_k,
     load_q,
     load_v,
@@ -66,10 +68,10 @@ def _weighted(acc, p, alpha, v_tile, start, descale, block, shape, BYTES: tl.con
 @triton.jit
 def _step(
     state, start, q_tile, kv, block, descale, shape,
-    MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr, level,
+    MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr, level, terms,
 ):  # fmt: skip
     """One tile of keys. state: acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]. level: what
-    a tile beyond the reach of the score's tables adds to all of its scores, or None."""
+    a tile beyond the reach of the score's tables adds to all of its scores, or None; terms: see `linear_terms`."""
     acc, row_max, row_sum = state
     args = block.args
     q_idx = block.q_idx[:, None]
@@ -84,6 +86,9 @@ def _step(
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
     if RISING and args.score.identity and descale is None and not MASKED:
         p, alpha, row_max, row_sum = softmax_of_products(qk, args.scale * LOG2E, row_max, row_sum)
+    elif args.score.linear and RISING and descale is None:
+        x, row_level = linear_scores(qk, args, terms, block.q_idx, start, MASKED)
+        p, alpha, row_max, row_sum = flat_softmax(x, row_level, args, row_max, row_sum)
     elif level is not None and RISING:
         p, alpha, row_max, row_sum = flat_softmax(qk, level, args, row_max, row_sum)
     elif level is not None:
@@ -130,9 +135,10 @@ def forward_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
     state = acc, row_max, row_sum
+    terms = linear_terms(block.args, block.q_idx)
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
-        state = _step(state, start, q_tile, kv, block, descale, shape, True, BYTES, RISING, None)
+        state = _step(state, start, q_tile, kv, block, descale, shape, True, BYTES, RISING, None, terms)
     levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
         start = core_start(mask, tiles, step, shape.BLOCK_K)
@@ -140,7 +146,7 @@ def forward_kernel(
             level = level_at(tiles, levels, start)
         else:
             level = None
-        state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, level)
+        state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, level, terms)
     acc, row_max, row_sum = state
 
     stored = block.q_idx < block.there

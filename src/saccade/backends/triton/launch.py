@@ -92,6 +92,8 @@ def backward(
 
 
 DELTA_ROWS = 32
+LEAST_SCALE = 1e-6
+"""Below, numbers that are divided by the scale may leave float32."""
 
 
 def operand(problem: Problem, name: str, x: Tensor | None = None) -> TensorArgs:
@@ -116,7 +118,7 @@ def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles 
     # What Triton specialises for and the Problem's key does not hold: how out or dout lies,
     # and the scale's sign.
     given = tensors[4] is None, tensors[-1] is None
-    key = name, tensors[3].unit.value, tensors[3].wide.value, *given, precision(), problem.scale >= 0
+    key = name, tensors[3].unit.value, tensors[3].wide.value, *given, precision(), rising(problem)
     cached = problem.launches.get(key) if tiles is None else None
     if cached is None:
         tile = tiles[name] if tiles and name in tiles else _config(name, problem)
@@ -151,9 +153,10 @@ def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1
 
 def rising(problem: Problem) -> bool:
     """Whether the largest product is the largest score, as the scale is not negative, and it was measured to pay: wider
-    heads were 1 % slower."""
+    heads were 1 % slower. What functions add is divided by the scale."""
     q, v = problem.q, problem.v
-    return problem.scale >= 0 and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
+    least = 0 if problem.score is None else LEAST_SCALE
+    return problem.scale >= least and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
 
 
 def _config(kernel: str, problem: Problem) -> TileConfig:
