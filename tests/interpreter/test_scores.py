@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from saccade import Dense, alibi, attention, causal, mask_mod, relative_bias
+from saccade import Dense, alibi, attention, causal, mask_mod, relative_bias, window
 from saccade.backends.device import scores as device_scores
 from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind
@@ -136,6 +136,30 @@ def test_linear_scores(name):
         else (torch.tensor([0.5, -0.25]).double()[:, None, None] * (kv_idx - q_idx))
     )
     torch.testing.assert_close(value, exact.float().expand_as(value))
+
+
+WHOLE_ROWS = torch.randn(2, 200)
+WHOLE_ROWS[0, 3], WHOLE_ROWS[1, 5:9] = -torch.inf, -1e9
+TILTED = {
+    "alibi": alibi(torch.tensor([0.3, -0.1])),
+    "rows": lambda score, b, h, q_idx, kv_idx: score + WHOLE_ROWS[h, q_idx] - 0.2 * kv_idx,
+}
+
+
+@pytest.mark.parametrize("mask", [None, causal(), window(40, 9)], ids=str)
+@pytest.mark.parametrize("name", TILTED)
+def test_linear_scores_of_16_bits(name, mask, monkeypatch):
+    """One multiply-add for each score, with remainders of rows and keys, rows that are masked, and without a scale."""
+
+    def report(score_mod, **keywords):
+        q, k, v = (torch.randn(2, h, s, 16, dtype=torch.float16) for h, s in ((2, 150), (1, 140), (1, 140)))
+        return check(q, k, v, mask=mask, score_mod=score_mod, backend="triton", **keywords)
+
+    report(TILTED[name]).assert_ok()
+    report(TILTED[name], scale=0.0).assert_ok()
+    emit = device_scores.linear_source
+    monkeypatch.setattr(device_scores, "linear_source", lambda *given: emit(*given).replace("return", "return 1.1 *"))
+    assert report(lambda s, b, h, i, j: s + (WHOLE_ROWS[h, i * 0 + 20] + 2) * (j - i)).ratios["out"] > 1
 
 
 @pytest.mark.parametrize(

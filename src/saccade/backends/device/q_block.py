@@ -279,22 +279,19 @@ def level_at(tiles, levels, start):
 
 @triton.jit
 def linear_terms(args, q_idx):
-    """Of a score that is linear in the key's index: each row's pitch, in units of the products, a key, what is added to
-    all of its scores, natural, if keys are counted from one, and that key, [block_q] each. Zeros of any other."""
-    if args.score.linear:
-        key = q_idx + args.off
-        zero = q_idx.to(tl.float32) * 0
-        pitch = zero + args.score.pitch(args.score.data, args.b, args.h, q_idx, key)
-        return pitch / args.scale, zero + args.score.level(args.score.data, args.b, args.h, q_idx, key), key
-    else:
-        return 0.0, 0.0, 0
+    """Of a score that is linear in the key's index: each row's pitch, in units of the products, a key; what is added to
+    all of its scores, natural, if keys are counted from one key; and that key: [block_q] each."""
+    key = q_idx + args.off
+    zero = q_idx.to(tl.float32) * 0
+    pitch = zero + args.score.pitch(args.score.data, args.b, args.h, q_idx, key)
+    return pitch / args.scale, zero + args.score.level(args.score.data, args.b, args.h, q_idx, key), key
 
 
 @triton.jit
 def linear_scores(qk, args, terms, q_idx, start, MASKED: tl.constexpr):
-    """The scores of a tile [block_q, block_k] of keys from `start` on as scale x + level, x [block_q, block_k] and level
-    [block_q]: one multiply-add for each."""
-    pitch, level, key = terms
+    """The scores of a tile of keys from `start` on, but for what is added to all of a row, as scale x + level:
+    x [block_q, block_k], one multiply-add for each, and level [block_q]."""
+    pitch, _, key = terms
     # [1, block_k]
     column = tl.arange(0, qk.shape[1])[None, :]
     x = tl.fma(tl.broadcast_to(pitch[:, None], qk.shape), tl.broadcast_to(column.to(tl.float32), qk.shape), qk)
@@ -302,7 +299,15 @@ def linear_scores(qk, args, terms, q_idx, start, MASKED: tl.constexpr):
         kv_idx = start + column
         seen = visible(args.mask, args.b, args.h, q_idx[:, None], kv_idx, args.rows, args.keys, args.off)
         x = tl.where(seen, x, float("-inf"))
-    return x, level + pitch * args.scale * (start - key).to(tl.float32)
+    return x, pitch * args.scale * (start - key).to(tl.float32)
+
+
+@triton.jit
+def add_linear_level(row_max, row_sum, terms):
+    """The state of rows with what is added to all of their scores: -inf masks a row, and what is NaN stays NaN."""
+    level = terms[1]
+    row_sum = tl.where((level == float("-inf")) | (row_sum == 0), 0.0, row_sum + level * 0)
+    return row_max + level, row_sum
 
 
 @triton.jit

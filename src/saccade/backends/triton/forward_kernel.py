@@ -17,6 +17,7 @@ from saccade.backends.device.eight_bits import (
     widened,
 )
 from saccade.backends.device.q_block import (
+    add_linear_level,
     core_end,
     core_start,
     edge_length,
@@ -71,7 +72,7 @@ def _step(
     MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr, level, terms,
 ):  # fmt: skip
     """One tile of keys. state: acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]. level: what
-    a tile beyond the reach of the score's tables adds to all of its scores, or None; terms: see `linear_terms`."""
+    a tile beyond the reach of the score's tables adds to all of its scores, or None; terms: `linear_terms`, or None."""
     acc, row_max, row_sum = state
     args = block.args
     q_idx = block.q_idx[:, None]
@@ -86,7 +87,7 @@ def _step(
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
     if RISING and args.score.identity and descale is None and not MASKED:
         p, alpha, row_max, row_sum = softmax_of_products(qk, args.scale * LOG2E, row_max, row_sum)
-    elif args.score.linear and RISING and descale is None:
+    elif terms is not None:
         x, row_level = linear_scores(qk, args, terms, block.q_idx, start, MASKED)
         p, alpha, row_max, row_sum = flat_softmax(x, row_level, args, row_max, row_sum)
     elif level is not None and RISING:
@@ -135,7 +136,10 @@ def forward_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
     state = acc, row_max, row_sum
-    terms = linear_terms(block.args, block.q_idx)
+    if score.linear and RISING and descale is None and sink is None:
+        terms = linear_terms(block.args, block.q_idx)
+    else:
+        terms = None
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
         state = _step(state, start, q_tile, kv, block, descale, shape, True, BYTES, RISING, None, terms)
@@ -148,6 +152,8 @@ def forward_kernel(
             level = None
         state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, level, terms)
     acc, row_max, row_sum = state
+    if terms is not None:
+        row_max, row_sum = add_linear_level(row_max, row_sum, terms)
 
     stored = block.q_idx < block.there
     told = stored  # once, where several programs have columns of the same rows

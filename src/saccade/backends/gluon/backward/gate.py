@@ -10,7 +10,7 @@ import torch
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, sequences
 from saccade.backends.device.gate import DROPPED, SCORED, GateRow, device_mask
-from saccade.backends.gluon.backward.launch import arguments, workspace
+from saccade.backends.gluon.backward.launch import arguments, level_sums_of, workspace
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 
 ALLOWED = {
@@ -19,6 +19,7 @@ ALLOWED = {
     "gluon backward 16bit d64/64 queued": 44,
     "gluon backward 16bit d64/64 full dropout": 288,  # 108 in 3.6, but 428 in 3.9
     "gluon backward 16bit d64/64 masked relative_bias": 460,
+    "gluon backward 16bit d64/64 full relative_bias": 240,
     "gluon backward 16bit d128/128 masked": 16,
     "gluon backward 16bit d128/128 queued": 16,
     "gluon backward 16bit d128/128 packed": 152,  # 44 in 3.6, but 292 in 3.9
@@ -51,6 +52,7 @@ def features() -> Iterator[str]:
     """What a call may have besides."""
     yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed", "interval"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
+    yield "gluon backward 16bit d64/64 full relative_bias"
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
     yield "gluon backward 16bit d96/96 full"
 
@@ -74,7 +76,9 @@ def compiled(name: str) -> tuple[Any, int]:
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, mask, spans), counter
     tables = distance_tables.empty(problem)
-    calls = arguments(problem, plan, Saved(out, lse, out, lse), gradients, space, mask, spans, tables)
+    saved = Saved(out, lse, out, lse, (True,))
+    levels = level_sums_of(problem, saved)
+    calls = arguments(problem, plan, saved, gradients, space, mask, spans, tables, levels)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
     return launch.warmup(*call), ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)
