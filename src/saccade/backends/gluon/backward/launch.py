@@ -30,7 +30,7 @@ CONSUMER_THREADS = 256
 def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
     config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3])
-    if problem.mask is not None or not config.stays or not problem.q.numel() or not problem.k.numel():
+    if not config.stays or not problem.q.numel() or not problem.k.numel():
         return None
     blocks = -(-problem.k.shape[2] // config.block_k)
     return LevelSums.of(problem, saved, (config.block_q, config.block_k), blocks, CONSUMER_THREADS)

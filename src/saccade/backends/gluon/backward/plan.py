@@ -119,7 +119,7 @@ class BackwardPlan:
         divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
         if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
             divided = problem.group
-        flat = config.stays and problem.mask is None and not problem.deterministic and level_sums.flat(problem)
+        flat = config.stays and not problem.deterministic and level_sums.flat(problem)
         if flat:  # what is in reach is so for one head
             divided = problem.group
         dq, dk, dv = gradients

@@ -18,7 +18,7 @@ from saccade.backends.device import block_lists, descale, distance_tables, dropo
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.merge_kernel import merge_launch
-from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs
+from saccade.backends.device.records import PackedRowsArgs, TensorArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler, transpose
 from saccade.backends.gluon.forward.config import (
     ForwardConfig,
@@ -241,8 +241,6 @@ def score_record(problem: Problem, tables: Sequence[Any] = ()) -> scores.DeviceS
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
     score = scores.record(problem, fast=True, tables=tables)
-    if problem.mask is not None:
-        score = score._replace(flat=FLAGS[False])
     return score if problem.scale > LEAST_SCALE else scores.plainly(score)
 
 
