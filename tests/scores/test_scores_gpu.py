@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from saccade import attention, causal, mask_mod, relative_bias
-from saccade.testing.accuracy import check
+from saccade import attention, causal, mask_mod, prefix, relative_bias, window
+from saccade.backends.device import distance_tables
+from saccade.problem import Problem
+from saccade.testing.accuracy import Report, check
 from saccade.testing.cases import NAMED
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 from saccade.testing.shifted import captured
@@ -66,6 +70,37 @@ def test_reads_by_distance_are_of_what_a_tensor_holds_now(backend: str) -> None:
         assert torch.equal(out, again)
         before = out
         check(q, k, v, score_mod=relative_bias(table), backend=backend).assert_ok()
+
+
+def reaching(d: int, s_q: int, s_k: int, mask: str, backend: str) -> Report:
+    """Of a table whose reach is less than a tile, so that tiles lie before it and behind it."""
+    masks = {"full": None, "causal": causal(), "window": window(300, 50), "prefix": prefix(70)}
+    torch.manual_seed(1)
+    q, k, v = operands(4, 2, s_q, s_k, d)
+    score_mod = relative_bias(torch.randn(4, 81, device="cuda", requires_grad=True))
+    return check(q, k, v, mask=masks[mask], score_mod=score_mod, backend=backend)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "prefix"])
+@pytest.mark.parametrize(("d", "s_q", "s_k"), [(64, 700, 600), (128, 600, 700), (256, 400, 500)])
+def test_tiles_beyond_the_reach(d: int, s_q: int, s_k: int, mask: str, backend: str) -> None:
+    reaching(d, s_q, s_k, mask, backend).assert_ok()
+
+
+@pytest.mark.parametrize("ends", [(150.0, 0.0), (0.0, -150.0)], ids=["low", "high"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_wrong_reach_is_rejected(d: int, ends: tuple[float, float], backend: str, monkeypatch) -> None:
+    fill = distance_tables.tables
+
+    def nearer(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(problem, fast)
+        if found:
+            found[0][..., :2] += torch.tensor(ends, device="cuda")
+        return found
+
+    monkeypatch.setattr(distance_tables, "tables", nearer)
+    ratios = reaching(d, 700, 800, "full", backend).ratios
+    assert min(ratios[name] for name in ("out", "dq", "dk", "dv")) > 1
 
 
 @pytest.mark.parametrize("name", ["relative_bias", "gated", "ids"])
