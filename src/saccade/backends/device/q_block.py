@@ -17,6 +17,14 @@ from saccade.backends.device.sequences import extent, numbered, tile_of
 from saccade.backends.device.tiles import head, load_tile, logits, power, store_tile, tile_range, visible
 
 
+@triton.constexpr_function
+def table_stages(reads, block_d):
+    """Stages of loops that may read tables of distances, in few tiles; None: those of the launch. Tables pass shared memory
+    too, and with three stages they take the place of another program, which costs the other loop 5 to 30 %
+    (docs/findings/scores.md)."""
+    return 2 if reads and block_d <= 128 else None
+
+
 @aggregate
 class ScoreArgs:
     """What the scores of a tile depend on besides its product and its indices."""

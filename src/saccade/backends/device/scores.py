@@ -183,7 +183,8 @@ def weight(problem: Problem, score: DeviceScore) -> str:
     if not isinstance(problem.score, scores.Traced):
         return ""
     if source.reads_tiles(problem.score.program):
-        return "flat" if score.flat.value else "table"
+        inside = problem.mask is not None and (problem.mask.lower or problem.mask.listed)
+        return "flat" if score.flat.value and not inside else "table"
     return "linear" if score.linear.value else "traced"
 
 

@@ -6,7 +6,7 @@ kernel, which computes the gradients whose tensors it is given.
 Nothing is added across programs, so the gradients are the same bits in every run.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from saccade.backends.device.q_block import (
     q_block,
     rows_in_reach,
     store_q,
+    table_stages,
     value_column,
     weight_gradient,
     within,
@@ -205,7 +206,9 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
         else:
             tiles = TileRange(first, core, stop, end, block_list, None, None)
         levels = levels_of_rows(tiles, args, start_k, shape.BLOCK_Q)
-        for step in range(0, edge_length(tiles), shape.BLOCK_Q):
+        for step in tl.range(
+            0, edge_length(tiles), shape.BLOCK_Q, num_stages=table_stages(tiles.near is not None, shape.BLOCK_D)
+        ):
             start = edge_start(mask, tiles, step, shape.BLOCK_Q)
             dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, True)
         for step in range(core, core_end(tiles), shape.BLOCK_Q):
@@ -269,7 +272,9 @@ def dq_kernel(
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
     behind = tl.zeros([shape.BLOCK_Q], tl.float32)
     sums = dq_sum, behind, behind
-    for step in range(0, edge_length(tiles), shape.BLOCK_K):
+    for step in tl.range(
+        0, edge_length(tiles), shape.BLOCK_K, num_stages=table_stages(tiles.near is not None, shape.BLOCK_D)
+    ):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
         sums = _dq_step(
             sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, True, level_sums is not None, None

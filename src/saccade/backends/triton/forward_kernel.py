@@ -1,6 +1,6 @@
 """The forward kernel: one block of query rows streams over the keys that its mask leaves, with the online softmax."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from saccade.backends.device.q_block import (
     rescaled,
     softmax_of_products,
     store_q,
+    table_stages,
 )
 from saccade.backends.device.records import LOG2E
 from saccade.backends.device.tiles import in_units, log_sum, store_largest
@@ -140,7 +141,9 @@ def forward_kernel(
         terms = linear_terms(block.args, block.q_idx)
     else:
         terms = None
-    for step in range(0, edge_length(tiles), shape.BLOCK_K):
+    for step in tl.range(
+        0, edge_length(tiles), shape.BLOCK_K, num_stages=table_stages(tiles.near is not None, shape.BLOCK_D)
+    ):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
         state = _step(state, start, q_tile, kv, block, descale, shape, True, BYTES, RISING, None, terms)
     levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
