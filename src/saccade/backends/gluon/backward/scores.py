@@ -104,7 +104,10 @@ class ScoreTile:
             return gl.exp2(s * (args.scale * LOG2E) + gl.expand_dims(rest * LOG2E, 0))
         else:
             x = logits(s, args.score, args.scale, self.block.b, self.h, self.q_idx(s)[None, :], self.kv_idx[:, None])
-            x += gl.expand_dims(neg_lse.load(gl.SliceLayout(0, s.type.layout)), 0)
+            rest = gl.expand_dims(neg_lse.load(gl.SliceLayout(0, s.type.layout)), 0)
+            x += rest
+            if args.score.vast or args.score.linear:  # what a function reads for rows that are not in use may be NaN
+                x = gl.where(rest == float("-inf"), float("-inf"), x)
             return power(self.apply_mask(x), args.score)
 
     @gluon.jit
