@@ -451,3 +451,21 @@ def test_tensors_in_another_order():
         orders = given, dict(reversed(given.items())), {"unused": torch.ones(shape), **given}
         first, *others = (attention(q, q, q, score_mod=score_callback(scaled, None, x)) for x in orders)
         assert all(torch.equal(first, other) for other in others)
+
+
+def test_what_a_callback_built_stays():
+    """A ScoreMod that is kept is what its callback built; a new one is what it builds now."""
+    q, k, v = (torch.randn(1, 1, 8, 8, dtype=torch.float64) for _ in range(3))
+    factors = [1.0]
+
+    def scaled(graph, score, tensors):
+        return graph.mul(a=score, b=factors[0])
+
+    def exact(factor):
+        return torch.softmax(q @ k.mT / 8**0.5 * factor, -1) @ v
+
+    kept = score_callback(scaled)
+    torch.testing.assert_close(attention(q, k, v, score_mod=kept), exact(1.0))
+    factors[0] = 3.0
+    torch.testing.assert_close(attention(q, k, v, score_mod=kept), exact(1.0))
+    torch.testing.assert_close(attention(q, k, v, score_mod=score_callback(scaled)), exact(3.0))

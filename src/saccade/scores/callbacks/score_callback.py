@@ -68,9 +68,10 @@ def score_callback(
             device. Those of one element on the CPU are runtime numbers. What requires a gradient gets one.
         score_mod_bprop_tensors: the same for score_mod_bprop.
 
-    A callback is called when it is new. A function is known while a proof holds that nothing it reads has changed; a
-    bound method or an object is known by its `score_mod_graph_cache_key`, a value or a function. Any other callback is
-    called each time. Equal graphs are traced and compiled once, for all values of the tensors.
+    A callback is called by this function, when it is new: what it builds then is what every call of attention with the
+    result takes. A function is known while a proof holds that nothing it reads has changed; a bound method or an object
+    is known by its `score_mod_graph_cache_key`, a value or a function. Any other callback is called by each
+    `score_callback`. Equal graphs are traced and compiled once, for all values of the tensors.
 
     Raises:
         TypeError: arguments of other types, or a callback that returns no value of the graph.
