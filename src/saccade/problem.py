@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade import hardware, masks, scores
+from saccade.alignment import ALIGNMENT, address
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Layout, dense_of, empty_like_rows
@@ -90,14 +91,15 @@ class Problem:
         return (
             *(q.dtype, k.dtype, q.device, None if self.descale is None else self.descale.key),
             *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
-            *(_address(q) % ALIGNMENT, _address(k) % ALIGNMENT, _address(v) % ALIGNMENT, self.latent),
+            *(address(q) % ALIGNMENT, address(k) % ALIGNMENT, address(v) % ALIGNMENT, self.latent),
             *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
             *(sink is None, self.deterministic, self.dropout is None, self.max_scores),
-            None if self.out is None else (self.out.dtype, self.out.stride(), _address(self.out) % ALIGNMENT),
-            *((x.dtype, x.shape, x.stride(), _address(x) % ALIGNMENT) for x in tensors),
+            None if self.out is None else (self.out.dtype, self.out.stride(), address(self.out) % ALIGNMENT),
+            *((x.dtype, x.shape, x.stride(), address(x) % ALIGNMENT) for x in tensors),
             *([] if mask is None or not mask.listed else [abs(n) > scores.LONGEST for n in mask.ints]),
             *(abs(n) > scores.LONGEST for n in (score.ints if score else ())),
-            *((x.dtype, x.dim(), _span(x) >> 31, _address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
+            *((x.dtype, x.dim(), _span(x) >> 31, address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
+            score and score.units,
         )
 
     @property
@@ -112,7 +114,7 @@ class Problem:
         k, v = self.k, self.v
         if not self.layout.has_pages or v.shape[3] > k.shape[3] or v.dtype != k.dtype or v.stride() != k.stride():
             return False
-        return _address(v) == _address(k) != 0
+        return address(v) == address(k) != 0
 
     def sequences(self) -> Iterator[Sequence]:
         """Each sequence as a Problem of one batch row; reads the offsets."""
@@ -203,14 +205,10 @@ class Sequence(NamedTuple):
     problem: Problem
 
 
-ALIGNMENT = 16
-"""Bytes: what a bulk copy wants of pointers and strides."""
-
-
 def aligned(x: Tensor) -> bool:
     """Whether every row of a (b, h, s, d) tensor is contiguous and starts at a multiple of 16 bytes."""
     stride_b, stride_h, stride_s, stride_d = strides(x) if 1 in x.shape else x.stride()
-    return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | _address(x)) % ALIGNMENT == 0
+    return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | address(x)) % ALIGNMENT == 0
 
 
 def strides(x: Tensor) -> list[int]:
@@ -224,11 +222,3 @@ def strides(x: Tensor) -> list[int]:
 def _span(x: Tensor) -> int:
     """What decides between 32 and 64 bits: elements, and elements of memory from the first to the last."""
     return max(x.numel(), sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True))) + (1 << 24)
-
-
-def _address(x: Tensor) -> int:
-    """0 for tensors without memory, as they are inside torch.func transforms."""
-    try:
-        return x.data_ptr()
-    except RuntimeError:
-        return 0

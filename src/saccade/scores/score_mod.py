@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.alignment import ALIGNMENT, address
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import program_of
 from saccade.scores.recording.compile_constant import compile_constant
@@ -129,6 +130,8 @@ class Score:
     floats: Any = ()
     own: bool = False
     """Whether its derivative is the user's own."""
+    units: Any = ()
+    """Of each tensor how many elements, one for each key, every row is a multiple of, and aligned to; or 1."""
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The modified score, of its shape and dtype; all arguments broadcast to (b, h, q, k)."""
@@ -213,6 +216,12 @@ class Traced(Score):
             target.index_put_([x.expand(shape) for x in places], local, accumulate=True)
 
     @property
+    def units(self) -> tuple[int, ...]:
+        """Those in 16 bytes, of tensors that are read at a key's number itself."""
+        reads = self.program.reads_of_keys
+        return tuple(_unit(x) if i in reads else 1 for i, x in enumerate(self.tensors))
+
+    @property
     def indices(self) -> frozenset[str]:
         """Which of b and h it depends on."""
         inputs = self.program.value.graph.find_nodes(op="placeholder")
@@ -235,3 +244,10 @@ class Traced(Score):
 def _like(x: Any, score: Tensor) -> Tensor:
     x = x if isinstance(x, Tensor) else torch.full((), x, dtype=score.dtype, device=score.device)
     return x.to(score.dtype).expand_as(score).contiguous()
+
+
+def _unit(x: Tensor) -> int:
+    unit = ALIGNMENT // x.element_size()
+    *outer, last = zip(x.shape, x.stride(), strict=True)
+    whole = all(n == 1 or stride % unit == 0 for n, stride in outer) and last[0] % unit == 0 and last[1] == 1
+    return unit if whole and address(x) % ALIGNMENT == 0 else 1

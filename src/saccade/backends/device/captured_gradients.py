@@ -35,22 +35,38 @@ def gradients(
     """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says;
     levels: what the main kernel has added up already.
 
-    A launch of its own: only calls that capture parameters pay for it. Atomics add up float32 sums in any order. For
-    a deterministic call a first launch computes the largest value, and a second one adds up integers, whose sum does
-    not depend on the order.
+    A launch of its own: only calls that capture parameters pay for it. Where every score has an element of a tensor to
+    itself, its gradient is stored there. Others add up: atomics add float32 sums in any order, and for a deterministic
+    call a first launch computes the largest value, and a second one adds up integers, whose sum does not depend on the
+    order.
     """
     score = problem.score
     if not isinstance(score, Traced) or not any(saved.wanted):
         return [None] * len(saved.wanted)
     wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
-    captured = [x for x, want in zip(score.tensors, wanted, strict=True) if want]
+    alone = _alone(problem, score, wanted) if levels is None else frozenset()
+    own = {i: torch.zeros(x.shape, dtype=x.dtype, device=x.device) for i, x in enumerate(score.tensors) if i in alone}
+    shared = [x for i, x in enumerate(score.tensors) if wanted[i] and i not in alone]
     with on_device(problem.q):
-        accumulate = _accumulate(problem, saved, score, wanted, fast, levels)
+        launch = _accumulate(problem, saved, wanted, alone, fast, levels)
+
+        def accumulate(add: Any, sums: Sequence[Any]) -> None:
+            rest = iter(sums)
+            launch(add, [own[i] if i in alone else next(rest) for i, want in enumerate(wanted) if want])
+
         many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
-        sums = iter(
-            _repeatable(captured, accumulate, many) if problem.deterministic else _in_any_order(captured, accumulate)
-        )
-    return [next(sums).to(x.dtype) if want else None for x, want in zip(score.tensors, wanted, strict=True)]
+        deterministic = problem.deterministic and shared
+        sums = iter(_repeatable(shared, accumulate, many) if deterministic else _in_any_order(shared, accumulate))
+    gradients = (own[i] if i in alone else next(sums) if want else None for i, want in enumerate(wanted))
+    return [None if x is None else x.to(t.dtype) for x, t in zip(gradients, score.tensors, strict=True)]
+
+
+def _alone(problem: Problem, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
+    """The tensors of which every score of the call has an element of its own."""
+    if not positions.reached(problem):
+        return frozenset()
+    one = {name for name, n in zip(("b", "h"), problem.q.shape, strict=False) if n == 1}
+    return frozenset(i for i, others in score.program.own_elements.items() if wanted[i] and others <= one)
 
 
 Accumulate = Callable[[Any, Sequence[Any]], None]
@@ -80,12 +96,12 @@ def _repeatable(captured: Sequence[Tensor], accumulate: Accumulate, many: int) -
 
 
 def _accumulate(
-    problem: Problem, saved: Saved, score: Traced, wanted: Sequence[bool], fast: bool, levels: LevelSums | None
+    problem: Problem, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool, levels: LevelSums | None
 ) -> Accumulate:
     if not problem.q.numel() or not problem.k.numel():
         return lambda add, sums: None
     operands, arguments = tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
-    scatter = scores.scatter(score, wanted, fast, positions.kind(problem))
+    scatter = scores.scatter(problem, wanted, alone, fast)
 
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
         near = (0, 0) if levels is None else (levels.block_q, levels.block_k)

@@ -110,6 +110,8 @@ def _score(words: list[str]) -> Any:
     """A score function of two heads, from stand-in tensors."""
     if "alibi" in words:
         return scores.alibi(torch.ones(2))
+    if "bias" in words:
+        return scores.bias(torch.ones(1, 2, 512, 512, dtype=torch.bfloat16))
     return scores.relative_bias(torch.ones(2, 257)) if "relative_bias" in words else None
 
 
@@ -139,7 +141,7 @@ def compiled(kernel: str, problem: Problem) -> Any:
     elif kernel == "captured_gradients":
         assert isinstance(problem.score, Traced)
         sums = tuple(torch.empty(x.shape) for x in problem.score.tensors)
-        adding = scatter(problem.score, [True] * len(sums))
+        adding = scatter(problem, [True] * len(sums))
         launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), adding, *NEVER)
         saved = replace(saved, dlse=None)
         arguments = *captured_gradients.tensors(problem, saved), sums, *arguments

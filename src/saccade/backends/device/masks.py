@@ -272,7 +272,7 @@ def _leaf(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask | None:
             return DeviceMask(*_DOCUMENTS, data, lower=lower)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
             indices = positions.kind(problem) if isinstance(mask, masks.MaskMod) else "numbers"
-            keys_of, rows_of, sees, exact = _predicate(predicate, indices)
+            keys_of, rows_of, sees, exact = _predicate(predicate, indices, positions.reached(problem))
             return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate), lower=lower)
     return None
 
@@ -303,9 +303,9 @@ def _interval_record(mask: masks.KeyInterval, lower: Any, layout: Layout) -> Dev
     return DeviceMask(*_INTERVAL, (intervals.Bound.of(start, starts), intervals.Bound.of(stop, starts)), lower=lower)
 
 
-def _predicate(predicate: Traced, indices: str) -> tuple[Any, ...]:
+def _predicate(predicate: Traced, indices: str, reached: bool) -> tuple[Any, ...]:
     """The functions of a predicate, emitted once for each program."""
-    key = "sees", scores.form(predicate, indices=indices)
+    key = "sees", scores.form(predicate, indices=indices, reached=reached)
     functions = predicate.program.emitted.get(key)
     if functions is None:
         sees = scores.jit(source.sees_source(predicate.program, key[1]))["sees"]

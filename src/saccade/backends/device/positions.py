@@ -80,6 +80,12 @@ def kind(problem: Problem) -> str:
     return "rows" if positions.by_row else "positions"
 
 
+def reached(problem: Problem) -> bool:
+    """Whether indices are the numbers of keys that exist, which a captured tensor that is read there is known to have:
+    see `capture_checks.short`."""
+    return problem.positions is None and problem.layout.rectangular
+
+
 @triton.jit
 def _aligned(data, b):
     """Keys in use less query rows of sequence b."""

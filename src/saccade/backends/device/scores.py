@@ -19,9 +19,9 @@ from saccade.backends.device.records import FAR, FLAGS, LOG2E, NARROW_LIMIT, con
 from saccade.problem import Problem
 from saccade.scores import LONGEST
 from saccade.scores.codegen import source
-from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.linear import linear_source
 from saccade.scores.codegen.plateaus import has_plateaus, plateau_source
+from saccade.scores.codegen.reads import EmitOptions
 
 
 class DeviceScore(NamedTuple):
@@ -143,15 +143,16 @@ def record(problem: Problem, fast: bool = False, tables: Sequence[Any] = ()) -> 
     float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`."""
     score = problem.score
     places = positions.record(problem) if isinstance(score, scores.Traced) else None
-    plain = unplaced(score, fast, positions.kind(problem), tables)
+    plain = unplaced(score, fast, positions.kind(problem), tables, positions.reached(problem))
     if places is None:
         return plain
     return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
 
 
 def unplaced(
-    score: scores.Score | None, fast: bool = False, indices: str = "numbers", tables: Sequence[Any] = ()
-) -> DeviceScore:
+    score: scores.Score | None, fast: bool = False, indices: str = "numbers", tables: Sequence[Any] = (),
+    reached: bool = False,
+) -> DeviceScore:  # fmt: skip
     """The device form of a score modification that takes its indices as they come; None is the identity."""
     match score:
         case None:
@@ -159,7 +160,7 @@ def unplaced(
         case scores.Softcap():
             return DeviceScore(*_SOFTCAP[fast], (score.cap,))
         case scores.Traced():
-            options = form(score, fast, indices)._replace(tables=bool(tables))
+            options = form(score, fast, indices, reached)._replace(tables=bool(tables))
             return DeviceScore(*_emitted(score, options), (*data(score), *tables))
     raise TypeError(f"no device form of {score!r}")
 
@@ -204,16 +205,17 @@ def data(score: scores.Traced) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def form(score: scores.Traced, fast: bool = False, indices: str = "numbers") -> EmitOptions:
+def form(score: scores.Traced, fast: bool = False, indices: str = "numbers", reached: bool = False) -> EmitOptions:
     """Tensors are wide that are so large that places in them, or in a contiguous one of their shape, need 64 bits; and
-    integers are far that are too large for arithmetic on indices."""
+    integers are far that are too large for arithmetic on indices. reached: see `positions.reached`."""
     wide = (
         max(sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True)), x.numel()) >= NARROW_LIMIT
         for x in score.tensors
     )
     numbers = enumerate(zip(score.numbers, score.program.integral, strict=True))
     wide_integers = frozenset(i for i, (x, integral) in numbers if integral and abs(x) > LONGEST)
-    return EmitOptions(tuple(wide), fast, wide_integers, indices)
+    units = score.units if reached else ()
+    return EmitOptions(tuple(wide), fast, wide_integers, indices, units=units)
 
 
 def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
@@ -234,12 +236,14 @@ def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
     return emitted[key]
 
 
-def scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False, indices: str = "numbers") -> Any:
-    """constexpr: what adds to the gradients of captured tensors, emitted once for each choice of them."""
-    options = form(score, fast, indices)
-    key = "scatter", options, tuple(wanted)
+def scatter(problem: Problem, wanted: Sequence[bool], alone: frozenset[int] = frozenset(), fast: bool = False) -> Any:
+    """constexpr: what adds to the gradients of captured tensors, or stores them, emitted once for each choice of
+    them."""
+    score: Any = problem.score
+    options = form(score, fast, positions.kind(problem), positions.reached(problem))
+    key = "scatter", options, tuple(wanted), alone
     if key not in score.program.emitted:
-        text = source.scatter_source(score.program, options, wanted)
+        text = source.scatter_source(score.program, options, wanted, alone)
         score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
     return score.program.emitted[key]
 

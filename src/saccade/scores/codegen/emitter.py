@@ -12,48 +12,17 @@ then the numbers. Floats are float32. Integers are 32 bits wide where their rang
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
+from saccade.scores.codegen.reads import EmitOptions, Reads, Value, kind_of
 from saccade.scores.codegen.texts import literal, power
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import TILE_SHAPES, K, Q, Refused, in_order, name_of
-
-
-class EmitOptions(NamedTuple):
-    """What the source of a program depends on besides the program."""
-
-    wide_tensors: tuple[bool, ...]
-    """Which captured tensors need 64-bit offsets."""
-    fast: bool = False
-    """tanh is one instruction, to 11 bits, and a quotient by what is not one number for each score a product."""
-    wide_integers: frozenset[int] = frozenset()
-    """Which captured numbers are integers above LONGEST, and take 64 bits."""
-    indices: str = "numbers"
-    """`numbers` of rows and keys; their `positions`, which may be negative; `rows`: positions in any order."""
-    tables: bool = False
-    """Reads by distance come from tables of every distance: see `device.distance_tables`."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """A name in the source, with what is known about it."""
-
-    text: str
-    kind: str
-    """float, int, wide or bool"""
-    shape: tuple[int, ...] = ()
-    """As in the trace: Q and K where it differs by query and by key."""
-    span: tuple[int, int] = ANY
-    """Of integers."""
-    parts: tuple[str, Value, Value] | None = None
-    """Sums and differences: the operation and its operands."""
-
 
 _FLOAT = {
     "abs": "tl.abs({})", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
@@ -93,7 +62,7 @@ _TRUTH = {
 _CLASSES = {"isnan": "({0} != {0})", "isinf": "(tl.abs({}) == INF)", "isfinite": "(tl.abs({}) < INF)"}
 
 
-class Emitter:
+class Emitter(Reads):
     """Writes one function: the nodes that its outputs need, once each, in order."""
 
     def __init__(self, program: Program, options: EmitOptions) -> None:
@@ -138,20 +107,16 @@ class Emitter:
         self.used[f"n{i}"] = f"data[{place}]"
         return Value(f"n{i}", "float")
 
-    def start(self, tensor: int) -> int:
-        """Where a tensor's data starts."""
-        return sum(1 + 2 * rank for rank in self.program.ranks[:tensor])
-
     def _call(self, node: fx.Node) -> Value:
         name = name_of(node)
         name = _SAME_AS.get(name, name)
         if name == "index":
-            return self._read(node, node.meta["at"])
+            return self.read(node, node.meta["at"])
         if name == "reshape":
-            return self._read(node, ())
+            return self.read(node, ())
         if name == "scalar_tensor":
             return self.value(node.args[0])
-        kind = _kind(node.meta["val"].dtype)
+        kind = kind_of(node.meta["val"].dtype)
         if name == "_to_copy":
             return self._cast(node)
         args = [None if x is None else self.value(x) for x in node.args]
@@ -159,7 +124,7 @@ class Emitter:
             return self._integer(name, node, args)
         if kind == "bool":
             return self._boolean(name, node, args)
-        return self._keep(self._float(name, node, args), "float", self._shape(args))
+        return self.keep(self._float(name, node, args), "float", self._shape(args))
 
     def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:
         texts = [None if x is None else self.float(x) for x in args]
@@ -192,7 +157,7 @@ class Emitter:
             span = min(args[1].span[0], args[2].span[0]), max(args[1].span[1], args[2].span[1])
             wide = not fits(span)
             a, b = (self.int(x, wide) for x in args[1:])
-            return self._keep(f"tl.where({self.bool(args[0])}, {a}, {b})", "wide" if wide else "int", shape, span)
+            return self.keep(f"tl.where({self.bool(args[0])}, {a}, {b})", "wide" if wide else "int", shape, span)
         spans = [None if x is None else _span(x) for x in args]
         if node.kwargs.get("alpha", 1) != 1:
             raise Refused(f"{name} with alpha has no device form", None)
@@ -216,7 +181,7 @@ class Emitter:
             raise Refused(f"{name} of integers has no device form; write it with other operations", None)
         if wide and fits(span):
             text, wide = f"{text}.to(tl.int32)", False
-        return self._keep(text, "wide" if wide else "int", shape, span, parts)
+        return self.keep(text, "wide" if wide else "int", shape, span, parts)
 
     def _divided(self, rest: bool, floors: bool, args: Sequence[Any], texts: Sequence[str]) -> str:
         """A quotient or what it leaves, rounded down or towards zero."""
@@ -237,93 +202,31 @@ class Emitter:
             floats = any(x.kind == "float" for x in args)
             wide = any(x.kind == "wide" for x in args)
             a, b = (self.float(x) if floats else self.int(x, wide) for x in args)
-            return self._keep(f"({a} {_COMPARE[name]} {b})", "bool", shape)
+            return self.keep(f"({a} {_COMPARE[name]} {b})", "bool", shape)
         if name in _CLASSES:
-            return self._keep(_CLASSES[name].format(self.float(args[0])), "bool", shape)
+            return self.keep(_CLASSES[name].format(self.float(args[0])), "bool", shape)
         if name in _TRUTH:
-            return self._keep(_TRUTH[name].format(*(self.bool(x) for x in args)), "bool", shape)
+            return self.keep(_TRUTH[name].format(*(self.bool(x) for x in args)), "bool", shape)
         raise Refused(f"{name} of booleans has no device form; write it with other operations", None)
 
     def _cast(self, node: fx.Node) -> Value:
         x, dtype = self.value(node.args[0]), node.meta["val"].dtype
-        kind = _kind(dtype)
+        kind = kind_of(dtype)
         if kind == "bool":
-            return self._keep(self.bool(x), "bool", x.shape)
+            return self.keep(self.bool(x), "bool", x.shape)
         if kind == "float":
             text = self.float(x)
             if dtype in (torch.float16, torch.bfloat16):
                 text = f"{text}.to(tl.{str(dtype).partition('.')[2]}).to(tl.float32)"
             elif x.kind == "float":
                 return x
-            return self._keep(text, "float", x.shape)
+            return self.keep(text, "float", x.shape)
         if x.kind in ("int", "wide"):
             return x
         if x.kind == "bool":
-            return self._keep(self.int(x, False), "int", x.shape, (0, 1))
+            return self.keep(self.int(x, False), "int", x.shape, (0, 1))
         # A float's range is not followed: one that comes from indices and tables fits 32 bits.
-        return self._keep(f"{x.text}.to(tl.int32)", "int", x.shape, (-NARROW - 1, NARROW))
-
-    # Captured tensors
-
-    def _read(self, node: fx.Node, at: Sequence[Any]) -> Value:
-        if self.options.tables and node.meta["read"] in self.program.distance_reads:
-            return self.table(list(self.program.distance_reads).index(node.meta["read"]), (Q, K))
-        i = int(str(node.args[0].target)[1:])
-        dtype, shape = self.program.dtypes[i], tuple(node.meta["val"].shape) or (1, 1)
-        place = self.place(i, at)
-        loaded = f"tl.load(t{i} + {place})" if place else f"tl.load(t{i})"
-        self.used[f"t{i}"] = f"data[{self.start(i)}]"
-        if dtype.is_floating_point:
-            return self._keep(f"{loaded}.to(tl.float32)", "float", shape)
-        if dtype == torch.bool:
-            return self._keep(f"({loaded} != 0)", "bool", shape)
-        wide = dtype == torch.int64
-        limits = torch.iinfo(dtype)
-        return self._keep(
-            loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max)
-        )
-
-    def table(self, n: int, shape: tuple[int, ...]) -> Value:
-        """What a read by distance reads, of the n-th table: float32 (b, h, distances), contiguous but for its b and h.
-        An addition to a pointer of the row's is all that an element costs."""
-        row, zero = self._table_row(n)
-        return self._keep(f"tl.load(({row} + ({zero} - q_idx)) + kv_idx)", "float", shape)
-
-    def table_reach(self, n: int) -> tuple[str, str]:
-        """The first two numbers of the n-th table: see `device.distance_tables`."""
-        row, _ = self._table_row(n)
-        return f"tl.load({row})", f"tl.load({row} + 1)"
-
-    def _table_row(self, n: int) -> tuple[str, str]:
-        """A pointer to the table of one head, and the place of distance 0."""
-        place = self.start(len(self.program.ranks)) + len(self.program.integral) + 4 * n
-        parts = "pointer", "b", "h", "zero"
-        pointer, b, h, zero = (f"d{n}_{part}" for part in parts)
-        self.used |= {name: f"data[{place + i}]" for i, name in enumerate((pointer, b, h, zero))}
-        return f"({pointer} + (b * plain_int({b}) + h * plain_int({h})))", f"plain_int({zero})"
-
-    def place(self, tensor: int, at: Sequence[Any], contiguous: bool = False) -> str:
-        """The offset of an element from the tensor's first one. Indices count from the end where they are negative, and
-        are kept inside: rows and keys that are not in use have indices too."""
-        start = self.start(tensor)
-        terms = []
-        for dim, x in enumerate(at):
-            value = self.value(x)
-            if value.span == (0, 0):
-                continue
-            size, stride = f"t{tensor}_n{dim}", f"t{tensor}_s{dim}"
-            self.used[size] = f"plain_int(data[{start + 2 + 2 * dim}])"
-            self.used[stride] = f"plain_int(data[{start + 1 + 2 * dim}])"
-            if contiguous:
-                rank = len(at)
-                for other in range(dim + 1, rank):
-                    self.used[f"t{tensor}_n{other}"] = f"plain_int(data[{start + 2 + 2 * other}])"
-                stride = " * ".join(["1", *(f"t{tensor}_n{other}" for other in range(dim + 1, rank))])
-            index = f"{'inside' if value.span[0] >= 0 else 'wrapped'}({value.text}, {size})"
-            index = f"widened({index})" if self.options.wide_tensors[tensor] else index
-            terms.append((value.shape.count(1), f"{index} * {stride}"))
-        # What fewer elements share is added first.
-        return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
+        return self.keep(f"{x.text}.to(tl.int32)", "int", x.shape, (-NARROW - 1, NARROW))
 
     # Values by type
 
@@ -340,7 +243,7 @@ class Emitter:
             if outer:  # a conversion for every row and every key is cheaper than one for every score
                 return f"({self.float(a)} {'+' if name == 'add' else '-'} {self.float(b)})"
         if x.kind == "int" and exact(x.span):
-            return self._keep(f"index_float({x.text})", "float", x.shape).text
+            return self.keep(f"index_float({x.text})", "float", x.shape).text
         return f"({x.text}).to(tl.float32)"
 
     def int(self, x: Value, wide: bool) -> str:
@@ -359,7 +262,7 @@ class Emitter:
     def _shape(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(*(x.shape for x in args if x is not None)))
 
-    def _keep(
+    def keep(
         self, text: str, kind: str, shape: tuple[int, ...], span: tuple[int, int] = ANY, parts: Any = None
     ) -> Value:
         name = f"x{self.count}"
@@ -394,7 +297,3 @@ def _span(x: Value) -> tuple[int, int]:
 
 def _is_literal(x: Value) -> bool:
     return x.shape == () and x.text.lstrip("-").isdigit()
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"

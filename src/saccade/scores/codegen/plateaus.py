@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.scores.codegen.emitter import EmitOptions, Emitter, Value
+from saccade.scores.codegen.emitter import Emitter
 from saccade.scores.codegen.program import Program
+from saccade.scores.codegen.reads import EmitOptions, Value
 from saccade.scores.recording.trace import name_of, outputs_of, shallow
 
 _REACH = "data, b, h"

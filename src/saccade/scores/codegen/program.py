@@ -177,6 +177,26 @@ class Program:
         return [(depends_on("b", read.at), depends_on("h", read.at)) for read in self.distance_reads.values()]
 
     @lazily
+    def reads_of_keys(self) -> frozenset[int]:
+        """The tensors that are read at a key's number itself in their last dimension."""
+        reads = zip(self.read_tensors, self._places, strict=True)
+        last = ((tensor, at[-1]) for tensor, at in reads if at)
+        return frozenset(i for i, x in last if isinstance(x, fx.Node) and x.target == "kv_idx")
+
+    @lazily
+    def own_elements(self) -> dict[int, frozenset[str]]:
+        """The tensors of which every score has an element of its own, as each is read once, at the numbers themselves
+        of the row, of the key, and of all but these others, of which a call is to have one."""
+        reads = zip(self.read_tensors, self._places, strict=True)
+        found = {}
+        for tensor, at in reads:
+            names = [str(x.target) for x in at if isinstance(x, fx.Node) and name_of(x) != "zeros_like"]
+            plain = len({*names}) == len(names) and {"q_idx", "kv_idx"} <= {*names} <= {*TILE[1:]}
+            if plain and self.read_tensors.count(tensor) == 1:
+                found[tensor] = frozenset(TILE[1:]) - {*names}
+        return found
+
+    @lazily
     def by_batch_row(self) -> bool:
         """Whether its value or a derivative depends on the number of the batch row."""
         graphs = self.value.graph, self.slope.graph, self.derived_slope.graph

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,8 +15,9 @@ from torch import fx
 
 from saccade.scores.codegen.assembly import Read
 from saccade.scores.codegen.distances import by_distance
-from saccade.scores.codegen.emitter import EmitOptions, Emitter
+from saccade.scores.codegen.emitter import Emitter
 from saccade.scores.codegen.program import Program
+from saccade.scores.codegen.reads import EmitOptions
 from saccade.scores.recording.trace import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
@@ -91,10 +92,10 @@ def _returning(emitter: Emitter, name: str, module: fx.GraphModule, scalar: bool
     return emitter.function(name, PARAMETERS, f"return {text}")
 
 
-def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
+def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool], alone: Container[int] = ()) -> str:
     """`scatter(ADD, sums, data, ds, score, …)`: adds ds · d modified / d tensor to the sums of tensors, each
     contiguous, by `ADD(sum, place, value)`. Rows of a tile are queries, columns keys; ds is 0 where nothing is
-    visible."""
+    visible. alone: tensors of which every score has an element of its own, which is stored."""
     module, reads = program.locals(wanted)
     emitter = Emitter(program, options)
     order = [i for i, want in enumerate(wanted) if want]
@@ -103,6 +104,13 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
         target = f"sums[{order.index(read.tensor)}]"
         value = emitter.float(emitter.value(local))
         emitter.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
+        if read.tensor in alone:
+            place, inside = (
+                emitter.place(read.tensor, at, True, True),
+                emitter.inside(read.tensor, at, "q_idx", "kv_idx"),
+            )
+            emitter.lines.append(f"tl.store({target} + ({place}), g{n}.to({target}.dtype.element_ty), mask={inside})")
+            continue
         shape = torch.broadcast_shapes((1, 1), *(emitter.value(x).shape for x in at))
         if options.indices != "rows" and by_distance(at):
             places.append(_place(program, options, replace(read, at=at), f"place{n}"))
