@@ -87,6 +87,14 @@ def table_results(table: str, given: list[Tensor], backend: str, **keywords: Any
     return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
+def assert_near(found: list[Tensor], exact: list[Tensor]) -> None:
+    """All of these `table_results` are finite and near the exact ones. Their sizes are 1 and more, but for one: what is
+    added to a whole row has no gradient, of which the roundings of such terms remain."""
+    for x, y in zip(found, exact, strict=True):
+        assert x.isfinite().all()
+        assert float((x.cpu().float() - y).abs().amax()) <= 0.03 * max(float(y.abs().amax()), 1.0)
+
+
 def operands(dtype: torch.dtype, device: str = "cpu", rows: int = 9, keys: int = 12, d: int = 8) -> list[Tensor]:
     """q (1, 4, rows, d), k and v (1, 2, keys, d), without zeros in q."""
     torch.manual_seed(0)
