@@ -49,6 +49,7 @@ FOREIGN = {
     "backends/gluon": {"triton"},
     "integrations/transformers": {"transformers"},
     "testing": {"triton"},
+    "testing/emulator": {"numpy", "triton"},
     "bench": None,
     "cli": None,
 }

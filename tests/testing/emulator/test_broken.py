@@ -1,0 +1,193 @@
+"""Kernels that are wrong in one place, each of which the emulator rejects, and what it says of them."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from saccade.backends.gluon.backward import pipeline as backward_pipeline
+from saccade.backends.gluon.backward.pipeline import DSExchange, Outbox
+from saccade.backends.gluon.forward import epilogue, mma
+from saccade.backends.gluon.pipeline import Ring, Slots
+from saccade.backends.gluon.ptx import barrier_arrive
+from saccade.testing import check
+from saccade.testing.emulator import Deadlock, EmulatorError, Race, emulated
+
+SEEDS = 6
+
+
+@gluon.jit
+def no_wait(self, n, pred=True):
+    return n % self.STAGES
+
+
+@gluon.jit
+def other_phase(self, n, pred=True):
+    mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1 ^ 1, pred=pred)
+    return n % self.STAGES
+
+
+@gluon.jit
+def wait_and_release(self, n, pred=True):
+    mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1, pred=pred)
+    barrier_arrive(self.EMPTY + n % self.STAGES, self.THREADS)
+    return n % self.STAGES
+
+
+@gluon.jit
+def nothing(self, n):
+    pass
+
+
+@gluon.jit
+def more_bytes(self, stage, BYTES: gl.constexpr):
+    full = self.full.index(stage)
+    mbarrier.expect(full, BYTES + 16)
+    return full
+
+
+@gluon.jit
+def fewer_bytes(self, stage, BYTES: gl.constexpr):
+    full = self.full.index(stage)
+    mbarrier.expect(full, BYTES - 16)
+    return full
+
+
+@gluon.jit
+def no_claim(self, n):
+    return n % self.STAGES
+
+
+@gluon.jit
+def no_fence():
+    pass
+
+
+@gluon.jit
+def no_store_wait(pipe, done):
+    if done > 0:
+        pipe.slots.release(done - 1)
+
+
+@gluon.jit
+def release_twice(self, n):
+    mbarrier.arrive(self.empty.index(n % self.SLOTS), count=1)
+    mbarrier.arrive(self.empty.index(n % self.SLOTS), count=1)
+
+
+@gluon.jit
+def no_outbox_claim(self, c: gl.constexpr, n):
+    pass
+
+
+@gluon.jit
+def no_take(self, c: gl.constexpr, n):
+    pass
+
+
+FORWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "no wait for a copy": ([(Ring, "wait", no_wait)], Race),
+    "a phase off by one": ([(Ring, "wait", other_phase)], EmulatorError),
+    "a stage given back early": ([(Ring, "wait", wait_and_release), (Ring, "release", nothing)], Race),
+    "too many bytes expected": ([(Ring, "announce", more_bytes)], Deadlock),
+    "too few bytes expected": ([(Ring, "announce", fewer_bytes)], EmulatorError),
+    "a stage taken early": ([(Ring, "claim", no_claim)], EmulatorError),
+    "no fence before a copy": ([(epilogue, "fence_async_shared", no_fence)], Race),
+    "no wait for a copy's reads": ([(mma, "release_last_slot", no_store_wait)], Race),
+    "an arrival too many": ([(Slots, "release", release_twice)], EmulatorError),
+}
+BACKWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "no wait for dq to leave": ([(Outbox, "claim", no_outbox_claim)], EmulatorError),
+    "no fence before dq leaves": ([(backward_pipeline, "fence_async_shared", no_fence)], Race),
+    "no wait for the other's ds": ([(DSExchange, "take", no_take)], EmulatorError),
+}
+
+
+def rejected(seed: int, backward: bool) -> Exception | None:
+    """What is said of a call; None if all is well. Results that are wrong are none."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 500, 64, dtype=torch.bfloat16).unbind()
+    try:
+        with emulated(seed, processors=1):
+            check(q, k, v, backend="gluon", backward=backward).assert_ok()
+    except (EmulatorError, AssertionError) as error:
+        return error
+    return None
+
+
+def assert_rejected(backward: bool, kind: type[Exception]) -> None:
+    """Some seed, of a few, rejects it for that reason."""
+    found: list[Exception | None] = []
+    for seed in range(SEEDS):
+        found.append(rejected(seed, backward))
+        if isinstance(found[-1], kind):
+            return
+    raise AssertionError(str(found))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_broken_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, kind = FORWARD[name]
+    for owner, attribute, value in changes:
+        monkeypatch.setattr(owner, attribute, value)
+    assert_rejected(False, kind)
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_broken_backwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, kind = BACKWARD[name]
+    for owner, attribute, value in changes:
+        monkeypatch.setattr(owner, attribute, value)
+    assert_rejected(True, kind)
+
+
+def test_without_a_fault() -> None:
+    assert all(rejected(seed, True) is None for seed in range(2))
+
+
+def test_a_deadlock_says_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ring, "announce", more_bytes)
+    told = str(rejected(0, False))
+    assert re.search(
+        r"program 0, partition 1 \(consume\) waits for phase 0 of mbarrier 0 of .* lacks 0 arrivals and 16", told
+    )
+
+
+# Programs of their own
+
+
+@gluon.jit
+def copy_kernel(x, out, n, N: gl.constexpr):
+    i = gl.arange(0, N, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(out + i, gl.load(x + i), mask=i < n)
+
+
+@gluon.jit
+def unknown_kernel(x):
+    gl.inline_asm_elementwise("nop;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def test_memory_outside_of_tensors() -> None:
+    x, out = torch.randn(64), torch.zeros(64)
+    with emulated():
+        copy_kernel[(1,)](x, out, 60, 64)
+        assert torch.equal(out[:60], x[:60])
+        assert not out[60:].any()
+        with pytest.raises(EmulatorError, match="memory outside of every tensor"):
+            copy_kernel[(1,)](x, out, 60, 128)
+
+
+def test_what_is_not_known_raises() -> None:
+    with emulated(), pytest.raises(NotImplementedError, match="does not know the PTX 'nop;'"):
+        unknown_kernel[(1,)](torch.zeros(1))

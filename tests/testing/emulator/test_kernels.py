@@ -1,0 +1,105 @@
+"""The kernels of `gluon` in the emulator: results, gradients, and what may not depend on who runs when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from saccade import Descale, attention, causal, explain
+from saccade.backends import gluon
+from saccade.backends.gluon.forward import splits
+from saccade.testing import check
+from saccade.testing.cases import SMALL, Case
+from saccade.testing.emulator import emulated
+from saccade.testing.non_finite import TABLES, assert_near, operands, table_results
+
+SAMPLE = (
+    "causal", "window", "documents-scattered", "group3", "d72", "d192-128", "d256", "softcap-sink", "t5-bias",
+    "dropout-everything", "ragged-keys", "packed-used", "packed-alibi", "few-keys-sink",
+)  # fmt: skip
+LARGEST = 6_000_000
+"""Scores of a problem."""
+LATENT = Case("latent", b=2, h_q=64, h_k=1, s_q=1, s_k=200, d=576, d_v=512, order="paged", page_size=64, cache="latent")
+GATHERED = LATENT.replace(name="latent-gathered", h_q=100, s_q=2, mask="causal", page_size=1)
+PAGED = Case("paged", b=2, h_q=4, h_k=2, s_q=20, s_k=300, d=64, order="paged", page_size=32, mask="causal", sink=True)
+
+
+def right(case: Case, seed: int, **more: Any) -> None:
+    """Results, and gradients where there are some, are within the tolerance."""
+    with emulated(seed):
+        given = case.replace(dtype="bf16").inputs("cpu", seed=seed)
+        check(given.q, given.k, given.v, backend="gluon", **given.keywords, **more).assert_ok()
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    everything = metafunc.config.getoption("--everything")
+    if "problem" in metafunc.fixturenames:
+        cases = [x for x in SMALL if (x.name in SAMPLE or everything) and x.b * x.h_q * x.s_q * x.s_k <= LARGEST]
+        metafunc.parametrize("problem", cases, ids=lambda x: x.name)
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(20 if everything else 2))
+
+
+def test_problems(problem: Case) -> None:
+    with emulated():
+        given = problem.replace(dtype="bf16").inputs("cpu")
+        if explain(given.q, given.k, given.v, **given.keywords).reasons.get("gluon"):
+            pytest.skip("not for gluon")
+    right(problem, 1)
+
+
+@pytest.mark.parametrize("name", ["plain", "group3"])
+def test_seeds(name: str, seed: int) -> None:
+    right(next(x for x in SMALL if x.name == name).replace(d=128), seed)
+
+
+@pytest.mark.parametrize("case", [LATENT, GATHERED], ids=lambda x: x.name)
+def test_latent(case: Case) -> None:
+    right(case, 0)
+
+
+def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAST_ITEMS", "LEAST_ROWS"):
+        monkeypatch.setattr(gluon, name, 1)
+    monkeypatch.setattr(splits, "LEAST_KEYS", 128)
+    right(PAGED, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_eight_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, s, 64).to(dtype) for h, s in ((4, 100), (2, 300), (2, 300)))
+    with emulated():
+        check(q, k, v, backend="gluon", backward=False, mask=causal(), descale=Descale(0.5, 2.0, 0.25)).assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_order_of_additions(d: int) -> None:
+    """Deterministic gradients have the same bits, whoever runs when."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 300, d, dtype=torch.bfloat16) for h in (2, 1, 1))
+
+    def gradients(seed: int) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with emulated(seed):
+            out = attention(*leaves, mask=causal(), deterministic=True, backend="gluon")
+            return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    first, second = gradients(1), gradients(2)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_beyond_the_end_reach_no_gradient(table: str, deterministic: bool) -> None:
+    """What only they would read of a captured tensor is NaN."""
+    given = operands(torch.bfloat16, "cpu", 90, 90, 64)
+    exact = table_results(table, [x.float() for x in given], "cpu")
+    with emulated():
+        found = table_results(table, given, "gluon", deterministic=deterministic)
+    assert_near(found, exact)
