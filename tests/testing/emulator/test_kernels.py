@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from saccade import Descale, attention, causal, explain
+from saccade import Descale, attention, bias, causal, explain, window
 from saccade.backends import gluon
 from saccade.backends.gluon.forward import splits
 from saccade.testing import check
@@ -68,6 +68,16 @@ def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gluon, name, 1)
     monkeypatch.setattr(splits, "LEAST_KEYS", 128)
     right(PAGED, 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 90, 112), (90, 112), (2, 1, 1, 112), (1, 2, 90, 111)], ids=str)
+def test_a_bias_of_every_score(shape: tuple[int, ...]) -> None:
+    """Two keys at a time where rows are whole units, and one where they are not."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, s, 64, dtype=torch.bfloat16) for h, s in ((2, 90), (1, shape[-1]), (1, shape[-1])))
+    table = torch.randn(shape).bfloat16().requires_grad_()
+    with emulated():
+        check(q, k, v, backend="gluon", mask=window(40, 5), score_mod=bias(table)).assert_ok()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from triton.runtime.jit import JITFunction
 
 from saccade import configs, dispatch, hardware
@@ -17,6 +18,9 @@ from saccade.backends.gluon import tma_launch
 from saccade.testing.emulator.kernels import Translator, tensors_in
 from saccade.testing.emulator.memory import GlobalMemory
 from saccade.testing.emulator.scheduler import Machine
+
+OLDEST = 3, 9
+"""The Triton by whose names records keep their fields."""
 
 
 class Emulation:
@@ -57,6 +61,8 @@ class Compiled:
 def emulated(seed: int = 0, processors: int = 3) -> Iterator[Emulation]:
     """Lets `gluon` run on tensors of the CPU, as on a GPU of so many processors. Whoever runs next, and when copies
     happen, depends on the seed alone."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+        raise RuntimeError(f"the emulator needs Triton {OLDEST[0]}.{OLDEST[1]}, got {triton.__version__}")
     emulation = Emulation(seed, processors)
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Compiled:
