@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -169,14 +170,41 @@ def surrounded():
     return copied
 
 
+FORKS = """
+import json, os, signal, sys, torch
+for line in sys.stdin:
+    code, *files = json.loads(line)
+    if not (child := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+signal.alarm(240)
+for number, file in enumerate(files, 1):
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+exec(code, {"__name__": "__main__"})
+"""
+"""A process that has imported torch, which takes seconds, and nothing else of weight: for each line, a list of code and
+of files for what it prints, a fork of it runs the code, and a line tells its exit code."""
+
+
+@pytest.fixture(scope="session")
+def forks():
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as x:
+        yield x
+        x.stdin.close()
+
+
 @pytest.fixture
-def fresh_process():
-    """Runs Python code in a process of its own and returns what it prints."""
+def fresh_process(forks, tmp_path):
+    """Runs Python code in a process of its own, which has imported torch alone, and returns what it prints."""
 
     def run(code: str) -> str:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        out, err = tmp_path / "out", tmp_path / "err"
+        print(json.dumps([code, str(out), str(err)]), file=forks.stdin, flush=True)
+        status = forks.stdout.readline().strip()
+        assert status == "0", f"exit code {status}: {err.read_text()}"
+        return out.read_text()
 
     return run
 

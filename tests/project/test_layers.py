@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,9 +116,10 @@ print(saccade.explain(q, k, v, backend="triton"))
 """
 
 
-def test_without_any_extra(fresh_process):
-    told = fresh_process(WITHOUT_EXTRAS)
-    assert "triton: " in told
+def test_without_any_extra():
+    """Not in a fork: torch has found NumPy there."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False)
+    assert "triton: " in done.stdout, done.stderr
 
 
 def test_importing_is_light(fresh_process):
