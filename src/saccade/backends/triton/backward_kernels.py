@@ -213,10 +213,7 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
             dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, True)
         for step in range(core, core_end(tiles), shape.BLOCK_Q):
             start = core_start(mask, tiles, step, shape.BLOCK_Q)
-            if tiles.near is not None:
-                level = level_at(tiles, levels, start)
-            else:
-                level = None
+            level = level_at(tiles, levels, start) if tiles.near is not None else None
             dk_sum, dv_sum = dkdv_step(
                 dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False, level=level
             )
@@ -281,10 +278,7 @@ def dq_kernel(
         )
     for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
         start = core_start(mask, tiles, step, shape.BLOCK_K)
-        if tiles.near is not None:
-            level = level_at(tiles, levels, start)
-        else:
-            level = None
+        level = level_at(tiles, levels, start) if tiles.near is not None else None
         sums = _dq_step(
             sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, False, level_sums is not None, level
         )

@@ -149,10 +149,7 @@ def forward_kernel(
     levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
         start = core_start(mask, tiles, step, shape.BLOCK_K)
-        if tiles.near is not None:
-            level = level_at(tiles, levels, start)
-        else:
-            level = None
+        level = level_at(tiles, levels, start) if tiles.near is not None else None
         state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, level, terms)
     acc, row_max, row_sum = state
     if terms is not None:
