@@ -139,6 +139,14 @@ def test_rows_that_begin_anywhere_are_not_aligned():
         check(q, x, x, layout=layout).assert_ok()
 
 
+@pytest.mark.parametrize("splits", [None, 1])
+def test_no_heads(splits):
+    q, cache = torch.zeros(2, 3, 0, 8), torch.zeros(9, 4, 0, 8)
+    out, lse = attention(q, cache, cache, mask=causal(), layout=Paged(TABLE, USED, num_splits=splits), return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 0, 3)
+
+
 def test_functions_see_no_index_beyond_the_call():
     """Rows and keys that only fill a tile of `num_splits=1` have none of their own."""
     k, v, q = torch.randn(4, 8, 1, 16), torch.randn(4, 8, 1, 16), torch.randn(1, 3, 2, 16)

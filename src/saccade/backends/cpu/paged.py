@@ -73,7 +73,7 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
         filled = slice(block.first, block.first + block.rows.stop - block.rows.start)
         block_lo[filled], block_hi[filled] = lo[block.rows], hi[block.rows]
         seeing = block_hi > block_lo
-        if not bool(seeing.any()):
+        if not h_q or not bool(seeing.any()):
             continue
         # Rows and keys that only fill a tile take the index of a neighbour, at which functions may read tensors.
         q_idx = (torch.arange(block.height) - block.first + block.rows.start).clamp(0, s_q - 1)
