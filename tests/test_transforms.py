@@ -21,6 +21,7 @@ from saccade import (
     attention,
     bias,
     causal,
+    interval,
     mask_mod,
     merge,
     prefix,
@@ -281,6 +282,57 @@ def test_vmap_over_queries_of_a_cache():
     q, (k, v) = torch.randn(3, 2, 1, 4, 8), torch.randn(2, 4, 4, 2, 8)
     found = vmap(lambda q: attention(q, k, v, layout=layout))(q)
     torch.testing.assert_close(found, torch.stack([attention(x, k, v, layout=layout) for x in q]))
+
+
+CACHE_MASKS = {
+    "causal": causal(),
+    "rows": interval(torch.arange(6), None),
+    "prefix": prefix(torch.tensor([3, 1, 0])),
+    "predicate": mask_mod(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 != b),
+    "tensor": torch.arange(6)[:, None] >= torch.arange(8) - 3,
+}
+
+
+@pytest.mark.parametrize("name", CACHE_MASKS)
+@pytest.mark.parametrize("shared", [0, 1])
+def test_vmap_over_offsets(name, shared):
+    """Nobody can read offsets that are mapped over, and no result needs them to be read."""
+    offsets, q = torch.tensor([[0, 2, 4, 6], [0, 0, 5, 6]]), torch.randn(2, 6, 2, 4, dtype=torch.float64)
+    cache, used = torch.randn(5, 4, 2, 4, dtype=torch.float64), torch.tensor([7, 3, 0])
+    table = torch.tensor([[4, 0], [4, 1], [4, 2]])
+
+    def paged(q, offsets):
+        layout = Paged(table, used, offsets, shared_pages=shared)
+        return attention(q, cache, cache, mask=CACHE_MASKS[name], layout=layout)
+
+    torch.testing.assert_close(vmap(paged)(q, offsets), torch.stack([*map(paged, q, offsets)]))
+
+    def packed(q, offsets):
+        return attention(q, q, q, mask=CACHE_MASKS[name], layout=Packed(offsets)).sum()
+
+    gradients = torch.stack([*map(torch.func.grad(packed), q, offsets)])
+    torch.testing.assert_close(vmap(torch.func.grad(packed))(q, offsets), gradients)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_vmap_appends_to_caches_that_it_maps(slots):
+    k_cache, v_cache = caches = torch.zeros(2, 2, 3, 4, 2, 4)
+    k, v = torch.randn(2, 2, 3, 2, 4)
+    where = torch.tensor([[3, -1, 9], [1, 2, -1]]) if slots else torch.tensor([[3], [5]])
+
+    def append(k_cache, v_cache, k, v, where):
+        if slots:
+            return append_kv(k_cache, v_cache, None, k, v, slot_mapping=where)
+        return append_kv(k_cache, v_cache, Paged(torch.tensor([[2, 0]]), where), k[None], v[None])
+
+    one_by_one = caches.clone()
+    for arguments in zip(*one_by_one, k, v, where, strict=True):
+        append(*arguments)
+    vmap(append, out_dims=None)(k_cache, v_cache, k, v, where)
+    assert caches.any()
+    assert torch.equal(caches, one_by_one)
+    with pytest.raises(ValueError, match=r"vmap: v_cache \(3, 4, 2, 4\) is one tensor for a batch of 2 calls"):
+        vmap(append, (0, None, 0, 0, 0))(k_cache, v_cache[0], k, v, where)
 
 
 def test_vmap_writes_into_out():

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from saccade import aliasing, arguments, autograd, layouts, ops
+from saccade import aliasing, arguments, autograd, batching, layouts, ops
 from saccade.backends import Append, Rotary
 from saccade.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
 from saccade.layouts import CacheSlots, Paged
@@ -96,9 +96,10 @@ def append_kv(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit one another, or an operand that requires a gradient;
             a layout and slots, or neither; caches that share memory with each other, with the new rows, or, as an
-            expanded view does, within; when numbers are read, as they are on a CPU, lengths that are negative or beyond
-            the table, broken offsets, and slots that are neither -1 nor in the cache; 8-bit rows with `rotary` or
-            `descale`; a descale of q, or with a shift, which rows of a smoothed cache would need as well.
+            expanded view does, within; a cache that vmap does not map over; when numbers are read, as they are on a
+            CPU, lengths that are negative or beyond the table, broken offsets, and slots that are neither -1 nor in the
+            cache; 8-bit rows with `rotary` or `descale`; a descale of q, or with a shift, which rows of a smoothed
+            cache would need as well.
         TypeError: a layout that is not `Paged`, a descale that is no `Descale`.
 
     Source: Su et al., RoFormer (https://arxiv.org/abs/2104.09864).
@@ -151,6 +152,7 @@ def _append(
     k_factor: Tensor | None = None,
     v_factor: Tensor | None = None,
 ) -> Tensor:
+    _refuse_shared(k_cache, v_cache, {"k_new": k_new, "v_new": v_new} | ({} if q is None else {"q": q}))
     tensors = list(tensors)
     places = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors, [])
     assert isinstance(places, (Paged, CacheSlots))
@@ -185,6 +187,22 @@ ops.library.impl("append_kv", _append_autograd, "Autograd")
 torch.library.register_fake("saccade::append_kv", _fake_append, lib=ops.library)
 
 
+def _mapped(info: Any, in_dims: Any, *flat: Any) -> tuple[Any, Any]:
+    """The rule of vmap: one example after the other, each into caches of its own."""
+    for name, cache, dim in zip(("k_cache", "v_cache"), flat, in_dims, strict=False):
+        if dim is None:
+            raise ValueError(
+                f"vmap: {name} {tuple(cache.shape)} is one tensor for a batch of {info.batch_size} calls that write to "
+                "it: map over it too, or append all rows in one call"
+            )
+    operator = torch.ops.saccade.append_kv
+    (rotated,), _ = batching.one_by_one(lambda *example: (operator(*example),))(info, in_dims, *flat)
+    return rotated, 0
+
+
+batching.register(ops.library, "append_kv", _mapped)
+
+
 _APART = (
     "pass memory of its own; or, where values are the first d_v columns of keys, the others and these: "
     "cache[..., d_v:] and cache[..., :d_v]"
@@ -217,11 +235,12 @@ def _check(
     new = {"k_new": k_new, "v_new": v_new} | ({} if q is None else {"q": q})
     named = {"k_cache": k_cache, "v_cache": v_cache, **new}
     arguments.tensors(**named)
-    complaint = places.shape_error(k_new.shape, k_cache.shape, v_cache.shape, "k_new")
+    if k_new.shape[-2:] == k_cache.shape[-2:]:
+        complaint = places.shape_error(k_new.shape, k_cache.shape, v_cache.shape, "k_new")
+    else:
+        complaint = "k_new must have k_cache's heads and head dim"
     if not complaint and (k_new.shape[:-1] != v_new.shape[:-1] or v_new.shape[-1] != v_cache.shape[-1]):
         complaint = "k_new and v_new must have the same rows and heads, and v_cache's head dim"
-    if not complaint and k_new.shape[-2] != k_cache.shape[-2]:
-        complaint = "k_new must have the cache's heads"
     if not complaint and q is not None and (*q.shape[:-2], q.shape[-1]) != (*k_new.shape[:-2], k_new.shape[-1]):
         complaint = "q and k_new must have the same rows and head dim"
     if complaint:
@@ -238,10 +257,12 @@ def _check(
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.stride(-1) != 1 and x.shape[-1] != 1:
             raise ValueError(f"the last dimension of a cache must be contiguous, got strides {x.stride()} of {name}")
-    if k_new.device.type != "meta" and not torch.compiler.is_compiling():
-        aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache)], _APART)
-        aliasing.refuse_shared("k_cache", k_cache, new.items())
-        aliasing.refuse_shared("v_cache", v_cache, new.items())
+
+
+def _refuse_shared(k_cache: Tensor, v_cache: Tensor, new: dict[str, Tensor]) -> None:
+    aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache)], _APART)
+    aliasing.refuse_shared("k_cache", k_cache, new.items())
+    aliasing.refuse_shared("v_cache", v_cache, new.items())
 
 
 def _factors(descale: Any, places: Paged | CacheSlots, k_cache: Tensor, k_new: Tensor) -> Factors:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from saccade import Dense, Descale, Packed, Paged, append_kv, attention, causal, quantize
 
@@ -463,7 +464,15 @@ def test_the_operator():
     [
         ({"k_new": torch.randn(2, 1, H, D)}, "k_new must have the batch size of block_table (3, 3)"),
         ({"k_new": torch.randn(3, H, D)}, "k_new must be (b, s, h, d)"),
-        ({"k_new": torch.randn(3, 1, 4, D), "v_new": torch.randn(3, 1, 4, D_V)}, "the cache's heads"),
+        (
+            {"k_new": torch.randn(3, 1, 4, D), "v_new": torch.randn(3, 1, 4, D_V)},
+            "k_cache's heads and head dim: k_cache",
+        ),
+        (
+            {"k_new": torch.randn(3, 1, 1, D), "v_new": torch.randn(3, 1, 1, D_V)},
+            "k_cache's heads and head dim: k_cache",
+        ),
+        ({"k_new": torch.randn(3, 1, H, 4)}, "k_cache's heads and head dim: k_cache"),
         ({"v_new": torch.randn(3, 2, H, D_V)}, "the same rows and heads"),
         ({"k_new": torch.randn(3, 1, H, D).half()}, "share one dtype, got torch.float32, torch.float32, torch.float16"),
         ({"rotary": (torch.ones(9, 7), torch.ones(9, 7))}, "2 pairs <= 12, got cos (9, 7)"),
@@ -525,6 +534,18 @@ def test_caches_that_share_memory():
     parts = both[:, :, :H], both[:, :, H:]
     append_kv(*parts, Paged(TABLE, USED), torch.ones(3, 1, H, D), 2 * torch.ones(3, 1, H, D))
     assert parts[0].sum() * 2 == parts[1].sum() == 2 * 3 * H * D
+
+
+def test_caches_that_share_memory_under_compile():
+    """Only what runs knows memory; what is traced has none."""
+    with FakeTensorMode():
+        wide = torch.zeros(PAGES, SIZE, H, D + D_V)
+        rows = torch.zeros(3, 1, H, D), torch.zeros(3, 1, H, D_V)
+        append_kv(wide[..., :D], wide[..., D:], Paged(torch.zeros(3, 3).int(), torch.zeros(3).int()), *rows)
+    wide = torch.zeros(PAGES, SIZE, H, D + D_V)
+    call = given(k_cache=wide[..., :D], v_cache=wide[..., D - 4 : -4])
+    with pytest.raises(ValueError, match="k_cache is written to, and must not share memory with v_cache"):
+        torch.compile(append_kv, backend="aot_eager", fullgraph=True)(**call)
 
 
 @pytest.mark.gpu

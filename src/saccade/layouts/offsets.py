@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import is_fake
 
 
@@ -26,8 +27,16 @@ def check_offsets(name: str, offsets: list[int], t: int) -> list[int]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read at all."""
-    return not is_fake(x) and x.device.type != "meta"
+    """Whether the numbers of a tensor can be read at all; those that vmap maps over are many at once."""
+    return not is_fake(x) and x.device.type != "meta" and not _is_mapped(x)
+
+
+def _is_mapped(x: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
 
 
 def same_vector(a: Tensor | None, b: Tensor | None) -> bool:

@@ -195,7 +195,9 @@ class Paged(Layout):
     @property
     def knows_rows(self) -> bool:
         offsets = self.cu_seqlens_q
-        return offsets is None or (offsets.device.type == "cpu" and not torch.compiler.is_compiling())
+        if offsets is None:
+            return True
+        return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(offsets)
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """With s_q = 0 where the host does not know the rows of the longest sequence."""
