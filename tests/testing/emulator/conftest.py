@@ -1,4 +1,4 @@
-"""Hopper's kernels on a CPU, by Triton 3.9. A sample by default; with `--everything` all named problems, and more seeds."""
+"""Hopper's kernels on a CPU, by Triton 3.9. A sample by default; with `--everything` all problems, and more seeds."""
 
 from __future__ import annotations
 

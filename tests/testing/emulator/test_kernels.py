@@ -70,7 +70,7 @@ def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     right(PAGED, 0)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 90, 112), (90, 112), (2, 1, 1, 112), (1, 2, 90, 111)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 90, 112), (90, 112), (1, 2, 90, 111)], ids=str)
 def test_a_bias_of_every_score(shape: tuple[int, ...]) -> None:
     """Two keys at a time where rows are whole units, and one where they are not."""
     torch.manual_seed(0)
