@@ -1,7 +1,9 @@
-"""The same on GPUs, by NCCL: as many ranks as there are."""
+"""The same on GPUs, by NCCL: as many ranks as there are, and by --everything fewer too."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -37,12 +39,20 @@ CASES = [
 # fmt: on
 
 
+def pytest_generate_tests(metafunc):
+    if "gpus" in metafunc.fixturenames:
+        there = [n for n in RANKS if n <= torch.cuda.device_count()] or [2]
+        whole = metafunc.config.getoption("--everything")
+        metafunc.parametrize(
+            "gpus", there if whole else there[-1:], indirect=True, scope="module", ids="{} GPUs".format
+        )
+
+
 @pytest.fixture(scope="module")
-def gpus():
-    size = max((n for n in RANKS if n <= torch.cuda.device_count()), default=0)
-    if not size:
-        pytest.skip("needs two GPUs")
-    with Pool(size, "nccl") as pool:
+def gpus(request):
+    if request.param > torch.cuda.device_count():
+        pytest.skip(f"needs {request.param} GPUs")
+    with Pool(request.param, "nccl") as pool:
         yield pool
 
 
@@ -221,3 +231,27 @@ def differing(group, method):
         told.append(str(raised.value))
     assert torch.equal(first, attention(x, x, x, mask=causal(), context=made))
     return tuple(told)
+
+
+def ending(group, method):
+    """The last rank ends between two calls, as a process that is out of memory does."""
+    from saccade import attention, causal
+    from saccade.distributed import plan
+
+    made = plan(list(LENGTHS), group, mask=causal(), method=method, timeout=5)
+    x = made.shard(torch.randn(sum(LENGTHS), 8, 64)).to("cuda", torch.bfloat16)
+    attention(x, x, x, mask=causal(), context=made)
+    torch.cuda.synchronize()
+    if made.rank == made.size - 1:
+        os._exit(1)
+    attention(x, x, x, mask=causal(), context=made)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
+def test_a_rank_that_ends(gpus, method):
+    """The others end too, by an error or by the group's timeout of a minute."""
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError, match=rf"rank {gpus.size - 1}: the process has ended"):
+        gpus.run((str(Path(__file__)), "ending"), gpus.size, method, seconds=150)
+    assert time.perf_counter() - start < 140

@@ -31,12 +31,21 @@ def heard(work, *arguments, **keywords):
     return "", time.perf_counter() - start
 
 
+def pytest_generate_tests(metafunc):
+    """Two ranks, and eight where a rank ends or is elsewhere; both everywhere by --everything."""
+    if "ranks" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--everything")
+        name = metafunc.definition.name
+        few, many = (3, 8) if name == "test_a_rank_that_is_elsewhere" else (2, 8)
+        metafunc.parametrize("ranks", [few, many] if whole or few == 3 else [many if "ends" in name else few])
+
+
 @pytest.fixture
-def broken_pool():
+def broken_pool(request):
     """Of its own: what fails breaks its groups."""
     from saccade.testing.ranks import Pool
 
-    with Pool(2) as pool:
+    with Pool(request.getfixturevalue("ranks") if "ranks" in request.fixturenames else 2) as pool:
         yield pool
 
 
@@ -48,9 +57,11 @@ def lagging(group):
     return heard(call, made)
 
 
-def test_a_rank_that_lags(broken_pool):
-    told, seconds = broken_pool.run((HERE, "lagging"), 2)[0]
-    assert told.startswith("rank 0 of 2: the exchange of keys and values, exchange 2 of its group, of torch.float32")
+def test_a_rank_that_lags(broken_pool, ranks):
+    told, seconds = broken_pool.run((HERE, "lagging"), ranks)[0]
+    assert told.startswith(
+        f"rank 0 of {ranks}: the exchange of keys and values, exchange 2 of its group, of torch.float32"
+    )
     assert "another rank has failed, or is not in the same call" in told
     assert "\n  rank 0: exchange 2: plan " in told
     assert "\n  rank 1: exchange 1: plan " in told
@@ -69,12 +80,12 @@ def raising(group):
     return [*found, heard(call, made)]
 
 
-def test_a_score_function_that_raises_on_one_rank(broken_pool):
+def test_a_score_function_that_raises_on_one_rank(broken_pool, ranks):
     """It fails after the exchange; the next one names the rank that is not there."""
-    ((told, _), (ended, seconds)), ((raised, _), _) = broken_pool.run((HERE, "raising"), 2)
+    ((told, _), (ended, seconds)), ((raised, _), _), *_ = broken_pool.run((HERE, "raising"), ranks)
     assert "division by zero" in raised
     assert not told
-    assert ended.startswith("rank 0 of 2: the exchange of keys and values, exchange 2 of its group")
+    assert ended.startswith(f"rank 0 of {ranks}: the exchange of keys and values, exchange 2 of its group")
     assert "\n  rank 1: exchange 1: plan " in ended
     assert 1 < seconds < 5
 
@@ -88,10 +99,12 @@ def ending(group):
     call(made)
 
 
-def test_a_rank_that_ends(broken_pool):
+def test_a_rank_that_ends(broken_pool, ranks):
     start = time.perf_counter()
-    with pytest.raises(RuntimeError, match=r"rank 0 of 2: the exchange of keys and values, exchange 2 of its group"):
-        broken_pool.run((HERE, "ending"), 2)
+    with pytest.raises(
+        RuntimeError, match=f"rank 0 of {ranks}: the exchange of keys and values, exchange 2 of its group"
+    ):
+        broken_pool.run((HERE, "ending"), ranks)
     assert time.perf_counter() - start < 30
 
 
@@ -130,9 +143,9 @@ def apart(group, how):
         ("dropout", ("the exchange of keys and values", "dropout's seed")),
     ],
 )
-def test_a_rank_that_is_elsewhere(pool, how, words):
+def test_a_rank_that_is_elsewhere(pool, how, words, ranks):
     """Every rank hears the same, at once, and nothing was exchanged: the group goes on."""
-    found = pool.run((HERE, "apart"), 3, how)
+    found = pool.run((HERE, "apart"), ranks, how)
     assert len({told for told, _ in found}) == 1
     first, *lines = found[0][0].splitlines()
     assert first == "ranks are in different exchanges:"

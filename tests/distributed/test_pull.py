@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from saccade import attention, causal
-from saccade.distributed import ContextPlan, peers, plan
+from saccade.distributed import ContextPlan, plan
 from saccade.testing import Case, ranks
+from saccade.testing.mapped_files import mapped_files
 from saccade.testing.ranks import part
 
 HERE = str(Path(__file__))
@@ -19,44 +18,15 @@ EQUAL = 1e-12
 LENGTHS = (37, 5, 64, 18, 1, 0, 75)
 
 
-class MappedFiles(peers.PeerMemory):
-    def __init__(self, size, group, device):
-        folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
-        dist.broadcast_object_list(folder, group=group, group_src=0)
-        paths = [Path(folder[0]) / str(i) for i in range(group.size())]
-        paths[group.rank()].write_bytes(b"\xff" * 2 * size)
-        self.size, self.device, self.group, self._half = size, device, group, 0
-        dist.barrier(group)
-        self._buffers = [torch.from_file(str(path), shared=True, size=2 * size, dtype=torch.uint8) for path in paths]
-
-    def begin(self, seconds=None):
-        self._half ^= 1
-
-    def barrier(self, seconds=None):
-        dist.barrier(self.group)
-
-    def copied(self, copies, after=None):
-        copies()
-
-    def now(self):
-        pass
-
-    def end(self, event):
-        pass
-
-    def read(self, seconds=None):
-        pass
-
-
 def with_files(group, own_first, name, *arguments):
     """What a function here returns, by the memory of files; whether own keys come first."""
-    before = peers.opened, peers.reachable, ContextPlan.own_first
-    peers.opened, peers.reachable = MappedFiles, lambda device: True
+    before = ContextPlan.own_first
     ContextPlan.own_first = lambda plan, *_: own_first
     try:
-        return globals()[name](group, *arguments)
+        with mapped_files():
+            return globals()[name](group, *arguments)
     finally:
-        peers.opened, peers.reachable, ContextPlan.own_first = before
+        ContextPlan.own_first = before
 
 
 def pulled(group, case, settings):

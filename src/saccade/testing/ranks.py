@@ -28,7 +28,7 @@ from saccade.testing.accuracy import check
 from saccade.testing.cases import Case, Inputs
 
 SIZES = 1, 2, 3, 4, 5, 8
-"""The numbers of ranks that groups are made for."""
+"""The numbers of ranks that groups are made for, beside that of all."""
 
 
 class Pool:
@@ -114,7 +114,7 @@ def _serve(pipe: Any, rank: int, size: int, backend: str, port: int) -> None:
         torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    groups = {n: dist.new_group(list(range(n))) for n in SIZES if n <= size}
+    groups = {n: dist.new_group(list(range(n))) for n in sorted({*SIZES, size}) if n <= size}
     while True:
         try:
             work, ranks, arguments = unpickled(pipe.recv_bytes())
