@@ -15,7 +15,7 @@ import argparse
 import random
 from statistics import geometric_mean
 
-from saccade.distributed.estimates import BACKWARD, COPIES, COPIES_BACK, FORWARD, INFINIBAND, estimate
+from saccade.distributed.estimates import BACKWARD, COPIES, FORWARD, INFINIBAND, estimate
 from saccade.distributed.pieces import Reach
 from saccade.distributed.sharding import Sharding
 
@@ -43,8 +43,8 @@ def row_of(ranks: int, each: int, seeds: int) -> str:
     pulled = geometric_mean(max(plan.pulled) * 4 * HEADS[1] * HEAD_DIM / 1e6 for plan in plans)
     area = max(max(plan.areas) * ranks / sum(plan.areas) for plan in plans)
     cells = [f"{ranks}, {each // 1024}k", f"{area:.3f}", f"{pulled:.0f} MB"]
-    for pace, link in ((FORWARD, COPIES), (BACKWARD, COPIES_BACK)):
-        for way, host in ((link, None), (link, HOST), (INFINIBAND, None)):
+    for pace in (FORWARD, BACKWARD):
+        for way, host in ((COPIES, None), (COPIES, HOST), (INFINIBAND, None)):
             if host is not None and ranks <= host:
                 cells.append("")
                 continue

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saccade import causal
+from saccade.distributed import plan
+from saccade.distributed.cost import expected
 from saccade.distributed.estimates import BACKWARD, COLLECTIVE, FORWARD, estimate, rows_moved
 from saccade.distributed.pieces import Reach
 from saccade.distributed.sharding import Sharding
@@ -67,6 +70,52 @@ def test_measured_cells():
             assert estimate(sharding, heads, 128, FORWARD, COLLECTIVE).exposed == pytest.approx(
                 gathered * 1e-3, rel=0.1
             )
+
+
+WITHIN = 0.08
+APART = {
+    # Two runs of one commit had 0.951 and 0.866.
+    "2 pull 64k-64:8 backward": 0.15,
+    # What returns by collectives costs more where gradients are many beside the products: not in the model.
+    "2 gather 16k-16:16 backward, before rows": 0.26,
+    "2 ulysses 16k-16:16 backward, before rows": 0.12,
+}
+
+
+def test_what_was_measured_is_what_is_predicted():
+    """Every committed row, to 8 %; and half of that in the mean."""
+    pairs = runpy.run_path(str(ROOT / "benchmarks" / "predictions.py"))["pairs"]
+    found = {pair[0]: abs(pair.off) for pair in pairs()}
+    assert len(found) >= 58
+    assert {name for name in APART if found[name] <= WITHIN} == set()
+    assert {name: off for name, off in found.items() if off > APART.get(name, WITHIN)} == {}
+    assert sum(found.values()) <= WITHIN / 2 * len(found)
+
+
+def test_what_explain_says_is_what_was_asked():
+    """One model: of a plan's text and of the benchmark."""
+    made = plan([16384], 2, mask=causal(), heads=(64, 8), head_dim=128, method="gather")
+    for mode in (False, True):
+        share = expected(made.sharding, made.method, (64, 8), 128, mode).efficiency[0]
+        line = next(x for x in made.explain().splitlines() if x.startswith(f"  {'backward' if mode else 'forward'} in"))
+        assert line.endswith(f" {share:.0%} of ideal")
+
+
+@given(SHARDINGS, st.booleans())
+def test_keys_of_pieces(sharding, pieces):
+    """As many as arrive, and those of a window that pieces do not share are not between them."""
+    needed = sharding.needed(pieces)
+    owner = owners(sharding)
+    for rank, (spans, pulled) in enumerate(zip(needed, sharding.pulled_of(needed), strict=True)):
+        keys = [owner[i, row] for i, first, last in spans for row in range(first, last)]
+        assert pulled == sum(other != rank for other in keys)
+        assert len(keys) >= sum(piece.rows for piece in sharding.by_part[rank])
+
+
+def test_pieces_of_a_window_pull_no_keys_between_them():
+    sharding = Sharding((131072,), 8, 1, Reach(4095, 0))
+    assert max(sharding.pulled_of(sharding.needed(True))) < 3 * 4096
+    assert max(sharding.pulled) > 100_000
 
 
 def test_the_table_of_the_docs():

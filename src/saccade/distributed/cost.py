@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from saccade.distributed import estimates
+from saccade.distributed.estimates import Estimate
 
 if TYPE_CHECKING:
     from saccade.distributed.context_plan import ContextPlan
@@ -12,19 +13,22 @@ if TYPE_CHECKING:
 
 PRODUCTS = 670e12
 """Operations per second of a forward in bfloat16 on an H200, for estimates."""
-EXCHANGES = {"gather": estimates.COLLECTIVE, "pull": estimates.COPIES, "ulysses": estimates.Link(60e-6, 150e9)}
+EXCHANGES = {"gather": estimates.COLLECTIVE, "pull": estimates.COPIES, "ulysses": estimates.HEADS}
 """As measured on H200s of one host over NVLink, with packing. Exchanges of "ulysses" are several."""
 
 
 def exchange_seconds(method: str, moved: float) -> float:
-    """Of an exchange of so many bytes into the busiest rank."""
-    start, rate = EXCHANGES[method]
-    return start + moved / rate
+    """Of an exchange of so many bytes into the busiest rank, which writes them."""
+    return EXCHANGES[method].took(moved, moved)
 
 
-def gathered_bytes(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> float:
-    """Of keys and values that the busiest rank receives in 16 bits, when parts share keys."""
-    return max(sharding.pulled) * 2 * heads[1] / sharding.heads * head_dim * 2
+def gathered_bytes(sharding: Sharding, heads: tuple[int, int], head_dim: int, pieces: bool = False) -> float:
+    """Of keys and values that the busiest rank receives in 16 bits, when parts share keys.
+
+    Args:
+        pieces: whether pieces are sequences where the mask allows.
+    """
+    return max(sharding.pulled_of(sharding.needed(pieces))) * 2 * heads[1] / sharding.heads * head_dim * 2
 
 
 def divided_bytes(rows: int, ranks: int, heads: tuple[int, int], head_dim: int) -> float:
@@ -33,38 +37,58 @@ def divided_bytes(rows: int, ranks: int, heads: tuple[int, int], head_dim: int) 
     return rows / ranks * (ranks - 1) / ranks * 2 * (heads[0] + key_heads) * head_dim * 2
 
 
+def expected(
+    sharding: Sharding, method: str, heads: tuple[int, int], head_dim: int, backward: bool = False,
+    own_first: bool = False, positions: bool = False,
+) -> Estimate:  # fmt: skip
+    """Of a call's forward or backward in 16 bits, on H200s over NVLink.
+
+    Args:
+        own_first: whether calls begin with own keys.
+        positions: whether rows have positions in any case, as where scores or masks are functions.
+    """
+    pieces = sharding.parts == 1 or (method == "pull" and sharding.reach.right == 0 and not positions)
+    pace, link = estimates.BACKWARD if backward else estimates.FORWARD, EXCHANGES[method.split("×")[-1]]
+    found = estimates.estimate(sharding, heads, head_dim, pace, link, pieces=pieces)
+    waited = 0.0
+    if sharding.heads > 1:
+        waited = exchange_seconds("ulysses", divided_bytes_of(sharding, heads, head_dim))
+    if own_first and pieces and not backward:
+        waited = -estimates.seconds_saved(estimates.late(sharding), heads, head_dim)
+    return found._replace(exposed=found.exposed + waited, hidden=found.hidden + max(0.0, waited))
+
+
+def divided_bytes_of(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> float:
+    """Of rows that a rank receives because ranks divide heads."""
+    n = sharding.heads
+    return divided_bytes(max(sharding.rows) * n, n, heads, head_dim) if n > 1 else 0.0
+
+
 def explanation(plan: ContextPlan) -> str:
     sharding, ranks = plan.sharding, plan.ranks
+    pulled = sharding.pulled_of(sharding.needed(plan.by_pieces))
     mean = max(1, sum(sharding.areas)) / ranks.parts
     lines = [repr(plan), f"  method: {plan.method}, {plan.why}", "  rank    rows  pieces  scores / mean    keys pulled"]
     for rank, rows in enumerate(sharding.rows):
         part = rank // ranks.heads
         lines.append(
             f"  {rank:4} {rows:7} {len(sharding.by_rank[rank]):7}  {sharding.areas[part] / mean:13.3f}  "
-            f"{sharding.pulled[part]:13}"
+            f"{pulled[part]:13}"
         )
     if plan.heads is not None and plan.head_dim is not None:
-        lines.append(_expectation(plan, plan.heads, plan.head_dim))
+        lines += [_expectation(plan, plan.heads, plan.head_dim, backward) for backward in (False, True)]
     return "\n".join(lines)
 
 
-def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int) -> str:
-    sharding, ranks, batch = plan.sharding, plan.ranks, plan.batch or 1
-    first = plan.own_first(heads, head_dim)
-    found = (estimates.of_pull if first else estimates.estimate)(sharding, heads, head_dim)
-    ideal, slowest = found.ideal * batch, found.products * batch
-    gathered, divided, waited = gathered_bytes(sharding, heads, head_dim) * batch, 0.0, 0.0
-    if ranks.heads > 1:
-        divided = divided_bytes(max(sharding.rows) * ranks.heads, ranks.heads, heads, head_dim) * batch
-        waited += exchange_seconds("ulysses", divided)
-    if first:
-        waited += found.exposed - found.products
-    elif gathered:
-        waited += exchange_seconds(plan.method.split("×")[-1], gathered)
-    share = ideal / max(slowest + waited, 1e-12)
-    when = "beside and after those of own keys" if first else "before"
+def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int, backward: bool) -> str:
+    sharding, batch = plan.sharding, plan.batch or 1
+    first = not backward and plan.own_first(heads, head_dim)
+    found = expected(sharding, plan.method, heads, head_dim, backward, first, plan.batch is not None)
+    products, waited = 1e3 * batch * found.products, 1e3 * batch * (found.exposed - found.products)
+    received = gathered_bytes(sharding, heads, head_dim, plan.by_pieces) + divided_bytes_of(sharding, heads, head_dim)
+    when = "after" if backward else "beside and after those of own keys" if first else "before"
     return (
-        f"  forward in 16 bits, estimated for H200s over NVLink: {1e3 * slowest:.2f} ms of products, and "
-        f"{1e3 * waited:.2f} ms {when} for {(gathered + divided) / 1e6:.1f} MB that a rank receives: "
-        f"{share:.0%} of ideal"
+        f"  {'backward' if backward else 'forward'} in 16 bits, estimated for H200s over NVLink: {products:.2f} ms of "
+        f"products, and {waited:.2f} ms {when} for {batch * received / 1e6:.1f} MB that a rank receives: "
+        f"{found.efficiency[0]:.0%} of ideal"
     )

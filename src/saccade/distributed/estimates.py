@@ -3,40 +3,55 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from math import inf
 from typing import NamedTuple
 
+from saccade.distributed.pieces import Piece
 from saccade.distributed.sharding import Sharding
 
 
 class Link(NamedTuple):
-    """An exchange of n bytes takes `seconds + n / rate`."""
+    """An exchange of n bytes, with which m bytes are written, takes `seconds + n / rate + 2 m / memory` seconds."""
 
     seconds: float
     rate: float
+    memory: float = inf
+    """Of reading and writing what is written; beyond counting where that is in the rate."""
+
+    def took(self, moved: float, written: float) -> float:
+        return self.seconds + moved / self.rate + 2 * written / self.memory
 
 
 class Pace(NamedTuple):
-    """A row that sees n keys takes `4 h_q d factor (n + extra) / rate` seconds."""
+    """A row that sees n keys takes `4 h_q d factor (n + extra) / rate` seconds, and a key beyond one for each row, as
+    those of others are, as much as `keys` scores."""
 
     rate: float
     extra: int
     factor: float = 1.0
+    keys: int = 0
 
 
-# Measured on H200s of one host over NVLink, in bfloat16 (docs/findings/distributed.md): lines through 8, 34 and 67 MB.
-COPIES, COPIES_BACK = Link(30e-6, 316e9), Link(33e-6, 256e9)
-"""`pull`: keys and values, and the sums of their gradients."""
+# Measured on H200s of one host over NVLink, in bfloat16 (docs/findings/distributed.md).
+MEMORY = 3.3e12
+"""Bytes a second that kernels read and write."""
+COPIES = Link(30e-6, 370e9, MEMORY)
+"""`pull`: keys and values, or the sums of their gradients; a kernel writes all that a rank needs, its own too."""
 OWN_FIRST = False
 """Whether calls may begin with own keys: off until GPUs have compared the results."""
 BESIDE = Link(25e-6, 360e9)
 """Copies beside a call over own keys, and what a second call and a barrier cost."""
-SLOWED, MEMORY = 0.06, 3.3e12
-"""What kernels lose beside copies, and bytes a second that kernels read and write."""
+SLOWED = 0.06
+"""What kernels lose beside copies."""
 COLLECTIVE = Link(80e-6, 105e9)
 """`gather`, with packing."""
+HEADS = Link(60e-6, 150e9)
+"""`ulysses`: all exchanges of a call together, with packing."""
 INFINIBAND = Link(60e-6, 45e9)
 """Assumed: nine tenths of 400 Gb/s for each GPU."""
-FORWARD, BACKWARD = Pace(730e12, 256), Pace(615e12, 448, 2.5)
+FORWARD, BACKWARD = Pace(730e12, 256), Pace(615e12, 448, 2.5, 100)
+POSITIONS = 0.06
+"""What a backward loses where rows have positions, as by `gather`."""
 
 
 class Estimate(NamedTuple):
@@ -59,7 +74,7 @@ class Estimate(NamedTuple):
 
 def estimate(
     sharding: Sharding, heads: tuple[int, int], head_dim: int, pace: Pace = FORWARD, link: Link = COPIES,
-    host: int | None = None, beyond: Link = INFINIBAND,
+    host: int | None = None, beyond: Link = INFINIBAND, pieces: bool = True,
 ) -> Estimate:  # fmt: skip
     """Of a plan whose ranks share keys: parts of `heads` ranks.
 
@@ -68,30 +83,26 @@ def estimate(
         link: between ranks of one host.
         host: how many ranks a host has; None for all.
         beyond: between hosts. Both carry at the same time.
+        pieces: whether pieces are sequences where the mask allows; else rows have positions.
     """
     h_q, h_k = (h / sharding.heads for h in heads)
     operations = 4 * h_q * head_dim * pace.factor / pace.rate
-    work = [
-        operations * (area + pace.extra * sum(piece.rows for piece in pieces))
-        for area, pieces in zip(sharding.areas, sharding.by_part, strict=True)
-    ]
+    rows = [sum(piece.rows for piece in part) for part in sharding.by_part]
+    needed = sharding.needed(pieces)
+    keys = [sum(span.rows for span in spans) for spans in needed]
+    areas = [area + pace.extra * n for area, n in zip(sharding.areas, rows, strict=True)]
+    work = [operations * (area + pace.keys * (k - n)) for area, k, n in zip(areas, keys, rows, strict=True)]
+    if not pieces and pace.factor > 1 and len(work) > 1:
+        work = [x * (1 + POSITIONS) for x in work]
     size = 4 * h_k * head_dim  # bytes of a key and its value
     moved = [0.0] * len(work)
     if len(work) > 1:
-        near, far = rows_moved(sharding, host or len(work))
+        near, far = rows_moved(sharding, host or len(work), needed)
         links = (link, near), *([(beyond, far)] if host is not None and host < len(work) else [])
-        moved = [max(way.seconds + size * most[i] / way.rate for way, most in links) for i in range(len(work))]
+        moved = [max(way.took(size * most[i], size * keys[i]) for way, most in links) for i in range(len(work))]
     exposed = max(a + b for a, b in zip(work, moved, strict=True))
-    return Estimate(sum(work) / len(work), max(work), exposed, max(map(max, zip(work, moved, strict=True))))
-
-
-def of_pull(sharding: Sharding, heads: tuple[int, int], head_dim: int, backward: bool = False) -> Estimate:
-    """Of a causal call's forward or backward by `pull` on one host."""
-    if backward:
-        return estimate(sharding, heads, head_dim, BACKWARD, COPIES_BACK)
-    found = estimate(sharding, heads, head_dim, FORWARD, COPIES)
-    saved = saved_seconds(late(sharding), heads, head_dim)
-    return found._replace(exposed=found.exposed - max(0.0, saved))
+    ideal = operations * sum(areas) / len(work)
+    return Estimate(ideal, max(work), exposed, max(map(max, zip(work, moved, strict=True))))
 
 
 class Late(NamedTuple):
@@ -103,37 +114,44 @@ class Late(NamedTuple):
     """scores of own keys"""
     keys: int
     """of others"""
+    needed: int
+    """keys of its pieces"""
 
 
 def late(sharding: Sharding) -> list[Late]:
     """Of each part."""
     found = []
-    for pieces, area, pulled in zip(sharding.by_part, sharding.areas, sharding.pulled, strict=True):
+    parts = zip(sharding.by_part, sharding.areas, sharding.pulled, sharding.needed(True), strict=True)
+    for pieces, area, pulled, needed in parts:
         before = (sum(x.rows for x in others) for others in sharding.before(pieces))
         seen = [(piece.rows, keys) for piece, keys in zip(pieces, before, strict=True)]
         rows, scores = sum(rows for rows, keys in seen if keys), sum(rows * keys for rows, keys in seen)
-        found.append(Late(rows, area - scores, pulled))
+        found.append(Late(rows, area - scores, pulled, sum(x.rows for x in needed)))
     return found
 
 
 def saved_seconds(ranks: list[Late], heads: tuple[int, int], head_dim: int) -> float:
+    """`seconds_saved` where calls may begin with own keys, else zero."""
+    return max(0.0, seconds_saved(ranks, heads, head_dim)) if OWN_FIRST else 0.0
+
+
+def seconds_saved(ranks: list[Late], heads: tuple[int, int], head_dim: int) -> float:
     """Of a causal forward by `pull`, if all ranks begin with their own keys, and take those of others in a second call,
     whose results are merged; below zero where that costs more."""
-    if not OWN_FIRST:
-        return 0.0
     h_q, h_k = heads
     at_once, in_two = [0.0], [0.0]
-    for rows, scores, keys in ranks:
-        size, own = 4 * h_k * head_dim * keys, 4 * h_q * head_dim * scores / FORWARD.rate
-        copies = size / BESIDE.rate
+    for rows, scores, keys, needed in ranks:
+        size, own = 4 * h_k * head_dim, 4 * h_q * head_dim * scores / FORWARD.rate
+        copies = size * keys / BESIDE.rate
         beside = max(copies - own, SLOWED * copies)
-        at_once.append(COPIES.seconds + size / COPIES.rate)
-        in_two.append(BESIDE.seconds + beside + (2 * size + 6 * h_q * head_dim * rows) / MEMORY)
+        at_once.append(COPIES.took(size * keys, size * needed))
+        in_two.append(BESIDE.seconds + beside + (2 * size * keys + 6 * h_q * head_dim * rows) / MEMORY)
     return max(at_once) - max(in_two)
 
 
-def rows_moved(sharding: Sharding, host: int) -> tuple[list[int], list[int]]:
-    """For each part how many keys it receives, or sends if these are more: within its host, and beyond it."""
+def rows_moved(sharding: Sharding, host: int, needed: list[list[Piece]] | None = None) -> tuple[list[int], list[int]]:
+    """For each part how many of the needed keys, `sharding.keys` if omitted, it receives, or sends if these are more:
+    within its host, and beyond it."""
     owners: dict[int, list[tuple[int, int, int]]] = {}
     for part, pieces in enumerate(sharding.by_part):
         for document, start, stop in pieces:
@@ -141,7 +159,7 @@ def rows_moved(sharding: Sharding, host: int) -> tuple[list[int], list[int]]:
     for found in owners.values():
         found.sort()
     received, sent = ([[0] * sharding.parts for _ in range(2)] for _ in range(2))
-    for part, spans in enumerate(sharding.keys):
+    for part, spans in enumerate(sharding.keys if needed is None else needed):
         for document, first, last in spans:
             found = owners[document]
             at = max(0, bisect_right(found, (first, sharding.lengths[document] + 1, 0)) - 1)

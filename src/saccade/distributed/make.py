@@ -265,7 +265,8 @@ def _method(asked: Request) -> tuple[Ranks, str, str]:
     if heads[0] // ranks.size & (heads[0] // ranks.size - 1):
         many = f"dropout needs a power of two of heads for each rank, not {heads[0] // ranks.size}"
         return ranks, sharing, f"{many}; {why}"
-    gathered = (batch or 1) * gathered_bytes(Sharding(lengths, ranks.parts, 1, reach), heads, head_dim)
+    pieces = sharing == "pull" and batch is None
+    gathered = (batch or 1) * gathered_bytes(Sharding(lengths, ranks.parts, 1, reach), heads, head_dim, pieces)
     divided = (batch or 1) * divided_bytes(sum(lengths), ranks.size, heads, head_dim)
     times = exchange_seconds(sharing, gathered), exchange_seconds("ulysses", divided)
     told = (

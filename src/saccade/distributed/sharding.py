@@ -44,6 +44,11 @@ class Sharding:
         """The keys that each piece's rows see."""
         return [Piece(i, *self.reach.keys(self.lengths[i], start, stop)) for i, start, stop in pieces]
 
+    def needed(self, pieces: bool) -> list[list[Piece]]:
+        """For each part the keys of its calls: where pieces are sequences, as they may be where no row sees keys after
+        itself, those of each piece, of which some come twice; else `keys`."""
+        return [self.seen(part) for part in self.by_part] if pieces and self.reach.right == 0 else self.keys
+
     def before(self, pieces: list[Piece]) -> list[list[Piece]]:
         """For each of a rank's pieces the rows of its document before it that others have: causal rows see them all."""
         held: dict[int, list[Piece]] = {}
@@ -74,9 +79,13 @@ class Sharding:
     @property
     def pulled(self) -> list[int]:
         """How many keys of other parts each part needs."""
+        return self.pulled_of(self.keys)
+
+    def pulled_of(self, needed: list[list[Piece]]) -> list[int]:
+        """How many of these keys are of other parts."""
         return [
-            sum(span.rows for span in needed) - sum(overlap(span, pieces) for span in needed)
-            for needed, pieces in zip(self.keys, self._by_document(), strict=True)
+            sum(span.rows for span in spans) - sum(overlap(span, pieces) for span in spans)
+            for spans, pieces in zip(needed, self._by_document(), strict=True)
         ]
 
     def _by_document(self) -> list[dict[int, list[Piece]]]:

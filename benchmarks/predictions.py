@@ -1,0 +1,103 @@
+"""What `saccade.distributed.estimates` says beside what was measured, of every row in tables/*/*-ranks-*.jsonl.
+
+    python benchmarks/predictions.py
+
+A share is of ideal: one GPU's time over that of all ranks. Old rows call the method `pull` "saccade".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_cells import Cell, cells, methods, predicted
+
+TABLES = Path(__file__).with_name("tables")
+OWN_FIRST = {"8c0deff6"}
+"""Runs whose forwards began with own keys, before rows said so."""
+EARLIER = {
+    "pull": {
+        "16k-64:8": (0.96, 0.975),
+        "64k-64:8": (0.99, 0.95),
+        "16k-16:16": (0.75, 0.87),
+        "64k-16:16": (0.93, 1.01),
+    },
+    "gather": {
+        "16k-64:8": (0.95, 0.95),
+        "64k-64:8": (0.98, 0.91),
+        "16k-16:16": (0.56, 0.58),
+        "64k-16:16": (0.83, 0.89),
+    },
+    "ulysses": {
+        "16k-64:8": (0.77, 0.92),
+        "64k-64:8": (0.94, 0.97),
+        "16k-16:16": (0.61, 0.74),
+        "64k-16:16": (0.88, 0.96),
+    },
+}
+"""Forward and backward of two ranks before rows were kept: the first table of docs/findings/distributed.md."""
+MODES = "forward", "backward"
+
+
+def rows() -> list[dict[str, Any]]:
+    """Of the last run of each cell, by number of ranks, in the order of files."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for file in sorted(TABLES.glob("*/*-ranks-*.jsonl")):
+        runs: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            row["provider"] = "pull" if row["provider"] == "saccade" else row["provider"]
+            row.setdefault("own_first", row["run"] in OWN_FIRST)
+            runs[row["cell"], row["ranks"], row["run"]].append(row)
+        found |= {(cell, ranks): of_run for (cell, ranks, _), of_run in runs.items()}
+    return [row for of_cell in found.values() for row in of_cell if row.get("efficiency")]
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """The cell of a row's name and seed."""
+    found = (x for x in cells(row["ranks"]) if (x.name, x.seed) == (row["cell"], row["seed"]))
+    return next(found)
+
+
+class Pair(tuple[str, float, float]):
+    """What was measured, the share, and the prediction."""
+
+    @property
+    def off(self) -> float:
+        return self[2] / self[1] - 1
+
+
+def pairs() -> Iterator[Pair]:
+    for row in rows():
+        if row["provider"] in methods(row["ranks"]):
+            seed = "" if row["seed"] is None else f" {row['seed']}"
+            name = f"{row['ranks']} {row['provider']} {row['cell']}{seed} {row['mode']}"
+            share = predicted(cell_of(row), row["provider"], row["ranks"], row["mode"] == "backward", row["own_first"])
+            yield Pair((name, row["efficiency"], share))
+    by_name = {cell.name: cell for cell in cells(2)}
+    for method, found in EARLIER.items():
+        for name, shares in found.items():
+            for mode, share in zip(MODES, shares, strict=True):
+                told = predicted(by_name[name], method, 2, mode == "backward")
+                yield Pair((f"2 {method} {name} {mode}, before rows", share, told))
+
+
+def main() -> None:
+    print("| ranks, method, cell | measured | predicted | off |\n|---|---|---|---|")
+    found = [*pairs()]
+    for pair in found:
+        name, measured, told = pair
+        print(f"| {name} | {measured:.3f} | {told:.3f} | {pair.off:+.1%} |")
+    spread = geometric_mean([1 + abs(pair.off) for pair in found]) - 1
+    print(f"\n{len(found)} measured; {spread:.1%} off in the mean, {max(abs(pair.off) for pair in found):.1%} at most")
+
+
+if __name__ == "__main__":
+    main()
