@@ -1,5 +1,6 @@
-"""Attention over ranks by other libraries, for ranks.py: ring-flash-attention (its zigzag ring and its gather of keys,
-"llama3"), over FlashAttention-3's kernels and over saccade's, and torch's own ring.
+"""Attention over ranks by other libraries, for rank_work.py: ring-flash-attention, its zigzag ring (its plain one where
+all keys are seen) and its gather of keys, "llama3", over FlashAttention-3's kernels and over saccade's; and torch's own
+ring. A library that is not here has a provider that says so.
 
 ring-flash-attention calls four private functions of flash-attn 2. FlashAttention-3's operators stand for them here, as
 `saccade.compat.install("flash_attn")` puts saccade's there.
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,19 +28,38 @@ class Refused(Exception):
     """What a library does not take."""
 
 
-def providers(folder: Path, local: Any) -> dict[str, Any]:
+def providers(folder: Path | None, local: Any) -> dict[str, Any]:
     """By name, a function of a cell and whole tensors that makes a `local`."""
     found: dict[str, Any] = {}
-    if FlashAttention3().available(torch.device("cuda")) is None:
-        flash = _rings(folder, _flash_attention_3())
-        found |= {"zigzag fa3": _zigzag(flash, local), "llama3 fa3": _llama3(flash, local)}
-    own = _rings(folder, None)
-    found |= {"zigzag saccade": _zigzag(own, local), "llama3 saccade": _llama3(own, local)}
+    for kernels in ("fa3", "saccade"):
+        try:
+            modules = _rings(folder, kernels)
+            found |= {f"zigzag {kernels}": _zigzag(modules, local), f"llama3 {kernels}": _llama3(modules, local)}
+        except (Refused, ImportError) as problem:
+            found |= dict.fromkeys((f"zigzag {kernels}", f"llama3 {kernels}"), _missing(problem))
     return found | {"torch": _torch(local)}
 
 
-def _rings(folder: Path, flash: ModuleType | None) -> tuple[Any, Any]:
-    """Its modules, over these private functions; without its __init__, which imports transformers."""
+def _missing(problem: Exception) -> Callable[..., Any]:
+    def prepare(cell: Any, whole: list[Tensor]) -> Any:
+        raise Refused(str(problem))
+
+    return prepare
+
+
+def _check(cell: Any) -> None:
+    if cell.score is not None or cell.mask == "window":
+        raise Refused("takes full and causal masks without score functions")
+
+
+def _rings(folder: Path | None, kernels: str) -> tuple[Any, ...]:
+    """Its modules over these private functions; without its __init__, which imports transformers."""
+    if folder is None:
+        raise Refused("ring-flash-attention is not here: --peers PATH says where its package is")
+    missing = FlashAttention3().available(torch.device("cuda")) if torch.cuda.is_available() else "without GPUs"
+    if kernels == "fa3" and missing is not None:
+        raise Refused(f"FlashAttention-3: {missing}")
+    flash = _flash_attention_3() if kernels == "fa3" else None
     for name in [x for x in sys.modules if x.partition(".")[0] in ("ring_flash_attn", "flash_attn")]:
         del sys.modules[name]
     if flash is None:
@@ -48,8 +69,8 @@ def _rings(folder: Path, flash: ModuleType | None) -> tuple[Any, Any]:
     package = ModuleType("ring_flash_attn")
     package.__path__ = [str(folder / "ring_flash_attn")]
     sys.modules["ring_flash_attn"] = package
-    names = "zigzag_ring_flash_attn", "llama3_flash_attn_varlen"
-    return tuple(importlib.import_module(f"ring_flash_attn.{name}") for name in names)  # pyright: ignore[reportReturnType]
+    names = "zigzag_ring_flash_attn", "llama3_flash_attn_varlen", "ring_flash_attn"
+    return tuple(importlib.import_module(f"ring_flash_attn.{name}") for name in names)
 
 
 def _flash_attention_3() -> ModuleType:
@@ -93,27 +114,34 @@ def _lengths(cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int) -> dict[str, 
     return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
 
 
-def _zigzag(modules: tuple[Any, Any], local: Any) -> Callable[..., Any]:
+def _zigzag(modules: tuple[Any, ...], local: Any) -> Callable[..., Any]:
     def prepare(cell: Any, whole: list[Tensor]) -> Any:
-        if not cell.dense:
+        _check(cell)
+        if not cell.dense or cell.rows % (2 * dist.get_world_size()):
             raise Refused("takes documents of lengths that are multiples of twice the ranks")
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
         def rows(x: Tensor) -> Tensor:
+            if not causal:
+                return x.chunk(ranks)[rank][None]
             chunks = x.chunk(2 * ranks)
             return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])[None]
 
-        function = modules[0].zigzag_ring_flash_attn_func
-        return local([rows(x) for x in whole], lambda q, k, v: function(q, k, v, causal=True), rows)
+        causal = cell.mask == "causal"
+        function = modules[0].zigzag_ring_flash_attn_func if causal else modules[2].ring_flash_attn_func
+        return local([rows(x) for x in whole], lambda q, k, v: function(q, k, v, causal=causal), rows)
 
     return prepare
 
 
-def _llama3(modules: tuple[Any, Any], local: Any) -> Callable[..., Any]:
+def _llama3(modules: tuple[Any, ...], local: Any) -> Callable[..., Any]:
     def prepare(cell: Any, whole: list[Tensor]) -> Any:
-        rank, ranks, module = dist.get_rank(), dist.get_world_size(), modules[1]
-        offsets = torch.tensor([0, *cell.lengths], device="cuda").cumsum(0).int()
-        *lengths, keys = module.llama3_flash_attn_prepare_cu_seqlens(offsets, True, rank, ranks)
+        _check(cell)
+        rank, ranks, module, causal = dist.get_rank(), dist.get_world_size(), modules[1], cell.mask == "causal"
+        if cell.rows % ranks:
+            raise Refused(f"takes rows that {ranks} ranks divide, got {cell.rows}")
+        offsets = torch.tensor([0, *cell.lengths], device=whole[0].device).cumsum(0).int()
+        *lengths, keys = module.llama3_flash_attn_prepare_cu_seqlens(offsets, causal, rank, ranks)
 
         def rows(x: Tensor) -> Tensor:
             return x.chunk(ranks)[rank]
@@ -121,7 +149,7 @@ def _llama3(modules: tuple[Any, Any], local: Any) -> Callable[..., Any]:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             every = k.shape[1]  # all heads at once: the fastest here
             return module.llama3_flash_attn_varlen_func(
-                q, k, v, *lengths, heads_k_stride=every, local_k_slice=keys, causal=True
+                q, k, v, *lengths, heads_k_stride=every, local_k_slice=keys, causal=causal
             )
 
         return local([rows(x).contiguous() for x in whole], call, rows)
@@ -133,34 +161,46 @@ def _torch(local: Any) -> Callable[..., Any]:
     """`context_parallel` around scaled_dot_product_attention, keys repeated for each query head as its ring asks."""
 
     def prepare(cell: Any, whole: list[Tensor]) -> Any:
-        if not cell.dense:
-            raise Refused("takes no packed documents")
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel
+        _check(cell)
+        if not cell.dense or cell.rows % (2 * dist.get_world_size()):
+            raise Refused("takes one document whose length is a multiple of twice the ranks")
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        device, causal = whole[0].device.type, cell.mask == "causal"
         rank, ranks, (h_q, h_k) = dist.get_rank(), dist.get_world_size(), cell.heads
         group = h_q // h_k
 
         def rows(x: Tensor) -> Tensor:
             chunks = x.chunk(2 * ranks)
-            return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]).transpose(0, 1)[None]
+            mine = (rank, 2 * ranks - 1 - rank) if causal else (2 * rank, 2 * rank + 1)
+            return torch.cat([chunks[i] for i in mine]).transpose(0, 1)[None]
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-            function = torch.nn.functional.scaled_dot_product_attention
+            _balance(causal)
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return function(q, k, v, is_causal=True)
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-        # Its operands are sharded when the context begins, and calls in it are over ranks.
-        if not _entered:
-            some = torch.zeros(1, 1, 4 * ranks, 1, device="cuda")
-            _entered.append(context_parallel(mesh, buffers=[some], buffer_seq_dims=[2]))
-            _entered[0].__enter__()
+        _enter(device, ranks)
         return local([rows(x).contiguous() for x in whole], call, rows)
 
     return prepare
 
 
-_entered: list[Any] = []
+def _balance(causal: bool) -> None:
+    """Whether ranks have a chunk from each end, which torch's ring takes of causal masks alone."""
+    from torch.distributed.tensor.experimental import _attention
+
+    vars(_attention)["_cp_options"].enable_load_balance = causal
+
+
+@cache
+def _enter(device: str, ranks: int) -> Any:
+    """Once, for good: its operands are sharded when it begins, and calls in it are over ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    some = torch.zeros(1, 1, 4 * ranks, 1, device=device)
+    context = context_parallel(init_device_mesh(device, (ranks,)), buffers=[some], buffer_seq_dims=[2])
+    context.__enter__()
+    return context
