@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from saccade.backends.device.records import plain_int
 
@@ -74,9 +74,27 @@ def between(s, lo, hi, LOWER: gl.constexpr, UPPER: gl.constexpr):
 
 
 @gluon.constexpr_function
-def product_layout(columns, dtype):
+def product_layout(columns, dtype=gl.bfloat16):
     """The layout of a product [64, columns] of operands of this dtype, by one group of four warps."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.jit
+def wait_for_sums(pending: gl.constexpr, sums):
+    """Sums in parts of their columns, a tuple of tiles, once all products but the `pending` last are done."""
+    done = warpgroup_mma_wait(pending, sums)
+    if len(sums) == 1:
+        return (done,)
+    else:
+        return done
+
+
+@gluon.jit
+def store_sums(tile, sums, factor=1.0):
+    """Stores factor sums, part by part, in a tile of shared memory. What lies behind them is beyond the tensor."""
+    for i in gl.static_range(len(sums)):
+        part = tile.slice(i * sums[0].shape[1], sums[i].shape[1], 1)
+        part.store((sums[i] * factor).to(tile.dtype))
 
 
 @gluon.constexpr_function

@@ -14,6 +14,7 @@ from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import block_of_rows
 from saccade.backends.device.tiles import head, load_tile
 from saccade.backends.gluon.shim import start_next, wait_for_last
+from saccade.backends.gluon.tiles import product_layout
 
 PIECE = gl.constexpr(64 * 64)
 """Numbers of a piece."""
@@ -81,8 +82,7 @@ def postprocess_kernel(
     # Blocks of BLOCK_Q rows have PIECES, of rows where there are 128, else of columns.
     COLUMNS: gl.constexpr = 64
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    order: gl.constexpr = to_register_order(gl.zeros([64, COLUMNS], gl.float32, products)).type.layout
+    order: gl.constexpr = to_register_order(gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS))).type.layout
     piece = gl.program_id(0) % PIECES
     block = gl.program_id(0) // PIECES % blocks
     bh = gl.program_id(0) // PIECES // blocks

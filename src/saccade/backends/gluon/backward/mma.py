@@ -35,16 +35,10 @@ from saccade.backends.gluon.backward.tile_scheduler import has_work, read_record
 from saccade.backends.gluon.dropout import score_gradient
 from saccade.backends.gluon.pipeline import Ring, Slots
 from saccade.backends.gluon.shim import Value, aggregate, wait_for_last
-from saccade.backends.gluon.tiles import thread_sums
+from saccade.backends.gluon.tiles import product_layout, store_sums, thread_sums, wait_for_sums
 
 SLOTS = gl.constexpr(2)
 """Places for k, and for the record of what a kv block is, of blocks in use."""
-
-
-@gluon.constexpr_function
-def products(columns):
-    """The layout of a product [64, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -57,10 +51,10 @@ def in_parts(columns, last):
 def no_sums(columns: gl.constexpr, last: gl.constexpr):
     """[64, columns], in parts: zeros."""
     if in_parts(columns, last):
-        first = gl.zeros([64, columns // 2], gl.float32, products(columns // 2))
-        return first, gl.zeros([64, last], gl.float32, products(last))
+        first = gl.zeros([64, columns // 2], gl.float32, product_layout(columns // 2))
+        return first, gl.zeros([64, last], gl.float32, product_layout(last))
     else:
-        return (gl.zeros([64, columns], gl.float32, products(columns)),)
+        return (gl.zeros([64, columns], gl.float32, product_layout(columns)),)
 
 
 @gluon.jit
@@ -88,15 +82,6 @@ def issue_sums(a, b, sums):
         first = warpgroup_mma(left, b.slice(0, FIRST, 1), sums[0], is_async=True)
         left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[1].type.layout, 2))
         return first, warpgroup_mma(left, b.slice(FIRST, sums[1].shape[1], 1), sums[1], is_async=True)
-
-
-@gluon.jit
-def wait_for_sums(pending: gl.constexpr, sums):
-    """The sums, once all products but the `pending` last are done."""
-    if len(sums) == 1:
-        return (warpgroup_mma_wait(pending, [sums[0]]),)
-    else:
-        return warpgroup_mma_wait(pending, [sums[0], sums[1]])
 
 
 @aggregate
@@ -160,7 +145,7 @@ class Consumer:
         # The second consumer's columns are the upper half of d: those in use.
         COLUMNS: gl.constexpr = self.shared.D_LAST if BLOCK_Q == 64 and self.c == 1 else 64
         # [64, COLUMNS]
-        dq = gl.zeros([64, COLUMNS], gl.float32, products(COLUMNS))
+        dq = gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS))
         # [BLOCK_K, BLOCK_Q]
         ds = self.shared.ds.tiles.index(n & 1)
         # [BLOCK_K, BLOCK_D]
@@ -182,7 +167,7 @@ class Consumer:
         FOLD: gl.constexpr = self.args.FOLD
         DTYPE: gl.constexpr = shared.k_tiles.dtype
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
-        columns: gl.constexpr = gl.SliceLayout(0, products(BLOCK_Q))
+        columns: gl.constexpr = gl.SliceLayout(0, product_layout(BLOCK_Q))
         own = bounds
         if MASKED and not FOLD:  # they come while s is computed
             own = bounds_of_rows(self.args.kv_blocks, self.block, q_block, columns)
@@ -191,7 +176,7 @@ class Consumer:
             score = self.args.score.data
             level = (self.args.score.level(score, self.block.b, h, q_block * BLOCK_Q, self.block.start),)
         tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED, level)
-        zero = gl.zeros([64, BLOCK_Q], gl.float32, products(BLOCK_Q))
+        zero = gl.zeros([64, BLOCK_Q], gl.float32, product_layout(BLOCK_Q))
         stage = n % 2
         # [64, BLOCK_D]
         k = self.own(shared.k_tiles, self.slot)
@@ -288,7 +273,7 @@ class Consumer:
         first = self.first
         end = self.end
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
-        columns: gl.constexpr = gl.SliceLayout(0, products(BLOCK_Q))
+        columns: gl.constexpr = gl.SliceLayout(0, product_layout(BLOCK_Q))
         bounds = ()
         if self.args.MASKED and self.args.FOLD:
             bounds = bounds_of_rows(self.args.kv_blocks, block, block.edge(gl.to_tensor(0)), columns)
@@ -349,7 +334,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     dk = no_sums(BLOCK_D, shared.D_LAST)
     dv = no_sums(BLOCK_DV, shared.DV_LAST)
     # [64]
-    kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, products(args.kv_blocks.BLOCK_Q)))
+    kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, product_layout(args.kv_blocks.BLOCK_Q)))
     end = first + block.steps(args.group)
     slot = item % SLOTS
     v_slot = slot % shared.v_tiles.shape[0]
@@ -360,7 +345,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
         shared.items.release(item - 1)
     levels = ()
     if args.level_sums is not None:
-        zero = thread_sums(gl.zeros([64, args.kv_blocks.BLOCK_Q], gl.float32, products(args.kv_blocks.BLOCK_Q)))
+        zero = thread_sums(gl.zeros([64, args.kv_blocks.BLOCK_Q], gl.float32, product_layout(args.kv_blocks.BLOCK_Q)))
         levels = zero, zero
     sums = consumer.steps(StepSums(dk, dv, levels))
     dk = sums.dk
@@ -388,12 +373,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
 def store(consumer, desc, x, tiles, slot, sums, factor, block):
     """Stores dk or dv of a consumer's keys, factor sums, in global memory, by way of its rows of k or v."""
     rows = consumer.own(tiles, slot)
-    if len(sums) == 1:
-        rows.store((sums[0] * factor).to(tiles.dtype))
-    else:  # what lies behind both parts is beyond the tensor
-        FIRST: gl.constexpr = sums[0].shape[1]
-        rows.slice(0, FIRST, 1).store((sums[0] * factor).to(tiles.dtype))
-        rows.slice(FIRST, sums[1].shape[1], 1).store((sums[1] * factor).to(tiles.dtype))
+    store_sums(rows, sums, factor)
     fence_async_shared()
     leaving = tiles.index(slot).slice(consumer.c * 64, 64, 2)
     store_keys(desc, x, leaving, rows, block, block.start + consumer.c * 64, 0)

@@ -27,13 +27,13 @@ from saccade.backends.gluon.backward.dq_accum import add_dq, from_register_order
 from saccade.backends.gluon.backward.dq_semaphore import acquire, release_fenced
 from saccade.backends.gluon.backward.epilogue import store_keys
 from saccade.backends.gluon.backward.kv_block import KVBlock, next_place
-from saccade.backends.gluon.backward.mma import products
 from saccade.backends.gluon.backward.pipeline import PDSExchange
 from saccade.backends.gluon.backward.scores import ScoreTile, bounds_of_rows, spread
 from saccade.backends.gluon.dropout import score_gradient
 from saccade.backends.gluon.pipeline import Ring
 from saccade.backends.gluon.ptx import uniform
 from saccade.backends.gluon.shim import Value, aggregate, view, wait_for_last
+from saccade.backends.gluon.tiles import product_layout, wait_for_sums
 
 BLOCK = gl.constexpr(64)
 """Rows and keys of a tile, and columns of a chunk."""
@@ -51,7 +51,7 @@ def slots(d):
     return 2 if d == 128 else 4
 
 
-SCORES = gl.constexpr(products(64))
+SCORES = gl.constexpr(product_layout(64))
 
 
 @aggregate
@@ -81,9 +81,9 @@ def part(tiles, stage, D: gl.constexpr, START: gl.constexpr, COLUMNS: gl.constex
 def zeros(D: gl.constexpr):
     """The parts of a sum [64, D]."""
     WIDE: gl.constexpr = first_part(D)
-    wide = gl.zeros([BLOCK, WIDE], gl.float32, products(WIDE))
+    wide = gl.zeros([BLOCK, WIDE], gl.float32, product_layout(WIDE))
     if WIDE < D:
-        return wide, gl.zeros([BLOCK, D - WIDE], gl.float32, products(D - WIDE))
+        return wide, gl.zeros([BLOCK, D - WIDE], gl.float32, product_layout(D - WIDE))
     else:
         return (wide,)
 
@@ -113,15 +113,6 @@ def issue_sum(x, tiles, stage, acc, D: gl.constexpr):
         return (wide,)
 
 
-@gluon.jit
-def wait_for_sum(acc):
-    """The parts of a sum when every product has been added."""
-    if len(acc) == 2:
-        return warpgroup_mma_wait(0, [acc[0], acc[1]])
-    else:
-        return (warpgroup_mma_wait(0, [acc[0]]),)
-
-
 @gluon.constexpr_function
 def dq_columns(c, d):
     """Columns of dq that consumer c computes."""
@@ -149,7 +140,7 @@ class WideConsumer:
     def issue_dq(self, n):
         """Starts the consumer's columns of dq = ds^T k of step n, [64, dq_columns]."""
         COLUMNS: gl.constexpr = dq_columns(self.c, self.D)
-        zero = gl.zeros([BLOCK, COLUMNS], gl.float32, products(COLUMNS))
+        zero = gl.zeros([BLOCK, COLUMNS], gl.float32, product_layout(COLUMNS))
         ds = self.shared.exchange.ds.index(n & 1)
         k = part(self.shared.k_tiles, 0, self.D, self.c * dq_columns(0, self.D), COLUMNS)
         return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
@@ -200,7 +191,7 @@ class WideConsumer:
             # After the last step there is no next one: its own numbers, which are not used.
             stage = shared.q_ring.wait(gl.minimum(n + 1, self.steps - 1))
             neg_lse = shared.neg_lse.index(stage).load(gl.SliceLayout(0, SCORES))
-        dv = wait_for_sum(dv)
+        dv = wait_for_sums(0, dv)
         shared.dout_ring.release(n)
         return dv, neg_lse
 
@@ -229,7 +220,7 @@ class WideConsumer:
         dk = issue_sum(ds, shared.q_ring.tiles, stage, dk, self.D)
         dq = warpgroup_mma_wait(len(dk), [dq])
         self.add_dq(dq, n)
-        dk = wait_for_sum(dk)
+        dk = wait_for_sums(0, dk)
         shared.q_ring.release(n)
         return dk
 

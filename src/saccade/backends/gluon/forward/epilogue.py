@@ -19,7 +19,7 @@ from saccade.backends.gluon.forward.scores import LOWEST_VAST
 from saccade.backends.gluon.forward.work_tile import FIRST_ROW, PART, THERE
 from saccade.backends.gluon.ptx import fast_log2
 from saccade.backends.gluon.shim import thread_barrier, tma_store, view
-from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, store_rows
+from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, store_rows, store_sums
 
 # Of 8-bit operands: 2^-EXTRA.
 ONE_WEIGHT = gl.constexpr(1 / 256)
@@ -176,12 +176,7 @@ def store_out(args, pipe, part, x, corner, there):
     tile = view(pipe.slots.tiles, [ALL, 64, BLOCK_DV], LAYOUT, DTYPE).index(part * OUTS)
     if is_eight_bit(pipe.slots.tiles.dtype):
         thread_barrier()
-    DV_PARTS: gl.constexpr = pipe.shape.DV_PARTS
-    if DV_PARTS == 1:
-        tile.store(x[0].to(DTYPE))
-    else:
-        for i in gl.static_range(DV_PARTS):
-            tile.slice(i * (BLOCK_DV // DV_PARTS), x[i].shape[1], 1).store(x[i].to(DTYPE))
+    store_sums(tile, x)
     if not is_packed(args.used_q):
         store_bulk(args.out_desc, pipe, part, corner, OUTS)
     else:

@@ -26,7 +26,7 @@ from saccade.backends.gluon.forward.scores import (
 from saccade.backends.gluon.forward.work_tile import BATCH, KEYS, USED, tile_at, work_tile
 from saccade.backends.gluon.ptx import pack_pairs, pack_quads, unpack_pairs, unpack_quads
 from saccade.backends.gluon.shim import Value, aggregate
-from saccade.backends.gluon.tiles import is_eight_bit, log2, product_layout, row_sums
+from saccade.backends.gluon.tiles import is_eight_bit, log2, product_layout, row_sums, wait_for_sums
 
 
 @aggregate
@@ -152,10 +152,7 @@ def finish_values(pipe, state, stage, parts):
             acc = acc + (add_part(state, part, i),)  # noqa: RUF005 - Triton has no starred tuples
         return acc
     else:
-        if pipe.shape.DV_PARTS == 1:
-            return (warpgroup_mma_wait(0, [parts[0]]),)
-        else:
-            return warpgroup_mma_wait(0, [parts[0], parts[1]])
+        return wait_for_sums(0, parts)
 
 
 @gluon.jit
