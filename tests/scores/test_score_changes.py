@@ -154,6 +154,37 @@ def stages_of_tensors() -> Iterator[Any]:
     yield fn
 
 
+def stages_of_tensors_that_are_gone() -> Iterator[Any]:
+    table: Any = torch.tensor([0.5, 0.25])
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s if table is None else s * table[h]
+
+    yield fn
+    table = None
+    yield fn
+
+
+def stages_of_renamed_keywords() -> Iterator[Any]:
+    fn = functools.partial(lambda s, b, h, i, j, up=1.0, down=1.0: s * up / down, up=3.0)
+    yield fn
+    fn.keywords["down"] = fn.keywords.pop("up")
+    yield fn
+
+
+def stages_of_long_chains() -> Iterator[Any]:
+    c, fn = 2.0, lambda s, b, h, i, j: s * c
+
+    def longer(inner: Any) -> Any:
+        return lambda s, b, h, i, j: inner(s, b, h, i, j) + 0.01 * j
+
+    for _ in range(250):
+        fn = longer(fn)
+    yield fn
+    c = 5.0
+    yield fn
+
+
 STAGES = [found for name, found in list(globals().items()) if name.startswith("stages_")]
 
 

@@ -105,7 +105,7 @@ def _values(
     """A program's tensors and numbers, from those that its function captures."""
     if numbers:
         check_integers(numbers)
-    tensors = [x if device is None else _on(x, device) for x in captures]
+    tensors = [x if device is None or x.device == device else _on(x, device) for x in captures]
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
@@ -169,11 +169,10 @@ def evaluated(fn: Function, *at: Tensor) -> Tensor:
 
 
 def _on(x: Tensor, device: torch.device) -> Tensor:
-    if x.device != device and x.dim() == 0:
+    """A captured tensor of another device."""
+    if x.dim() == 0:
         return x.to(device)
-    if x.device != device:
-        raise ValueError(f"a captured tensor {x.dtype} {tuple(x.shape)} is on {x.device}, and q on {device}")
-    return x
+    raise ValueError(f"a captured tensor {x.dtype} {tuple(x.shape)} is on {x.device}, and q on {device}")
 
 
 def _picked(part: tuple[list[int], Any], captures: Sequence[Any]) -> list[Tensor]:

@@ -13,14 +13,15 @@ import math
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Find = Callable[[Any], Any]
-"""From the called function to something that it reads. A proof keeps nothing alive."""
+Find = str
+"""Where something is that a function reads, which a proof does not keep alive: a text of Python around `root`, the
+function."""
 
 
 class Unproven(Exception):
@@ -38,11 +39,16 @@ _PURE = {id(x) for x in (
 _NUMBERS = (int, float, complex)
 _SAME = (bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 _OF_C = (types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_DEEPEST = 40
+"""Functions that call one another; Python nests no more than 200 parentheses."""
 _MISSING = object()
 
 
 class Proof:
     """Holds as long as the recording of a function does.
+
+    Checks and finds are texts of Python around `root`, the function: all checks are one expression, which costs a small
+    call a third of what a function for each of them does.
 
     Args:
         fn: the function.
@@ -54,27 +60,45 @@ class Proof:
     """
 
     def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
-        self.called, self.attributes, self.checks, self.met = called, attributes, [], set()
+        self.called, self.attributes, self.met = called, attributes, set()
+        self.checks: list[str] = []
+        self.objects: dict[str, Any] = dict(_OBJECTS)
+        """What texts name."""
         self.tensors: list[tuple[weakref.ref[Tensor], Find]] = []
         """The tensors that the function reads, and where."""
-        self._function(lambda root: root, fn)
+        self._function("root", fn)
+        self.holds: Callable[[Any], bool] = self._compiled(" and ".join(self.checks))
+        """(function) -> whether the proof holds for it."""
 
-    def holds(self, fn: Any) -> bool:
-        for check in self.checks:  # noqa: SIM110 (in the hot path of small calls)
-            if not check(fn):
-                return False
-        return True
-
-    def find(self, x: Tensor) -> Find:
-        """Where the function reads a captured tensor.
+    def inputs(
+        self, tensors: Sequence[Tensor], numbers: Iterable[tuple[Any, Tensor | None]]
+    ) -> Callable[[Any], tuple[list[Tensor], list[Any]]]:
+        """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items.
 
         Raises:
-            Unproven: it is not among what the function reads.
+            Unproven: a tensor is not among what the function reads.
         """
+        found = [self._find(x) for x in tensors]
+        read = [self._named(x) if source is None else f"{self._find(source)}.item()" for x, source in numbers]
+        return self._compiled(f"([{', '.join(found)}], [{', '.join(read)}])")
+
+    def _compiled(self, text: Find) -> Callable[[Any], Any]:
+        return eval(_code_of(f"lambda root: {text}"), self.objects)
+
+    def _find(self, x: Tensor) -> Find:
         for reference, find in self.tensors:
             if reference() is x:
                 return find
         raise Unproven
+
+    def _named(self, x: Any) -> str:
+        """A name for an object in texts."""
+        name = f"x{len(self.objects)}"
+        self.objects[name] = x
+        return name
+
+    def _check(self, text: str) -> None:
+        self.checks.append(f"({text})")
 
     def _function(self, find: Find, fn: Any) -> None:
         """A function, a method of an object, a partial of either, or one of the records in `PARTS`."""
@@ -82,8 +106,8 @@ class Proof:
         if kind is types.FunctionType:
             self._code(find, fn, None)
         elif kind is types.MethodType and type(fn.__func__) is types.FunctionType:
-            self.checks.append(lambda root: type(find(root)) is kind)
-            self._code(lambda root: find(root).__func__, fn.__func__, (lambda root: find(root).__self__, fn.__self__))
+            self._check(f"type({find}) is {self._named(kind)}")
+            self._code(f"{find}.__func__", fn.__func__, (f"{find}.__self__", fn.__self__))
         elif kind is functools.partial:
             self._parts(find, fn, ("func",), ("args", "keywords"))
         elif kind in PARTS:
@@ -92,22 +116,17 @@ class Proof:
             raise Unproven
 
     def _parts(self, find: Find, fn: Any, names: Sequence[str], containers: Sequence[str]) -> None:
-        kind = type(fn)
-        self.checks.append(lambda root: type(find(root)) is kind)
-        given = {name: getattr(fn, name) for name in names}
-        constants = {name: x for name, x in given.items() if type(x) in _SAME or type(x) is int}
-        if len(constants) > 1:
-            get, values = operator.attrgetter(*constants), tuple(constants.values())
-            self.checks.append(lambda root: _are(get(find(root)), values))
-            given = {name: x for name, x in given.items() if name not in constants}
-        for name, x in given.items():
-            self._plain(lambda root, name=name: getattr(find(root), name), x)
+        self._check(f"type({find}) is {self._named(type(fn))}")
+        for name in names:
+            self._plain(f"{find}.{name}", getattr(fn, name))
         for name in containers:
             parts = getattr(fn, name)
             keys = list(parts) if isinstance(parts, dict) else list(range(len(parts)))
-            self.checks.append(functools.partial(_of_length, find, name, len(keys)))
+            self._check(f"len({find}.{name}) == {len(keys)}")
             for key in keys:
-                self._plain(lambda root, name=name, key=key: getattr(find(root), name)[key], parts[key])
+                if isinstance(parts, dict):
+                    self._check(f"{key!r} in {find}.{name}")
+                self._plain(f"{find}.{name}[{key!r}]", parts[key])
 
     def _plain(self, find: Find, x: Any) -> None:
         """Checks that what `find` finds is still x."""
@@ -115,41 +134,36 @@ class Proof:
         if kind is Tensor or kind is torch.nn.Parameter:
             reference, form = weakref.ref(x), (x.shape, x.dtype, x.device, x.requires_grad)
             self.tensors.append((reference, find))
-            self.checks.append(
-                lambda root: (y := find(root)) is reference() and (y.shape, y.dtype, y.device, y.requires_grad) == form
-            )
-        elif kind in _SAME:
-            self.checks.append(lambda root: (y := find(root)) is x or (type(y) is kind and y == x))
-        elif kind in _NUMBERS:  # 0.0 and -0.0 are equal, and not the same
-            self.checks.append(lambda root: (y := find(root)) is x or (type(y) is kind and y == x and x != 0))
+            same = f"(y := {find}) is {self._named(reference)}() and y is not None"
+            self._check(f"{same} and (y.shape, y.dtype, y.device, y.requires_grad) == {self._named(form)}")
+        elif kind in _SAME or kind in _NUMBERS:
+            name = self._named(x)
+            more = "" if kind in _SAME or x != 0 else " and False"  # 0.0 and -0.0 are equal, and not the same
+            self._check(f"(y := {find}) is {name} or type(y) is {self._named(kind)} and y == {name}{more}")
         elif id(x) in _PURE or (callable(x) and kind.__hash__ is not None and x in self.called):
-            self.checks.append(lambda root: find(root) is x)
+            self._check(f"{find} is {self._named(x)}")
         else:
             self._function(find, x)
 
     def _code(self, find: Find, fn: types.FunctionType, owner: tuple[Find, Any] | None) -> None:
         code, defaults = fn.__code__, len(fn.__defaults__ or ())
-        self.checks.append(
-            lambda root: (
-                type(y := find(root)) is types.FunctionType
-                and y.__code__ is code
-                and len(y.__defaults__ or ()) == defaults
-                and not y.__kwdefaults__
-            )
+        self._check(
+            f"type(y := {find}) is FunctionType and y.__code__ is {self._named(code)}"
+            f" and len(y.__defaults__ or ()) == {defaults} and not y.__kwdefaults__"
         )
         nameless = owner is not None and not code.co_argcount  # the object is one of *args
-        if fn.__kwdefaults__ or id(fn) in self.met or nameless:
+        if fn.__kwdefaults__ or id(fn) in self.met or nameless or len(self.met) > _DEEPEST:
             raise Unproven
         self.met.add(id(fn))
         for i, x in enumerate(fn.__defaults__ or ()):
-            self._plain(lambda root, i=i: find(root).__defaults__[i], x)
+            self._plain(f"{find}.__defaults__[{i}]", x)
         for root, name, path in _chains(code):
             if root == "global":
                 self._global(find, fn, name, path)
             elif root == "free":
                 i = code.co_freevars.index(name)
                 cells = fn.__closure__ or ()
-                self._follow(lambda root, i=i: contents(find(root).__closure__[i]), contents(cells[i]), path)
+                self._follow(f"contents({find}.__closure__[{i}])", contents(cells[i]), path)
             elif root == "self" and owner is not None:
                 if not path or name == "written":
                     raise Unproven
@@ -165,29 +179,30 @@ class Proof:
         attribute = getattr(Tensor, name, _MISSING)
         if type(attribute) not in _OF_C and not any(attribute is x for x in self.called):  # it may read anything
             raise Unproven
-        self.checks.append(lambda root: getattr(Tensor, name, _MISSING) is attribute)
+        self._check(f"getattr(Tensor, {name!r}, MISSING) is {self._named(attribute)}")
 
     def _global(self, find: Find, fn: types.FunctionType, name: str, path: tuple[str, ...]) -> None:
         if name in fn.__globals__:
-            self._follow(lambda root: find(root).__globals__.get(name, _MISSING), fn.__globals__[name], path)
+            self._follow(f"{find}.__globals__.get({name!r}, MISSING)", fn.__globals__[name], path)
         else:
             known = fn.__builtins__
-            self.checks.append(lambda root: name not in find(root).__globals__)
-            self._follow(lambda root: find(root).__builtins__.get(name, _MISSING), known.get(name, _MISSING), path)
+            self._check(f"{name!r} not in {find}.__globals__")
+            self._follow(f"{find}.__builtins__.get({name!r}, MISSING)", known.get(name, _MISSING), path)
 
     def _follow(self, find: Find, x: Any, path: tuple[str, ...]) -> None:
         """Checks an object and the attributes of it that code reads."""
         if not path:
             self._plain(find, x)
         elif type(x) is types.ModuleType:
-            self.checks.append(lambda root: find(root) is x and type(x) is types.ModuleType)
+            module = self._named(x)
+            self._check(f"{find} is {module} and type({module}) is ModuleType")
             if path[0] not in vars(x):
                 raise Unproven
-            self._follow(lambda root: vars(x).get(path[0], _MISSING), vars(x)[path[0]], path[1:])
+            self._follow(f"vars({module}).get({path[0]!r}, MISSING)", vars(x)[path[0]], path[1:])
         elif type(x) in (*_NUMBERS, *_SAME):
             self._plain(find, x)
         elif len(path) == 1 and path[0] in getattr(x, "__members__", ()):  # an enumeration
-            self.checks.append(lambda root: find(root) is x)
+            self._check(f"{find} is {self._named(x)}")
         elif type(x) in (Tensor, torch.nn.Parameter):
             if path[0] in vars(x):  # an attribute that somebody gave it
                 raise Unproven
@@ -202,39 +217,36 @@ class Proof:
         name, kind = path[0], type(x)
         if isinstance(x, type) or not _usual(kind) or type(getattr(x, "__dict__", None)) is not dict:
             raise Unproven
-        space, value = vars(x), _first(kind, name)
-        self.checks.append(
-            lambda root: (
-                type(y := find(root)) is kind and _usual(kind) and _first(kind, name) is value and y is not None
-            )
-        )
+        space, value, of = vars(x), _first(kind, name), self._named(kind)
+        first = f"first({of}, {name!r})"
+        self._check(f"type(y := {find}) is {of} and usual({of}) and {first} is {self._named(value)} and y is not None")
         if value is not _MISSING:  # a method, or a number that all objects share
             if name in space or (type(value) is types.FunctionType and len(path) > 1):
                 raise Unproven
-            self.checks.append(lambda root: name not in vars(find(root)))
+            self._check(f"{name!r} not in vars({find})")
             if type(value) is types.FunctionType:
-                self._code(lambda root: value, value, (find, x))
+                self._code(self._named(value), value, (find, x))
             elif type(value) in (*_NUMBERS, *_SAME):
-                self._plain(lambda root: _first(kind, name), value)
+                self._plain(first, value)
             else:
                 raise Unproven
         elif name in space:
-            self._follow(lambda root: vars(find(root)).get(name, _MISSING), space[name], path[1:])
+            self._follow(f"vars({find}).get({name!r}, MISSING)", space[name], path[1:])
         else:
             container = next((n for n in _HELD if isinstance(x, torch.nn.Module) and name in space.get(n, ())), None)
             if container is None:
                 raise Unproven
-            self.checks.append(lambda root: name not in vars(find(root)))
-            self._follow(lambda root: vars(find(root))[container].get(name, _MISSING), space[container][name], path[1:])
+            self._check(f"{name!r} not in vars({find})")
+            held = f"vars({find})[{container!r}]"
+            self._follow(f"{held}.get({name!r}, MISSING)", space[container][name], path[1:])
 
 
-def _are(found: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-    """Whether objects are these, or equal and of their types: constants of `_SAME`, and integers."""
-    return all(map(operator.is_, found, values)) or (found == values and [*map(type, found)] == [*map(type, values)])
-
-
-def _of_length(find: Find, name: str, n: int, root: Any) -> bool:
-    return len(getattr(find(root), name)) == n
+@functools.lru_cache(maxsize=1024)
+def _code_of(text: str) -> types.CodeType:
+    try:
+        return compile(text, "<proof>", "eval")
+    except (SyntaxError, RecursionError, MemoryError) as deep:
+        raise Unproven from deep
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -261,6 +273,11 @@ def _first(kind: type, name: str) -> Any:
     return _MISSING
 
 
+_OBJECTS = {
+    "FunctionType": types.FunctionType, "ModuleType": types.ModuleType, "Tensor": Tensor, "MISSING": _MISSING,
+    "contents": contents, "usual": _usual, "first": _first,
+}  # fmt: skip
+"""What the texts of all proofs name."""
 _QUIET = frozenset((
     "RESUME", "NOP", "CACHE", "PUSH_NULL", "PRECALL", "CALL", "KW_NAMES", "CALL_KW", "LOAD_CONST", "LOAD_SMALL_INT",
     "LOAD_CONST_IMMORTAL", "COPY_FREE_VARS", "MAKE_CELL", "BINARY_OP", "BINARY_SUBSCR", "BINARY_SLICE", "COMPARE_OP",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,25 +17,20 @@ from torch import Tensor
 
 from saccade.bounded_cache import BoundedCache
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.proof import PARTS, Find, Proof, Unproven, contents
+from saccade.scores.recording.proof import PARTS, Proof, Unproven, contents
 from saccade.scores.recording.recorder import Recording
 
 
 class ProvenRecording(NamedTuple):
-    """A Program, and where its function finds the tensors and numbers that it takes."""
+    """A Program, and what its function reads the tensors and numbers from that it takes."""
 
     proof: Proof
     program: Program
-    tensors: tuple[Find, ...]
-    numbers: tuple[tuple[Any, Find | None], ...]
-    """Numbers, and the tensors that they are read of."""
+    inputs: Callable[[Any], tuple[list[Tensor], list[Any]]]
+    """(function) -> its tensors and numbers now"""
     rows: bool
     sure: bool
     """The proof is older than the recording. Otherwise another thread may have changed something between the two."""
-
-    def inputs(self, fn: Any) -> tuple[list[Tensor], list[Any]]:
-        tensors = [find(fn) for find in self.tensors]
-        return tensors, [x if find is None else find(fn).item() for x, find in self.numbers]
 
 
 _cache: BoundedCache[Any, ProvenRecording] = BoundedCache(512)
@@ -66,10 +62,8 @@ def put_recording(
     try:
         sure = older is not None and older.proof.holds(fn)
         proof = older.proof if older is not None and sure else Proof(fn, recording.called)
-        tensors = tuple([proof.find(x) for x in tape.tensors])
-        sources = [None if x is None else proof.find(x) for x in tape.sources]
-        numbers = tuple(zip(tape.numbers, sources, strict=True))
-        proven = ProvenRecording(proof, program, tensors, numbers, tape.rows, sure)
+        inputs = proof.inputs(tape.tensors, zip(tape.numbers, tape.sources, strict=True))
+        proven = ProvenRecording(proof, program, inputs, tape.rows, sure)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
         twin, code = _twin(fn), _code(fn)
         of_others = [] if code is None else [_key(twin, settings)]
