@@ -93,6 +93,8 @@ def _others(tensors: Sequence[Tensor], addresses: list[int]) -> Hashable | None:
 
 def _is_cast(x: Tensor) -> bool:
     """Whether autocast may take another dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     device = x.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
 
