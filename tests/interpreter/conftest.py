@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["*"]
@@ -39,6 +40,55 @@ def _sparing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", rebound)
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _inside() -> Iterator[None]:
+    """Whatever a program reads and writes lies in the memory of its launch's arguments, or the launch fails."""
+    from triton.runtime import interpreter
+
+    memory = list[tuple[int, int]]()
+    arguments, native = interpreter.GridExecutor._init_args_hst, interpreter._interpreter
+
+    def spans(x: Any) -> Iterator[tuple[int, int]]:
+        if isinstance(x, tuple):
+            for y in x:
+                yield from spans(y)
+        elif hasattr(x, "data_ptr"):
+            storage = interpreter._unwrap_tensor(x).untyped_storage()
+            yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+    def given(self: Any, positional: Any, named: Any) -> Any:
+        hosted = arguments(self, positional, named)
+        memory[:] = {*spans(tuple(hosted[0])), *spans(tuple(hosted[1].values()))}
+        return hosted
+
+    def verify(pointers: Any, mask: Any, size: int) -> None:
+        at = pointers[mask.astype(bool)].astype("int64")
+        if at.size and not any(start <= at.min() and at.max() + size <= end for start, end in memory):
+            inside = np.any([(start <= at) & (at + size <= end) for start, end in memory], axis=0)
+            assert inside.all(), f"{(~inside).sum()} of {at.size} elements lie outside of the launch's arguments"
+
+    class Native:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+            verify(pointers, mask, dtype.itemsize)
+            return native.load(pointers, mask, other, dtype)
+
+        def store(self, pointers: Any, value: Any, mask: Any) -> None:
+            verify(pointers, mask, value.dtype.itemsize)
+            native.store(pointers, value, mask)
+
+        def atomic_rmw(self, kind: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
+            verify(pointers, mask, value.dtype.itemsize)
+            return native.atomic_rmw(kind, pointers, value, mask, order)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "_init_args_hst", given)
+        patch.setattr(interpreter, "_interpreter", Native())
         yield
 
 

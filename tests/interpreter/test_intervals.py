@@ -53,18 +53,19 @@ def verify_rows(found, start, stop, rows, keys):
     torch.testing.assert_close(found[:, :rows], torch.where(seeing, torch.stack([lo, hi]), 0).int())
 
 
+@pytest.mark.parametrize("block_q", [16, 128])
 @pytest.mark.parametrize("monotone", [False, True], ids=["any", "ordered"])
 @pytest.mark.parametrize("seed", range(4))
-def test_visits(seed, monotone):
+def test_visits(seed, monotone, block_q):
     torch.manual_seed(seed)
     b, s_q, s_k = 3, 130 + seed * 37, 200 + seed * 11
     start, stop = bounds((b, s_q), s_k, monotone)
     rows, keys = torch.tensor([s_q, 70, 0]), torch.tensor([s_k, 99, s_k])
     q, k = torch.empty(b, H_Q, s_q, 8), torch.empty(b, H_K, s_k, 8)
     problem = Problem(q, k, k, None, interval(start, stop), None, Dense("bhsd", rows, keys), 1.0)
-    visits = block_lists.record(problem, 128, 64, by_keys=True).data[1]
+    visits = block_lists.record(problem, block_q, 64, by_keys=True).data[1]
     table = visits.table
-    found = torch.stack([visits.lo, visits.hi])[:, :-128].view(2, b, -1)
+    found = torch.stack([visits.lo, visits.hi])[:, :-block_q].view(2, b, -1)
     for i in range(b):
         verify_rows(found[:, i], start[i], stop[i], int(rows[i]), int(keys[i]))
         wanted = tiles_of_rows(start[i], stop[i], int(rows[i]), int(keys[i]))
