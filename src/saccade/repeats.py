@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.bounded_cache import BoundedCache
 from saccade.layouts import Dense
-from saccade.problem import ALIGNMENT, Problem
+from saccade.problem import Problem
 from saccade.scores import Traced
 
 PLAIN = {Tensor, torch.nn.Parameter}

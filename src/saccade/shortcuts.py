@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from saccade import dispatch, repeats, scores
+from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.bounded_cache import BoundedCache
 from saccade.flat_call import FlatCall
 from saccade.layouts import Dense
 from saccade.masks import Window
 from saccade.partial import Partial, Scored
-from saccade.problem import ALIGNMENT, Problem
+from saccade.problem import Problem
 from saccade.repeats import PLAIN
 from saccade.scores import Softcap
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.problem import ALIGNMENT
+from saccade.alignment import ALIGNMENT
 from saccade.scores import Score, Traced
 from saccade.scores.callbacks.graph import GraphStep, data_type
 from saccade.scores.callbacks.operations import OPERATIONS

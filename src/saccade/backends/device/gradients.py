@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.backends.device.records import TensorArgs
-from saccade.problem import ALIGNMENT, Problem, aligned
+from saccade.problem import Problem, aligned
 
 
 def aligned_rows(x: Tensor) -> TensorArgs:

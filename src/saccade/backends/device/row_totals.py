@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.backends.device.arguments import precision, tile_arguments
 from saccade.backends.device.gradients import aligned_rows
@@ -22,7 +23,7 @@ from saccade.backends.device.recompute import recompute_blocks, recompute_launch
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.layouts import empty_like_rows
-from saccade.problem import ALIGNMENT, Problem
+from saccade.problem import Problem
 from saccade.scores import Traced
 
 

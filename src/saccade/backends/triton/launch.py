@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import configs
+from saccade.alignment import ALIGNMENT
 from saccade.backends import Outputs, Saved
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
@@ -23,7 +24,7 @@ from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.backends.triton.ranges_kernel import ranges_dkdv_kernel
 from saccade.layouts import empty_like_rows
-from saccade.problem import ALIGNMENT, Problem
+from saccade.problem import Problem
 
 Tiles = Mapping[str, TileConfig]
 """Configs by kernel that take the place of the table's, for tuning."""

@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from saccade.alignment import ALIGNMENT
 from saccade.backends import Outputs
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
@@ -29,7 +30,7 @@ from saccade.backends.triton.paged_tiles import PageTable
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Layout, Paged
 from saccade.masks import causal, prefix, window
-from saccade.problem import ALIGNMENT, Problem
+from saccade.problem import Problem
 
 MAX_SPLITS = 128
 LEAST_TILES = 2
