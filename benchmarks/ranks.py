@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = asdict(Run.now(device, args.commit))
     with tempfile.TemporaryDirectory() as folder:
         options = Options(
-            device.type, torch.float32 if args.smoke else torch.bfloat16, args.rounds, args.seconds,
+            device.type, torch.bfloat16, args.rounds, args.seconds,
             folder_of_peers(args.peers), {}, str(Path(folder) / "progress"),
         )  # fmt: skip
         with Pool(ranks, "gloo" if args.smoke else "nccl") as pool:

@@ -49,7 +49,7 @@ def test_every_cell_runs(ranks, tmp_path, smoked):
         for method in of_cells.methods(number):
             found = [row for row in mine if row["provider"] == method]
             assert [row["mode"] for row in found] == ["forward", "backward"]
-            assert all(row["ms"] > 0 and row["predicted"] > 0 and row["error"] < 1e-4 for row in found)
+            assert all(row["ms"] > 0 and row["predicted"] > 0 and row["error"] < 1e-2 for row in found)
         others = [row for row in mine if row["provider"] not in ("one GPU", *of_cells.methods(number))]
         assert {row["provider"] for row in others} >= {"zigzag fa3", "llama3 fa3", "zigzag saccade", "torch"}
     written = path.read_text()
