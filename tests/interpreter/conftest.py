@@ -3,6 +3,7 @@ with TRITON_INTERPRET=1, which Triton reads when it is imported; without it ther
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,8 +44,19 @@ def _sparing() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _inside() -> Iterator[None]:
+CHECKED = "test_intervals", "test_ranges", "test_sequences"
+"""Files whose addresses are checked in every run; with `--everything` those of all."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _inside(request: pytest.FixtureRequest) -> Iterator[None]:
+    checked = request.config.getoption("--everything") or request.path.stem in CHECKED
+    with addresses_checked() if checked else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def addresses_checked() -> Iterator[None]:
     """Whatever a program reads and writes lies in the memory of its launch's arguments, or the launch fails."""
     from triton.runtime import interpreter
 
