@@ -105,11 +105,9 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
         value = emitter.float(emitter.value(local))
         emitter.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         if read.tensor in alone:
-            place, inside = (
-                emitter.place(read.tensor, at, True, True),
-                emitter.inside(read.tensor, at, "q_idx", "kv_idx"),
-            )
-            emitter.lines.append(f"tl.store({target} + ({place}), g{n}.to({target}.dtype.element_ty), mask={inside})")
+            place = f"{target} + ({emitter.place(read.tensor, at, contiguous=True, alone=True)})"
+            inside = emitter.inside(read.tensor, at, "q_idx", "kv_idx")
+            emitter.lines.append(f"tl.store({place}, g{n}.to({target}.dtype.element_ty), mask={inside})")
             continue
         shape = torch.broadcast_shapes((1, 1), *(emitter.value(x).shape for x in at))
         if options.indices != "rows" and by_distance(at):
