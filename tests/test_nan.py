@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,6 +27,29 @@ def test_rows(dtype, fill, name):
     for x, y in zip(found, exact, strict=True):
         assert_same_kind(x, y)
     assert_same_kind(attention(*given, **keywords), exact[0])
+
+
+@pytest.mark.parametrize("instructions", ["default", "avx2"])
+def test_rows_with_other_instructions(instructions):
+    """PyTorch's kernels of processors without AVX512 have rules of their own for what is not finite."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": instructions}
+    done = subprocess.run([sys.executable, "-c", ROWS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [instructions.upper(), str(len(BREAKS))]
+
+
+ROWS = """
+import torch
+from saccade import attention
+from saccade.testing.non_finite import BREAKS, assert_same_kind, operands, results
+for fill in BREAKS.values():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        given = operands(dtype)
+        fill(*given)
+        exact = results(given, backend="reference")[1]
+        assert_same_kind(attention(*given), exact[0])
+print(torch.backends.cpu.get_cpu_capability(), len(BREAKS))
+"""
 
 
 @pytest.mark.parametrize("rows", [1, 40])

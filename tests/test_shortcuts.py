@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import Dense, alibi, attention, causal, ops, repeats, shortcuts, softcap, window
 from saccade.backends import Unsupported, cpu
-from saccade.backends.cpu import sdpa
 
 bind = importlib.import_module("saccade.scores.bind")
 """By name, as the package holds its function."""
@@ -113,7 +112,6 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(repeats, "run", noted)
     monkeypatch.setattr(repeats, "on_host", lambda x: False)
     monkeypatch.setattr(cpu, "recorder", recorder, raising=False)
-    monkeypatch.setattr(sdpa, "expresses", lambda *of: False, raising=False)
     shortcuts.forget()
     yield done
     shortcuts.forget()
@@ -309,7 +307,7 @@ def test_gradients_of_the_lse(done: list[str]) -> None:
     assert torch.autograd.grad(attention(q, k, v, return_lse=True).lse.sum(), (q, k))[0].abs().sum() > 0
 
 
-def test_saved_tensors_that_come_back_otherwise(done: list[str]) -> None:
+def test_saved_tensors_that_come_back_otherwise(done: list[str], processor: str) -> None:
     """Hooks may pack what is saved as they like; and what was changed in place is an error."""
     given, dout = operands(grad=True), operands()[0]
     for _ in range(5):

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+AMX_COLUMNS = 32
+"""bfloat16 numbers in a row of an AMX tile."""
+
 
 def exp(x: Tensor) -> Tensor:
     """exp(x), in place. PyTorch's own is up to 30 times as slow where x is -inf or far below zero, as masked scores are
@@ -15,11 +18,21 @@ def exp(x: Tensor) -> Tensor:
     return x.mul_(math.log2(math.e)).exp2_()
 
 
-def product(a: Tensor, b: Tensor, alpha: float, out: Tensor) -> Tensor:
-    """alpha a b, rounded to the operands' dtype once."""
+def product(a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """alpha a b, rounded to the operands' dtype once.
+
+    On a CPU with AMX a bfloat16 product multiplies what lies behind a row of a, the row after it, by zero: where that
+    is NaN or infinite, this row becomes NaN too. A product with such a value is computed again in float32.
+    """
+    out = torch.empty((*a.shape[:2], b.shape[2]), dtype=a.dtype) if out is None else out
     if alpha == 0:  # where `baddbmm` writes nothing
-        return torch.bmm(a, b, out=out).mul_(0)
-    return torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
+        torch.bmm(a, b, out=out).mul_(0)
+    else:
+        torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
+    part_of_tile = a.dtype == torch.bfloat16 and a.shape[2] % AMX_COLUMNS
+    if part_of_tile and not math.isfinite(out.sum(dtype=torch.float32).item()):
+        out.copy_(product(a.float(), b.float(), alpha))
+    return out
 
 
 class Scratch:
@@ -67,7 +80,7 @@ class OnlineSoftmax:
         if v is not None:
             if keep is not None:
                 weight.mul_(keep)
-            acc = torch.bmm(self.scratch.cast("weight", weight, v.dtype), v).to(score.dtype)
+            acc = product(self.scratch.cast("weight", weight, v.dtype), v).to(score.dtype)
         if self.top is not None:
             rescale = (self.top - shift).exp_()
             total += self.total * rescale

@@ -64,21 +64,27 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
 
     A mask or a bias is a tensor that the kernel adds to the scores: a score that is not finite, where our tiles replace
     it by -inf, gives NaN, in the LSE too. The kernel returns zeros and an LSE of 0 for a row that sees nothing, and for
-    one that is NaN where its keys are fewer than a vector.
+    one that is NaN where its keys are fewer than a vector; without AVX512, it returns zeros for a score of +inf, with
+    an LSE of +inf. So a result is kept where each LSE is finite, and none is 0 beside zeros.
     """
     if runs_forward(problem):
         out, lse = _without_sink(problem)
-        wrong = not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any())
+        wrong = not _finite(lse) or (not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any()))
     else:
         if (added := _added_tensor(problem)) is None:
             return None
         out, lse = _without_sink(problem, added)
-        wrong = not (bool(lse.all()) and math.isfinite(lse.sum().item()))
+        wrong = not (_finite(lse) and bool(lse.all()))
         if wrong and problem.score is None:
             tiling_of(problem).visited = 0.0  # from now on the tiles run this mask at once
     if wrong:
         return None
     return out, lse if problem.sink is None else sink.join(out, lse, problem.sink)
+
+
+def _finite(lse: Tensor) -> bool:
+    """Whether all are; a sum that overflows says no too."""
+    return math.isfinite(lse.sum().item())
 
 
 def _added_tensor(problem: Problem) -> Tensor | None:
@@ -109,8 +115,14 @@ def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Te
 
     amx = problem.q.dtype == torch.bfloat16 and hardware.cpu_bf16() == "amx"
     compute = torch.bfloat16 if amx else torch.float32
-    q, dout, out = (members(x.to(compute)) for x in (problem.q, saved.dout, saved.out))
-    k, v, lse = problem.k.to(compute), problem.v.to(compute), members(saved.lse)
+
+    def rows(x: Tensor) -> Tensor:
+        """In the dtype of the products, each row whole: the kernel takes no other stride along d than 1."""
+        x = x.to(compute)
+        return x if x.stride(3) == 1 else x.contiguous()
+
+    q, dout, out = (members(rows(x)) for x in (problem.q, saved.dout, saved.out))
+    k, v, lse = rows(problem.k), rows(problem.v), members(saved.lse)
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
     sums: list[Tensor] = []
     for member in range(problem.group):

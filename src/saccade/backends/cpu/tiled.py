@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink, thread_pool
-from saccade.backends.cpu.online_softmax import OnlineSoftmax, exp
+from saccade.backends.cpu.online_softmax import OnlineSoftmax, exp, product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, tiling_of
 from saccade.backends.cpu.worker import Worker
 from saccade.layouts import empty_like_rows
@@ -182,13 +182,13 @@ class _Backward:
             keep, dropped = worker.dropout_mask(piece), p
             if keep is not None:
                 ds, dropped = torch.where(keep != 0, ds, -delta), keep.mul_(p)
-            dv[:, piece.keys] += torch.bmm(worker.scratch.cast("product", dropped, worker.products).mT, dout)
+            dv[:, piece.keys] += product(worker.scratch.cast("product", dropped, worker.products).mT, dout)
             ds = ds.mul_(p)
             if modification is not None:
                 ds = modification.apply_slope(ds, sums.captures)
             ds = worker.scratch.cast("dp", ds, worker.products)
-            dk[:, piece.keys] += torch.bmm(ds.mT, q)
-            dq += torch.bmm(ds, k[:, piece.keys])
+            dk[:, piece.keys] += product(ds.mT, q)
+            dq += product(ds, k[:, piece.keys])
         worker.store(self.dq, dq.mul_(self.problem.scale * self.rescale), tile)
 
     def _shift(self, worker: Worker, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:
