@@ -12,6 +12,8 @@ import torch
 pytestmark = pytest.mark.gpu
 
 FOLDER = Path(__file__).parents[2]
+LONG = 40_000_000
+"""Cycles of a step, 20 ms: longer than a host takes for one beside other work."""
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -47,10 +49,16 @@ def test_a_step_waits_for_nothing(drafts):
 
 
 def test_steps_leave_no_gaps(tmp_path):
-    """In a trace of steps of a model with eight layers each graph is launched before the device needs it."""
+    """In a trace of steps each graph is launched before the device needs it, as none waits for the step before."""
     example = runpy.run_path(str(FOLDER / "examples" / "serve_decode.py"))
+
+    class LongModel(example["Model"]):
+        def forward(self, *given):
+            torch.cuda._sleep(LONG)
+            return super().forward(*given)
+
     torch.manual_seed(0)
-    model = example["Model"](8).to("cuda", torch.bfloat16)
+    model = LongModel().to("cuda", torch.bfloat16)
     example["trace_steps"](model, 32, list(range(50)), str(tmp_path / "trace.json"))
     steps = runpy.run_path(str(FOLDER / "docs" / "draw_steps.py"))["Steps"].of(
         json.loads((tmp_path / "trace.json").read_text())
