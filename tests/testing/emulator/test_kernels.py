@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from saccade import Descale, attention, bias, causal, explain, window
+from saccade import Descale, Packed, attention, bias, causal, explain, window
 from saccade.backends import gluon
 from saccade.backends.gluon.forward import splits
 from saccade.testing import check
@@ -102,6 +103,19 @@ def test_the_order_of_additions(d: int) -> None:
 
     first, second = gradients(1), gradients(2)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_sections_of_packed_heads(monkeypatch: pytest.MonkeyPatch, rows: int, deterministic: bool) -> None:
+    """A section has one key head of some sequences, and two of three of others; or one of all."""
+    plan = importlib.import_module("saccade.backends.gluon.backward.plan")
+    monkeypatch.setattr(plan, "L2_BYTES", rows * 2 * (128 * 2 + 64 * 4))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(530, h, 64, dtype=torch.bfloat16) for h in (6, 3, 3))
+    layout = Packed(torch.tensor([0, 290, 290, 420, 520]))
+    with emulated():
+        check(q, k, v, backend="gluon", mask=causal(), layout=layout, deterministic=deterministic).assert_ok()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -32,6 +32,10 @@ SECTION = 4
 MANY = 96
 """Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
+L2_BYTES = 32 << 20
+"""What stays in the cache beside the keys: q, dout and dq_accum of the heads of packed sequences whose kv blocks take
+turns (docs/findings/distributed.md)."""
+
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -136,6 +140,10 @@ class BackwardPlan:
         section = SECTION if problem.group == 1 else divided
         if problem.deterministic and kv_blocks > MANY:
             section = min(section, 2)
+        if packed:  # in rows, as sequences have more or fewer
+            section = L2_BYTES // (problem.group * ((d + d_v) * q.element_size() + 4 * d))
+        else:
+            section = min(section, b * h_k * divided)
         # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum
         shapes = [*(shape_of(x, (1, 1, n, config.box)) for x, n in operands), *[plain((rows,), (block_q,))] * 2]
         if config.stays:
@@ -184,7 +192,7 @@ class BackwardPlan:
             rows=rows,
             tiles=tiles,
             records=tuple(TensorArgs.of(x)[1:] for x in (dout, out, dq)),
-            order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, min(section, b * h_k * divided)),
+            order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, section),
             divided=divided,
         )
 

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.device.block_lists_kernel import load_block_list
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.backends.device.sequences import is_packed, packed_tile, place_of
+from saccade.backends.device.sequences import extent, is_packed, place_of
 from saccade.backends.gluon.backward.kv_block import KVBlock, PackedPlace
 from saccade.backends.gluon.ptx import count_up
 
@@ -38,7 +38,7 @@ class TileSchedulerArgs(NamedTuple):
     heads: Any
     """all shares of all batch rows"""
     section: Any
-    """shares that are worked on together"""
+    """Shares that are worked on together; packed, as many key heads as have so many rows, and all their shares."""
     shares: Any
     """of a batch row: every key head as often as its group is divided"""
     divided: Any
@@ -92,7 +92,7 @@ def find_kv_block(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
     most rows, or the last ones."""
     shares = plain_int(scheduler.shares)
     if is_packed(kv_blocks.span_k):
-        b, share, _, start = packed_tile(kv_blocks.span_k, item, shares, kv_blocks.s_k, kv_blocks.BLOCK_K, LAST_FIRST)
+        b, share, start = _packed_place(kv_blocks, item, scheduler, LAST_FIRST)
         number = place_of(kv_blocks.span_k, item, shares, start, kv_blocks.BLOCK_K)
     else:
         blocks = plain_int(scheduler.blocks)
@@ -109,6 +109,32 @@ def find_kv_block(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
         start = i * kv_blocks.BLOCK_K
         number = None
     return kv_blocks.at(b, share // plain_int(scheduler.divided), share, start, number)
+
+
+@gluon.jit
+def _packed_place(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
+    """Sequence, share and first key of work item `item`: the table of tiles tells the sequence, whose items are cut
+    into sections of heads. After the last tile keys begin at the end."""
+    shares = plain_int(scheduler.shares)
+    tiles = kv_blocks.span_k.tiles
+    total = gl.load(tiles)
+    entry = tiles + 2 + 2 * gl.minimum(item // shares, total - 1)
+    b = gl.load(entry)
+    _, _, there, _ = extent(kv_blocks.span_k, b, kv_blocks.s_k)
+    _, _, rows, _ = extent(kv_blocks.span_q, b, kv_blocks.s_q)
+    blocks = gl.maximum(gl.cdiv(there, kv_blocks.BLOCK_K), 1)  # of broken offsets the one tile has no rows
+    key_heads = gl.maximum(plain_int(scheduler.section) // gl.maximum(rows, 1), 1)
+    size = gl.minimum(key_heads, shares) * plain_int(scheduler.divided)
+    size = gl.minimum(size, shares)
+    rest = item - gl.load(entry + 1) * shares
+    section = gl.minimum(rest // (blocks * size), (shares - 1) // size)
+    rest -= section * (blocks * size)
+    size_here = gl.minimum(size, shares - section * size)
+    i = gl.minimum(rest // size_here, blocks - 1)
+    share = section * size + rest % size_here
+    if LAST_FIRST:
+        i = blocks - 1 - i
+    return b, share, gl.where(item < total * shares, i * kv_blocks.BLOCK_K, kv_blocks.s_k)
 
 
 @gluon.jit
