@@ -14,9 +14,11 @@ from saccade.distributed import make, plan
 
 HERE = str(Path(__file__))
 LENGTHS = [8, 4, 0, 9]
+HEADS = 24
+"""Which 2, 3 and 8 ranks divide."""
 
 
-def call(made, dtype=torch.float32, h=2, **keywords):
+def call(made, dtype=torch.float32, h=HEADS, **keywords):
     x = made.shard(torch.randn(21, h, 16, dtype=dtype))
     return attention(x, x, x, mask=causal(), context=made, **keywords)
 
@@ -110,12 +112,14 @@ def test_a_rank_that_ends(broken_pool, ranks):
 
 def apart(group, how):
     """Rank 1 is elsewhere, alone; after that all are together again."""
-    made, other = plan(LENGTHS, group, mask=causal()), plan([*LENGTHS[:3], 2, 7], group, mask=causal())
+    how, _, method = how.partition(" by ")
+    given = {"mask": causal(), "method": method or "auto"}
+    made, other = plan(LENGTHS, group, **given), plan([*LENGTHS[:3], 2, 7], group, **given)
     alone = made.rank == 1
-    whole = torch.randn(21, 2, 16, requires_grad=True)
+    whole = torch.randn(21, HEADS, 16, requires_grad=True)
     call(made)
     if how == "heads":
-        told = heard(call, made, h=4 if alone else 2)
+        told = heard(call, made, h=2 * HEADS if alone else HEADS)
     elif how == "dtype":
         told = heard(call, made, torch.float16 if alone else torch.bfloat16)
     elif how == "plan":
@@ -135,10 +139,11 @@ def apart(group, how):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("heads", ("rows of torch.float32 (2, 1, 16)", "rows of torch.float32 (4, 1, 16)")),
+        ("heads by gather", ("rows of torch.float32 (24, 1, 16)", "rows of torch.float32 (48, 1, 16)")),
+        ("heads by ulysses", ("rows of torch.float32 (24, 1, 32)", "rows of torch.float32 (48, 1, 32)")),
         ("dtype", ("rows of torch.bfloat16", "rows of torch.float16")),
         ("plan", ("plan ", "plan ")),
-        ("stage", ("roll by -1, rows of torch.float32 (2, 16)", "unshard, rows of torch.float32 (4,)")),
+        ("stage", ("roll by -1, rows of torch.float32 (24, 16)", "unshard, rows of torch.float32 (4,)")),
         ("shift", ("roll by -1", "roll by 1")),
         ("dropout", ("the exchange of keys and values", "dropout's seed")),
     ],

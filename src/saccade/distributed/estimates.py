@@ -37,8 +37,6 @@ MEMORY = 3.3e12
 """Bytes a second that kernels read and write."""
 COPIES = Link(30e-6, 370e9, MEMORY)
 """`pull`: keys and values, or the sums of their gradients; a kernel writes all that a rank needs, its own too."""
-OWN_FIRST = False
-"""Whether calls may begin with own keys: off until GPUs have compared the results."""
 BESIDE = Link(25e-6, 360e9)
 """Copies beside a call over own keys, and what a second call and a barrier cost."""
 SLOWED = 0.06
@@ -128,11 +126,6 @@ def late(sharding: Sharding) -> list[Late]:
         rows, scores = sum(rows for rows, keys in seen if keys), sum(rows * keys for rows, keys in seen)
         found.append(Late(rows, area - scores, pulled, sum(x.rows for x in needed)))
     return found
-
-
-def saved_seconds(ranks: list[Late], heads: tuple[int, int], head_dim: int) -> float:
-    """`seconds_saved` where calls may begin with own keys, else zero."""
-    return max(0.0, seconds_saved(ranks, heads, head_dim)) if OWN_FIRST else 0.0
 
 
 def seconds_saved(ranks: list[Late], heads: tuple[int, int], head_dim: int) -> float:

@@ -50,7 +50,7 @@ class HeadExchange(Exchange):
         sent = torch.cat([x[:, first : first + n].flatten() for first, n in self.heads])
         each = self.own * rest.numel()
         received = self.transport.all_to_all(
-            sent, [n * each for n in self.rows], [len(x) * n * rest.numel() for _, n in self.heads], stage
+            sent, [n * each for n in self.rows], [len(x) * n * rest.numel() for _, n in self.heads], stage, xs
         )
         return [received.view(sum(self.rows), self.own, *rest)]
 
@@ -59,7 +59,7 @@ class HeadExchange(Exchange):
         rest, rows = dy.shape[2:], self.rows[self.transport.rank]
         each = self.own * rest.numel()
         counts = [rows * n * rest.numel() for _, n in self.heads]
-        received = self.transport.all_to_all(dy.flatten(), counts, [n * each for n in self.rows], stage)
+        received = self.transport.all_to_all(dy.flatten(), counts, [n * each for n in self.rows], stage, dys)
         shared = sum(n for _, n in self.heads) > self.h
         dx = torch.zeros(rows, self.h, *rest, dtype=sums_dtype(dy.dtype) if shared else dy.dtype, device=dy.device)
         for (first, n), part in zip(self.heads, received.split(counts), strict=True):
