@@ -57,7 +57,7 @@ class Dropout:
     @staticmethod
     def planned(p: float) -> Dropout | None:
         """One that is never applied, without a draw."""
-        return Dropout(torch.empty(2, dtype=torch.int64), p) if p else None
+        return Dropout(torch.empty(2, dtype=torch.int64, device="cpu"), p) if p else None
 
     @property
     def rescale(self) -> float:

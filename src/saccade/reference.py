@@ -26,9 +26,9 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         return out.to(problem.out_dtype), lse, largest
     q, k, v = operands(problem)
     p, lse, largest = probability(problem, q, k)
-    if problem.dropout is not None:
-        return torch.where(_rows_in_use(problem), (p * kept(problem)) @ v * problem.dropout.rescale, 0), lse, largest
-    return torch.where(_rows_in_use(problem), p @ v, 0), lse, largest
+    p, rescale = (p, 1.0) if problem.dropout is None else (p * kept(problem), problem.dropout.rescale)
+    out = _product(p, v) * rescale
+    return torch.where(_rows_in_use(problem), out, 0), lse, largest
 
 
 def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +70,7 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor,
     visible = in_use & _keys_in_use(problem)
     if problem.mask is not None:
         visible = visible & problem.mask.sees(extent, b, h, q_idx, kv_idx)
-    score = q @ k.mT * problem.scale
+    score = _product(q, k.mT) * problem.scale
     if problem.score is not None:
         score = problem.score(score, b_of_score, h, p, r)
     score = torch.where(visible, score, -torch.inf)
@@ -87,6 +87,13 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor,
     total = torch.where(empty, 1, total)
     lse = torch.where(empty, -torch.inf, top + total.log())[..., 0]
     return (weight / total)[..., : extent.s_k], lse.to(problem.lse_dtype()), largest[..., 0].to(problem.lse_dtype())
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b; of bfloat16 on a CPU in float32, as a NaN would reach other rows on one with AMX (`cpu.online_softmax`)."""
+    if a.dtype == torch.bfloat16 and a.device.type == "cpu":
+        return (a.float() @ b.float()).bfloat16()
+    return a @ b
 
 
 def _largest(score: Tensor) -> Tensor:

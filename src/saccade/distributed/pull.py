@@ -131,7 +131,7 @@ class RowSums:
             table, layers = self.table(like.device)
             kernel: Any = import_module("saccade.backends.triton.rank_sums")
             return kernel.rank_sums([ranks[i] for i in layers], table, like)
-        sums = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype))
+        sums = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype), device="cpu")
         for rank, segments in zip(ranks, self.of_ranks, strict=True):
             for source, target, n in segments:
                 sums[target : target + n] += rank[source : source + n]
@@ -153,7 +153,7 @@ class RowSums:
                 _lay(mine, self.rows, target, torch.arange(source, source + n, dtype=torch.int32, device="cpu"))
             layers += mine
             ranks += [i] * len(mine)
-        table = torch.stack(layers) if layers else torch.empty(0, self.rows, dtype=torch.int32)
+        table = torch.stack(layers) if layers else torch.empty(0, self.rows, dtype=torch.int32, device="cpu")
         return table.to(device), ranks
 
 

@@ -79,7 +79,10 @@ class Transport:
         """Whether all ranks say the same, on CPUs: by the group's own collective, in which a rank that has ended is
         noticed at once. Either every rank finds another's unequal, or none does."""
         digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "little")
-        given, found = torch.full((self.size,), digest), torch.empty(self.size, dtype=torch.int64)
+        given, found = (
+            torch.full((self.size,), digest, device="cpu"),
+            torch.empty(self.size, dtype=torch.int64, device="cpu"),
+        )
         self._run(stage, xs, lambda: dist.all_to_all_single(found, given, group=group, async_op=True))
         return bool((found == digest).all())
 

@@ -183,7 +183,7 @@ class Paged(Layout):
 
     def _check_shared_pages(self, s_k: int) -> None:
         table = self.block_table[:, : self.shared_pages]
-        begun = torch.arange(self.shared_pages) * s_k < self.seqused_k[:, None]
+        begun = torch.arange(self.shared_pages, device="cpu") * s_k < self.seqused_k[:, None]
         wrong = ((table != table[:1]) & begun).any(1).nonzero().flatten().tolist()
         if wrong:
             raise ValueError(

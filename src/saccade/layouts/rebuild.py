@@ -32,7 +32,7 @@ def view_layout(text: str) -> Layout:
     return PLAIN.get(word) or _WITHOUT_SEQUENCES[word, "cu_seqlens_q" in names]
 
 
-_OFFSETS, _TABLE = torch.zeros(1, dtype=torch.int32), torch.zeros(0, 0, dtype=torch.int32)
+_OFFSETS, _TABLE = torch.zeros(1, dtype=torch.int32, device="cpu"), torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 _WITHOUT_SEQUENCES: dict[tuple[str, bool], Layout] = {
     ("packed", False): Packed(_OFFSETS, _OFFSETS, 0, 0),
     ("paged", False): Paged(_TABLE, _OFFSETS[1:]),

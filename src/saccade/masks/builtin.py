@@ -86,8 +86,9 @@ class Prefix(Mask):
         return (kv_idx < n - extent.first_key(b)) | (kv_idx <= extent.diagonal(b, q_idx))
 
     def hull(self, extent: Extent) -> Interval:
-        n = self.n[:, None] if isinstance(self.n, Tensor) else self.n
-        hi = torch.maximum(extent.diagonals() + 1, torch.as_tensor(n) - (0 if extent.k is None else extent.k))
+        diagonals = extent.diagonals()
+        n = self.n[:, None] if isinstance(self.n, Tensor) else torch.tensor(self.n, device="cpu")
+        hi = torch.maximum(diagonals + 1, n - (0 if extent.k is None else extent.k))
         return Interval(torch.full_like(hi, -FARTHEST), hi)
 
     def __repr__(self) -> str:

@@ -96,7 +96,7 @@ def _identity(own: tuple[bool, ...]) -> str:
 @cache
 def _program(own: tuple[bool, ...]) -> Any:
     """The program of all tensors that have one element in the same dimensions; kept for ever, as there are few."""
-    t = torch.zeros((), dtype=torch.bool).expand([7 if mine else 1 for mine in own])
+    t = torch.zeros((), dtype=torch.bool, device="cpu").expand([7 if mine else 1 for mine in own])
     return scores.recorded_predicate(partial(read, t=t, own=own), "tensor").program
 
 

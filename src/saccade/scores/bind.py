@@ -179,14 +179,14 @@ def _picked(part: tuple[list[int], Any], captures: Sequence[Any]) -> list[Tensor
     places, module = part
     if module is None:
         return [captures[i] for i in places]
-    return list(module(*(x if isinstance(x, Tensor) else torch.tensor(x) for x in captures)))
+    return list(module(*(x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in captures)))
 
 
 def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Sequence[Any]) -> list[Any]:
     places, module = part
     if module is None:
         return [(*tensors, *lifted)[i] for i in places]
-    wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64) for x in lifted]
+    wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64, device="cpu") for x in lifted]
     return [x.item() for x in module(*tensors, *wide)]
 
 
@@ -197,7 +197,7 @@ def check_derivative(score: Traced, device: torch.device, rows: int, keys: int) 
         ValueError: they differ.
     """
     generator = torch.Generator().manual_seed(0)
-    x = (4 * torch.randn(rows, keys, generator=generator, dtype=score.program.dtype)).to(device)
+    x = (4 * torch.randn(rows, keys, generator=generator, dtype=score.program.dtype, device="cpu")).to(device)
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
     at = zero, zero, torch.arange(rows, device=device)[:, None], torch.arange(keys, device=device)[None]
     own = score.derivative(x, *at)

@@ -56,7 +56,7 @@ def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, 
         _numbers(identity, *numbers) if wanted_numbers is None else [(*tensors, *numbers)[i] for i in wanted_numbers]
     )
     if wanted_tensors is None:
-        tensors = list(_before(identity, *tensors, *[torch.tensor(x) for x in numbers]))
+        tensors = list(_before(identity, *tensors, *[torch.tensor(x, device="cpu") for x in numbers]))
     else:
         tensors = [tensors[i] for i in wanted_tensors]
     ints = [x for x, whole in zip(picked, integral, strict=True) if whole]
@@ -72,7 +72,9 @@ def _plan(name: str, steps: Any, outputs: Any, forms: Any, dtype: torch.dtype) -
 @compile_constant
 def _plan_of_recordings(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> Any:
     """Of callbacks' recordings, which are constants themselves."""
-    tensors = (torch.zeros((), dtype=kind).expand([1 if one else 11 for one in ones]) for kind, ones in forms)
+    tensors = (
+        torch.zeros((), dtype=kind, device="cpu").expand([1 if one else 11 for one in ones]) for kind, ones in forms
+    )
     mod = ScoreMod(callable_of(fn), *tensors, bprop=callable_of(bprop))
     own = mod.bprop is not None
     recording = record(WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own, reads_numbers=False)
@@ -107,7 +109,7 @@ def _before(identity: str, *given: Tensor) -> tuple[Tensor, ...]:
 
 @compile_constant
 def _numbers(identity: str, *numbers: Any) -> list[Any]:
-    wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64) for x in numbers]
+    wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64, device="cpu") for x in numbers]
     module: Any = program_of(identity).numbers[1]
-    given = [torch.zeros(())] * (len(list(module.graph.find_nodes(op="placeholder"))) - len(wide))
+    given = [torch.zeros((), device="cpu")] * (len(list(module.graph.find_nodes(op="placeholder"))) - len(wide))
     return [x.item() for x in module(*given, *wide)]

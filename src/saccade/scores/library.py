@@ -193,7 +193,7 @@ def t5_buckets(buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
     >>> t5_buckets(8, True, 6).tolist()
     [3, 3, 3, 2, 2, 1, 0, 5, 6, 6, 7, 7, 7]
     """
-    distance = -torch.arange(-max_distance, max_distance + 1)
+    distance = -torch.arange(-max_distance, max_distance + 1, device="cpu")
     ahead = torch.zeros_like(distance)
     if bidirectional:
         buckets //= 2

@@ -207,7 +207,7 @@ class Traced(Score):
             if not places or all(isinstance(x, int) for x in places):
                 target += local.sum().view(target.shape)
                 continue
-            places = [torch.as_tensor(x) for x in places]
+            places = [x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in places]
             shape = torch.broadcast_shapes(*(x.shape for x in places))
             shape = (1,) * (local.dim() - len(shape)) + tuple(shape)
             # What the indices do not depend on is summed first: adding at places is what costs.

@@ -62,10 +62,10 @@ def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
     used = layout.seqused_k.long()
     offsets = layout.cu_seqlens_q
     if offsets is None:
-        b = torch.arange(layout.sequences)[:, None].expand(new.shape[:2]).flatten()
-        position = (used[:, None] + torch.arange(new.shape[1])).flatten()
+        b = torch.arange(layout.sequences, device="cpu")[:, None].expand(new.shape[:2]).flatten()
+        position = (used[:, None] + torch.arange(new.shape[1], device="cpu")).flatten()
     else:  # rows after the last sequence have its number plus one
-        row = torch.arange(new.shape[0])
+        row = torch.arange(new.shape[0], device="cpu")
         b = torch.bucketize(row, offsets[1:], right=True)
         position = torch.cat([used, used.new_zeros(1)])[b] + row - offsets[b]
     known = b < layout.sequences

@@ -24,7 +24,7 @@ def product(a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None)
     On a CPU with AMX a bfloat16 product multiplies what lies behind a row of a, the row after it, by zero: where that
     is NaN or infinite, this row becomes NaN too. A product with such a value is computed again in float32.
     """
-    out = torch.empty((*a.shape[:2], b.shape[2]), dtype=a.dtype) if out is None else out
+    out = torch.empty((*a.shape[:2], b.shape[2]), dtype=a.dtype, device="cpu") if out is None else out
     if alpha == 0:  # where `baddbmm` writes nothing
         torch.bmm(a, b, out=out).mul_(0)
     else:
@@ -46,7 +46,7 @@ class Scratch:
         size = math.prod(shape)
         buffer = self.buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = self.buffers[name, dtype] = torch.empty(size, dtype=dtype)
+            buffer = self.buffers[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return buffer[:size].view(shape)
 
     def cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:

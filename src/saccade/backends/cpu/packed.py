@@ -18,7 +18,7 @@ Backward = Callable[[Problem, Saved], Gradients]
 def forward(problem: Problem, lse: bool, dense: Forward) -> Outputs:
     """out (1, h_q, t_q, d_v) and, if asked for, lse and max_scores (1, h_q, t_q); `dense` is what runs a sequence."""
     out = problem.empty_out()
-    row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype(), device="cpu")
     top = torch.full_like(row_lse, -torch.inf)
     end = 0
     for rows, _, sequence in problem.sequences():
@@ -39,7 +39,7 @@ def backward(problem: Problem, saved: Saved, dense: Backward) -> Gradients:
     shares = tuple(torch.zeros_like(x, dtype=problem.lse_dtype()) for x in (dk, dv)) if shared else ()
     captures = problem.score.tensors if problem.score else ()
     pairs = zip(captures, saved.wanted, strict=True)
-    sums = [torch.zeros(x.shape, dtype=problem.lse_dtype()) if want else None for x, want in pairs]
+    sums = [torch.zeros(x.shape, dtype=problem.lse_dtype(), device="cpu") if want else None for x, want in pairs]
     end_q = end_k = 0
     for rows, keys, sequence in problem.sequences():
         end_q, end_k = rows.stop, keys.stop

@@ -45,7 +45,7 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     out = problem.empty_out()
     if not problem.keeps_tail:
         out.zero_()
-    row_lse, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype())
+    row_lse, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype(), device="cpu")
     for b, batch, rows, *_ in layout.places(problem.q, problem.k):
         at = batch, slice(None), rows
         out[at].zero_()
@@ -63,27 +63,27 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
     mask, extent, group, products = problem.mask, problem.extent, problem.group, _products(problem)
     h_q, s_q, _ = q.shape
     if mask is None:
-        lo, hi = torch.zeros(s_q, dtype=torch.int64), torch.full((s_q,), keys)
+        lo, hi = torch.zeros(s_q, dtype=torch.int64, device="cpu"), torch.full((s_q,), keys, device="cpu")
     else:
         lo, hi = (edge[b if edge.shape[0] > 1 else 0, :s_q] for edge in mask.hull(extent).clipped(extent))
     scratch = Scratch()
-    b_idx, h_idx = torch.full((1, 1, 1, 1), b), torch.arange(h_q)[:, None, None]
+    b_idx, h_idx = torch.full((1, 1, 1, 1), b, device="cpu"), torch.arange(h_q, device="cpu")[:, None, None]
     for block in _blocks(problem, s_q, keys):
-        block_lo, block_hi = (torch.zeros(block.height, dtype=torch.int64) for _ in range(2))
+        block_lo, block_hi = (torch.zeros(block.height, dtype=torch.int64, device="cpu") for _ in range(2))
         filled = slice(block.first, block.first + block.rows.stop - block.rows.start)
         block_lo[filled], block_hi[filled] = lo[block.rows], hi[block.rows]
         seeing = block_hi > block_lo
         if not h_q or not bool(seeing.any()):
             continue
         # Rows and keys that only fill a tile take the index of a neighbour, at which functions may read tensors.
-        q_idx = (torch.arange(block.height) - block.first + block.rows.start).clamp(0, s_q - 1)
+        q_idx = (torch.arange(block.height, device="cpu") - block.first + block.rows.start).clamp(0, s_q - 1)
         stream = OnlineSoftmax(scratch)
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
         rows[:, filled] = _rows(problem, q, b, block.rows).to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
         step = _keys(problem, rows)
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
-            kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys))
+            kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys), device="cpu")
             k, v = (_tile(problem, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
             score = product(rows, k.mT, problem.scale, scratch("product", (*rows.shape[:2], len(kv_idx)), products))
             score = scratch.cast("score", score, lse.dtype).view(1, h_q, block.height, -1)

@@ -27,7 +27,9 @@ def apply(
     `scaled`, at indices that are `ranges`, or at others."""
     if isinstance(score, Softcap):
         share = tanh(scaled.div_(score.cap))
-        derivative = torch.addcmul(torch.ones((), dtype=share.dtype), share, share, value=-1) if slope else None
+        derivative = (
+            torch.addcmul(torch.ones((), dtype=share.dtype, device="cpu"), share, share, value=-1) if slope else None
+        )
         return torch.mul(share, score.cap, out=scaled), derivative
     if not isinstance(score, Traced):
         derivative = score.derivative(scaled, *at) if slope else None
@@ -78,7 +80,7 @@ def _bias_places(score: Traced) -> tuple[int, ...] | None:
 
 
 def _own(score: Traced, x: Any, scaled: Tensor) -> Tensor:
-    x = x if isinstance(x, Tensor) else torch.full((), x, dtype=scaled.dtype)
+    x = x if isinstance(x, Tensor) else torch.full((), x, dtype=scaled.dtype, device="cpu")
     x = x.to(scaled.dtype).expand_as(scaled).contiguous()
     # What the tiles write to must be nobody's.
     return x.clone() if any(_storage(x) == _storage(t) for t in score.tensors) else x

@@ -8,13 +8,14 @@ alone, 309 against 1150 without either. There its own bf16 backward takes 1766, 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from saccade import hardware
 from saccade.backends import Saved
-from saccade.backends.cpu import score_mods, sink
+from saccade.backends.cpu import score_mods, sink, tiled
 from saccade.backends.cpu.tiling import tiling_of
 from saccade.backends.cpu.worker import Worker
 from saccade.layouts import empty_like_rows
@@ -59,26 +60,29 @@ def _sees_all(problem: Problem) -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
-    """out and lse; None where the kernel does not run the call, or is not the fastest, or a row of its result may be
-    wrong.
+    """out and lse; None where the kernel does not run the call, or is not the fastest, or its result may be wrong.
 
     A mask or a bias is a tensor that the kernel adds to the scores: a score that is not finite, where our tiles replace
     it by -inf, gives NaN, in the LSE too. The kernel returns zeros and an LSE of 0 for a row that sees nothing, and for
     one that is NaN where its keys are fewer than a vector; without AVX512, it returns zeros for a score of +inf, with
-    an LSE of +inf. So a result is kept where each LSE is finite, and none is 0 beside zeros.
+    an LSE of +inf. So a row is kept where its LSE is finite, and is not 0 beside zeros; the tiles work on all others.
     """
     if runs_forward(problem):
         out, lse = _without_sink(problem)
-        wrong = not _finite(lse) or (not bool(lse.all()) and bool(((lse == 0) & (out == 0).all(-1)).any()))
+        if not (_finite(lse) and bool(lse.all())):
+            wrong = ~lse.isfinite() | ((lse == 0) & (out == 0).all(-1))
+            if bool(wrong.any()):
+                again, lse_again, _ = tiled.forward(replace(problem, sink=None, out=None), lse=True)
+                assert lse_again is not None
+                out[wrong], lse[wrong] = again[wrong], lse_again[wrong]
     else:
         if (added := _added_tensor(problem)) is None:
             return None
         out, lse = _without_sink(problem, added)
-        wrong = not (_finite(lse) and bool(lse.all()))
-        if wrong and problem.score is None:
-            tiling_of(problem).visited = 0.0  # from now on the tiles run this mask at once
-    if wrong:
-        return None
+        if not (_finite(lse) and bool(lse.all())):
+            if problem.score is None:
+                tiling_of(problem).visited = 0.0  # from now on the tiles run this mask at once
+            return None
     return out, lse if problem.sink is None else sink.join(out, lse, problem.sink)
 
 

@@ -33,7 +33,7 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v), lse (b, h_q, s_q) if it is asked for or a sink needs it, and max_scores if asked for."""
     tiling = tiling_of(problem)
     out = problem.empty_out().zero_()
-    row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype())
+    row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype(), device="cpu")
     top = torch.full_like(row_lse, -torch.inf) if problem.max_scores else None
     want_lse = lse or problem.sink is not None
 
@@ -148,7 +148,9 @@ class _Backward:
     def zeros(self) -> list[Tensor | None]:
         """Sums of captured tensors' gradients."""
         pairs = zip(self.captures, self.saved.wanted, strict=True)
-        return [torch.zeros(x.shape, dtype=self.problem.lse_dtype()) if want else None for x, want in pairs]
+        return [
+            torch.zeros(x.shape, dtype=self.problem.lse_dtype(), device="cpu") if want else None for x, want in pairs
+        ]
 
     def run(self, worker: Worker, item: _Item, captures: list[Tensor | None]) -> _Sums:
         """Adds to `captures`; stores dk and dv where no other item has the same heads."""

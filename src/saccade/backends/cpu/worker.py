@@ -102,7 +102,9 @@ class Worker:
 
     def _indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch rows, query heads, rows and keys of a tile, which broadcast to (b, h, q, k)."""
-        b_idx, h_idx, q_idx, kv_idx = (torch.arange(x.start, x.stop) for x in tile.place(self.problem.group))
+        b_idx, h_idx, q_idx, kv_idx = (
+            torch.arange(x.start, x.stop, device="cpu") for x in tile.place(self.problem.group)
+        )
         return b_idx[:, None, None, None], h_idx[:, None, None], q_idx[:, None], kv_idx
 
     def _function_indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:

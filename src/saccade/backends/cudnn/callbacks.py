@@ -218,7 +218,7 @@ class GraphReplay:
 
 
 def _by_value(x: float, dtype: torch.dtype | None) -> Tensor:
-    return torch.full((1, 1, 1, 1), x, dtype=dtype)
+    return torch.full((1, 1, 1, 1), x, dtype=dtype, device="cpu")
 
 
 _READABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.int32))

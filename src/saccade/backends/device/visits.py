@@ -185,7 +185,7 @@ def visited(problem: Problem, mask: DeviceMask, block_q: int) -> DeviceMask:
 
 def stand_in(problem: Problem, mask: DeviceMask) -> DeviceMask:
     """The same as the compile gate sees it."""
-    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32), sequences.spans(problem)
+    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32, device="cpu"), sequences.spans(problem)
     return _with_table(mask, empty, empty, keys is not None and keys.packed.value, empty, empty)
 
 

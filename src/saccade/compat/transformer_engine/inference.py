@@ -64,9 +64,9 @@ class CacheManager:
             name: [*self.taken.get(name, ()), *(self.free.pop() for _ in range(n))] for name, n in missing.items()
         }
         self.sequences = lengths
-        table = torch.full(self.page_table.shape, -1, dtype=torch.int32)
+        table = torch.full(self.page_table.shape, -1, dtype=torch.int32, device="cpu")
         for row, pages in zip(table, self.taken.values(), strict=False):
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         self.page_table.copy_(table)
 
     def print_cache(self) -> None:
@@ -237,7 +237,9 @@ class InferenceParams:
         before = Sequences((name, self.sequences.get(name, 0)) for name in lengths)
         self.sequences, self.sequences_pre_step, self.batch_size = lengths, before, len(lengths)
         none = [0] * (self.max_batch_size - len(lengths))
-        vectors = torch.tensor([[0, *x, *none] for x in (before.values(), lengths.values(), self.step_lengths)])
+        vectors = torch.tensor(
+            [[0, *x, *none] for x in (before.values(), lengths.values(), self.step_lengths)], device="cpu"
+        )
         self.pre_step_seqlens.copy_(vectors[0, 1:])
         self.post_step_seqlens.copy_(vectors[1, 1:])
         self.cu_seqlens_kv.copy_(vectors[1].cumsum(0))

@@ -187,7 +187,7 @@ class DotProductAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.softmax_type, self.return_max_logit, self.backend = softmax_type, return_max_logit, backend
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        zeros = torch.zeros(num_attention_heads // self.tp_size)
+        zeros = torch.zeros(num_attention_heads // self.tp_size, device=torch.get_default_device())
         if softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(zeros)
         else:  # not a part of the state

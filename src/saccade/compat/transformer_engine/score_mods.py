@@ -65,7 +65,7 @@ def alibi_slopes(heads: int) -> Tensor:
     """
     n = 2 ** int(math.log2(heads))
     exponents = [-8 * (i + 1) / n for i in range(n)] + [-4 * (2 * i + 1) / n for i in range(heads - n)]
-    return torch.tensor(exponents).exp2()
+    return torch.tensor(exponents, device="cpu").exp2()
 
 
 def _alibi(slopes: Tensor | None, visible: Visibility, q: Tensor) -> ScoreMod:

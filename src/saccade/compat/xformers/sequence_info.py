@@ -113,5 +113,5 @@ def usual_device(device: Any) -> Any:
 
 
 def _vector(numbers: list[int], device: Any) -> Tensor:
-    vector, device = torch.tensor(numbers, dtype=torch.int32), torch.device(usual_device(device))
+    vector, device = torch.tensor(numbers, dtype=torch.int32, device="cpu"), torch.device(usual_device(device))
     return vector.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else vector.to(device)

@@ -211,7 +211,8 @@ class VLLMLayer(_vllm.AttentionImpl):
         cached = CACHE_DTYPES[kv_cache_dtype]
         self.eight_bits = cached if cached in EIGHT_BITS else None
         self.sliding_window = None if sliding_window is None else sliding_window - 1
-        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        floats = {"dtype": torch.float32, "device": torch.get_default_device()}
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, **floats)
         self.alibi_slopes, self.logits_soft_cap = slopes, logits_soft_cap
         self.meaning: dict[bool, dict[str, Any]] = {
             causal: {

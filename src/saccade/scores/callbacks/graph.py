@@ -217,7 +217,7 @@ class CallbackRecording:
                     value = _read(tensors[step.attributes[0]], at)
                 case "number":
                     x = step.attributes[0]
-                    value = score.new_full((), x, dtype=torch.tensor(x).dtype)
+                    value = score.new_full((), x, dtype=torch.tensor(x, device="cpu").dtype)
                 case "gen_index":
                     value = at[step.attributes[0]]
                 case _:

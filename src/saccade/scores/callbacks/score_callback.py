@@ -123,7 +123,9 @@ _pinned = SimpleNamespace()
 @compile_constant
 def _pin(score_mod: Any, bprop: Any, forms: Any, forms_bprop: Any) -> str:
     """The name of a recording; torch.compile calls this once."""
-    stand_ins = ({name: torch.zeros((), dtype=dtype) for name, dtype in form} for form in (forms, forms_bprop))
+    stand_ins = (
+        {name: torch.zeros((), dtype=dtype, device="cpu") for name, dtype in form} for form in (forms, forms_bprop)
+    )
     recorded = _cache.recorded(callable_of(score_mod), callable_of(bprop), *stand_ins)
     recordings = vars(_pinned)
     name = next((name for name, other in list(recordings.items()) if other == recorded), f"recorded{len(recordings)}")

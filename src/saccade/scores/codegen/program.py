@@ -88,10 +88,10 @@ class Program:
                 return copies[x]
             if x.meta["kind"] == "tensor":
                 val = x.meta["val"]
-                copies[x] = read(x, (0,) * val.dim(), torch.zeros((1, 1), dtype=val.dtype))
+                copies[x] = read(x, (0,) * val.dim(), torch.zeros((1, 1), dtype=val.dtype, device="cpu"))
             elif (known := constant_of(raw, x)) is not None:
                 copies[x] = graph.call_function(aten.scalar_tensor.default, (known,), {"dtype": x.meta["val"].dtype})
-                copies[x].meta = {"val": torch.zeros((), dtype=x.meta["val"].dtype), "kind": "number"}
+                copies[x].meta = {"val": torch.zeros((), dtype=x.meta["val"].dtype, device="cpu"), "kind": "number"}
             else:
                 n = placed(self.number_nodes, x)
                 copies[x] = graph.placeholder(f"n{n}")
@@ -146,7 +146,7 @@ class Program:
         table = {**core_aten_decompositions(), **_more_decompositions()}
         tracer = make_fx(function, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)
         values = [node.meta["val"] for node in self._placeholders()]
-        module = tracer(*[torch.zeros(val.shape, dtype=val.dtype) for val in values])
+        module = tracer(*[torch.zeros(val.shape, dtype=val.dtype, device="cpu") for val in values])
         graph = module.graph
         for node, core in zip(graph.find_nodes(op="placeholder"), self._placeholders(), strict=True):
             node.meta["core"] = core.name

@@ -31,7 +31,7 @@ class Symbol(Tensor):
 
 def symbol(tape: Tape, place: int) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        stand_in = torch.empty(()).as_subclass(Symbol)
+        stand_in = torch.empty((), device="cpu").as_subclass(Symbol)
     stand_in.tape, stand_in.place = tape, place
     return stand_in
 
@@ -112,7 +112,7 @@ def stand_in_tape(steps: Any, forms: Any, dtype: torch.dtype) -> Tape:
     tape.steps, tape.lines, tape.forms = list(steps), [None] * len(steps), list(forms)
     # Any sizes do: no program depends on them.
     tape.tensors = [
-        torch.zeros((), dtype=kind).expand([1 if one else 11 + 6 * i for i, one in enumerate(ones)])
+        torch.zeros((), dtype=kind, device="cpu").expand([1 if one else 11 + 6 * i for i, one in enumerate(ones)])
         for kind, ones in forms
     ]
     kinds: dict[int, str] = {}

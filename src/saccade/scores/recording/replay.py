@@ -155,7 +155,7 @@ def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _places(row: Row, change: Callable[[Tensor], Any]) -> Any:
     """Where values are after the row's shape changes, computed on their numbers and not traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return change(torch.arange(len(row.values)).reshape(row.shape))
+        return change(torch.arange(len(row.values), device="cpu").reshape(row.shape))
 
 
 _SAME_SHAPE = frozenset(("view_as", "expand_as", "reshape_as", "contiguous", "requires_grad_"))
@@ -270,7 +270,10 @@ def _joined(name: str, parts: Any, dim: int = 0, axis: int | None = None) -> Any
     first = [sum(len(row.values) for row in rows[:i]) for i in range(len(rows))]
     join = torch.stack if name == "stack" else torch.cat
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        numbered = [torch.arange(i, i + len(row.values)).reshape(row.shape) for i, row in zip(first, rows, strict=True)]
+        numbered = [
+            torch.arange(i, i + len(row.values), device="cpu").reshape(row.shape)
+            for i, row in zip(first, rows, strict=True)
+        ]
         places = join(numbered, dim)
     return _picked([x for row in rows for x in row.values], places)
 
@@ -286,9 +289,11 @@ def _reshaped(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Zeros for the five arguments, in these shapes, and for a tape's tensors and numbers."""
     dtypes = [tape.dtype, *[torch.int64] * 4]
-    tile = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    tensors = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in tape.tensors]
-    numbers = [torch.zeros((), dtype=torch.int64 if isinstance(x, int) else torch.float32) for x in tape.numbers]
+    tile = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = [torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape) for x in tape.tensors]
+    numbers = [
+        torch.zeros((), dtype=torch.int64 if isinstance(x, int) else torch.float32, device="cpu") for x in tape.numbers
+    ]
     return tile, tensors, numbers
 
 
