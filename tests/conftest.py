@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import runpy
 import subprocess
 import sys
+from collections import defaultdict
 from importlib import import_module
 from typing import NamedTuple
 
@@ -220,3 +222,28 @@ def forward_kernel():
 
 def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="whole matrices, where a sample runs by default")
+
+
+SHARE = 4
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of a test marked `sample` one case in four, the same ones in each run, and each value of each parameter: all with
+    --everything, on a GPU, or where a test is named."""
+    if config.getoption("--everything") or any("::" in arg for arg in config.args):
+        return
+    tests, left_out = defaultdict(list), set()
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("gpu"):
+            tests[item.location[0], item.originalname].append(item)
+    for cases in tests.values():
+        seen, kept = set(), 0
+        for item in sorted(cases, key=lambda item: hashlib.sha256(item.name.encode()).digest()):
+            values = set(enumerate(item.callspec._idlist))
+            if values <= seen and kept * SHARE >= len(cases):
+                left_out.add(item)
+            else:
+                seen |= values
+                kept += 1
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]

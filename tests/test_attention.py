@@ -21,11 +21,13 @@ def checked(case: Case, device: str, backend: str = "auto", lse_gradient: bool =
     check(made.q, made.k, made.v, dout=made.dout, dlse=dlse, backend=backend, **made.keywords).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_small(case, place):
     checked(case.replace(dtype=place.dtype), place.device, place.backend)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "case", [case.smaller(160).replace(h_q=case.h_q // 4, h_k=case.h_k // 4) for case in MODELS], ids=str
 )
@@ -33,18 +35,21 @@ def test_models(case, place):
     checked(case.replace(dtype=place.dtype), place.device, place.backend)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["causal", "window", "documents-causal", "d192-128", "ragged", "softcap-sink"])
 def test_without_gradient_of_lse(name, place):
     """Often another path than with one."""
     checked(NAMED[name].replace(dtype=place.dtype), place.device, place.backend, lse_gradient=False)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("lse_gradient", [False, True])
 @pytest.mark.parametrize("name", ["causal", "documents-causal", "few-keys", "ragged", "softcap-sink", "everything"])
 def test_every_cpu(name, processor, lse_gradient):
     checked(NAMED[name].replace(dtype="bf16"), "cpu", "cpu", lse_gradient)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("seed", range(60))
 def test_draw(seed, device):
     dtype = None if device == "cpu" else ("fp16", "bf16", "fp32")[seed % 3]
@@ -93,6 +98,7 @@ def test_shapes_and_masks(case):
     checked(case, "cpu")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
 def test_scale(scale, place):
     made = SMALL[1].replace(dtype=place.dtype).inputs(place.device)

@@ -59,6 +59,7 @@ def descale(form: str, q: bool) -> Descale:
     return Descale(q=of(3) if q else None, k=of(4), v=of(5))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "8 bits"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,6 +72,7 @@ def test_forms(backend: str, kind: str, dtype: str, form: str):
     check(*given, score_mod=softcap(3.0), sink=random(H_Q), return_max_scores=True, **keywords).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("form", ["number", "sequence", "block"])
 @pytest.mark.parametrize("eight", [False, True], ids=["bf16", "8 bits"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

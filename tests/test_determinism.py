@@ -20,6 +20,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.sample
 def test_forward(place, threads):
     made = CASE.replace(dtype=place.dtype).inputs(place.device)
 
@@ -33,6 +34,7 @@ def test_forward(place, threads):
         assert torch.equal(again.lse, first.lse)
 
 
+@pytest.mark.sample
 def test_backward(place, threads):
     made = CASE.replace(dtype=place.dtype).inputs(place.device, requires_grad=True)
     leaves = made.q, made.k, made.v, made.keywords["sink"]

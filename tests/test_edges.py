@@ -69,6 +69,7 @@ def test_no_row_has_a_key(place):
     assert not any(x.isnan().any() for x in (out, *gradients.values()))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("rows", [1, 40])
 def test_hidden_inside_the_hull(rows, place):
     """Scattered documents whose hull reaches over used keys, none of which is theirs."""

@@ -25,6 +25,7 @@ def operands(dtype):
     return [torch.randn(1, h, s, 16).to(dtype) for h, s in ((2, 70), (1, 90), (1, 90))]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -32,6 +32,7 @@ CHECKED = [
 DTYPES = "fp16", "bf16", "fp32", "fp64"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("i", range(len(CHECKED)), ids=CHECKED)
 def test_named_case(i: int) -> None:
     """With gradients, which they do not disturb."""

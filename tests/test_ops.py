@@ -62,6 +62,7 @@ def recorded(case: Case, lse_gradient: bool = False) -> Recorder:
 # Schema and fakes
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck_of_forward(name, gradients):
@@ -224,6 +225,7 @@ def test_export():
 # Autograd
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "keywords",
     [

@@ -75,6 +75,7 @@ SCORES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("s_q", [1, 5])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -90,6 +91,7 @@ def test_is_the_plain_call(lengths: str, mask: str, s_q: int) -> None:
         assert report.ratio <= 1, f"{name}: {report}"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("rows", [(1, 1, 1), (1, 40, 0), (0, 3, 70)])
 def test_queries_end_to_end(rows: tuple[int, ...], lengths: str) -> None:

@@ -14,6 +14,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("shape", [(1, 4, 700, 900), (2, 2, 1024, 1024), (8, 1, 513, 513)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("what", ["b", "h", "dropout"])

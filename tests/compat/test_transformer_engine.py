@@ -164,6 +164,7 @@ def equal(found, wanted, leaves):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", SAME)
 def test_arguments(name):
     constructor, forward, meaning = SAME[name]
@@ -187,6 +188,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("where", HIDDEN)
 def test_padding_wherever_it_is(where, kind):

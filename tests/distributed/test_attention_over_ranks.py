@@ -91,14 +91,17 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("case", name), pairs)
 
 
+@pytest.mark.sample
 def test_keys_are_gathered(pool, case, ranks):
     assert max(differences(pool, case, ranks, method="gather").values()) <= EQUAL
 
 
+@pytest.mark.sample
 def test_heads_are_divided(pool, case, ranks):
     assert max(differences(pool, case, ranks, method="ulysses").values()) <= EQUAL
 
 
+@pytest.mark.sample
 def test_both_on_a_mesh(pool, case, mesh):
     assert max(differences(pool, case, 8, mesh=mesh).values()) <= EQUAL
 
@@ -117,6 +120,7 @@ PADDINGS = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", PADDED, ids=str)
 @pytest.mark.parametrize(("ranks", "settings"), PADDINGS, ids=str)
 def test_rows_of_padding_change_nothing(pool, case, ranks, settings):
@@ -162,6 +166,7 @@ def rows_and_labels(group, lengths, mesh, rows):
     return mine, whole.detach(), gradient, rolled, made.position_ids, made.document_ids
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("ranks", "mesh", "rows"),
     [(1, None, "balanced"), (3, None, "equal"), (8, None, 33), (8, (4, 2), "balanced"), (8, (1, 8), 40)],

@@ -33,6 +33,7 @@ def pulled(group, case, settings):
     return part(group, case, settings), part(group, case, settings | {"method": "gather"})
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("mask", ["causal", "window(9,0)", "none"])
 @pytest.mark.parametrize("order", ["thd", "bhsd"])
@@ -48,6 +49,7 @@ def test_what_is_pulled_is_what_is_gathered(pool, ranks, mask, order):
             assert torch.equal(x, theirs[name]), name
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("own_first", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "mask", "rows"),

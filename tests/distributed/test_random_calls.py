@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -195,5 +196,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed", range(400 if metafunc.config.getoption("--everything") else 12))
 
 
+@pytest.mark.sample
 def test_random_steps(pool, seed):
     assert difference(pool, seed) <= EQUAL, drawn(seed)

@@ -151,6 +151,7 @@ def with_copies(call):
     return call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("offsets", [None, [0, 0, 5, 9], "slots"], ids=str)

@@ -55,6 +55,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("kind", "s_q", "s_k", "mask"), CALLS)
 def test_against_the_oracle(kind: str, s_q: int, s_k: int, mask: str) -> None:
     """Forward and backward, with remainders of rows and keys; by head, by batch row, and beside another read."""

@@ -38,6 +38,7 @@ def in_bytes(name: str, kind: torch.dtype, **changes: Any) -> tuple[Tensor, Tens
     return given.q, k, v, given.keywords
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", E4M3), ("fp16", E5M2), ("fp32", E4M3)], ids=str)
 @pytest.mark.parametrize("name", ["decode-window", "mixed", "decode-fixed", "mixed-pages"])
 def test_pages(name: str, dtype: str, kind: torch.dtype):

@@ -78,6 +78,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
         metafunc.parametrize(("name", "mask"), pairs)
 
 
+@pytest.mark.sample
 def test_against_the_oracle(name, mask):
     b, score_mod = CALLS[name]()
     keys = {"odd": S_K - 1}.get(name, S_K)

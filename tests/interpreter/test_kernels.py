@@ -28,6 +28,7 @@ FLOAT32 = [
 FLOAT16 = ["causal", "documents-window", "softcap-sink", "d72", "ragged"]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "case",
     [NAMED[name].replace(dtype="fp32") for name in FLOAT32] + [NAMED[name].replace(dtype="fp16") for name in FLOAT16],

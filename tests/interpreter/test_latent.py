@@ -104,6 +104,7 @@ CASES: list[tuple[list[int], tuple[int, int, int], Mask | None, int]] = [
 """Lengths, (h, s_q, h_k), mask and multiprocessors."""
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("lens", "heads", "mask", "processors"), CASES, ids=str)
 def test_parts_that_follow_the_schedule_merge_to_the_whole(
     lens: list[int], heads: tuple[int, int, int], mask: Mask | None, processors: int

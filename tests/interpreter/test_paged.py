@@ -15,6 +15,7 @@ CASES = {case.name: case for case in paged.named()}
 LATENT = [name for name in CASES if name.startswith("latent")]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "name", ["decode-alibi", "mixed", "mixed-fixed", "gpt-oss", "one-head-alibi", "mixed-pages", "no-keys", *LATENT]
 )
@@ -93,6 +94,7 @@ def test_the_longest_sequence_starts_first(monkeypatch):
     check(q, cache, cache, layout=layout, backend="triton").assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["decode-window", "chunk", "mixed-fixed"])
 @pytest.mark.parametrize(("d", "d_v"), [(59, 59), (111, 59), (59, 111)])
 def test_partial_rows(name, d, d_v):

@@ -27,6 +27,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, offsets):
@@ -67,6 +68,7 @@ def test_packed(offsets):
         check(q, k, v, mask=m, score_mod=alibi(torch.rand(2)), layout=layout, backend="triton").assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
 @pytest.mark.parametrize("offsets", ["none", "number", "sequence", "row"])
 def test_paged(offsets, end_to_end):

@@ -38,6 +38,7 @@ def assert_same(found, wanted):
     assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
 @pytest.mark.parametrize("heads", [2, 6])

@@ -36,6 +36,7 @@ def report(case: Case, mask: Mask | None = None) -> Report:
     return check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend="triton", **keywords)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case: Case) -> None:
     report(case).assert_ok()

@@ -23,6 +23,7 @@ from saccade.testing.non_finite import TABLES, operands, table_results
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_oracle(name):
     # Of fewer elements the plain run's largest error, by which the tolerance goes, is luck.
@@ -68,6 +69,7 @@ def test_repeatable_gradients_of_captured_tensors(name):
     check(q, k, v, score_mod=score_mod, backend="triton", deterministic=True, dropout_p=0.2).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("used", [90, 70])
 @pytest.mark.parametrize("table", TABLES)
 def test_rows_beyond_the_end_reach_no_gradient(table, used):

@@ -22,6 +22,7 @@ MASKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("rows", [None, (1, 4, 0)], ids=["batch", "end to end"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_is_the_plain_call(mask: str, rows: tuple[int, ...] | None) -> None:

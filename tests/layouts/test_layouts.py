@@ -71,6 +71,7 @@ def test_empty_like_rows(permutation):
     assert empty_like_rows(x, 7).shape == (2, 3, 4, 7)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mask", ["none", "causal", "window(3,2)", "prefixes"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_used_lengths_are_slices(order, mask, place):

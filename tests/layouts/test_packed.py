@@ -156,6 +156,7 @@ def predicates(device):
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", predicates("cpu"))
 def test_predicates(name, place):
     """Their indices count within the sequence, and their tiles are those of the sequence."""
@@ -167,6 +168,7 @@ def test_predicates(name, place):
     check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **keywords).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("seed", range(6))
 def test_random_batches(seed, place):
     case = draw(seed, place.dtype)

@@ -115,6 +115,7 @@ CASES = [
 # fmt: on
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(case, place):
     made = case.replace(dtype=place.dtype).inputs(place.device, requires_grad=True)
@@ -175,6 +176,7 @@ PREDICATES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", PREDICATES)
 def test_predicates(name, place):
     case = Case("", dtype=place.dtype, b=5, h_q=4, s_q=150, s_k=90, d=16, order="thd", tail=3, ranges=True, sink=True)
@@ -183,6 +185,7 @@ def test_predicates(name, place):
     check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **keywords).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("seed", range(8))
 def test_random_batches(seed, place):
     case = draw(seed, place.dtype).replace(ranges=True, dropout_p=0.2 * (seed % 2))

@@ -32,6 +32,7 @@ from saccade.testing.cases import NAMED, Case
 CASES = {case.name: case for case in paged.named()}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 @pytest.mark.parametrize("way", [("cpu", "bf16"), ("reference", "fp32")], ids="-".join)
 def test_named_case(case, way, processor):

@@ -111,6 +111,7 @@ def test_masks(given, name, device, backend):
     check(q, k, v, mask=MASKS[name][0], layout=layout, dlse=dlse, backend=backend).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("device", "backend"), PLACES)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("given", OFFSETS)

@@ -1,4 +1,4 @@
-"""A thousand steps of a server: requests enter, some of them left-padded, come in chunks, grow, are evicted and come
+"""Hundreds of steps of a server: requests enter, some of them left-padded, come in chunks, grow, are evicted and come
 back, over caches that are views. Each step is checked against the oracle, on keys and values that no cache has seen."""
 
 from __future__ import annotations
@@ -247,14 +247,15 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("name", "backend"), PLACES)
-def test_serving(name, backend, monkeypatch):
+def test_serving(name, backend, monkeypatch, request):
     # Hopper's kernels leave so few rows to others.
     monkeypatch.setattr(gluon, "LEAST_ROWS", 0)
     monkeypatch.setattr(gluon, "LEAST_ITEMS", 0)
     server = Server(WORLDS[name], 0, "cpu" if backend == "cpu" else "cuda", backend)
     with torch.no_grad():
-        for i in range(250):
+        steps = 250 if backend != "cpu" or request.config.getoption("--everything") else 100
+        for i in range(steps):
             right, error = server.run()
             assert right, f"step {i}: a key, a value or a query is not what was given"
             assert error <= 1, f"step {i}: {error} of the tolerance"
-    assert server.evicted > 10
+    assert server.evicted > steps / 25

@@ -67,11 +67,13 @@ def assert_same(place, view: list[Tensor], mask):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 # Of one number alone all roundings are the same one, and do not add up as independent ones.
+@pytest.mark.sample
 @pytest.mark.parametrize("view", [name for name in VIEWS if name != "one-number"])
 def test_all(view, mask, place):
     assert_same(place, [VIEWS[view](place) for _ in range(4)], mask)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "dout"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_one_alone(view, which, place):
@@ -80,6 +82,7 @@ def test_one_alone(view, which, place):
     assert_same(place, tensors, causal())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "order", [*itertools.permutations(range(4))], ids=lambda order: "".join("bhsd"[i] for i in order)
 )
@@ -142,6 +145,7 @@ def _random_view(x: Tensor, dice: random.Random) -> Tensor:
     return view
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("seed", range(40))
 def test_draw(seed, device):
     dice = random.Random(seed)

@@ -81,6 +81,7 @@ COMBINED = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", COMBINED)
 def test_combined(name):
     q, k, v = operands()

@@ -73,6 +73,7 @@ def operands(dtype=torch.float32, s_q=S, s_k=S):
     return [torch.randn(2, h, s, 16).to(dtype) for h, s in ((4, s_q), (2, s_k), (2, s_k))]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MASKS)
 def test_against_the_oracle(name, dtype, processor):

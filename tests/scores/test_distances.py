@@ -27,6 +27,7 @@ READS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", READS)
 def test_reads_by_distance(name: str) -> None:
     place, wanted = READS[name]

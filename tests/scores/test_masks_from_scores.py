@@ -43,6 +43,7 @@ def operands(place):
     return [torch.randn(shape, device=place.device, dtype=DTYPES[place.dtype]) for shape in shapes]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_tiles_before_and_behind(value, place):
     def band(score, b, h, q_idx, kv_idx):
@@ -51,6 +52,7 @@ def test_tiles_before_and_behind(value, place):
     check(*operands(place), score_mod=band, backend=place.backend).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_whole_rows(value, place):
     """Of equal scores the softmax is the mean, and of -inf alone nothing. Nobody asks for these rows' gradients, and

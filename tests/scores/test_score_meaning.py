@@ -523,6 +523,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_gradients_of_tensors_beside_indices_are_of_float64(name, backend):

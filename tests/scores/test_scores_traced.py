@@ -42,6 +42,7 @@ def operands(s_q: int = 37, s_k: int = 45, h: int = 4, dtype: torch.dtype = torc
     return [torch.randn(2, heads, s, 16, dtype=dtype) for heads, s in ((h, s_q), (2, s_k), (2, s_k))]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_oracle(name, dtype):
@@ -55,6 +56,7 @@ def grid(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     return torch.randn(2, 3, 5, 7, dtype=dtype), *index
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", NAMES)
 def test_graphs_are_the_function(name):
     mod = build_score(name, 3, 5, 7)
@@ -454,6 +456,7 @@ class Compiled(torch.nn.Module):
                 return by(bias(q.sum(-1, keepdim=True)))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
     "which", ["method", "parameter", "table", "number", "local", "row", "composed", "mask", "masks", "bias"]

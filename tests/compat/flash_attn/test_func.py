@@ -74,6 +74,7 @@ def test_heads(heads, d, device):
     checked(made, flash_attn_func, {"causal": True, "softmax_scale": 0.3}, mask=causal(), scale=0.3)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"window_size": (9, 4)}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("lengths", [(33, 50), (50, 33)], ids=str)

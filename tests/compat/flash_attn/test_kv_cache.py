@@ -178,6 +178,7 @@ def distance(score, b, h, q_idx, kv_idx, slopes, off):
     return score - slopes[b, h] * (q_idx + off[b] - kv_idx).abs()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_against_the_oracle(step, device):
     drawn = Drawn(step, device)

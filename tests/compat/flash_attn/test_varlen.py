@@ -60,6 +60,7 @@ def test_masks(given, meaning, sizes, device):
     checked(made, varlen(made), given, **meaning)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("shape", [(4,), (4, 4)], ids=str)
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("same", [False, True], ids=["cross", "self"])

@@ -91,6 +91,7 @@ def shown(made, b=2):
     return torch.ones(b, s_q, s_k, dtype=torch.bool) if made.mask is None else made.mask.visible(s_q, s_k, b)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("known_by", ["host", "device", "rows"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("padding", PADDING)

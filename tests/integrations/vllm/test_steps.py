@@ -18,6 +18,7 @@ def meant(**meaning):
     return {"mask": causal(), "scale": 0.3, **meaning}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("page_size", [16, 64, 1])
 def test_serving(served, page_size, order, device, requests_of, layer_of):

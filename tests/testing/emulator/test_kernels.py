@@ -46,6 +46,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
         metafunc.parametrize("seed", range(20 if everything else 2))
 
 
+@pytest.mark.sample
 def test_problems(problem: Case) -> None:
     with emulated():
         given = problem.replace(dtype="bf16").inputs("cpu")
