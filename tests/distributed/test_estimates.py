@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from saccade import causal
 from saccade.distributed import plan
 from saccade.distributed.cost import expected
-from saccade.distributed.estimates import BACKWARD, COLLECTIVE, FORWARD, estimate, rows_moved
+from saccade.distributed.estimates import BACKWARD, COLLECTIVE, FORWARD, estimate, rows_moved, worth_two_calls
 from saccade.distributed.pieces import Reach
 from saccade.distributed.sharding import Sharding
 
@@ -70,6 +70,12 @@ def test_measured_cells():
             assert estimate(sharding, heads, 128, FORWARD, COLLECTIVE).exposed == pytest.approx(
                 gathered * 1e-3, rel=0.1
             )
+
+
+def test_own_keys_come_first_where_that_saves_a_share():
+    """Few scores for each key and value that comes."""
+    for rows, heads, worth in ((16384, (16, 16), True), (65536, (16, 16), True), (65536, (64, 8), False)):
+        assert worth_two_calls(Sharding((rows,), 2, 1, Reach(None, 0)), heads, 128) == worth
 
 
 WITHIN = 0.08

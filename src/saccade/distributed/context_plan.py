@@ -327,7 +327,7 @@ class ContextPlan:
         key = "own first", heads, head_dim
         if key in self._kept:
             return self._kept[key]
-        found = self.staged is not None and estimates.seconds_saved(self.staged.work, heads, head_dim) > 0
+        found = self.staged is not None and estimates.worth_two_calls(self.sharding, heads, head_dim)
         if not torch.compiler.is_compiling():
             self._kept[key] = found
         return found

@@ -15,7 +15,7 @@ from saccade.autograd import needs_gradient
 from saccade.backends import Outputs
 from saccade.bounded_cache import lasting
 from saccade.call import BoundCall
-from saccade.distributed import estimates, exchanges
+from saccade.distributed import exchanges
 from saccade.distributed.exchanges import library
 from saccade.distributed.pull import PulledRows, Range, united
 from saccade.distributed.rows import numbers
@@ -52,7 +52,6 @@ class StagedRows(PulledRows):
         late = zip(places, self.pieces, self.before, strict=False)
         self.late: list[Range] = united((first, piece.rows) for first, piece, n in late if n)
         """The rows that see keys of others."""
-        self.work = estimates.late(sharding)
         self._stages: dict[torch.device, Stages] = {}
 
     def stages(self, device: torch.device) -> Stages:
