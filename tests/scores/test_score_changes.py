@@ -263,9 +263,43 @@ def test_functions_that_each_call_defines_anew(define, monkeypatch):
         torch.testing.assert_close(attention(*rows(), score_mod=define(c, table)), meaning(define(c, table)))
     recorded.clear()
     for _ in range(3):
-        attention(*rows(), score_mod=define(2, one))
-    if define is not a_composition:  # whose tensor is another view in each call
-        assert not recorded
+        table = one.clone().mul_(3)
+        torch.testing.assert_close(attention(*rows(), score_mod=define(2, table)), meaning(define(2, table)))
+    assert not recorded
+
+
+def by_identity(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + (x[h] if x is y else 3 * y[h])
+
+
+def by_stride(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + x.stride(0) * y[h]
+
+
+def by_shape(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + x.shape[0] * y[h]
+
+
+def by_item(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + x[1].item() * y[h]
+
+
+def by_class(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + (x[h] if isinstance(x, torch.nn.Parameter) else y[h])
+
+
+@pytest.mark.parametrize("define", [by_identity, by_stride, by_shape, by_item, by_class])
+def test_tensors_in_the_places_of_others(define):
+    """A proof is of all tensors of a form, unless a function can tell them apart."""
+    wide, one, other = torch.randn(H, 3), torch.randn(H), torch.randn(H)
+    pairs = [(one, one), (one, other), (other, other), (wide[:, 0], one), (one, wide[:, 1]), (torch.randn(3), one)]
+    pairs += [(torch.nn.Parameter(other.clone(), requires_grad=False), one), (one, one.clone())]
+    for _ in range(3):
+        for x, y in pairs:
+            if define in (by_identity, by_class) and len(x) != len(y):
+                continue
+            for _ in range(3):
+                torch.testing.assert_close(attention(*rows(), score_mod=define(x, y)), meaning(define(x, y)))
 
 
 def test_layers_that_define_functions_of_one_code_take_turns(monkeypatch):

@@ -3,6 +3,9 @@
 It holds while every name in the code resolves to what it did, where each is plain: a number, a string, None, a tensor,
 one of torch's functions that the recording called, an arithmetic builtin, or a function of the same kind. Any other
 function has no proof and is recorded in every call.
+
+A tensor may be another one of the same shape, dtype and device, as a model computes one in each step, where the code
+reads no attribute of tensors that says more: a recording knows nothing else of them.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ _SAME = (bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device
 _OF_C = (types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _DEEPEST = 40
 """Functions that call one another; Python nests no more than 200 parentheses."""
+_FORM = frozenset(("shape", "dtype", "device", "ndim", "requires_grad"))
+"""Attributes that tensors of one form share."""
 _MISSING = object()
 
 
@@ -66,9 +71,24 @@ class Proof:
         """What texts name."""
         self.tensors: list[tuple[weakref.ref[Tensor], Find]] = []
         """The tensors that the function reads, and where."""
+        self.of_a_form = True
+        """Whether the code reads of tensors no more than their form."""
         self._function("root", fn)
+        self._check_tensors()
         self.holds: Callable[[Any], bool] = self._compiled(" and ".join(self.checks))
         """(function) -> whether the proof holds for it."""
+
+    def _check_tensors(self) -> None:
+        """They are the same ones, or as many different ones in the same places, as code may compare them by `is`."""
+        places: dict[int, Find] = {}
+        for reference, find in self.tensors:
+            known = places.setdefault(id(reference()), find)
+            if not self.of_a_form:
+                self._check(f"(y := {find}) is {self._named(reference)}() and y is not None")
+            elif known is not find:
+                self._check(f"{find} is {known}")
+        if self.of_a_form and len(places) > 1:
+            self._check(f"len({{{', '.join(f'id({find})' for find in places.values())}}}) == {len(places)}")
 
     def inputs(
         self, tensors: Sequence[Tensor], numbers: Iterable[tuple[Any, Tensor | None]]
@@ -132,10 +152,10 @@ class Proof:
         """Checks that what `find` finds is still x."""
         kind = type(x)
         if kind is Tensor or kind is torch.nn.Parameter:
-            reference, form = weakref.ref(x), (x.shape, x.dtype, x.device, x.requires_grad)
-            self.tensors.append((reference, find))
-            same = f"(y := {find}) is {self._named(reference)}() and y is not None"
-            self._check(f"{same} and (y.shape, y.dtype, y.device, y.requires_grad) == {self._named(form)}")
+            form = x.shape, x.dtype, x.device, x.requires_grad
+            self.tensors.append((weakref.ref(x), find))
+            now = "(y.shape, y.dtype, y.device, y.requires_grad)"
+            self._check(f"type(y := {find}) is {self._named(kind)} and {now} == {self._named(form)}")
         elif kind in _SAME or kind in _NUMBERS:
             name = self._named(x)
             more = "" if kind in _SAME or x != 0 else " and False"  # 0.0 and -0.0 are equal, and not the same
@@ -174,6 +194,7 @@ class Proof:
         self.met.discard(id(fn))
 
     def _of_tensors(self, name: str) -> None:
+        self.of_a_form &= name in _FORM
         if name in self.attributes:
             return
         attribute = getattr(Tensor, name, _MISSING)

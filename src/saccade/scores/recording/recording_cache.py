@@ -1,15 +1,15 @@
 """Recordings with their proofs: a function runs again when its proof no longer holds.
 
 A proof speaks of whatever function it is asked about. So a recording is found by the function's identity, and one that
-each call defines anew, as a closure in a model's `forward`, by its code and the objects that it captures. Either is a
-guess, which the proof decides.
+each call defines anew, as a closure in a model's `forward`, by its code and what it captures. Either is a guess, which
+the proof decides.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,21 +60,21 @@ def put_recording(
         return
     tape, keys = recording.tape, [_key(_same(fn), settings)]
     try:
-        sure = older is not None and older.proof.holds(fn)
-        proof = older.proof if older is not None and sure else Proof(fn, recording.called)
+        proof = Proof(fn, recording.called)
         inputs = proof.inputs(tape.tensors, zip(tape.numbers, tape.sources, strict=True))
+        sure = older is not None and older.proof.holds(fn)  # before the recording, and after the new proof
         proven = ProvenRecording(proof, program, inputs, tape.rows, sure)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
-        twin, code = _twin(fn), _code(fn)
-        of_others = [] if code is None else [_key(twin, settings)]
+        twin, codes = _twin(fn), _codes(fn)
+        of_others = [_key(twin, settings)] if codes else []
         if sure:
             dtype, device, _, *more = settings
             keys.append(_key(_same(fn), (dtype, device, *more)))
-            of_others += [] if code is None else [_key(twin, (dtype, device, *more))]
+            of_others += [_key(twin, (dtype, device, *more))] if codes else []
         for key in keys:
             _cache.put(key, proven, owners)
         for key in of_others:
-            _cache.put(key, proven, (code,))
+            _cache.put(key, proven, codes)
     except (Unproven, TypeError):  # TypeError: an owner without weak references
         _cache.discard(keys[0])
 
@@ -88,20 +88,33 @@ def _same(fn: Any) -> Any:
     return (id(fn.__func__), id(fn.__self__)) if type(fn) is types.MethodType else id(fn)
 
 
-def _code(fn: Any) -> types.CodeType | None:
-    """The code of a function, or of the one that a record holds."""
-    while type(fn) in PARTS or type(fn) is functools.partial:
-        fn = fn.func if type(fn) is functools.partial else getattr(fn, "fn", None)
-    return fn.__code__ if type(fn) is types.FunctionType else None
+def _codes(fn: Any) -> list[types.CodeType]:
+    """The code of a function, or of those that a record holds."""
+    if type(fn) is types.FunctionType:
+        return [fn.__code__]
+    return [code for x in _parts(fn) for code in _codes(x)]
+
+
+def _parts(fn: Any) -> Sequence[Any]:
+    """What tells one record, or partial, from others: its function and what is in its tuples."""
+    kind = type(fn)
+    if kind is functools.partial:
+        return fn.func, *fn.args
+    names, containers = PARTS.get(kind, ((), ()))
+    return *[getattr(fn, name) for name in names[:1]], *[x for name in containers for x in getattr(fn, name)]
 
 
 def _twin(fn: Any) -> Any:
-    """What functions share that may be one function, defined again: code, and the objects that it captures."""
-    kind = type(fn)
-    if kind is types.FunctionType:
-        return id(fn.__code__), *[id(contents(cell)) for cell in fn.__closure__ or ()]
-    if kind is functools.partial:
-        return kind, _twin(fn.func), *map(id, fn.args)
-    if kind in PARTS and (inner := getattr(fn, "fn", None)) is not None:
-        return kind, _twin(inner), *map(id, getattr(fn, "tensors", ()))
-    return _same(fn)
+    """What functions share that may be one function, defined again: code, and what it captures."""
+    if type(fn) is types.FunctionType:  # which may capture itself
+        return id(fn.__code__), *[_captured(contents(cell)) for cell in fn.__closure__ or ()]
+    parts = _parts(fn)
+    return (type(fn), *map(_twin, parts)) if parts else _captured(fn)
+
+
+def _captured(x: Any) -> Any:
+    """A tensor by its form, as another may take its place; else the object, or what is equal to it."""
+    kind = type(x)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return x.shape, x.dtype, x.device
+    return (kind, x) if kind in (bool, int, float, str) else _same(x)
