@@ -220,3 +220,36 @@ def test_where_an_operand_lies_is_known_of_each():
         for tensors in ((moved, aligned, aligned), (aligned, moved, aligned), (aligned, aligned, moved))
     }
     assert len(keys) == 3
+
+
+def test_auto_leaves_calls_to_what_is_faster(everywhere):
+    """Where that runs them; a name, a backward and a backend that is alone go on with the first."""
+    from saccade import dispatch
+    from saccade.explanation import Explanation
+
+    everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
+    everywhere.setattr(import_module("saccade.backends.cpu"), "outrun", lambda problem: "it is late", raising=False)
+    made = NAMED["causal"].inputs()
+    problem = Problem(made.q, made.k, made.v, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
+    assert plan_of(problem, "auto").backend == "reference"
+    assert plan_of(problem, "cpu").backend == "cpu"
+    assert plan_of(problem, "auto", gradient=True).backend == "cpu"
+    told = Explanation(problem)
+    assert (told.backend, told.outrun) == ("reference", {"cpu": "it is late"})
+    assert "cpu: runs it, not chosen: it is late" in str(told)
+    everywhere.setattr(dispatch, "BACKENDS", ("cpu",))
+    dispatch._plans.clear()
+    assert plan_of(problem, "auto").backend == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("d", "shape", "slower"),
+    [(64, (2, 9, 9), True), (64, (9, 9), True), (128, (2, 9, 9), False), (64, (2, 1, 9), False), (64, (9,), False)],
+)
+def test_biases_of_every_score_of_few_columns_are_triton_s(d, shape, slower):
+    from saccade import bias
+    from saccade.backends import gluon
+
+    q, k, v = torch.randn(3, 1, 2, 9, d).bfloat16()
+    problem = Problem(q, k, v, None, None, bind(bias(torch.randn(shape)), q), Dense(), 1.0)
+    assert (gluon.outrun(problem) is not None) == slower

@@ -15,7 +15,7 @@ from saccade.masks_from_scores.rewrite import move_to_mask
 from saccade.problem import Problem
 from saccade.spec import Spec
 
-# "auto" takes the first that can; cuDNN and the reference run only when they are named.
+# "auto" takes the first that can and is not `outrun`; cuDNN and the reference run only when they are named.
 BACKENDS = ("gluon", "triton", "cpu")
 NAMES = (*BACKENDS, "cudnn", "reference")
 
@@ -54,10 +54,12 @@ def _first(call: Spec | Problem, spec: Spec, backend: str, gradient: bool) -> st
     """The backend that runs the call."""
     tried = BACKENDS if backend == "auto" else (backend, *BACKENDS) if gradient else (backend,)
     reasons = {name: reasons_against(name, call, gradient) for name in tried}
-    for name, against in reasons.items():
-        if not against:
-            return name
-    raise Unsupported(refusal(spec, reasons))
+    able = [name for name, against in reasons.items() if not against]
+    if not able:
+        raise Unsupported(refusal(spec, reasons))
+    if backend == "auto" and isinstance(call, Problem) and not gradient:
+        return next((name for name in able if outrun(name, call) is None), able[0])
+    return able[0]
 
 
 def planned(problem: Problem, backend: str, gradient: bool = False) -> tuple[Plan, Problem]:
@@ -79,7 +81,8 @@ def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
 def _plan_of(problem: Problem, backend: str, gradient: bool) -> Plan:
     spec = problem.spec()
     chosen = plan(spec, backend, gradient)
-    if not reasons_against(chosen.backend, problem, gradient):
+    passed_over = backend == "auto" and not gradient and outrun(chosen.backend, problem) is not None
+    if not passed_over and not reasons_against(chosen.backend, problem, gradient):
         return chosen
     return Plan(spec, _first(problem, spec, backend, gradient))
 
@@ -111,6 +114,12 @@ def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) 
     if hardware.present(spec.device) and (obstacle := module.obstacle()) is not None:
         return [obstacle]
     return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []
+
+
+def outrun(backend: str, problem: Problem) -> str | None:
+    """Why "auto" leaves a forward that this backend runs to the next one that does, or None."""
+    module = _module(backend)
+    return module.outrun(problem) if hasattr(module, "outrun") else None
 
 
 def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:

@@ -17,6 +17,7 @@ class Explanation:
         backend: the chosen one's name, or None.
         gradient: the name of the backend whose backward its gradients take, or None.
         reasons: backend name -> the reasons against it; an empty list is one that runs.
+        outrun: backend name -> why "auto" leaves the forward, which it runs, to a faster one.
         hidden: the part of the mask that the score function is, or None.
         shared: what is done about a layout's shared pages, or None.
         pays: what 8-bit operands were measured to gain on Hopper, where that is little or not known, or None.
@@ -32,6 +33,10 @@ class Explanation:
         self.spec = call if isinstance(call, Spec) else call.spec()
         calls = {name: whole if name in WHOLE_SCORES else call for name in dispatch.NAMES}
         self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}
+        self.outrun: dict[str, str] = {}
+        if isinstance(call, Problem):
+            able = [name for name, against in self.reasons.items() if not against]
+            self.outrun = {name: why for name in able if (why := dispatch.outrun(name, call)) is not None}
         plan = _plan_if_any(call, backend)
         self.shared = None
         if plan and isinstance(whole, Problem) and whole.layout.shared_pages and plan.backend != "reference":
@@ -44,13 +49,13 @@ class Explanation:
             self.elsewhere = _elsewhere(self.spec.device)
         self.gradient = self.backend
         if plan and plan.backend != "reference":  # which PyTorch differentiates itself
-            gradient = _backward_if_any(call, plan.backend)
+            gradient = _backward_if_any(call, backend)
             self.gradient = gradient.backend if gradient else None
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
         for name, against in self.reasons.items():
-            verdict = "; ".join(against) or (self._chosen() if name == self.backend else "runs it, not chosen")
+            verdict = "; ".join(against) or (self._chosen() if name == self.backend else self._passed_over(name))
             lines.append(f"  {name}: {verdict}")
         if self.hidden is not None:
             lines.append(f"  part of the score function masks keys: it runs as the mask {self.hidden!r}")
@@ -74,10 +79,15 @@ class Explanation:
             "backend": self.backend,
             "gradient": self.gradient,
             "reasons": self.reasons,
+            "outrun": self.outrun,
             "hidden": None if self.hidden is None else repr(self.hidden),
             "memory": self.workspace,
             **notes,
         }
+
+    def _passed_over(self, name: str) -> str:
+        why = self.outrun.get(name)
+        return "runs it, not chosen" if why is None else f"runs it, not chosen: {why}"
 
     def _chosen(self) -> str:
         if self.gradient == self.backend:

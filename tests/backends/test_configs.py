@@ -9,10 +9,12 @@ from importlib import import_module, resources
 from itertools import product
 
 import pytest
+import torch
 
-from saccade import Spec, configs
+from saccade import Dense, Packed, Spec, configs
 from saccade.backends.gluon.forward import config as gluon
 from saccade.backends.triton import config as triton
+from saccade.problem import Problem
 
 CONFIGS = {"gluon": gluon.ForwardConfig, "triton": triton.TileConfig}
 TABLES = [file for file in resources.files(configs).iterdir() if file.name.endswith(".json")]
@@ -155,3 +157,23 @@ def test_kernels_without_room_have_fewer_stages(room, least, tried):
         launch(0, ())
         assert launch.compiled == "compiled"
     assert seen == tried
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "d", "consumers"),
+    [
+        (128, 1, 64, 2), (256, 1, 48, 2), (384, 1, 64, 3), (512, 1, 64, 2), (4096, 1, 64, 3), (16, 8, 64, 2),
+        (48, 8, 64, 3),
+    ],
+)  # fmt: skip
+def test_short_rows_have_two_consumers(rows, group, d, consumers):
+    """Whose 128 rows they fill, where three have 192; with heads that share keys in one tile."""
+    pytest.importorskip("triton", reason="the extra [triton]")
+    launch = import_module("saccade.backends.gluon.forward.launch")
+    q, k = torch.empty(1, 2 * group, rows, d).bfloat16(), torch.empty(1, 2, rows, d).bfloat16()
+    problem = Problem(q, k, k, None, None, None, Dense(), 1.0)
+    assert launch.for_rows(problem, gluon.formula(64, 64)).consumers == consumers
+    other = replace(gluon.formula(64, 64), block_k=64)
+    assert launch.for_rows(problem, other) == other
+    packed = replace(problem, layout=Packed(torch.tensor([0, rows])))
+    assert launch.for_rows(packed, gluon.formula(64, 64)).consumers == 3

@@ -208,6 +208,9 @@ class Backend(Protocol):
     # One that depends on what no Spec holds, such as lengths and the operations of a score function, has besides:
     # def refusals(self, problem: Problem, gradient: bool) -> list[str], by what the Problem's key holds.
 
+    # One whose forward of some calls is slower than that of a later one has besides:
+    # def outrun(self, problem: Problem) -> str | None, why "auto" leaves it to that, by what the Problem's key holds.
+
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
     # def run_parts(self, problem: Problem, parts: Sequence[Problem], lse: bool) -> Outputs: see `shared_pages.py`.
 

@@ -11,6 +11,7 @@ from saccade.backends.gluon.forward import splits
 from saccade.backends.gluon.latent import limits
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
+from saccade.scores import Traced
 from saccade.spec import EIGHT_BIT_WORDS, Spec
 
 obstacle = hardware.triton_obstacle
@@ -63,6 +64,14 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
             f"{items}"
         )
     return reasons
+
+
+def outrun(problem: Problem) -> str | None:
+    """Measured: 157 against 125 us and 1151 against 930 for d 64, 222 against 256 and 1656 against 1826 for d 128."""
+    score, d = problem.score, max(problem.q.shape[3], problem.v.shape[3])
+    if d > 64 or not isinstance(score, Traced) or not score.program.own_elements:
+        return None
+    return "triton reads a bias of every score faster for head dims up to 64"
 
 
 def workspace(spec: Spec) -> str:

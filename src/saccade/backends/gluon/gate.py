@@ -14,7 +14,7 @@ from saccade.backends.device.gate import DROPPED, GPU, SCORED, GateRow, device_m
 from saccade.backends.device.scores import weight
 from saccade.backends.gluon.backward import gate as backward_gate
 from saccade.backends.gluon.forward import launch, paged_tma, transpose
-from saccade.backends.gluon.forward.config import forward_config, key
+from saccade.backends.gluon.forward.config import TWO_CONSUMERS, forward_config, key
 from saccade.backends.gluon.latent import gate as latent_gate
 from saccade.configs import table
 from saccade.descale import EIGHT_BITS
@@ -50,7 +50,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged split"))
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
-    yield "gluon forward 16bit d96/96 full"
+    yield from ("gluon forward 16bit d96/96 full", "gluon forward 16bit d64/64 causal short")
     yield from latent_gate.features()
     yield from backward_gate.features()
 
@@ -87,6 +87,7 @@ def compiled(name: str) -> tuple[Any, int]:
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     score = launch.score_record(problem, distance_tables.empty(problem))
     config = forward_config(problem.spec(), GPU, weight(problem, score))
+    config = TWO_CONSUMERS if "short" in row.words else config
     mask = launch.mask_record(problem, config) if paged else device_mask(problem)
     parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
     arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score, parts)

@@ -21,10 +21,12 @@ from saccade.backends.device.merge_kernel import merge_launch
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler, transpose
 from saccade.backends.gluon.forward.config import (
+    TWO_CONSUMERS,
     ForwardConfig,
     block_dv,
     chunk,
     chunks,
+    formula,
     forward_config,
     last_chunk,
     parts_of_out,
@@ -40,6 +42,9 @@ STRIPE_BYTES = 128
 """Of the columns of a swizzled tile in shared memory those that lie side by side."""
 PACK_GQA_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
+SHORT_GAIN = 1.1
+"""Two consumers work where their tiles have so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at
+1.125 0.93 to 1.01 (docs/findings/gluon.md)."""
 
 
 def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
@@ -64,7 +69,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         cached = problem.launches.get(key) if tile is None else None
         if cached is None:
             gpu = configs.gpu_of(q.device)
-            config = tile or forward_config(problem.spec(), gpu, scores.weight(problem, score))
+            config = tile or for_rows(problem, forward_config(problem.spec(), gpu, scores.weight(problem, score)))
             cached = prepare(problem, out, config, multiprocessors(q.device)), config
             if tile is None:
                 problem.launches[key] = cached
@@ -230,6 +235,21 @@ def rows_of_a_head(group: int, s_q: int, consumers: int) -> int:
     plain = group * -(-s_q // (64 * consumers))
     pack_gqa = -(-group // heads) * -(-s_q // (rows * consumers))
     return rows if pack_gqa * PACK_GQA_GAIN <= plain else 64
+
+
+def for_rows(problem: Problem, config: ForwardConfig) -> ForwardConfig:
+    """Two consumers in place of three where those would have more rows: of 128, 256 or 512 rows, but not of 384."""
+    if config != formula(64, 64) or problem.layout.has_pages or problem.layout.ragged_keys:
+        return config
+    rows = [tile_rows(problem, n) for n in (config.consumers, TWO_CONSUMERS.consumers)]
+    return TWO_CONSUMERS if rows[0] >= SHORT_GAIN * rows[1] else config
+
+
+def tile_rows(problem: Problem, consumers: int) -> int:
+    """Rows of the tiles of one key head."""
+    own = rows_of_a_consumer(problem, consumers)
+    tiles = -(-problem.q.shape[2] // (own * consumers)) * -(-problem.group * own // 64)
+    return tiles * 64 * consumers
 
 
 def grouped(x: Tensor, group: int) -> Tensor:
