@@ -22,28 +22,6 @@ from rank_cells import Cell, cells, methods, predicted
 TABLES = Path(__file__).with_name("tables")
 OWN_FIRST = {"8c0deff6"}
 """Runs whose forwards began with own keys, before rows said so."""
-EARLIER = {
-    "pull": {
-        "16k-64:8": (0.96, 0.975),
-        "64k-64:8": (0.99, 0.95),
-        "16k-16:16": (0.75, 0.87),
-        "64k-16:16": (0.93, 1.01),
-    },
-    "gather": {
-        "16k-64:8": (0.95, 0.95),
-        "64k-64:8": (0.98, 0.91),
-        "16k-16:16": (0.56, 0.58),
-        "64k-16:16": (0.83, 0.89),
-    },
-    "ulysses": {
-        "16k-64:8": (0.77, 0.92),
-        "64k-64:8": (0.94, 0.97),
-        "16k-16:16": (0.61, 0.74),
-        "64k-16:16": (0.88, 0.96),
-    },
-}
-"""Forward and backward of two ranks before rows were kept: the first table of docs/findings/distributed.md."""
-MODES = "forward", "backward"
 
 
 def rows() -> list[dict[str, Any]]:
@@ -81,12 +59,6 @@ def pairs() -> Iterator[Pair]:
             name = f"{row['ranks']} {row['provider']} {row['cell']}{seed} {row['mode']}"
             share = predicted(cell_of(row), row["provider"], row["ranks"], row["mode"] == "backward", row["own_first"])
             yield Pair((name, row["efficiency"], share))
-    by_name = {cell.name: cell for cell in cells(2)}
-    for method, found in EARLIER.items():
-        for name, shares in found.items():
-            for mode, share in zip(MODES, shares, strict=True):
-                told = predicted(by_name[name], method, 2, mode == "backward")
-                yield Pair((f"2 {method} {name} {mode}, before rows", share, told))
 
 
 def main() -> None:

@@ -80,11 +80,10 @@ def test_own_keys_come_first_where_that_saves_a_share():
 
 WITHIN = 0.08
 APART = {
-    # Two runs of one commit had 0.951 and 0.866.
-    "2 pull 64k-64:8 backward": 0.15,
-    # What returns by collectives costs more where gradients are many beside the products: not in the model.
-    "2 gather 16k-16:16 backward, before rows": 0.26,
-    "2 ulysses 16k-16:16 backward, before rows": 0.12,
+    # Single runs of 64k differ by 10 %: others had 0.93 in one call.
+    "2 pull 64k-16:16 forward": 0.15,
+    "2 gather documents-32k 42 forward": 0.1,
+    "2 ulysses 16k-16:16 backward": 0.1,
 }
 
 
@@ -92,7 +91,7 @@ def test_what_was_measured_is_what_is_predicted():
     """Every committed row, to 8 %; and half of that in the mean."""
     pairs = runpy.run_path(str(ROOT / "benchmarks" / "predictions.py"))["pairs"]
     found = {pair[0]: abs(pair.off) for pair in pairs()}
-    assert len(found) >= 58
+    assert len(found) >= 100
     assert {name for name in APART if found[name] <= WITHIN} == set()
     assert {name: off for name, off in found.items() if off > APART.get(name, WITHIN)} == {}
     assert sum(found.values()) <= WITHIN / 2 * len(found)

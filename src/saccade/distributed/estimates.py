@@ -11,15 +11,17 @@ from saccade.distributed.sharding import Sharding
 
 
 class Link(NamedTuple):
-    """An exchange of n bytes, with which m bytes are written, takes `seconds + n / rate + 2 m / memory` seconds."""
+    """An exchange of n bytes, with which m bytes are written, takes `seconds + n / rate + 2 m / memory` seconds, and
+    `returned` times as long for gradients."""
 
     seconds: float
     rate: float
     memory: float = inf
     """Of reading and writing what is written; beyond counting where that is in the rate."""
+    returned: float = 1.0
 
-    def took(self, moved: float, written: float) -> float:
-        return self.seconds + moved / self.rate + 2 * written / self.memory
+    def took(self, moved: float, written: float, backward: bool = False) -> float:
+        return (self.returned if backward else 1.0) * (self.seconds + moved / self.rate + 2 * written / self.memory)
 
 
 class Pace(NamedTuple):
@@ -41,15 +43,13 @@ BESIDE = Link(25e-6, 360e9)
 """Copies beside a call over own keys, and what a second call and a barrier cost."""
 SLOWED = 0.06
 """What kernels lose beside copies."""
-COLLECTIVE = Link(80e-6, 105e9)
+COLLECTIVE = Link(124e-6, 101e9, returned=1.8)
 """`gather`, with packing."""
-HEADS = Link(60e-6, 150e9)
+HEADS = Link(177e-6, 155e9, returned=1.17)
 """`ulysses`: all exchanges of a call together, with packing."""
 INFINIBAND = Link(60e-6, 45e9)
 """Assumed: nine tenths of 400 Gb/s for each GPU."""
 FORWARD, BACKWARD = Pace(730e12, 256), Pace(615e12, 448, 2.5, 100)
-POSITIONS = 0.06
-"""What a backward loses where rows have positions, as by `gather`."""
 
 
 class Estimate(NamedTuple):
@@ -90,14 +90,13 @@ def estimate(
     keys = [sum(span.rows for span in spans) for spans in needed]
     areas = [area + pace.extra * n for area, n in zip(sharding.areas, rows, strict=True)]
     work = [operations * (area + pace.keys * (k - n)) for area, k, n in zip(areas, keys, rows, strict=True)]
-    if not pieces and pace.factor > 1 and len(work) > 1:
-        work = [x * (1 + POSITIONS) for x in work]
     size = 4 * h_k * head_dim  # bytes of a key and its value
     moved = [0.0] * len(work)
     if len(work) > 1:
         near, far = rows_moved(sharding, host or len(work), needed)
         links = (link, near), *([(beyond, far)] if host is not None and host < len(work) else [])
-        moved = [max(way.took(size * most[i], size * keys[i]) for way, most in links) for i in range(len(work))]
+        back = pace.factor > 1
+        moved = [max(way.took(size * most[i], size * keys[i], back) for way, most in links) for i in range(len(work))]
     exposed = max(a + b for a, b in zip(work, moved, strict=True))
     ideal = operations * sum(areas) / len(work)
     return Estimate(ideal, max(work), exposed, max(map(max, zip(work, moved, strict=True))))
