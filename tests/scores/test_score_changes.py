@@ -1,17 +1,21 @@
 """Score functions against their own meaning, one score at a time, with things changed between the calls."""
 
+import contextlib
 import functools
 import importlib
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from saccade import ScoreMod, attention, bias, compose
 from saccade.scores.codegen.program_cache import cache
+from saccade.scores.recording import proof
 
 B, H, S, D = 1, 2, 5, 4
 
@@ -288,7 +292,11 @@ def by_class(x, y):
     return lambda score, b, h, q_idx, kv_idx: score + (x[h] if isinstance(x, torch.nn.Parameter) else y[h])
 
 
-@pytest.mark.parametrize("define", [by_identity, by_stride, by_shape, by_item, by_class])
+def by_method(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + (x[h] - y[h]).abs().float() * (q_idx - kv_idx).clamp(min=0)
+
+
+@pytest.mark.parametrize("define", [by_method, by_identity, by_stride, by_shape, by_item, by_class])
 def test_tensors_in_the_places_of_others(define):
     """A proof is of all tensors of a form, unless a function can tell them apart."""
     wide, one, other = torch.randn(H, 3), torch.randn(H), torch.randn(H)
@@ -300,6 +308,47 @@ def test_tensors_in_the_places_of_others(define):
                 continue
             for _ in range(3):
                 torch.testing.assert_close(attention(*rows(), score_mod=define(x, y)), meaning(define(x, y)))
+
+
+@pytest.mark.parametrize("shape", [(), (S,), (1,), (S, S), (H, 1, S), (H, S, S), (1, H, S, S), (B, 1, S, 1)])
+def test_biases_that_are_new_in_each_call(shape, monkeypatch):
+    bind, recorded = importlib.import_module("saccade.scores.bind"), []
+    record = bind.record
+    for i in range(5):
+        if i == 2:
+            monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+        t = torch.randn(shape, dtype=torch.float64)
+        q, k, v = rows()
+        exact = (q @ k.mT / math.sqrt(D) + t).softmax(-1) @ v
+        torch.testing.assert_close(attention(*rows(), score_mod=bias(t)), exact)
+    assert not recorded
+
+
+def test_a_recorder_sees_every_public_attribute():
+    """On which proofs rely: what it sees captured tensors asked for, but for their form, leaves no proof."""
+
+    class Seen(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    unseen = []
+    for name in dir(torch.Tensor):
+        attribute, x = getattr(torch.Tensor, name), torch.randn(3)
+        if type(attribute) not in proof._OF_C or name.startswith("_") or name.endswith("_"):
+            continue
+        answered = False
+        with Seen() as mode, warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter("ignore")
+            found = getattr(x, name)
+            if type(attribute) is not types.GetSetDescriptorType:
+                found()
+            answered = True
+        if answered and not mode.count:
+            unseen.append(name)
+    assert unseen == []
 
 
 def test_layers_that_define_functions_of_one_code_take_turns(monkeypatch):

@@ -222,28 +222,33 @@ def bias(t: Tensor) -> ScoreMod:
     torch.Size([1, 2, 8, 4])
     """
     _check("bias", t, "a tensor that broadcasts to (b, h_q, s_q, s_k)", lambda: t.dim() <= 4)
-    own = (True,) * (4 - t.dim()) + tuple(n != 1 for n in t.shape)
-    return Ready(
-        "bias", partial(_bias, rank=t.dim(), **dict(zip(("batch", "head", "row", "key"), own, strict=True))), t
-    )
+    own = [True] * (4 - t.dim()) + [n != 1 for n in t.shape]
+    if all(own):
+        return Ready("bias", partial(_whole_bias, rank=t.dim()), t)
+    batch, head, row, key = own
+    return Ready("bias", partial(_bias, rank=t.dim(), batch=batch, head=head, row=row, key=key), t)
 
 
+# Proofs (`recording.proof`) read no comprehension, no tuple among keywords, and no name of torch that is not called.
 def _bias(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor,
     *, rank: int, batch: bool, head: bool, row: bool, key: bool,
 ) -> Tensor:  # fmt: skip
-    # No comprehension, and no tuple among the keywords: a proof reads neither (`recording.proof`).
     b_at = b if batch else torch.zeros_like(b)
     h_at = h if head else torch.zeros_like(h)
     q_at = q_idx if row else torch.zeros_like(q_idx)
     k_at = kv_idx if key else torch.zeros_like(kv_idx)
+    return _whole_bias(score, b_at, h_at, q_at, k_at, t, rank=rank)
+
+
+def _whole_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor, *, rank: int) -> Tensor:
     if rank == 4:
-        return score + t[b_at, h_at, q_at, k_at]
+        return score + t[b, h, q_idx, kv_idx]
     if rank == 3:
-        return score + t[h_at, q_at, k_at]
+        return score + t[h, q_idx, kv_idx]
     if rank == 2:
-        return score + t[q_at, k_at]
-    return score + t[k_at] if rank else score + t
+        return score + t[q_idx, kv_idx]
+    return score + t[kv_idx] if rank else score + t
 
 
 def temperature(t: Tensor) -> ScoreMod:

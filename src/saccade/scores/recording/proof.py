@@ -4,8 +4,9 @@ It holds while every name in the code resolves to what it did, where each is pla
 one of torch's functions that the recording called, an arithmetic builtin, or a function of the same kind. Any other
 function has no proof and is recorded in every call.
 
-A tensor may be another one of the same shape, dtype and device, as a model computes one in each step, where the code
-reads no attribute of tensors that says more: a recording knows nothing else of them.
+A tensor may be another one of the same shape, dtype and device, as a model computes one in each step: a function that
+asks captured tensors for anything else has no proof, as a recorder sees all that public attributes do. Where code reads
+others, it has to be the same object.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ _SAME = (bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device
 _OF_C = (types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _DEEPEST = 40
 """Functions that call one another; Python nests no more than 200 parentheses."""
-_FORM = frozenset(("shape", "dtype", "device", "ndim", "requires_grad"))
-"""Attributes that tensors of one form share."""
 _MISSING = object()
 
 
@@ -72,7 +71,7 @@ class Proof:
         self.tensors: list[tuple[weakref.ref[Tensor], Find]] = []
         """The tensors that the function reads, and where."""
         self.of_a_form = True
-        """Whether the code reads of tensors no more than their form."""
+        """Whether the code reads public attributes of tensors alone, and writes none."""
         self._function("root", fn)
         self._check_tensors()
         self.holds: Callable[[Any], bool] = self._compiled(" and ".join(self.checks))
@@ -194,7 +193,7 @@ class Proof:
         self.met.discard(id(fn))
 
     def _of_tensors(self, name: str) -> None:
-        self.of_a_form &= name in _FORM
+        self.of_a_form &= not name.startswith("_") and not name.endswith("_")
         if name in self.attributes:
             return
         attribute = getattr(Tensor, name, _MISSING)

@@ -35,7 +35,7 @@ _RANDOM = frozenset((
     "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d",
 ))  # fmt: skip
 _METADATA = frozenset((
-    "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout", "dim", "size",
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "dim", "size",
     "numel", "nelement", "__len__", "is_floating_point", "ndimension", "is_complex",
 ))  # fmt: skip
 """Attributes of a tensor that do not depend on its values."""
