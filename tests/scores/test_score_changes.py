@@ -231,26 +231,26 @@ def test_a_change_between_a_recording_and_its_proof_is_seen(monkeypatch):
 
 
 def a_closure(c, table):
-    return lambda score, b, h, q_idx, kv_idx: score * c + table[h]
+    return lambda score, b, h, q_idx, kv_idx: score * c + table[h] * kv_idx
 
 
 def a_record(c, table):
-    return ScoreMod(lambda score, b, h, q_idx, kv_idx, t: score * c + t[h], table)
+    return ScoreMod(lambda score, b, h, q_idx, kv_idx, t: score * c + t[h] * kv_idx, table)
 
 
 def a_partial(c, table):
     def fn(c, table, score, b, h, q_idx, kv_idx):
-        return score * c + table[h]
+        return score * c + table[h] * kv_idx
 
     return functools.partial(fn, c, table)
 
 
 def a_default(c, table):
-    return lambda score, b, h, q_idx, kv_idx, c=c, table=table: score * c + table[h]
+    return lambda score, b, h, q_idx, kv_idx, c=c, table=table: score * c + table[h] * kv_idx
 
 
 def a_composition(c, table):
-    return compose(lambda score, b, h, q_idx, kv_idx: score * c, bias(table[:, None, None]))
+    return compose(lambda score, b, h, q_idx, kv_idx: score * c, bias(table[:, None, None] * torch.arange(S)))
 
 
 @pytest.mark.parametrize("define", [a_closure, a_record, a_partial, a_default, a_composition])
@@ -273,30 +273,81 @@ def test_functions_that_each_call_defines_anew(define, monkeypatch):
 
 
 def by_identity(x, y):
-    return lambda score, b, h, q_idx, kv_idx: score + (x[h] if x is y else 3 * y[h])
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * (x[h] if x is y else 3 * y[h])
 
 
 def by_stride(x, y):
-    return lambda score, b, h, q_idx, kv_idx: score + x.stride(0) * y[h]
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * (x.stride(0) * y[h])
 
 
 def by_shape(x, y):
-    return lambda score, b, h, q_idx, kv_idx: score + x.shape[0] * y[h]
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * (x.shape[0] * y[h])
 
 
 def by_item(x, y):
-    return lambda score, b, h, q_idx, kv_idx: score + x[1].item() * y[h]
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * (x[1].item() * y[h])
 
 
 def by_class(x, y):
-    return lambda score, b, h, q_idx, kv_idx: score + (x[h] if isinstance(x, torch.nn.Parameter) else y[h])
+    return lambda score, b, h, q_idx, kv_idx: (
+        score + 0.5 * kv_idx * (x[h] if isinstance(x, torch.nn.Parameter) else y[h])
+    )
 
 
 def by_method(x, y):
-    return lambda score, b, h, q_idx, kv_idx: score + (x[h] - y[h]).abs().float() * (q_idx - kv_idx).clamp(min=0)
+    return lambda score, b, h, q_idx, kv_idx: (
+        score + 0.5 * kv_idx * ((x[h] - y[h]).abs().float() * (q_idx - kv_idx).clamp(min=0))
+    )
 
 
-@pytest.mark.parametrize("define", [by_method, by_identity, by_stride, by_shape, by_item, by_class])
+def by_computed(x, y):
+    return lambda score, b, h, q_idx, kv_idx: (
+        score + 0.5 * kv_idx * (x.exp()[h] * torch.tanh(y.double())[None].mT[h, 0])
+    )
+
+
+def by_count(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * (len(x[x > 0]) * y[h])
+
+
+def by_selection(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * (x[x > 0].sum() * y[h])
+
+
+def by_branch(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * (x[h] if (y.sum() > 0) else 2 * x[h])
+
+
+def by_writing(x, y):
+    def fn(score, b, h, q_idx, kv_idx):
+        z = x.clone()
+        z += y[: len(x)]
+        return score + 0.5 * kv_idx * z[h]
+
+    return fn
+
+
+def by_own_memory(x, y):
+    def fn(score, b, h, q_idx, kv_idx):
+        z, w = x.contiguous(), x.ravel()  # themselves, or others
+        return score + 0.5 * kv_idx * z[h] * (1 if z is x else 2) * (1 if w is x else 3)
+
+    return fn
+
+
+def by_lists(x, y):
+    return lambda score, b, h, q_idx, kv_idx: (
+        score + 0.5 * kv_idx * (torch.stack([x[:2], y[:2]], dim=1)[h, 1] + torch.outer(x, y)[h, h])
+    )
+
+
+WAYS = [
+    by_method, by_identity, by_stride, by_shape, by_item, by_class, by_computed, by_count, by_selection, by_branch,
+    by_writing, by_own_memory, by_lists,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("define", WAYS)
 def test_tensors_in_the_places_of_others(define):
     """A proof is of all tensors of a form, unless a function can tell them apart."""
     wide, one, other = torch.randn(H, 3), torch.randn(H), torch.randn(H)
@@ -304,10 +355,31 @@ def test_tensors_in_the_places_of_others(define):
     pairs += [(torch.nn.Parameter(other.clone(), requires_grad=False), one), (one, one.clone())]
     for _ in range(3):
         for x, y in pairs:
-            if define in (by_identity, by_class) and len(x) != len(y):
+            if define in (by_identity, by_class, by_writing) and len(x) != len(y):
                 continue
             for _ in range(3):
                 torch.testing.assert_close(attention(*rows(), score_mod=define(x, y)), meaning(define(x, y)))
+
+
+def products(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + (x.exp() * torch.tanh(y))[h] * (q_idx - kv_idx)
+
+
+def test_gradients_of_what_is_computed_of_captured_tensors(monkeypatch):
+    """Of each call's own tensors, whatever was computed of others before."""
+    bind, recorded = importlib.import_module("saccade.scores.bind"), []
+    record = bind.record
+    for i in range(5):
+        if i == 2:
+            monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+        x, y = (torch.randn(H, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        q, k, v = (z.requires_grad_() for z in rows())
+        at = torch.arange(S)[:, None] - torch.arange(S)
+        exact = q @ k.mT / math.sqrt(D) + (x.exp() * torch.tanh(y))[:, None, None] * at
+        found = attention(q, k, v, score_mod=products(x, y))
+        wanted = torch.autograd.grad((exact.softmax(-1) @ v).square().sum(), (x, y, q))
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (x, y, q)), wanted)
+    assert not recorded
 
 
 @pytest.mark.parametrize("shape", [(), (S,), (1,), (S, S), (H, 1, S), (H, S, S), (1, H, S, S), (B, 1, S, 1)])

@@ -85,9 +85,10 @@ def _recorded(
     """A function's Program, its tensors and numbers, and whether it reads rows. `run` is recorded for the function,
     unless a proof says that the recording would be the same. `settings` start with the dtype, device and name."""
     proven = find_recording(fn, settings)
-    if proven is not None and proven.sure:
+    now = proven.inputs(fn) if proven is not None and proven.sure else None
+    if proven is not None and now is not None:
         program, rows = proven.program, proven.rows
-        tensors, numbers = proven.inputs(fn)
+        tensors, numbers = now
     else:
         dtype, place, name, *_ = settings
         recording = record(run, dtype, place, outputs)
@@ -116,9 +117,9 @@ def proven(score_mod: Any, q: Tensor) -> tuple[Hashable, list[Tensor], list[Any]
         return None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     found = find_sure(score_mod, dtype, q.device)
-    if found is None or not found.program.checked:
+    if found is None or not found.program.checked or (now := found.inputs(score_mod)) is None:
         return None
-    return found.proof, *_values(found.program, *found.inputs(score_mod), q.device)
+    return found.proof, *_values(found.program, *now, q.device)
 
 
 def captured(score_mod: Any) -> list[Tensor]:

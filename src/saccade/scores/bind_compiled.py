@@ -66,7 +66,7 @@ def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, 
 
 @compile_constant
 def _plan(name: str, steps: Any, outputs: Any, forms: Any, dtype: torch.dtype) -> Any:
-    return _pinned(name, Recording(dynamo.stand_in_tape(steps, forms, dtype), outputs, None))
+    return _pinned(name, Recording(dynamo.stand_in_tape(steps, forms, dtype), outputs, None, {}))
 
 
 @compile_constant

@@ -6,7 +6,8 @@ function has no proof and is recorded in every call.
 
 A tensor may be another one of the same shape, dtype and device, as a model computes one in each step: a function that
 asks captured tensors for anything else has no proof, as a recorder sees all that public attributes do. Where code reads
-others, it has to be the same object.
+others, it has to be the same object. What torch computes of captured tensors alone is computed again, and is to have
+the same form.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import math
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from saccade.scores.recording.recorder import Made
 
 Find = str
 """Where something is that a function reads, which a proof does not keep alive: a text of Python around `root`, the
@@ -65,6 +68,7 @@ class Proof:
 
     def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
         self.called, self.attributes, self.met = called, attributes, set()
+        self.made: Mapping[int, Made] = {}
         self.checks: list[str] = []
         self.objects: dict[str, Any] = dict(_OBJECTS)
         """What texts name."""
@@ -90,16 +94,26 @@ class Proof:
             self._check(f"len({{{', '.join(f'id({find})' for find in places.values())}}}) == {len(places)}")
 
     def inputs(
-        self, tensors: Sequence[Tensor], numbers: Iterable[tuple[Any, Tensor | None]]
-    ) -> Callable[[Any], tuple[list[Tensor], list[Any]]]:
-        """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items.
+        self, tensors: Sequence[Tensor], numbers: Iterable[tuple[Any, Tensor | None]], made: Mapping[int, Made]
+    ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
+        """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
+        where a tensor that was `made` of others has another form.
 
         Raises:
-            Unproven: a tensor is not among what the function reads.
+            Unproven: a tensor is not among what the function reads, nor made of that.
         """
+        self.made = made
         found = [self._find(x) for x in tensors]
         read = [self._named(x) if source is None else f"{self._find(source)}.item()" for x, source in numbers]
-        return self._compiled(f"([{', '.join(found)}], [{', '.join(read)}])")
+        inputs = self._compiled(f"([{', '.join(found)}], [{', '.join(read)}])")
+        forms = [(i, _form(x)) for i, x in enumerate(tensors) if id(x) in made]
+        self.made = {}  # which holds tensors
+
+        def checked(root: Any) -> tuple[list[Tensor], list[Any]] | None:
+            now = inputs(root)
+            return now if all(_form(now[0][i]) == form for i, form in forms) else None
+
+        return checked if forms else inputs
 
     def _compiled(self, text: Find) -> Callable[[Any], Any]:
         return eval(_code_of(f"lambda root: {text}"), self.objects)
@@ -108,6 +122,24 @@ class Proof:
         for reference, find in self.tensors:
             if reference() is x:
                 return find
+        if id(x) not in self.made:
+            raise Unproven
+        _, func, args, kwargs = self.made[id(x)]
+        given = [*map(self._argument, args), *(f"{name}={self._argument(y)}" for name, y in kwargs.items())]
+        return f"{self._named(func)}({', '.join(given)})"
+
+    def _argument(self, x: Any) -> str:
+        """A tensor as the function finds it now; all else is what checks say that it still is."""
+        kind = type(x)
+        if isinstance(x, Tensor):
+            return self._find(x)
+        if kind is tuple or kind is list:
+            parts = "".join(f"{self._argument(y)}, " for y in x)
+            return f"({parts})" if kind is tuple else f"[{parts}]"
+        if kind is slice:
+            return f"{self._named(slice)}({', '.join(map(self._argument, (x.start, x.stop, x.step)))})"
+        if kind in _SAME or kind in _NUMBERS or isinstance(x, type):
+            return self._named(x)
         raise Unproven
 
     def _named(self, x: Any) -> str:
@@ -259,6 +291,10 @@ class Proof:
             self._check(f"{name!r} not in vars({find})")
             held = f"vars({find})[{container!r}]"
             self._follow(f"{held}.get({name!r}, MISSING)", space[container][name], path[1:])
+
+
+def _form(x: Tensor) -> Any:
+    return type(x), x.shape, x.dtype, x.device, x.requires_grad
 
 
 @functools.lru_cache(maxsize=1024)

@@ -39,6 +39,10 @@ _METADATA = frozenset((
     "numel", "nelement", "__len__", "is_floating_point", "ndimension", "is_complex",
 ))  # fmt: skip
 """Attributes of a tensor that do not depend on its values."""
+_CONVERSIONS = frozenset(("to", "float", "double", "half", "bfloat16", "long", "int", "bool", "type_as", "cpu", "cuda"))
+"""Operations that return a tensor itself where it has the form already, and else write nothing."""
+_BY_STRIDES = frozenset(("contiguous", "ravel", "resolve_conj", "resolve_neg", "coalesce"))
+"""Operations that return a tensor itself, or another, by more than its form."""
 _DEVICES = {"is_cuda": "cuda", "is_cpu": "cpu", "is_meta": "meta", "is_mps": "mps", "is_xpu": "xpu"}
 
 
@@ -63,6 +67,15 @@ def _stand_in(tape: Tape, place: int) -> Any:
     return stand_in
 
 
+class Made(NamedTuple):
+    """A tensor, and the call that computes it."""
+
+    result: Tensor
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Recording(NamedTuple):
     """The result of one run of a function."""
 
@@ -70,7 +83,9 @@ class Recording(NamedTuple):
     outputs: tuple[Any, ...]
     """What the function returned, as arguments of the tape."""
     called: set[Any] | None
-    """Torch's functions that were steps; None if the function called others, which read or make tensors."""
+    """Torch's functions that were called; None if some read what tensors hold, write to them, or make new ones."""
+    made: dict[int, Made]
+    """By its id, each tensor that was computed of captured tensors alone."""
 
     @property
     def key(self) -> Any:
@@ -100,7 +115,8 @@ def record(
             raise Refused(
                 "a score function returns the modified score, a tensor, and a mask function one of bools; got " + got
             )
-        return Recording(tape, tuple([tape.argument(x, True) for x in results]), recorder.called)
+        arguments = tuple([tape.argument(x, True) for x in results])
+        return Recording(tape, arguments, recorder.called, recorder.made)
     except Unseen:
         see_functions(StandIn, _applied)
         return record(fn, dtype, device, outputs, reads_numbers)
@@ -147,6 +163,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.tape, self.graded = tape, torch.is_grad_enabled()
         self.called: set[Any] | None = set()
+        self.made: dict[int, Made] = {}
         self.refused: Refused | Unseen | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,9 +186,23 @@ class _Recorder(TorchFunctionMode):
             return args[0]
         if any(type(x) is StandIn for x in args):  # torch.tensor(score)
             return self._step("detach", Tensor.detach, args[:1], {})
-        if self.called is not None and name not in _METADATA:
+        result = func(*args, **kwargs)
+        self._captured(name, func, args, kwargs, result)
+        return result
+
+    def _captured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Notes a call of captured tensors alone. The shapes of what is made of them may depend on what they hold."""
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if self.called is None or (name in _METADATA and not any(id(x) in self.made for x in given)):
+            return
+        same = any(result is x for x in given)
+        told = name in _BY_STRIDES or "memory_format" in kwargs or (same and name not in _CONVERSIONS)
+        if type(result) is not Tensor or not given or told:
             self.called = None
-        return func(*args, **kwargs)
+            return
+        self.called.add(func)
+        if not same:
+            self.made[id(result)] = Made(result, func, args, kwargs)
 
     def _step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if args else None

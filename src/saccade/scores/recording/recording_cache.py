@@ -26,8 +26,8 @@ class ProvenRecording(NamedTuple):
 
     proof: Proof
     program: Program
-    inputs: Callable[[Any], tuple[list[Tensor], list[Any]]]
-    """(function) -> its tensors and numbers now"""
+    inputs: Callable[[Any], tuple[list[Tensor], list[Any]] | None]
+    """(function) -> its tensors and numbers now; None where they have other forms"""
     rows: bool
     sure: bool
     """The proof is older than the recording. Otherwise another thread may have changed something between the two."""
@@ -61,7 +61,7 @@ def put_recording(
     tape, keys = recording.tape, [_key(_same(fn), settings)]
     try:
         proof = Proof(fn, recording.called)
-        inputs = proof.inputs(tape.tensors, zip(tape.numbers, tape.sources, strict=True))
+        inputs = proof.inputs(tape.tensors, zip(tape.numbers, tape.sources, strict=True), recording.made)
         sure = older is not None and older.proof.holds(fn)  # before the recording, and after the new proof
         proven = ProvenRecording(proof, program, inputs, tape.rows, sure)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
