@@ -52,6 +52,17 @@ print(torch.backends.cpu.get_cpu_capability(), len(BREAKS))
 """
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_beside_nan_that_are_not_finite(dtype, value):
+    """PyTorch's kernel multiplies them by zero, and its LSE of the row is 0."""
+    q, k, v = (torch.randn(1, 1, 3, 16).to(dtype) for _ in range(3))
+    q[0, 0, 1, 0], v[0, 0, 2, 5] = math.nan, value
+    out, lse = attention(q, k, v, return_lse=True)
+    assert bool(out[0, 0, 1].isnan().all())
+    assert lse.isnan().tolist() == [[[False, True, False]]]
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("keys", [1, 7, 15, 40, 700])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -361,6 +361,21 @@ def test_tensors_in_the_places_of_others(define):
                 torch.testing.assert_close(attention(*rows(), score_mod=define(x, y)), meaning(define(x, y)))
 
 
+def test_a_number_that_a_transform_makes_is_no_number():
+    """vmap's tensor is of the same form as those that a proof knows, and has no item."""
+
+    q, k, v = rows()
+
+    def call(t):
+        return attention(q, k, v, score_mod=lambda s, b, h, i, j: s * t)
+
+    for i in range(4):
+        call(torch.tensor(1.0 + i))
+    values = torch.tensor([0.5, 2.0, 3.0])
+    found = torch.vmap(call)(values)
+    torch.testing.assert_close(found, torch.stack([call(t) for t in values]))
+
+
 def products(x, y):
     return lambda score, b, h, q_idx, kv_idx: score + (x.exp() * torch.tanh(y))[h] * (q_idx - kv_idx)
 

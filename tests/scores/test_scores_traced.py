@@ -498,3 +498,24 @@ def test_compiled_regions_say_what_is_wrong(name):
 
     with pytest.raises(Exception, match=told):
         torch.compile(layer, fullgraph=True, backend="eager")(*operands())
+
+
+WIDER = {
+    "quotient": (lambda s, t: s / t, lambda s, t: s / t),
+    "square": (lambda s, t: s / (t * t), lambda s, t: s / (t * t).double()),
+    "product": (lambda s, t: s * t, lambda s, t: s * t),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", WIDER)
+def test_derivatives_beside_tables_of_lower_precision(name, dtype):
+    """They are in the score's precision, as the derivative that autograd takes is."""
+    function, exact = WIDER[name]
+    table = (torch.rand(2, 6) + 0.5).to(dtype)
+    q, k, v = (torch.randn(1, 2, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    found = attention(q, k, v, score_mod=lambda s, b, h, i, j: function(s, table[h, j]))
+    shown = table[:, None] if name == "square" else table[:, None].double()
+    wanted = exact(q @ k.mT / 4, shown).softmax(-1) @ v
+    for x, y in zip(*(torch.autograd.grad(z.square().sum(), (q, k, v)) for z in (found, wanted)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)

@@ -65,12 +65,13 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
     A mask or a bias is a tensor that the kernel adds to the scores: a score that is not finite, where our tiles replace
     it by -inf, gives NaN, in the LSE too. The kernel returns zeros and an LSE of 0 for a row that sees nothing, and for
     one that is NaN where its keys are fewer than a vector; without AVX512, it returns zeros for a score of +inf, with
-    an LSE of +inf. So a row is kept where its LSE is finite, and is not 0 beside zeros; the tiles work on all others.
+    an LSE of +inf. So a row is kept where its LSE is finite, and is not 0 beside zeros, or beside the NaN of zero times
+    what is not finite in v; the tiles work on all others.
     """
     if runs_forward(problem):
         out, lse = _without_sink(problem)
         if not (_finite(lse) and bool(lse.all())):
-            wrong = ~lse.isfinite() | ((lse == 0) & (out == 0).all(-1))
+            wrong = ~lse.isfinite() | ((lse == 0) & ((out == 0) | out.isnan()).all(-1))
             if bool(wrong.any()):
                 again, lse_again, _ = tiled.forward(replace(problem, sink=None, out=None), lse=True)
                 assert lse_again is not None

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,7 @@ class Assembly:
             return simple
         if node.target is operator.getitem:
             return self._node(node.target, args, kwargs, node)
+        args = self._widened(node, args)
         number = node.meta["val"].dim() == 0 if isinstance(node.meta["val"], Tensor) else False
         if number or name not in _TAKES_NUMBERS or self._narrowed(node, args):
             schema = target._schema.arguments
@@ -134,6 +136,23 @@ class Assembly:
         elif not isinstance(args[0], fx.Node):  # the first one is never a number
             args = (self._operand(args[0], target._schema.arguments[0]), *args[1:])
         return self._node(target, args, kwargs, node)
+
+    def _widened(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Operands in the dtype that torch took for them: where a tile of ones is a number now, it does not say which,
+        and its quotient by a bfloat16 tile would have eight bits."""
+        inputs = [x for x in args if isinstance(x, fx.Node) and x not in self.numbers]
+        wanted, now = (_widest(x.meta["val"] for x in nodes) for nodes in (node.all_input_nodes, inputs))
+        if wanted is None or now is None or wanted == now:
+            return args
+        return tuple(self._cast(x, wanted) if x in inputs else x for x in args)
+
+    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        val = x.meta["val"]
+        if not val.is_floating_point() or val.dtype == dtype:
+            return x
+        node = self.graph.call_function(aten._to_copy.default, (x,), {"dtype": dtype})
+        node.meta["val"] = torch.empty(val.shape, dtype=dtype, device="meta")
+        return node
 
     def _narrowed(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
         """Whether torch would compute float64 in its default dtype, as numbers meet nothing but integers."""
@@ -180,6 +199,12 @@ class Assembly:
     def _read(self, name: str) -> int | None:
         """Which read a placeholder stands for, if it is neither of the tile nor a number."""
         return next((i for i, node in enumerate(self.program.reads) if node.name == name), None)
+
+
+def _widest(values: Iterable[Any]) -> torch.dtype | None:
+    """The dtype in which torch computes with these, if some are tiles of floats."""
+    dtypes = [x.dtype for x in values if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def _as(node: fx.Node, x: Any) -> Any:

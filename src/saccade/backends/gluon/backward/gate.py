@@ -22,7 +22,7 @@ ALLOWED = {
     "gluon backward 16bit d64/64 full relative_bias": 240,
     "gluon backward 16bit d128/128 masked": 16,
     "gluon backward 16bit d128/128 queued": 16,
-    "gluon backward 16bit d128/128 packed": 152,  # 44 in 3.6, but 292 in 3.9
+    "gluon backward 16bit d128/128 packed": 164,  # 48 in 3.6, but 304 in 3.9: the producer's, at the start of an item
     "gluon backward 16bit d128/128 listed": 132,
     "gluon backward 16bit d128/128 interval": 24,
     "gluon backward 16bit d128/128 listed packed": 256,  # 24 in 3.6, but 396 in 3.9
