@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.recording.recorder import Made
+from saccade.scores.recording.recorder import Computed
 
 Find = str
 """Where something is that a function reads, which a proof does not keep alive: a text of Python around `root`, the
@@ -69,7 +69,7 @@ class Proof:
 
     def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
         self.called, self.attributes, self.met = called, attributes, set()
-        self.made: Mapping[int, Made] = {}
+        self.made: Mapping[int, Computed] = {}
         self.checks: list[str] = []
         self.objects: dict[str, Any] = dict(_OBJECTS)
         """What texts name."""
@@ -95,7 +95,7 @@ class Proof:
             self._check(f"len({{{', '.join(f'id({find})' for find in places.values())}}}) == {len(places)}")
 
     def inputs(
-        self, tensors: Sequence[Tensor], numbers: Iterable[tuple[Any, Tensor | None]], made: Mapping[int, Made]
+        self, tensors: Sequence[Tensor], numbers: Iterable[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
     ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
         """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
         where a tensor that was `made` of others has another form.

@@ -67,7 +67,7 @@ def _stand_in(tape: Tape, place: int) -> Any:
     return stand_in
 
 
-class Made(NamedTuple):
+class Computed(NamedTuple):
     """A tensor, and the call that computes it."""
 
     result: Tensor
@@ -84,7 +84,7 @@ class Recording(NamedTuple):
     """What the function returned, as arguments of the tape."""
     called: set[Any] | None
     """Torch's functions that were called; None if some read what tensors hold, write to them, or make new ones."""
-    made: dict[int, Made]
+    made: dict[int, Computed]
     """By its id, each tensor that was computed of captured tensors alone."""
 
     @property
@@ -163,7 +163,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.tape, self.graded = tape, torch.is_grad_enabled()
         self.called: set[Any] | None = set()
-        self.made: dict[int, Made] = {}
+        self.made: dict[int, Computed] = {}
         self.refused: Refused | Unseen | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -202,7 +202,7 @@ class _Recorder(TorchFunctionMode):
             return
         self.called.add(func)
         if not same:
-            self.made[id(result)] = Made(result, func, args, kwargs)
+            self.made[id(result)] = Computed(result, func, args, kwargs)
 
     def _step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if args else None
