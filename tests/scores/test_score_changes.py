@@ -341,7 +341,31 @@ def by_lists(x, y):
     )
 
 
+def by_one_item(x, y):
+    def fn(score, b, h, q_idx, kv_idx):
+        z = x[x > 0].squeeze()  # a number, a row of numbers, or none
+        return score + 0.5 * kv_idx * (z.sum() + z.dim()) * y[h]
+
+    return fn
+
+
+def by_what_may_raise(x, y):
+    def fn(score, b, h, q_idx, kv_idx):
+        try:
+            z = x[x > 0].view(1)
+        except RuntimeError:
+            z = y[:1]
+        return score + 0.5 * kv_idx * z[h - h]
+
+    return fn
+
+
+def by_one_number(x, y):
+    return lambda score, b, h, q_idx, kv_idx: score + 0.5 * kv_idx * x.abs().sum() * y[h]
+
+
 WAYS = [
+    by_one_item, by_what_may_raise, by_one_number,
     by_method, by_identity, by_stride, by_shape, by_item, by_class, by_computed, by_count, by_selection, by_branch,
     by_writing, by_own_memory, by_lists,
 ]  # fmt: skip

@@ -4,10 +4,9 @@ It holds while every name in the code resolves to what it did, where each is pla
 one of torch's functions that the recording called, an arithmetic builtin, or a function of the same kind. Any other
 function has no proof and is recorded in every call.
 
-A tensor may be another one of the same shape, dtype and device, as a model computes one in each step: a function that
-asks captured tensors for anything else has no proof, as a recorder sees all that public attributes do. Where code reads
-others, it has to be the same object. What torch computes of captured tensors alone is computed again, and is to have
-the same form.
+A tensor may be another one of the same form, as a model computes one in each step: a function that asks tensors that it
+captures for more has no proof, as a recorder sees all that public attributes do. Where code reads others, it has to be
+the same object. What torch computes of captured tensors alone is computed again, and is to have the same form.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ import math
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from saccade.scores.recording.recorder import Computed
 
@@ -49,7 +49,6 @@ _OF_C = (types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDe
 _DEEPEST = 40
 """Functions that call one another; Python nests no more than 200 parentheses."""
 _MISSING = object()
-wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Proof:
@@ -95,14 +94,16 @@ class Proof:
             self._check(f"len({{{', '.join(f'id({find})' for find in places.values())}}}) == {len(places)}")
 
     def inputs(
-        self, tensors: Sequence[Tensor], numbers: Iterable[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
+        self, tensors: Sequence[Tensor], numbers: Sequence[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
     ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
         """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
-        where a tensor that was `made` of others has another form.
+        where a tensor that was `made` of others has another form, or cannot be made.
 
         Raises:
-            Unproven: a tensor is not among what the function reads, nor made of that.
+            Unproven: a tensor is not among what the function reads, nor made of that, or a number is made.
         """
+        if any(id(source) in made for _, source in numbers):  # a tensor of one item may have more, made of others
+            raise Unproven
         self.made = made
         found = [self._find(x) for x in tensors]
         read = [self._named(x) if source is None else f"{self._find(source)}.item()" for x, source in numbers]
@@ -111,7 +112,10 @@ class Proof:
         self.made = {}  # which holds tensors
 
         def checked(root: Any) -> tuple[list[Tensor], list[Any]] | None:
-            now = inputs(root)
+            try:
+                now = inputs(root)
+            except Exception:  # the function itself raises it, or takes another way
+                return None
             return now if all(_form(now[0][i]) == form for i, form in forms) else None
 
         return checked if forms else inputs
@@ -135,8 +139,7 @@ class Proof:
         if isinstance(x, Tensor):
             return self._find(x)
         if kind is tuple or kind is list:
-            parts = "".join(f"{self._argument(y)}, " for y in x)
-            return f"({parts})" if kind is tuple else f"[{parts}]"
+            return f"{self._named(kind)}([{', '.join(map(self._argument, x))}])"
         if kind is slice:
             return f"{self._named(slice)}({', '.join(map(self._argument, (x.start, x.stop, x.step)))})"
         if kind in _SAME or kind in _NUMBERS or isinstance(x, type):
@@ -184,7 +187,7 @@ class Proof:
         """Checks that what `find` finds is still x."""
         kind = type(x)
         if kind is Tensor or kind is torch.nn.Parameter:
-            if wrapped(x):  # what a transform makes is another in each call, and does not say all that it is
+            if is_functorch_wrapped_tensor(x):  # of a transform, which does not say all that it is
                 raise Unproven
             form = x.shape, x.dtype, x.device, x.requires_grad
             self.tensors.append((weakref.ref(x), find))
@@ -334,7 +337,7 @@ def _first(kind: type, name: str) -> Any:
 
 _OBJECTS = {
     "FunctionType": types.FunctionType, "ModuleType": types.ModuleType, "Tensor": Tensor, "MISSING": _MISSING,
-    "contents": contents, "usual": _usual, "first": _first, "wrapped": wrapped,
+    "contents": contents, "usual": _usual, "first": _first, "wrapped": is_functorch_wrapped_tensor,
 }  # fmt: skip
 """What the texts of all proofs name."""
 _QUIET = frozenset((

@@ -61,7 +61,7 @@ def put_recording(
     tape, keys = recording.tape, [_key(_same(fn), settings)]
     try:
         proof = Proof(fn, recording.called)
-        inputs = proof.inputs(tape.tensors, zip(tape.numbers, tape.sources, strict=True), recording.made)
+        inputs = proof.inputs(tape.tensors, [*zip(tape.numbers, tape.sources, strict=True)], recording.made)
         sure = older is not None and older.proof.holds(fn)  # before the recording, and after the new proof
         proven = ProvenRecording(proof, program, inputs, tape.rows, sure)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)

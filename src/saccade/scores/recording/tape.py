@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from saccade.scores.recording.compile_constant import word_of
 
@@ -235,5 +236,5 @@ def is_number(x: Tensor) -> bool:
         and not x.requires_grad
         and x.dtype != torch.bool
         and not x.dtype.is_complex
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
+        and not is_functorch_wrapped_tensor(x)
     )
