@@ -159,15 +159,21 @@ def test_source():
 
 
 @pytest.mark.parametrize(
-    ("shape", "others"), [((2, 2, 8, 16), ""), ((1, 2, 8, 16), "b"), ((2, 8, 16), "b"), ((8, 16), "bh"), ((16,), None)]
+    ("shape", "indices"),
+    [
+        ((2, 2, 8, 16), ("b", "h", "q_idx", "kv_idx")),
+        ((1, 2, 8, 16), (None, "h", "q_idx", "kv_idx")),
+        ((2, 8, 16), ("h", "q_idx", "kv_idx")),
+        ((8, 16), ("q_idx", "kv_idx")),
+        ((16,), None),
+    ],
 )
-def test_own_elements(shape, others):
-    assert bound(shape).program.own_elements == ({} if others is None else {0: {*others}})
+def test_own_elements(shape, indices):
+    assert bound(shape).program.own_elements == ({} if indices is None else {0: indices})
 
 
 @pytest.mark.parametrize("name", ["both ways", "larger", "by keys first"])
 def test_own_elements_of_other_reads(name):
     score: Any = bind(CALLS[name]()[1], torch.zeros(1))
-    assert score.program.own_elements == (
-        {} if name == "both ways" else {0: {"b"} if name == "by keys first" else set()}
-    )
+    indices = ("h", "kv_idx", "q_idx") if name == "by keys first" else ("b", "h", "q_idx", "kv_idx")
+    assert score.program.own_elements == ({} if name == "both ways" else {0: indices})

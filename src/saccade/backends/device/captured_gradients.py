@@ -66,7 +66,8 @@ def _alone(problem: Problem, score: Traced, wanted: Sequence[bool]) -> frozenset
     if not positions.reached(problem):
         return frozenset()
     one = {name for name, n in zip(("b", "h"), problem.q.shape, strict=False) if n == 1}
-    return frozenset(i for i, others in score.program.own_elements.items() if wanted[i] and others <= one)
+    own = score.program.own_elements.items()
+    return frozenset(i for i, names in own if wanted[i] and {"b", "h"} - {*names} <= one)
 
 
 Accumulate = Callable[[Any, Sequence[Any]], None]

@@ -29,7 +29,7 @@ _ALLOCATIONS = {
 _VIEWS = {
     getattr(_aten, name).default
     for name in ("alias", "detach", "expand", "permute", "unsqueeze", "view", "_unsafe_view")
-} | {_aten.slice.Tensor, _aten.transpose.int, _aten.select.int, _aten.squeeze.dim}
+} | {_aten.slice.Tensor, _aten.transpose.int, _aten.select.int, _aten.squeeze.dim, _aten.as_strided.default}
 _state = threading.local()
 
 

@@ -138,12 +138,15 @@ def _placed_slope(data, score, b, h, q_idx, kv_idx):
 _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
 
 
-def record(problem: Problem, fast: bool = False, tables: Sequence[Any] = ()) -> DeviceScore:
+def record(
+    problem: Problem, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None
+) -> DeviceScore:
     """The device form of a Problem's score modification. All kernels of a call are to have the same tanh: `fast`, or to
-    float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`."""
+    float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. brought: a captured
+    tensor of which `core` and `slope` take a tile behind all other data."""
     score = problem.score
     places = positions.record(problem) if isinstance(score, scores.Traced) else None
-    plain = unplaced(score, fast, positions.kind(problem), tables, positions.reached(problem))
+    plain = unplaced(score, fast, positions.kind(problem), tables, positions.reached(problem), brought)
     if places is None:
         return plain
     return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
@@ -151,7 +154,7 @@ def record(problem: Problem, fast: bool = False, tables: Sequence[Any] = ()) -> 
 
 def unplaced(
     score: scores.Score | None, fast: bool = False, indices: str = "numbers", tables: Sequence[Any] = (),
-    reached: bool = False,
+    reached: bool = False, brought: int | None = None,
 ) -> DeviceScore:  # fmt: skip
     """The device form of a score modification that takes its indices as they come; None is the identity."""
     match score:
@@ -160,7 +163,7 @@ def unplaced(
         case scores.Softcap():
             return DeviceScore(*_SOFTCAP[fast], (score.cap,))
         case scores.Traced():
-            options = form(score, fast, indices, reached)._replace(tables=bool(tables))
+            options = form(score, fast, indices, reached)._replace(tables=bool(tables), brought=brought)
             return DeviceScore(*_emitted(score, options), (*data(score), *tables))
     raise TypeError(f"no device form of {score!r}")
 

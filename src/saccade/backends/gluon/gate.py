@@ -85,15 +85,16 @@ def compiled(name: str) -> tuple[Any, int]:
         problem = replace(problem, out=out)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
-    score = launch.score_record(problem, distance_tables.empty(problem))
-    config = forward_config(problem.spec(), GPU, weight(problem, score))
+    captured = launch.captured_rows(problem)
+    score = launch.score_record(problem, distance_tables.empty(problem), captured)
+    config = forward_config(problem.spec(), GPU, "tile" if captured else weight(problem, score))
     config = TWO_CONSUMERS if "short" in row.words else config
     mask = launch.mask_record(problem, config) if paged else device_mask(problem)
     parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
-    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score, parts)
-    forward = launch.prepare(problem, out, config, processors=1)
+    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score, parts, captured)
+    forward = launch.prepare(problem, out, config, 1, captured)
     spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
-    operands = problem.q, problem.k, problem.v, out
+    operands = launch.operands(problem.q, problem.k, problem.v, out, captured)
     compiled = forward.warmup(operands, arguments, problem.scale)
     spill += PACKED_SPILL * packed + PAGED_SPILL * paged
     eight_bits = row.dtype in EIGHT_BITS and not triton.__version__.startswith("3.6")

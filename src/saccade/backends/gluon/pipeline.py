@@ -192,4 +192,6 @@ class Pipeline:
     turns: Turns
     raw: Value
     """Slots of values as they lie, where `transposer` turns them; else None"""
+    captured: Value
+    """of each stage of keys for each consumer a tile of what the score function captures; or None"""
     shape: Value

@@ -184,16 +184,18 @@ class Program:
         return frozenset(i for i, x in last if isinstance(x, fx.Node) and x.target == "kv_idx")
 
     @lazily
-    def own_elements(self) -> dict[int, frozenset[str]]:
-        """The tensors of which every score has an element of its own, as each is read once, at the numbers themselves
-        of the row, of the key, and of all but these others, of which a call is to have one."""
+    def own_elements(self) -> dict[int, tuple[str | None, ...]]:
+        """The tensors that have an element for each row and key, as each is read once, at these numbers themselves, and
+        at those of the batch row or the head. The names of the indices; None: the first element."""
         reads = zip(self.read_tensors, self._places, strict=True)
         found = {}
         for tensor, at in reads:
-            names = [str(x.target) for x in at if isinstance(x, fx.Node) and name_of(x) != "zeros_like"]
+            zeros = (isinstance(x, fx.Node) and name_of(x) == "zeros_like" for x in at)
+            indices = tuple(None if zero else str(getattr(x, "target", x)) for x, zero in zip(at, zeros, strict=True))
+            names = [*filter(None, indices)]
             plain = len({*names}) == len(names) and {"q_idx", "kv_idx"} <= {*names} <= {*TILE[1:]}
             if plain and self.read_tensors.count(tensor) == 1:
-                found[tensor] = frozenset(TILE[1:]) - {*names}
+                found[tensor] = indices
         return found
 
     @lazily

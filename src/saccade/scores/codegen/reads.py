@@ -32,6 +32,8 @@ class EmitOptions(NamedTuple):
     """Reads by distance come from tables of every distance: see `device.distance_tables`."""
     units: tuple[int, ...] = ()
     """`Score.units`, where every key has an element; () elsewhere."""
+    brought: int | None = None
+    """The one of `Program.own_elements` of which data's last entry is a tile, as it is for these rows and keys."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,11 @@ class Reads:
         return sum(1 + 2 * rank for rank in self.program.ranks[:tensor])
 
     def read(self, node: fx.Node, at: Sequence[Any]) -> Value:
-        if self.options.tables and node.meta["read"] in self.program.distance_reads:
-            return self.table(list(self.program.distance_reads).index(node.meta["read"]), (Q, K))
+        if node.meta["read"] in self._tables:
+            return self.table(self._tables.index(node.meta["read"]), (Q, K))
         i = int(str(node.args[0].target)[1:])
+        if i == self.options.brought:
+            return self.keep(f"data[{self._behind(len(self._tables))}].to(tl.float32)", "float", (Q, K))
         dtype, shape = self.program.dtypes[i], tuple(node.meta["val"].shape) or (1, 1)
         self.used[f"t{i}"] = f"data[{self.start(i)}]"
         places = " + ".join(filter(None, (f"t{i}", self.place(i, at))))
@@ -87,6 +91,15 @@ class Reads:
             loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max)
         )
 
+    @property
+    def _tables(self) -> list[int]:
+        """The reads that come from tables."""
+        return [*self.program.distance_reads] if self.options.tables else []
+
+    def _behind(self, tables: int) -> int:
+        """The place in `data` behind the tensors, the numbers, and so many tables."""
+        return self.start(len(self.program.ranks)) + len(self.program.integral) + 4 * tables
+
     def table(self, n: int, shape: tuple[int, ...]) -> Value:
         """What a read by distance reads, of the n-th table: float32 (b, h, distances), contiguous but for its b and h.
         An addition to a pointer of the row's is all that an element costs."""
@@ -100,7 +113,7 @@ class Reads:
 
     def _table_row(self, n: int) -> tuple[str, str]:
         """A pointer to the table of one head, and the place of distance 0."""
-        place = self.start(len(self.program.ranks)) + len(self.program.integral) + 4 * n
+        place = self._behind(n)
         parts = "pointer", "b", "h", "zero"
         pointer, b, h, zero = (f"d{n}_{part}" for part in parts)
         self.used |= {name: f"data[{place + i}]" for i, name in enumerate((pointer, b, h, zero))}

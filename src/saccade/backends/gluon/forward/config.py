@@ -122,6 +122,9 @@ HALF_TILES = ForwardConfig(2, 64, 3, 2, 0, 232, 40)
 def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     """Score functions need registers: 64 of them for the values of a table alone, where a tile has 128 keys."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
+    if score == "tile":
+        shape = (128, 3, 2, 0, 232, 40) if wide <= 64 else (64, 3, 2, 0, 232, 40) if wide <= 128 else (64, 2, 1, 0, 240, 32)
+        return ForwardConfig(CAPTURED_CONSUMERS, *shape, SCORE_SPILL)
     if score == "linear":
         return ForwardConfig(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else forward_config(spec, gpu)
     if score == "flat" and wide <= 64:  # most of its tiles are those of no score
@@ -168,6 +171,8 @@ def eight_bit(spec: Spec, score: str, row: dict[str, int] | None) -> ForwardConf
     return ForwardConfig(2, 128, 2, 1, int(spec.mask != "none"), 240, 24, 32, overlap=0, parts=2)
 
 
+CAPTURED_CONSUMERS = 2
+"""Of calls whose score function takes tiles of a captured tensor."""
 SCORE_SPILL = 160
 """Bytes that a score function's values, or dropout, may cost: 48 and 60 in Triton 3.6, more in others. Not timed
 against shorter tiles."""

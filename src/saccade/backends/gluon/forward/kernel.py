@@ -85,6 +85,9 @@ class ForwardArgs:
     pages: Value
     mask: Value
     score: Value
+    captured: Value
+    """a CapturedTileArgs, or None"""
+    captured_desc: Value
     dropout: Value
     descale: Value
     scheduler: TileScheduler
@@ -97,8 +100,8 @@ class ForwardArgs:
 
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "h_k", "group", "s_q", "s_k"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, rules, dropout,
-    descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
+    q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, rules,
+    dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     PackedRowsArgs; UnseeingRowsArgs where the producer writes the results of work items that see no key; else None.
@@ -107,8 +110,9 @@ def forward_kernel(
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
-    factors are `descale`, v_desc is what `transpose` makes of v. counter: two zeros, which are zeros again in the end.
-    rules: the mask and the score. blocks, heads, section: see TileScheduler.
+    factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which score
+    functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
+    again in the end. rules: the mask, the score and, with captured_desc, a CapturedTileArgs, or None. blocks, heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
@@ -124,7 +128,7 @@ def forward_kernel(
         parts = pages.parts
     args = ForwardArgs(
         q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used_q, used_k, pages, rules[0],
-        rules[1], dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
+        rules[1], rules[2], captured_desc, dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
     # A consumer's part of a slot holds its q and later its out: whole tiles of both.
@@ -139,6 +143,10 @@ def forward_kernel(
         gl.NVMMASharedLayout.get_default_for([1, 1, v_shape[0], v_shape[1]], DTYPE) if TURNED else v_desc.layout
     )
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, v_shape[0], v_shape[1]], v_layout)
+    captured_tiles = None
+    if captured_desc is not None:
+        captured_shape: gl.constexpr = [STAGES * CONSUMERS, 1, 1, 64, shape.BLOCK_K]
+        captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, captured_shape, captured_desc.layout)
     HELD: gl.constexpr = numbers_of_item(is_packed(used_q), rules[0].block_sparse, is_split(pages))
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNED:
@@ -153,6 +161,7 @@ def forward_kernel(
         new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS + 96 if TURNED else READERS),
         Turns(shape.TURNS, CONSUMERS),
         raw,
+        captured_tiles,
         shape,
     )
     REGISTERS: gl.constexpr = shape.REGISTERS

@@ -19,8 +19,10 @@ from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.merge_kernel import merge_launch
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs
+from saccade.backends.gluon.captured_tile import CapturedTile, captured_tile
 from saccade.backends.gluon.forward import paged_tma, tile_scheduler, transpose
 from saccade.backends.gluon.forward.config import (
+    CAPTURED_CONSUMERS,
     TWO_CONSUMERS,
     ForwardConfig,
     block_dv,
@@ -63,30 +65,47 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
     with on_device(q):
         parts = empty_parts(problem)
         distances = distance_tables.tables(problem, fast=True)
-        score = score_record(problem, distances)
+        captured = captured_rows(problem)
+        score = score_record(problem, distances, captured)
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
+        key = *key, captured and captured.key
         cached = problem.launches.get(key) if tile is None else None
         if cached is None:
-            gpu = configs.gpu_of(q.device)
-            config = tile or for_rows(problem, forward_config(problem.spec(), gpu, scores.weight(problem, score)))
-            cached = prepare(problem, out, config, multiprocessors(q.device)), config
+            config = tile or config_of(problem, score, captured)
+            cached = prepare(problem, out, config, multiprocessors(q.device), captured), config
             if tile is None:
                 problem.launches[key] = cached
         launch, config = cached
         rows = rows_of_a_consumer(problem, config.consumers) * config.consumers
         table, mask = None if packed is None else sequences.table(problem, 0, rows), mask_record(problem, config)
         if parts is None:
-            call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score)
+            call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score, captured=captured)
         else:
             found = paged_tma.Parts.of(parts[0])
             call = arguments(problem, out, *parts[1:], counter(q.device), table, mask, score, found)
         if problem.descale is not None and not config.transposer_registers:
             v = transpose.transposed(problem)
-        launch(q.device.index, (q, k, v, out), call, problem.scale)
+        launch(q.device.index, operands(q, k, v, out, captured), call, problem.scale)
         if parts is not None:
             _merge(problem, parts, (out, row_lse, top))
     return out, row_lse, top
+
+
+def captured_rows(problem: Problem) -> CapturedTile | None:
+    """What score functions take tiles of, where a consumer's rows are one head's."""
+    return captured_tile(problem) if rows_of_a_consumer(problem, CAPTURED_CONSUMERS) == 64 else None
+
+
+def config_of(problem: Problem, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
+    """The schedule of a call's kernel."""
+    weight = scores.weight(problem, score) if captured is None else "tile"
+    return for_rows(problem, forward_config(problem.spec(), configs.gpu_of(problem.q.device), weight))
+
+
+def operands(q: Tensor, k: Tensor, v: Tensor, out: Tensor, captured: CapturedTile | None) -> tuple[Tensor, ...]:
+    """The tensors of descriptors."""
+    return (q, k, v, out) if captured is None else (q, k, v, out, captured.x)
 
 
 PartTensors = tuple[Tensor, Tensor, Tensor | None]
@@ -129,6 +148,7 @@ def arguments(
     mask: masks.DeviceMask,
     score: scores.DeviceScore,
     parts: paged_tma.Parts | None = None,
+    captured: CapturedTile | None = None,
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles. `lse`
     and `max_scores` are those of parts, if there are some."""
@@ -137,8 +157,10 @@ def arguments(
     unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(problem) else None
     rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
     tensors = rows, lse, max_scores, sink, drawn
-    records = paged_tma.record(problem, parts), (mask, score), dropout.record(problem), descale.record(problem)
-    return *tensors, *sequences.spans(problem, table), *records
+    rules = mask, score, captured and captured.args
+    records = paged_tma.record(problem, parts), rules, dropout.record(problem), descale.record(problem)
+    no_descriptor = () if captured else (None,)
+    return *no_descriptor, *tensors, *sequences.spans(problem, table), *records
 
 
 def _hides_rows(problem: Problem) -> bool:
@@ -164,7 +186,9 @@ def mask_record(problem: Problem, config: ForwardConfig) -> masks.DeviceMask:
     return block_lists.record(problem, 64 * config.consumers, config.block_k)
 
 
-def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: int) -> TMALaunch:
+def prepare(
+    problem: Problem, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None = None
+) -> TMALaunch:
     """The launch of all calls of the Problem's key."""
     q, k, v = problem.q, problem.k, problem.v
     b, _, s_q, d = q.shape
@@ -186,6 +210,8 @@ def prepare(problem: Problem, out: Tensor, config: ForwardConfig, processors: in
         values,
         shape_of(grouped(out, problem.group), (1, 1, heads, rows, columns)),
     ]
+    if captured is not None:
+        shapes.append(shape_of(captured.x, (1, 1, 64, config.block_k)))
     blocks = -(-s_q // (rows * config.consumers))
     packs = -(-problem.group // heads)
     section = tile_scheduler.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
@@ -257,10 +283,12 @@ def grouped(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group))
 
 
-def score_record(problem: Problem, tables: Sequence[Any] = ()) -> scores.DeviceScore:
+def score_record(
+    problem: Problem, tables: Sequence[Any] = (), captured: CapturedTile | None = None
+) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
-    score = scores.record(problem, fast=True, tables=tables)
+    score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.number)
     return score if problem.scale > LEAST_SCALE else scores.plainly(score)
 
 

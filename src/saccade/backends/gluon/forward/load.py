@@ -188,6 +188,16 @@ def open_next(args, pipe, item, items, drawn, tile):
 
 
 @gluon.jit
+def load_captured(args, pipe, stage, tile, start, full):
+    """Fills a stage with what the score function captures for each consumer's rows and the keys from `start` on."""
+    b = tile.b if args.captured.by_row else tile.b * 0
+    h = tile.h_k * args.group + tile.in_group if args.captured.by_head else tile.h_k * 0
+    for c in gl.static_range(pipe.shape.CONSUMERS):
+        place = pipe.captured.index(stage * pipe.shape.CONSUMERS + c)
+        tma_load(args.captured_desc, [b, h, tile.row + c * 64, start], full, place)
+
+
+@gluon.jit
 def load_keys(args, pipe, n, tile, start):
     """Fills the stage of tile n with keys from `start` on."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
@@ -196,7 +206,12 @@ def load_keys(args, pipe, n, tile, start):
     page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)
     b, row = placed(args.used_k, tile.b, start)
     stage = pipe.keys.claim(n)
-    full = pipe.keys.announce(stage, BLOCK_K * CHUNKS * CHUNK * bytes_of(pipe.keys.tiles.dtype))
+    BYTES: gl.constexpr = BLOCK_K * CHUNKS * CHUNK * bytes_of(pipe.keys.tiles.dtype)
+    if pipe.captured is None:
+        full = pipe.keys.announce(stage, BYTES)
+    else:
+        full = pipe.keys.announce(stage, BYTES + pipe.shape.CONSUMERS * 64 * BLOCK_K * 2)
+        load_captured(args, pipe, stage, tile, start, full)
     if args.pages is None:
         for chunk in gl.static_range(CHUNKS):
             k = pipe.keys.tiles.index(stage * CHUNKS + chunk)

@@ -67,6 +67,17 @@ def issue_scores(pipe, part, stage):
 
 
 @gluon.jit
+def captured_tile(c: gl.constexpr, pipe, stage):
+    """[64, BLOCK_K] of what the score function captures, as a tuple, which is empty where no tiles of it come."""
+    if pipe.captured is None:
+        return ()
+    else:
+        BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+        tile = pipe.captured.index(stage * pipe.shape.CONSUMERS + c).reshape([64, BLOCK_K])
+        return (tile.load(product_layout(BLOCK_K)),)
+
+
+@gluon.jit
 def pack_weights(weights, DTYPE: gl.constexpr):
     """Weights [64, BLOCK_K] as what stays in a register over loops."""
     if is_eight_bit(DTYPE):
@@ -166,12 +177,12 @@ def shrink(acc, alpha):
 
 
 @gluon.jit
-def first_softmax(pipe, rows, item, s):
+def first_softmax(pipe, rows, item, s, captured):
     """The state after the scores of the last tile, the first to come."""
     place = item.end - 1
     tile = tile_at(rows.rule.mask, item.block_list, item.hi, place)
     unit = rows.key_factor(tile, pipe.shape.BLOCK_K)
-    s = rows.apply_score(s, tile, unit)
+    s = rows.apply_score(s, tile, unit, captured)
     if place >= item.core_end:
         s = rows.apply_mask(s, tile, False)
     elif rows.rule.mask.lower:  # noqa: SIM102 - known when this is compiled, and the next is not
@@ -198,6 +209,7 @@ def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr
         values = pipe.values.wait(n)
         parts = issue_values(pipe, state, values)
         pipe.turns.give(c)
+        captured = captured_tile(c, pipe, stage)
         # [64, BLOCK_K]
         s = warpgroup_mma_wait(len(parts), [s])
     else:
@@ -208,10 +220,11 @@ def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr
         stage = pipe.keys.wait(n + 1)
         s = issue_scores(pipe, item.part, stage)
         pipe.turns.give(c)
+        captured = captured_tile(c, pipe, stage)
         # [64, BLOCK_K]
         s = warpgroup_mma_wait(0, [s])
     pipe.keys.release(n + 1)
-    s = rows.apply_score(s, tile, unit)
+    s = rows.apply_score(s, tile, unit, captured)
     if MASKED:
         s = rows.apply_mask(s, tile, LOWER)
     weights, alpha, row_max = rows.softmax_weights(s, tile, state.row_max, unit)
@@ -347,13 +360,15 @@ def consume(c: gl.constexpr, args, pipe):
         rows = score_rows(rule, args, pipe, item, at, b)
 
         n = skip_tiles(c, pipe, n, item.hi - item.end)
-        s = issue_scores(pipe, item.part, pipe.keys.wait(n))
+        stage = pipe.keys.wait(n)
+        s = issue_scores(pipe, item.part, stage)
         if EARLY:
             release_last_slot(pipe, done)
+        captured = captured_tile(c, pipe, stage)
         # [64, BLOCK_K]
         s = warpgroup_mma_wait(0, [s])
         pipe.keys.release(n)
-        state = first_softmax(pipe, rows, item, s)
+        state = first_softmax(pipe, rows, item, s, captured)
         state, n = further_tiles(c, args, pipe, rows, item, state, n)
         values = pipe.values.wait(n)
         acc = finish_values(pipe, state, values, issue_values(pipe, state, values))

@@ -160,9 +160,10 @@ class ScoreRows:
             return ()
 
     @gluon.jit
-    def apply_score(self, s, tile, unit):
+    def apply_score(self, s, tile, unit, captured):
         """The core of the score modification; what nothing modifies stays as it is, and keeps its `unit`, which is what
-        `key_factor` says. Of a linear score's core a number for each row is missing: see `add_row_terms`."""
+        `key_factor` says. Of a linear score's core a number for each row is missing: see `add_row_terms`. captured: the
+        tile that it captures, as a tuple, or ()."""
         rule = self.rule
         if len(unit) == 1 and not rule.score.identity:
             s = s * unit[0]
@@ -173,7 +174,10 @@ class ScoreRows:
         else:
             kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
             s = s * rule.inside
-            return rule.score.core(rule.score.data, s, self.b, self.h[:, None], self.q_idx[:, None], kv_idx)
+            data = rule.score.data
+            if len(captured) == 1:
+                data = data + captured
+            return rule.score.core(data, s, self.b, self.h[:, None], self.q_idx[:, None], kv_idx)
 
     @gluon.jit
     def apply_mask(self, s, tile, LOWER: gl.constexpr):

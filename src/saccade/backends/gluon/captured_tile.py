@@ -1,0 +1,68 @@
+"""Captured tensors that have an element for each score, such as a learned bias (b, h, s_q, s_k), as bulk copies bring
+them: tile by tile, beside the keys."""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from saccade.alignment import ALIGNMENT, address
+from saccade.backends.device import positions
+from saccade.backends.device.records import FLAGS
+from saccade.backends.gluon.tma_launch import ELEMENTS
+from saccade.problem import Problem
+from saccade.scores import Traced
+
+
+class CapturedTile(NamedTuple):
+    """One such tensor of a call."""
+
+    number: int
+    """among the score's tensors"""
+    x: Tensor
+    """(b or 1, h_q or 1, s_q, s_k), a view; there may be more of each"""
+    args: CapturedTileArgs
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What kernels and descriptors depend on, and the Problem's key does not hold."""
+        return self.number, self.x.dtype, self.x.shape, self.x.stride(), *(x.value for x in self.args)
+
+
+class CapturedTileArgs(NamedTuple):
+    """Where kernels find a head's scores in the descriptor of such a tensor."""
+
+    by_row: Any
+    """constexpr: each batch row has its own"""
+    by_head: Any
+    """constexpr: each query head has its own"""
+
+
+def captured_tile(problem: Problem) -> CapturedTile | None:
+    """The first tensor of the call that bulk copies can bring: 16-bit elements, of keys side by side, in rows at
+    multiples of 16 bytes."""
+    score = problem.score
+    if not isinstance(score, Traced) or not positions.reached(problem):
+        return None
+    for number, indices in score.program.own_elements.items():
+        if (x := _by_scores(score.tensors[number], indices)) is not None:
+            by_row, by_head = (FLAGS[name in indices and x.shape[i] > 1] for i, name in enumerate(("b", "h")))
+            return CapturedTile(number, x, CapturedTileArgs(by_row, by_head))
+    return None
+
+
+def _by_scores(x: Tensor, indices: tuple[str | None, ...]) -> Tensor | None:
+    """x as (b or 1, h or 1, s_q, s_k), where bulk copies can read it."""
+    steps = dict(zip(indices, zip(x.shape, x.stride(), strict=True), strict=True))
+    # What is expanded has one element for all.
+    dims = [(1, 0) if name not in steps or steps[name][1] == 0 else steps[name] for name in ("b", "h")]
+    dims += steps["q_idx"], steps["kv_idx"]
+    size = x.element_size()
+    unaligned = any(m * size % ALIGNMENT for n, m in dims[:3] if n > 1) or address(x) % ALIGNMENT
+    if x.dtype not in ELEMENTS or size != 2 or dims[3][1] != 1 or dims[2][1] == 0 or unaligned:
+        return None
+    return x.as_strided([n for n, _ in dims], [m for _, m in dims])
+
