@@ -138,9 +138,7 @@ def _placed_slope(data, score, b, h, q_idx, kv_idx):
 _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
 
 
-def record(
-    problem: Problem, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None
-) -> DeviceScore:
+def record(problem: Problem, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None) -> DeviceScore:
     """The device form of a Problem's score modification. All kernels of a call are to have the same tanh: `fast`, or to
     float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. brought: a captured
     tensor of which `core` and `slope` take a tile behind all other data."""

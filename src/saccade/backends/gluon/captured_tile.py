@@ -65,4 +65,3 @@ def _by_scores(x: Tensor, indices: tuple[str | None, ...]) -> Tensor | None:
     if x.dtype not in ELEMENTS or size != 2 or dims[3][1] != 1 or dims[2][1] == 0 or unaligned:
         return None
     return x.as_strided([n for n, _ in dims], [m for _, m in dims])
-

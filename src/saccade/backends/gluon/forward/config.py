@@ -123,7 +123,7 @@ def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     """Score functions need registers: 64 of them for the values of a table alone, where a tile has 128 keys."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
     if score == "tile":
-        shape = (128, 3, 2, 0, 232, 40) if wide <= 64 else (64, 3, 2, 0, 232, 40) if wide <= 128 else (64, 2, 1, 0, 240, 32)
+        shape = (64, 2, 1, 0, 240, 32) if wide > 128 else (128 if wide <= 64 else 64, 3, 2, 0, 232, 40)
         return ForwardConfig(CAPTURED_CONSUMERS, *shape, SCORE_SPILL)
     if score == "linear":
         return ForwardConfig(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else forward_config(spec, gpu)

@@ -110,9 +110,9 @@ def forward_kernel(
 
     q_desc and out_desc: (b, h_k, group, s_q, d) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc and
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
-    factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which score
-    functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
-    again in the end. rules: the mask, the score and, with captured_desc, a CapturedTileArgs, or None. blocks, heads, section: see TileScheduler.
+    factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which the score
+    function takes tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
+    again in the end. rules: the mask, the score and the CapturedTileArgs. blocks, heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
