@@ -243,13 +243,22 @@ def test_auto_leaves_calls_to_what_is_faster(everywhere):
 
 
 @pytest.mark.parametrize(
-    ("d", "shape", "slower"),
-    [(64, (2, 9, 9), True), (64, (9, 9), True), (128, (2, 9, 9), False), (64, (2, 1, 9), False), (64, (9,), False)],
+    ("d", "shape", "dtype", "slower"),
+    [
+        (64, (2, 9, 9), torch.float32, True),
+        (64, (9, 9), torch.bfloat16, True),
+        (64, (2, 9, 16), torch.float32, True),
+        (64, (2, 9, 16), torch.bfloat16, False),
+        (64, (2, 9, 16), torch.float16, False),
+        (128, (2, 9, 9), torch.float32, False),
+        (64, (2, 1, 9), torch.float32, False),
+        (64, (9,), torch.float32, False),
+    ],
 )
-def test_biases_of_every_score_of_few_columns_are_triton_s(d, shape, slower):
+def test_biases_of_every_score_of_few_columns_are_triton_s(d, shape, dtype, slower):
     from saccade import bias
     from saccade.backends import gluon
 
     q, k, v = torch.randn(3, 1, 2, 9, d).bfloat16()
-    problem = Problem(q, k, v, None, None, bind(bias(torch.randn(shape)), q), Dense(), 1.0)
+    problem = Problem(q, k, v, None, None, bind(bias(torch.randn(shape, dtype=dtype)), q), Dense(), 1.0)
     assert (gluon.outrun(problem) is not None) == slower

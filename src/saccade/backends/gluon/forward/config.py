@@ -122,8 +122,9 @@ HALF_TILES = ForwardConfig(2, 64, 3, 2, 0, 232, 40)
 def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     """Score functions need registers: 64 of them for the values of a table alone, where a tile has 128 keys."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
-    if score == "tile":
-        shape = (64, 2, 1, 0, 240, 32) if wide > 128 else (128 if wide <= 64 else 64, 3, 2, 0, 232, 40)
+    if score == "tile":  # of 128 keys where there is room for two (docs/findings/scores.md)
+        narrow = (128, 3, 2, 0, 232, 40) if wide <= 64 else (128, 2, 1, 0, 232, 40)
+        shape = narrow if wide <= 128 else (64, 2, 1, 0, 240, 32)
         return ForwardConfig(CAPTURED_CONSUMERS, *shape, SCORE_SPILL)
     if score == "linear":
         return ForwardConfig(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else forward_config(spec, gpu)

@@ -93,8 +93,10 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
 
 
 def captured_rows(problem: Problem) -> CapturedTile | None:
-    """What score functions take tiles of, where a consumer's rows are one head's."""
-    return captured_tile(problem) if rows_of_a_consumer(problem, CAPTURED_CONSUMERS) == 64 else None
+    """What score functions take tiles of, where a consumer's rows are one head's; beside 8-bit operands nothing."""
+    if problem.descale is not None or rows_of_a_consumer(problem, CAPTURED_CONSUMERS) != 64:
+        return None
+    return captured_tile(problem)
 
 
 def config_of(problem: Problem, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:

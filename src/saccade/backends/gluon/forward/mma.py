@@ -74,7 +74,7 @@ def captured_tile(c: gl.constexpr, pipe, stage):
     else:
         BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
         tile = pipe.captured.index(stage * pipe.shape.CONSUMERS + c).reshape([64, BLOCK_K])
-        return (tile.load(product_layout(BLOCK_K)),)
+        return (tile.load(product_layout(BLOCK_K, pipe.slots.tiles.dtype)),)
 
 
 @gluon.jit
