@@ -170,9 +170,49 @@ def thread_sums(x):
 
 
 @gluon.jit
-def row_maxima(s):
-    """The largest of each row of s [64, BLOCK_K]: [64]."""
+def row_maxima(s, pitch=()):
+    """The largest of each row of s [64, BLOCK_K]: [64]. pitch: of `add_columns`, in a tuple."""
     # [64, 4, BLOCK_K / 4]: the four threads of a row, and what each of them has
     x = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
     x = one_by_one(x.reshape([s.shape[0], 4, s.shape[1] // 4]), _largest)
+    if len(pitch) == 1:
+        layout: gl.constexpr = x.type.layout
+        x += lane_columns(pitch[0], layout)
     return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def lane_columns(pitch, LAYOUT: gl.constexpr):
+    """[64, 4]: pitch [64] times the first column of each of a row's four threads."""
+    lane = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)) * 2
+    return gl.convert_layout(pitch, gl.SliceLayout(1, LAYOUT))[:, None] * lane.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def add_columns(s, pitch):
+    """s [64, N] plus pitch [64] times each column's number, of which `lane_columns` is left out: a thread has columns
+    8 i + 2 lane + e, and what remains are constants in the instructions, and not N / 4 registers."""
+    # [64, N / 8, 4, 2]
+    x = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = x.type.layout
+    i = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    i = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3)
+    e = gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    pitch = gl.expand_dims(gl.expand_dims(gl.convert_layout(pitch, rows)[:, None], 2), 3)
+    # A product and a sum would spill: all products would be taken out of the loop.
+    x = gl.fma(gl.broadcast(pitch, x)[0], gl.broadcast((8 * i + e).to(gl.float32), x)[0], x)
+    return gl.convert_layout(x.reshape([s.shape[0], s.shape[1]]), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def subtract_rows(s, inner, shift, pitch):
+    """s inner - shift [64], and what `add_columns` left out of s, times inner."""
+    # [64, N / 8, 4, 2]
+    x = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
+    # [64, 4]
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, lanes))[:, None] - lane_columns(pitch * inner, lanes)
+    x = x * inner - gl.expand_dims(gl.expand_dims(shift, 1), 3)
+    return gl.convert_layout(x.reshape([s.shape[0], s.shape[1]]), s.type.layout, assert_trivial=True)

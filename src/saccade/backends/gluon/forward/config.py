@@ -127,7 +127,8 @@ def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
         shape = narrow if wide <= 128 else (64, 2, 1, 0, 240, 32)
         return ForwardConfig(CAPTURED_CONSUMERS, *shape, SCORE_SPILL)
     if score == "linear":
-        return ForwardConfig(3, 64, 3, 2, 1, 160, 32) if wide <= 64 else forward_config(spec, gpu)
+        config = forward_config(spec, gpu)
+        return replace(config, spill=LINEAR_SPILL) if wide <= 64 else config
     if score == "flat" and wide <= 64:  # most of its tiles are those of no score
         return forward_config(spec, gpu)
     if wide <= 64:
@@ -174,6 +175,8 @@ def eight_bit(spec: Spec, score: str, row: dict[str, int] | None) -> ForwardConf
 
 CAPTURED_CONSUMERS = 2
 """Of calls whose score function takes tiles of a captured tensor."""
+LINEAR_SPILL = 24
+"""Bytes of a work item's start in Triton 3.6, none of them in a loop."""
 SCORE_SPILL = 160
 """Bytes that a score function's values, or dropout, may cost: 48 and 60 in Triton 3.6, more in others. Not timed
 against shorter tiles."""

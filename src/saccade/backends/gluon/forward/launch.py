@@ -267,7 +267,7 @@ def rows_of_a_head(group: int, s_q: int, consumers: int) -> int:
 
 def for_rows(problem: Problem, config: ForwardConfig) -> ForwardConfig:
     """Two consumers in place of three where those would have more rows: of 128, 256 or 512 rows, but not of 384."""
-    if config != formula(64, 64) or problem.layout.has_pages or problem.layout.ragged_keys:
+    if replace(config, spill=0) != formula(64, 64) or problem.layout.has_pages or problem.layout.ragged_keys:
         return config
     rows = [tile_rows(problem, n) for n in (config.consumers, TWO_CONSUMERS.consumers)]
     return TWO_CONSUMERS if rows[0] >= SHORT_GAIN * rows[1] else config

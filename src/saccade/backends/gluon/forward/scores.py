@@ -14,7 +14,7 @@ from saccade.backends.device.tiles import visible
 from saccade.backends.gluon.dropout import apply_dropout
 from saccade.backends.gluon.ptx import opaque
 from saccade.backends.gluon.shim import Value, aggregate
-from saccade.backends.gluon.tiles import between, row_maxima
+from saccade.backends.gluon.tiles import add_columns, between, row_maxima, subtract_rows
 
 # A row's maximum starts here: finite, so that no difference of two is NaN.
 LOWEST = gl.constexpr(-1e30)
@@ -162,15 +162,15 @@ class ScoreRows:
     @gluon.jit
     def apply_score(self, s, tile, unit, captured):
         """The core of the score modification; what nothing modifies stays as it is, and keeps its `unit`, which is what
-        `key_factor` says. Of a linear score's core a number for each row is missing: see `add_row_terms`. captured: the
-        tile that it captures, as a tuple, or ()."""
+        `key_factor` says. Of a linear score's core a number for each row is missing, see `add_row_terms`, and one for
+        each thread of a row, see `tiles.add_columns`. captured: the tile that it captures, as a tuple, or ()."""
         rule = self.rule
         if len(unit) == 1 and not rule.score.identity:
             s = s * unit[0]
         if rule.score.identity or len(self.level) == 1:
             return s
         elif rule.score.linear:
-            return gl.fma(gl.broadcast(self.terms[0][:, None], s)[0], gl.broadcast(column_numbers(s), s)[0], s)
+            return add_columns(s, self.terms[0])
         else:
             kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
             s = s * rule.inside
@@ -208,7 +208,8 @@ class ScoreRows:
         """exp(s - new_max) of scores as `apply_score` leaves them, by what earlier sums shrink, and new_max [64]; times
         2^EXTRA of 8-bit operands."""
         factor = self.rule.factor
-        row_max = row_maxima(s)
+        pitch = (self.terms[0],) if self.rule.score.linear else ()
+        row_max = row_maxima(s, pitch)
         inner = factor
         FLAT: gl.constexpr = len(self.level) == 1
         if FLAT:  # s are products still
@@ -231,7 +232,10 @@ class ScoreRows:
             shift = shift * factor
             if len(self.factors) == 1:
                 shift = shift - EXTRA
-            exponents = s * inner - shift[:, None]
+            if self.rule.score.linear:
+                exponents = subtract_rows(s, inner, shift, pitch[0])
+            else:
+                exponents = s * inner - shift[:, None]
         return gl.exp2(exponents), alpha, new_max
 
     @gluon.jit
@@ -241,16 +245,3 @@ class ScoreRows:
             return weights
         else:
             return apply_dropout(weights, self.rule.dropout, self.b, self.h, self.q_idx, tile * weights.shape[1], False)
-
-
-@gluon.jit
-def column_numbers(s):
-    """[1, BLOCK_K]: the number of each column as float32, an addition of a constant to what a thread has of its own."""
-    N: gl.constexpr = s.shape[1]
-    # [64, BLOCK_K / 8, 8]: the second index is a register's, the third and a half of it a thread's.
-    parts: gl.constexpr = s.reshape([64, N // 8, 8]).type.layout
-    eights = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, parts))) * 8
-    rest = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, parts)))
-    # [1, BLOCK_K / 8, 8]
-    numbers = eights.to(gl.float32)[None, :, None] + rest.to(gl.float32)[None, None, :]
-    return gl.convert_layout(numbers.reshape([1, N]), s.type.layout, assert_trivial=True)

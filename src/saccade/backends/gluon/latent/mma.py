@@ -108,7 +108,7 @@ def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
     """The weights of tile n from its products s [64, 64], handed over. Returns them, alpha, row_max and row_sum."""
     rows = tiles.rows
     tile = tiles.first + n - tiles.n
-    s = rows.apply_score(s, tile, ())
+    s = rows.apply_score(s, tile, (), ())
     if (tile < tiles.core) | (tile >= tiles.core_end):
         s = rows.apply_mask(s, tile, rows.rule.mask.lower)
     weights, alpha, row_max = rows.softmax_weights(s, tile, row_max, ())
