@@ -16,9 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from saccade import Packed, bias
 from saccade.backends.gluon.backward import pipeline as backward_pipeline
 from saccade.backends.gluon.backward.pipeline import DSExchange, Outbox
-from saccade.backends.gluon.forward import epilogue, mma
+from saccade.backends.gluon.forward import epilogue, load, mma
 from saccade.backends.gluon.pipeline import Ring, Slots
 from saccade.backends.gluon.ptx import barrier_arrive
 from saccade.testing import check
@@ -96,6 +97,21 @@ def no_take(self, c: gl.constexpr, n):
     pass
 
 
+@gluon.jit
+def no_claim_of_out():
+    pass
+
+
+@gluon.jit
+def one_record_less(self, n):
+    return n % (self.SLOTS + 1) * self.NUMBERS
+
+
+@gluon.jit
+def no_captured_tile(args, pipe, stage, tile, start, full):
+    pass
+
+
 FORWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for a copy": ([(Ring, "wait", no_wait)], Race),
     "a phase off by one": ([(Ring, "wait", other_phase)], EmulatorError),
@@ -114,42 +130,59 @@ BACKWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
 }
 
 
-def rejected(seed: int, backward: bool) -> Exception | None:
-    """What is said of a call; None if all is well. Results that are wrong are none."""
+WIDE: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "no wait for out's place": ([(epilogue, "claim_out", no_claim_of_out)], Race),
+}
+PACKED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "a record written while it is read": ([(Slots, "record_of", one_record_less)], AssertionError),
+}
+CAPTURED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "no copy of what a function captures": ([(load, "load_captured", no_captured_tile)], Deadlock),
+    "a stage given back early": ([(Ring, "wait", wait_and_release), (Ring, "release", nothing)], Race),
+}
+KERNELS = {"forward": FORWARD, "backward": BACKWARD, "wide": WIDE, "packed": PACKED, "captured": CAPTURED}
+
+
+def rejected(seed: int, kernel: str) -> Exception | None:
+    """What is said of a call; None if all is well. Results that are wrong are an AssertionError."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 500, 64, dtype=torch.bfloat16).unbind()
+    more: dict[str, Any] = {}
+    q, k, v = torch.randn(3, 1, 2, 496, 256 if kernel == "wide" else 64, dtype=torch.bfloat16).unbind()
+    if kernel == "packed":  # sequences of a tile of keys, whose numbers a consumer reads again when its out leaves
+        q, k, v = torch.randn(3, 300, 2, 256, dtype=torch.bfloat16).unbind()
+        more = {"layout": Packed.from_lengths([60, 30, 50, 40, 20, 60, 40])}
+    if kernel == "captured":
+        more = {"score_mod": bias(torch.randn(2, 496, 496, dtype=torch.bfloat16))}
     try:
         with emulated(seed, processors=1):
-            check(q, k, v, backend="gluon", backward=backward).assert_ok()
+            check(q, k, v, backend="gluon", backward=kernel == "backward", **more).assert_ok()
     except (EmulatorError, AssertionError) as error:
         return error
     return None
 
 
-CASES = [*((name, False) for name in FORWARD), *((name, True) for name in BACKWARD)]
-
-
-@pytest.mark.parametrize(("name", "backward"), CASES)
-def test_broken(name: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kernel", "name"), [(kernel, name) for kernel, names in KERNELS.items() for name in names])
+def test_broken(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some seed, of a few, rejects it for that reason."""
-    changes, kind = (BACKWARD if backward else FORWARD)[name]
+    changes, kind = KERNELS[kernel][name]
     for owner, attribute, value in changes:
         monkeypatch.setattr(owner, attribute, value)
     found: list[Exception | None] = []
     for seed in range(SEEDS):
-        found.append(rejected(seed, backward))
+        found.append(rejected(seed, kernel))
         if isinstance(found[-1], kind):
             return
     raise AssertionError(str(found))
 
 
-def test_without_a_fault() -> None:
-    assert all(rejected(seed, True) is None for seed in range(2))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_a_fault(kernel: str) -> None:
+    assert all(rejected(seed, kernel) is None for seed in range(2))
 
 
 def test_a_deadlock_says_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ring, "announce", more_bytes)
-    told = str(rejected(0, False))
+    told = str(rejected(0, "forward"))
     assert re.search(
         r"program 0, partition 1 \(consume\) waits for phase 0 of mbarrier 0 of .* lacks 0 arrivals and 16", told
     )

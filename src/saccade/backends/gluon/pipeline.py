@@ -108,8 +108,8 @@ class Ring:
 class Slots:
     """Tiles of query rows, one for each consumer in a slot, and records of numbers that say what they are.
 
-    There is one record more than slots: the next one is written while all slots are in use. `full` may have one barrier
-    more, for copies that the producer itself waits for.
+    There is one record more than slots: the next one is written while all slots are in use; two where a slot is given
+    back before its record. `full` may have one barrier more, for copies that the producer itself waits for.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -139,13 +139,13 @@ class Slots:
 
     @gluon.jit
     def release(self, n):
-        """For a consumer: it needs the slot and the record of work n no more."""
+        """For a consumer: it needs the slot of work n no more."""
         mbarrier.arrive(self.empty.index(n % self.SLOTS), count=1)
 
     @gluon.jit
     def record_of(self, n):
         """Where the numbers of work n are."""
-        return n % (self.SLOTS + 1) * self.NUMBERS
+        return n % (self.records.shape[0] // self.NUMBERS) * self.NUMBERS
 
     @gluon.jit
     def put(self, at, i, value):
@@ -194,4 +194,6 @@ class Pipeline:
     """Slots of values as they lie, where `transposer` turns them; else None"""
     captured: Value
     """of each stage of keys for each consumer a tile of what the score function captures; or None"""
+    out: Value
+    """for each consumer the place from which its out leaves, some columns after the other; None: that of its q"""
     shape: Value

@@ -34,6 +34,9 @@ class ForwardConfig:
     8-bit operands; others always overlap."""
     parts: int = 1
     """Of 8-bit operands: parts of out's columns, whose products are in registers of their own one after the other."""
+    out_columns: int = 0
+    """Of out that have a place of their own in shared memory, so that the next q may come while out leaves: a half of
+    them, or 0: out leaves from where q was."""
     transposer_registers: int = 0
     """Of the warps that turn 8-bit values of pages and of ranges; 0 for any other call."""
 
@@ -73,10 +76,10 @@ def parts_of_out(d_v: int, config: ForwardConfig, size: int = 2) -> tuple[int, i
 def shared_bytes(d: int, d_v: int, config: ForwardConfig, size: int = 2) -> int:
     """Shared memory of operands of `size` bytes, without the barriers. out has two."""
     columns = chunks(d) * chunk(d)
-    wider = max(chunk(d), block_dv(d_v) * 2 // size)
+    wider = max(chunk(d), 0 if config.out_columns else block_dv(d_v) * 2 // size)
     slot = -(-columns // wider) * wider * 64 * size
     stage = config.block_k * (columns + block_dv(d_v)) * size
-    return config.slots * config.consumers * slot + config.stages * stage
+    return config.consumers * (config.slots * slot + 128 * config.out_columns) + config.stages * stage
 
 
 def size_of(spec: Spec) -> int:
@@ -188,6 +191,10 @@ def formula(d: int, d_v: int) -> ForwardConfig:
     if wide <= 64:
         return ForwardConfig(3, 128, 3, 2, 1, 160, 32)
     # What the producer has too few of, it spills; with sums of 256 columns the consumers need them more.
+    if block_dv(d_v) > 128:
+        config = ForwardConfig(2, 64, 2, 1, 0, 240, 32, 12, out_columns=block_dv(d_v) // 2)
+        if shared_bytes(d, d_v, config) <= SHARED_BYTES - 1024:
+            return config
     registers = (232, 40) if block_dv(d_v) <= 128 else (240, 32)
     for block_k in (128, 64) if block_dv(d_v) <= 128 else (64,):
         for slots in (2, 1):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from saccade.backends.device.descale import factor_at
 from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
@@ -19,7 +19,7 @@ from saccade.backends.gluon.forward.scores import LOWEST_VAST
 from saccade.backends.gluon.forward.work_tile import FIRST_ROW, PART, THERE
 from saccade.backends.gluon.ptx import fast_log2
 from saccade.backends.gluon.shim import thread_barrier, tma_store, view
-from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, store_rows, store_sums
+from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, product_layout, store_rows, store_sums
 
 # Of 8-bit operands: 2^-EXTRA.
 ONE_WEIGHT = gl.constexpr(1 / 256)
@@ -165,6 +165,53 @@ def store_bulk(out_desc, pipe, part, corner, OUTS: gl.constexpr):
 def store_out(args, pipe, part, x, corner, there):
     """Writes x [64, BLOCK_DV], of whose rows so many are `there`: after those of a packed sequence comes the next one,
     which a bulk copy would overwrite."""
+    if pipe.out is None:
+        store_from_slot(args, pipe, part, x, corner, there)
+    else:
+        store_by_columns(args, pipe, part, x, corner, there)
+
+
+@gluon.jit
+def store_by_columns(args, pipe, part, x, corner, there):
+    """The same from out's own place, one half of the columns after the other."""
+    ROWS: gl.constexpr = pipe.shape.ROWS
+    COLUMNS: gl.constexpr = pipe.shape.OUT_COLUMNS
+    place = pipe.out.index(part % pipe.shape.CONSUMERS)
+    tile = place.reshape([64, COLUMNS])
+    halves = x
+    if len(x) == 1:
+        halves = halves_of_columns(x[0])
+    for i in gl.static_range(2):
+        claim_out()
+        tile.slice(0, halves[i].shape[1], 1).store(halves[i].to(tile.dtype))
+        if is_packed(args.used_q) and there < ROWS:
+            h = corner[1] * args.group
+            store_rows(tile, args.out, h + corner[2], corner[3], there, h + args.group, COLUMNS, ROWS, i * COLUMNS)
+        else:
+            fence_async_shared()
+            tma_store(args.out_desc, [corner[0], corner[1], corner[2], corner[3], i * COLUMNS], place)
+
+
+@gluon.jit
+def claim_out():
+    """Waits until what left from out's place last has been read."""
+    tma.store_wait(0)
+    thread_barrier()
+
+
+@gluon.jit
+def halves_of_columns(x):
+    """x [64, N] as two products [64, N / 2]."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    lower, upper = gl.split(x.reshape([64, 2, HALF]).permute((0, 2, 1)))
+    layout: gl.constexpr = product_layout(HALF)
+    lower = gl.convert_layout(lower, layout, assert_trivial=True)
+    return lower, gl.convert_layout(upper, layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_from_slot(args, pipe, part, x, corner, there):
+    """The same from where q was."""
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     DTYPE: gl.constexpr = args.out_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], DTYPE)

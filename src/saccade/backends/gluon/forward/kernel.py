@@ -64,6 +64,8 @@ class ForwardShape(NamedTuple):
     """of 8-bit values that four more warps turn; else 0"""
     DV_LAST: Any
     """columns of the last one of out's DV_PARTS"""
+    OUT_COLUMNS: Any
+    """of out that have a place of their own in shared memory; 0: out leaves from where q was"""
 
 
 @aggregate
@@ -131,8 +133,10 @@ def forward_kernel(
         rules[1], rules[2], captured_desc, dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
-    # A consumer's part of a slot holds its q and later its out: whole tiles of both.
-    WIDER: gl.constexpr = max(D_CHUNK, BLOCK_DV * bytes_of(out_desc.dtype) // bytes_of(DTYPE))
+    # A consumer's part of a slot holds its q and, unless that has a place of its own, later its out: whole tiles.
+    OUT_COLUMNS: gl.constexpr = shape.OUT_COLUMNS
+    LATER: gl.constexpr = 0 if OUT_COLUMNS > 0 else BLOCK_DV * bytes_of(out_desc.dtype) // bytes_of(DTYPE)
+    WIDER: gl.constexpr = max(D_CHUNK, LATER)
     CHUNKS: gl.constexpr = (D_CHUNKS * D_CHUNK + WIDER - 1) // WIDER * WIDER // D_CHUNK
     q_shape: gl.constexpr = [SLOTS * CONSUMERS * CHUNKS, 1, 1, 64 // ROWS, ROWS, D_CHUNK]
     q_tiles = gl.allocate_shared_memory(DTYPE, q_shape, q_desc.layout)
@@ -148,7 +152,12 @@ def forward_kernel(
         captured_shape: gl.constexpr = [STAGES * CONSUMERS, 1, 1, 64, shape.BLOCK_K]
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, captured_shape, captured_desc.layout)
     HELD: gl.constexpr = numbers_of_item(is_packed(used_q), rules[0].block_sparse, is_split(pages))
-    records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    out_tiles = None
+    if OUT_COLUMNS > 0:
+        out_shape: gl.constexpr = [CONSUMERS, 1, 1, 64 // ROWS, ROWS, OUT_COLUMNS]
+        out_tiles = gl.allocate_shared_memory(out_desc.dtype, out_shape, out_desc.layout)
+    RECORDS: gl.constexpr = SLOTS + (2 if OUT_COLUMNS > 0 else 1)
+    records = gl.allocate_shared_memory(gl.int32, [RECORDS * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNED:
         raw_tiles = gl.allocate_shared_memory(DTYPE, [RAW, 1, 1, shape.BLOCK_K, BLOCK_DV], v_desc.layout)
         numbers = gl.allocate_shared_memory(gl.int32, [RAW + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -162,6 +171,7 @@ def forward_kernel(
         Turns(shape.TURNS, CONSUMERS),
         raw,
         captured_tiles,
+        out_tiles,
         shape,
     )
     REGISTERS: gl.constexpr = shape.REGISTERS

@@ -210,7 +210,7 @@ def prepare(
         shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
         shape_of(k, (1, 1, box, min(chunk(d), width))),
         values,
-        shape_of(grouped(out, problem.group), (1, 1, heads, rows, columns)),
+        shape_of(grouped(out, problem.group), (1, 1, heads, rows, config.out_columns or columns)),
     ]
     if captured is not None:
         shapes.append(shape_of(captured.x, (1, 1, 64, config.block_k)))
@@ -230,6 +230,7 @@ def prepare(
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
+        "OUT_COLUMNS": config.out_columns,
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     grid = min(blocks * b * h_k * packs * key_splits(problem, processors), processors), 1, 1

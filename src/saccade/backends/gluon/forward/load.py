@@ -287,9 +287,11 @@ def load(args, pipe):
     """The producer: draws work, loads its query rows into a slot and its keys and values into the rings.
 
     With two slots an item's queries come before its keys, while those of the item before are in use. With one, they
-    follow its first keys, which have stages sooner than the queries have a slot.
+    follow its first keys, which have stages sooner than the queries have a slot: that is free when out has left, or,
+    where out has a place of its own, before the last values are read.
     """
     EARLY: gl.constexpr = pipe.slots.SLOTS > 1
+    OWN_OUT: gl.constexpr = pipe.shape.OUT_COLUMNS > 0
     counter = args.counter
     n = gl.to_tensor(0)
     tails = gl.to_tensor(0)
@@ -320,10 +322,12 @@ def load(args, pipe):
         for j in range(tile.hi - tile.lo):
             start = tile_at(args.mask, block_list, tile.hi, tile.hi - 1 - j) * pipe.shape.BLOCK_K
             load_keys(args, pipe, n, tile, start)
+            if not EARLY and OWN_OUT and j == 0:
+                load_queries(args, pipe, drawn, upcoming)  # still this one
             tails = load_values(args, pipe, n, tile, start, tails)
             n += 1
-            if not EARLY and j == begun:
-                load_queries(args, pipe, drawn, upcoming)  # still this one
+            if not EARLY and not OWN_OUT and j == begun:
+                load_queries(args, pipe, drawn, upcoming)
             if j == ahead:
                 drawn += 1
                 item = count_up(counter, "relaxed") + gl.num_programs(0)

@@ -362,7 +362,7 @@ def consume(c: gl.constexpr, args, pipe):
         n = skip_tiles(c, pipe, n, item.hi - item.end)
         stage = pipe.keys.wait(n)
         s = issue_scores(pipe, item.part, stage)
-        if EARLY:
+        if EARLY and pipe.out is None:
             release_last_slot(pipe, done)
         captured = captured_tile(c, pipe, stage)
         # [64, BLOCK_K]
@@ -370,6 +370,8 @@ def consume(c: gl.constexpr, args, pipe):
         pipe.keys.release(n)
         state = first_softmax(pipe, rows, item, s, captured)
         state, n = further_tiles(c, args, pipe, rows, item, state, n)
+        if pipe.out is not None:  # q is read no more
+            pipe.slots.release(done)
         values = pipe.values.wait(n)
         acc = finish_values(pipe, state, values, issue_values(pipe, state, values))
         pipe.values.release(n)
@@ -377,7 +379,7 @@ def consume(c: gl.constexpr, args, pipe):
         done += 1
 
         store_results(args, pipe, rows, item, at, b, acc, state.row_max, state.row_sum)
-        if not EARLY:
+        if not EARLY and pipe.out is None:
             release_last_slot(pipe, done)
         slot = pipe.slots.wait(done)
         at = pipe.slots.record_of(done)
