@@ -192,7 +192,7 @@ def formula(d: int, d_v: int) -> ForwardConfig:
         return ForwardConfig(3, 128, 3, 2, 1, 160, 32)
     # What the producer has too few of, it spills; with sums of 256 columns the consumers need them more.
     if block_dv(d_v) > 128:
-        config = ForwardConfig(2, 64, 2, 1, 0, 240, 32, 12, out_columns=block_dv(d_v) // 2)
+        config = ForwardConfig(2, 64, 2, 1, 0, 240, 32, 16, out_columns=block_dv(d_v) // 2)
         if shared_bytes(d, d_v, config) <= SHARED_BYTES - 1024:
             return config
     registers = (232, 40) if block_dv(d_v) <= 128 else (240, 32)
