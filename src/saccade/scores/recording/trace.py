@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from saccade.scores.recording.advice import refusal_of
 from saccade.scores.recording.recorder import Recording, error_text, line_of, user_line
 from saccade.scores.recording.replay import replay, zeros_like_inputs
 from saccade.scores.recording.tape import TILE, Refused
@@ -35,18 +36,6 @@ _ALSO_POINTWISE = frozenset((
     "scalar_tensor", "where", "zeros_like",
 ))  # fmt: skip
 """Operations that torch does not tag as pointwise."""
-_ADVICE = {
-    **dict.fromkeys(("select", "slice"), "index with tensors, one for each dimension: table[h, kv_idx]"),
-    **dict.fromkeys(("gather", "embedding", "index_select"), "index with brackets: table[h, kv_idx]"),
-    **dict.fromkeys(
-        ("rand", "rand_like", "randn_like", "randint_like", "bernoulli", "native_dropout"),
-        "dropout_p of attention drops probabilities at random",
-    ),
-    **dict.fromkeys(
-        ("view", "expand", "unsqueeze"), "scores keep their shape: b, h, q_idx and kv_idx broadcast against it"
-    ),
-    "_softmax": "the softmax is attention's own; a score function sees single scores",
-}
 _REDUCTION = "a score function sees one tile of scores at a time, so it cannot reduce over them; do it beforehand"
 _NO_INDEX = "the score and the indices are one value each, and cannot be indexed; captured tensors can"
 
@@ -112,8 +101,7 @@ def _node_error(node: fx.Node) -> str | None:
         return f"{read}; it needs one for each dimension"
     if not _is_pointwise(name, node.target):
         reduces = shape is not None and len(shape) < 2
-        advice = _ADVICE.get(name, _REDUCTION if reduces else "scores are changed by pointwise operations")
-        return f"{name} cannot be part of a score function: {advice}"
+        return refusal_of(name, _REDUCTION) if reduces else refusal_of(name)
     for x in node.all_input_nodes:
         val = x.meta["val"]
         if x.meta["kind"] == "tensor" and val.numel() != 1:
