@@ -258,7 +258,7 @@ def _more_decompositions() -> dict[Any, Any]:
         "leaky_relu_backward", "mish", "hardsigmoid", "hardswish", "log_sigmoid_forward", "log_sigmoid_backward",
         "threshold",
         "threshold_backward", "logit", "logit_backward", "celu", "selu", "logaddexp", "logaddexp2", "lerp", "xlogy",
-        "hypot", "addcmul", "addcdiv", "nan_to_num", "square", "rsub", "relu6", "masked_fill", "hardsigmoid_backward",
+        "addcmul", "addcdiv", "nan_to_num", "square", "rsub", "relu6", "masked_fill", "hardsigmoid_backward",
         "hardswish_backward", "mish_backward", "sinc",
     )  # fmt: skip
     return get_decompositions([getattr(aten, name) for name in names if hasattr(aten, name)])
