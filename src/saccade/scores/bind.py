@@ -17,6 +17,7 @@ from saccade.scores.codegen.ranges import check_integers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.recorder import record
 from saccade.scores.recording.recording_cache import find_recording, find_sure, put_recording
+from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.score_mod import (
     Function,
     Predicate,
@@ -164,7 +165,7 @@ def recorded_predicate(fn: Function, name: str | None = None) -> Traced:
 def evaluated(fn: Function, *at: Tensor) -> Tensor:
     """What a predicate returns when it runs itself: a bool tensor of the shape of all four indices."""
     if record(Predicate(fn), torch.float32, at[0].device).tape.rows:
-        score = torch.zeros(torch.broadcast_shapes(*(x.shape for x in at)), device=at[0].device)
+        score = torch.zeros(broadcast_shape(*(x.shape for x in at)), device=at[0].device)
         return one_by_one(Predicate(fn))(score, *at) != 0
     return fn(*at) != 0
 

@@ -13,6 +13,7 @@ from saccade.alignment import ALIGNMENT, address
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import program_of
 from saccade.scores.recording.compile_constant import compile_constant
+from saccade.scores.recording.shapes import broadcast_shape
 
 Function = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
@@ -208,8 +209,8 @@ class Traced(Score):
                 target += local.sum().view(target.shape)
                 continue
             places = [x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in places]
-            shape = torch.broadcast_shapes(*(x.shape for x in places))
-            shape = (1,) * (local.dim() - len(shape)) + tuple(shape)
+            shape = broadcast_shape(*(x.shape for x in places))
+            shape = (1,) * (local.dim() - len(shape)) + shape
             # What the indices do not depend on is summed first: adding at places is what costs.
             if free := [i for i, n in enumerate(shape) if n == 1 and local.shape[i] != 1]:
                 local = local.sum(free, keepdim=True)

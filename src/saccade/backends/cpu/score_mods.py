@@ -102,17 +102,11 @@ def _module(score: Traced, slope: bool, ranges: bool = True) -> fx.GraphModule:
 def _both(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
     """The first outputs of two graphs with the same inputs, in which what both compute is computed once."""
     graph, known, outputs = fx.Graph(), dict[Any, fx.Node](), []
-    constants = torch.nn.Module()
-    for number, module in enumerate((first, second)):
+    for module in (first, second):
         copies: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             if node.op == "output":
                 outputs.append(map_arg(node.args[0][0], copies.__getitem__))
-                continue
-            if node.op == "get_attr":
-                target = f"constant{number}_{node.target}"
-                setattr(constants, target, getattr(module, str(node.target)))
-                copies[node] = graph.get_attr(target)
                 continue
             arguments = map_arg((node.args, node.kwargs), copies.__getitem__)
             key = node.op, node.target, str(arguments)
@@ -120,7 +114,7 @@ def _both(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
                 known[key] = graph.node_copy(node, copies.__getitem__)
             copies[node] = known[key]
     graph.output(tuple(outputs))
-    return fx.GraphModule(constants, graph)
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def _with_views(module: fx.GraphModule) -> fx.GraphModule:

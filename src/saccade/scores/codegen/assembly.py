@@ -96,17 +96,15 @@ class Assembly:
             i = self._read(node.meta.get("core", node.name))
             return () if i is None else self.places[i]
         name = name_of(node)
-        if node.op == "get_attr" or name in _CONSTANTS:
+        if name in _CONSTANTS:
             return ()
         if name in _PASSES or name == "_to_copy":
             return node.args[:1]
         return node.args[1:2] if name in _FILLS else node.all_input_nodes
 
-    def _copied(self, node: fx.Node) -> Any:  # noqa: C901 (one case for each kind of node)
+    def _copied(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             return self._held(node.meta.get("core", node.name))
-        if node.op == "get_attr":
-            return node.meta["constant"].item()
         name = name_of(node)
         if name in _PASSES:
             return _as(node, self.copied(node.args[0]))

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.trace import K, Q, in_order, name_of
 
 
 def by_distance(at: Sequence[Any]) -> bool:
     """Whether these are the indices of a read by distance."""
     nodes = [x for x in at if isinstance(x, fx.Node)]
-    shape = torch.broadcast_shapes((1, 1), *(x.meta["val"].shape for x in nodes))
+    shape = broadcast_shape((1, 1), *(x.meta["val"].shape for x in nodes))
     return shape == (Q, K) and all(map(_same_along_diagonals, nodes))
 
 

@@ -21,6 +21,7 @@ from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
 from saccade.scores.codegen.reads import EmitOptions, Reads, Value, kind_of
 from saccade.scores.codegen.texts import literal, power
+from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import TILE_SHAPES, K, Q, Refused, in_order, name_of
 
@@ -260,7 +261,7 @@ class Emitter(Reads):
         return f"({x.text} != 0)"
 
     def _shape(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(torch.broadcast_shapes(*(x.shape for x in args if x is not None)))
+        return broadcast_shape(*(x.shape for x in args if x is not None))
 
     def keep(
         self, text: str, kind: str, shape: tuple[int, ...], span: tuple[int, int] = ANY, parts: Any = None

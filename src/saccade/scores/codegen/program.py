@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.codegen.distances import by_distance, depends_on
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of
+from saccade.scores.recording.tracer import Tracer
 
 
 class Program:
@@ -136,25 +136,16 @@ class Program:
             (modified, *_), at = fx.Interpreter(self.core_module).run(*arguments)
             if not isinstance(modified, Tensor) or not modified.requires_grad:
                 return tuple(0.0 for _ in wanted), at
-            ones = torch.ones_like(modified)
-            gradients = torch.autograd.grad(modified, wanted, ones, allow_unused=True)
+            # Of the sum: torch imports sympy to compare the shape of a gradient that is passed.
+            gradients = torch.autograd.grad(modified.sum(), wanted, allow_unused=True)
             return tuple(0.0 if x is None else x for x in gradients), at
 
     def _traced(self, function: Callable[..., Any]) -> fx.Graph:
-        from torch._decomp import core_aten_decompositions
-
-        table = {**core_aten_decompositions(), **_more_decompositions()}
-        tracer = make_fx(function, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)
-        values = [node.meta["val"] for node in self._placeholders()]
-        module = tracer(*[torch.zeros(val.shape, dtype=val.dtype, device="cpu") for val in values])
-        graph = module.graph
+        graph = Tracer(_decompositions()).trace(function, [node.meta["val"] for node in self._placeholders()])
         for node, core in zip(graph.find_nodes(op="placeholder"), self._placeholders(), strict=True):
             node.meta["core"] = core.name
             # In the derivative they were made as large as the tile; reads are what they are.
             node.meta["val"] = core.meta["val"]
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                node.meta["constant"] = getattr(module, node.target)
         return graph
 
     def _assembled(self, graph: fx.Graph, *outputs: int) -> fx.GraphModule:
@@ -216,8 +207,6 @@ class Program:
 
 def constant_of(raw: Raw, node: fx.Node) -> Any:
     """The Python number that a node of numbers always is, or None."""
-    if node.op == "get_attr":
-        return getattr(raw.module, str(node.target)).item()
     if node.op != "call_function":
         return None
     graph, inputs = _subgraph(raw, [node])
@@ -250,20 +239,28 @@ def _part(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[list[int], fx.GraphModule
 
 
 @lru_cache(maxsize=1)
-def _more_decompositions() -> dict[Any, Any]:
-    """What torch keeps whole and a kernel does not."""
-    from torch._decomp import get_decompositions
+def _decompositions() -> dict[Any, Any]:
+    """Torch's own, and those of what it keeps whole and a kernel does not."""
+    from torch import _decomp
 
+    # The public function adds, in a tenth of a second, what a Tracer decomposes anyway.
+    core = getattr(_decomp, "_core_aten_decompositions_post_autograd", _decomp.core_aten_decompositions)
     names = (
         "gelu", "gelu_backward", "sigmoid_backward", "tanh_backward", "silu", "silu_backward", "softplus",
         "softplus_backward", "hardtanh", "hardtanh_backward", "elu", "elu_backward", "leaky_relu",
         "leaky_relu_backward", "mish", "hardsigmoid", "hardswish", "log_sigmoid_forward", "log_sigmoid_backward",
         "threshold",
         "threshold_backward", "logit", "logit_backward", "celu", "selu", "logaddexp", "logaddexp2", "lerp", "xlogy",
-        "hypot", "addcmul", "addcdiv", "nan_to_num", "square", "rsub", "relu6", "masked_fill", "hardsigmoid_backward",
+        "addcmul", "addcdiv", "nan_to_num", "square", "rsub", "relu6", "masked_fill", "hardsigmoid_backward",
         "hardswish_backward", "mish_backward", "sinc",
     )  # fmt: skip
-    return get_decompositions([getattr(aten, name) for name in names if hasattr(aten, name)])
+    more = _decomp.get_decompositions([getattr(aten, name) for name in names if hasattr(aten, name)])
+    return {**core(), **more, aten.masked_fill.Tensor: _masked_fill}
+
+
+def _masked_fill(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    """Torch's own imports sympy."""
+    return torch.where(mask, value.to(x.dtype), x)
 
 
 __all__ = ["Program", "Read"]

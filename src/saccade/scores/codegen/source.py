@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from saccade.scores.codegen.assembly import Read
@@ -18,6 +17,7 @@ from saccade.scores.codegen.distances import by_distance
 from saccade.scores.codegen.emitter import Emitter
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.reads import EmitOptions
+from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.trace import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
@@ -109,7 +109,7 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
             inside = emitter.inside(read.tensor, at, "q_idx", "kv_idx")
             emitter.lines.append(f"tl.store({place}, g{n}.to({target}.dtype.element_ty), mask={inside})")
             continue
-        shape = torch.broadcast_shapes((1, 1), *(emitter.value(x).shape for x in at))
+        shape = broadcast_shape((1, 1), *(emitter.value(x).shape for x in at))
         if options.indices != "rows" and by_distance(at):
             places.append(_place(program, options, replace(read, at=at), f"place{n}"))
             emitter.lines.append("near, far = distances(q_idx, kv_idx)")
@@ -122,7 +122,7 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
             (Q, 1): f"tl.sum(g{n}, 1, keep_dims=True)",
             (1, K): f"tl.sum(g{n}, 0, keep_dims=True)",
             (1, 1): f"tl.sum(g{n})",
-        }[tuple(shape)]
+        }[shape]
         emitter.lines.append(f"ADD({target}, {text}, {total})")
     parameters = PARAMETERS.replace("data, ", "data, ds, ")
     scatter = emitter.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from saccade.scores.recording.recorder import error_text, line_of
+from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.tape import WIDEST, Refused, Tape, element, read
 
 
@@ -202,9 +203,9 @@ def _of_rows(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return _joined(name, *args, **kwargs)
     if name in _SHAPES:
         return _reshaped(function, args, kwargs)
-    shape = torch.broadcast_shapes(*(x.shape for x in [*args, *kwargs.values()] if isinstance(x, Row)))
+    shape = broadcast_shape(*(x.shape for x in [*args, *kwargs.values()] if isinstance(x, Row)))
     if math.prod(shape) > WIDEST:
-        raise Refused(f"rows of {tuple(shape)} elements are too long: up to {WIDEST} are computed with")
+        raise Refused(f"rows of {shape} elements are too long: up to {WIDEST} are computed with")
 
     def at(x: Any, place: tuple[int, ...]) -> Any:
         return x.at(place) if isinstance(x, Row) else x
@@ -213,7 +214,7 @@ def _of_rows(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         _plain(function, [at(x, place) for x in args], {key: at(x, place) for key, x in kwargs.items()})
         for place in product(*map(range, shape))
     ]
-    return Row(tuple(shape), values)
+    return Row(shape, values)
 
 
 def _groups(row: Row, dim: Any, keepdim: bool) -> tuple[tuple[int, ...], list[list[Any]]]:

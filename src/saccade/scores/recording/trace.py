@@ -1,6 +1,6 @@
 """From a recording to a graph of pointwise operations and of reads of captured tensors.
 
-The recording runs again on small fake tensors, of the shapes of a tile with broadcasting indices: score (Q, K), b and h
+The recording runs again on small tensors, of the shapes of a tile with broadcasting indices: score (Q, K), b and h
 (1, 1), q_idx (Q, 1), kv_idx (1, K). All of it must be pointwise, or a read of a captured tensor at computed indices.
 """
 
@@ -11,18 +11,18 @@ The recording runs again on small fake tensors, of the shapes of a tile with bro
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from saccade.scores.recording.advice import refusal_of
 from saccade.scores.recording.recorder import Recording, error_text, line_of, user_line
 from saccade.scores.recording.replay import replay, zeros_like_inputs
 from saccade.scores.recording.tape import TILE, Refused
+from saccade.scores.recording.tracer import Tracer
 
 aten = torch.ops.aten
 Q, K = 61, 67
@@ -35,18 +35,6 @@ _ALSO_POINTWISE = frozenset((
     "scalar_tensor", "where", "zeros_like",
 ))  # fmt: skip
 """Operations that torch does not tag as pointwise."""
-_ADVICE = {
-    **dict.fromkeys(("select", "slice"), "index with tensors, one for each dimension: table[h, kv_idx]"),
-    **dict.fromkeys(("gather", "embedding", "index_select"), "index with brackets: table[h, kv_idx]"),
-    **dict.fromkeys(
-        ("rand", "rand_like", "randn_like", "randint_like", "bernoulli", "native_dropout"),
-        "dropout_p of attention drops probabilities at random",
-    ),
-    **dict.fromkeys(
-        ("view", "expand", "unsqueeze"), "scores keep their shape: b, h, q_idx and kv_idx broadcast against it"
-    ),
-    "_softmax": "the softmax is attention's own; a score function sees single scores",
-}
 _REDUCTION = "a score function sees one tile of scores at a time, so it cannot reduce over them; do it beforehand"
 _NO_INDEX = "the score and the indices are one value each, and cannot be indexed; captured tensors can"
 
@@ -56,17 +44,20 @@ class Raw:
     tensors alone, `number` on numbers alone."""
 
     def __init__(self, recording: Recording) -> None:
-        tape = recording.tape
+        tape, tracer = recording.tape, Tracer()
+
+        def watch(line: tuple[str, int] | None) -> None:
+            tracer.line = line_of(line)
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             tensors, numbers = inputs[5 : 5 + len(tape.tensors)], inputs[5 + len(tape.tensors) :]
-            with fx.traceback.preserve_node_meta():
-                return tuple(replay(tape, recording.outputs, inputs[:5], tensors, numbers, _set_line))
+            return tuple(replay(tape, recording.outputs, inputs[:5], tensors, numbers, watch))
 
         tile, tensors, numbers = zeros_like_inputs(tape, TILE_SHAPES.values())
         self.inputs = len(tensors), len(numbers)
         with torch.no_grad():
-            self.module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tile, *tensors, *numbers)
+            graph = tracer.trace(run, [*tile, *tensors, *numbers])
+        self.module = fx.GraphModule(torch.nn.Module(), graph)
         _constants_from_nothing(self.module.graph)
         self.module.graph.eliminate_dead_code()
         self.sort()
@@ -76,9 +67,6 @@ class Raw:
         for i, node in enumerate(x for x in nodes if x.op == "placeholder"):
             node.meta["kind"] = "tile" if i < 5 else "tensor" if i < 5 + self.inputs[0] else "number"
         for node in nodes:
-            if node.op == "get_attr":
-                node.meta["kind"] = "number" if getattr(self.module, node.target).numel() == 1 else "tensor"
-                node.meta["val"] = getattr(self.module, node.target)
             if node.op != "call_function":
                 continue
             kinds = {x.meta["kind"] for x in node.all_input_nodes}
@@ -87,11 +75,6 @@ class Raw:
             node.meta["kind"] = kind
             if kind == "tile" and (error := _node_error(node)):
                 raise Refused(error, node.meta.get("stack_trace"))
-
-
-def _set_line(line: tuple[str, int] | None) -> None:
-    """Nodes that are made from here on belong to this line of the user's code."""
-    fx.traceback.set_stack_trace([line_of(line) or ""])
 
 
 def _node_error(node: fx.Node) -> str | None:
@@ -112,8 +95,7 @@ def _node_error(node: fx.Node) -> str | None:
         return f"{read}; it needs one for each dimension"
     if not _is_pointwise(name, node.target):
         reduces = shape is not None and len(shape) < 2
-        advice = _ADVICE.get(name, _REDUCTION if reduces else "scores are changed by pointwise operations")
-        return f"{name} cannot be part of a score function: {advice}"
+        return refusal_of(name, _REDUCTION) if reduces else refusal_of(name)
     for x in node.all_input_nodes:
         val = x.meta["val"]
         if x.meta["kind"] == "tensor" and val.numel() != 1:
@@ -151,16 +133,12 @@ def trace(recording: Recording) -> Raw:
     Raises:
         Refused: the recording cannot become a graph; says what to write instead.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    silent, log.disabled = log.disabled, True  # it logs every operation that fails; so do we
     try:
         return Raw(recording)
     except Refused:
         raise
     except Exception as failed:
         raise Refused(error_text(failed), user_line(failed)) from failed
-    finally:
-        log.disabled = silent
 
 
 def name_of(node: fx.Node) -> str:

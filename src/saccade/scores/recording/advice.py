@@ -1,0 +1,22 @@
+"""What to write in the place of operations that no function of the score has."""
+
+from __future__ import annotations
+
+_BRACKETS = ("gather", "embedding", "index_select", "take")
+_DRAWS = ("rand", "rand_like", "randn_like", "randint_like", "bernoulli", "native_dropout")
+_ADVICE = {
+    **dict.fromkeys(("select", "slice"), "index with tensors, one for each dimension: table[h, kv_idx]"),
+    **dict.fromkeys(_BRACKETS, "index with brackets: table[h, kv_idx]"),
+    **dict.fromkeys(_DRAWS, "dropout_p of attention drops probabilities at random"),
+    **dict.fromkeys(
+        ("view", "expand", "unsqueeze"), "scores keep their shape: b, h, q_idx and kv_idx broadcast against it"
+    ),
+    "_softmax": "the softmax is attention's own; a score function sees single scores",
+    "index": "captured tensors are read at integers; write torch.where(condition, a, b)",
+}
+READS = frozenset(_BRACKETS)
+"""Operations that read a tensor at places that are computed, not by brackets."""
+
+
+def refusal_of(name: str, otherwise: str = "scores are changed by pointwise operations") -> str:
+    return f"{name} cannot be part of a score function: {_ADVICE.get(name, otherwise)}"
