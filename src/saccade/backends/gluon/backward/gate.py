@@ -10,7 +10,7 @@ import torch
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, sequences
 from saccade.backends.device.gate import DROPPED, SCORED, GateRow, device_mask
-from saccade.backends.gluon.backward.launch import arguments, level_sums_of, workspace
+from saccade.backends.gluon.backward.launch import arguments, captured_of, level_sums_of, workspace
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 
 ALLOWED = {
@@ -69,16 +69,17 @@ def compiled(name: str) -> tuple[Any, int]:
     problem = row.problem()
     q, k, v = problem.q, problem.k, problem.v
     out, lse = torch.empty_like(v), torch.empty(1, 2, 512)
-    config = BackwardConfig.of(row.d, row.d_v)
+    saved = Saved(out, lse, out, lse, (True,))
+    captured = captured_of(problem, saved)
+    config = BackwardConfig.of(row.d, row.d_v, captured is not None)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    plan = BackwardPlan.of(problem, out, out, gradients, 1, config)
+    plan = BackwardPlan.of(problem, out, out, gradients, 1, config, captured)
     mask, spans = device_mask(problem, by_keys=True), sequences.spans(problem)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, mask, spans), counter
     tables = distance_tables.empty(problem)
-    saved = Saved(out, lse, out, lse, (True,))
     levels = level_sums_of(problem, saved)
-    calls = arguments(problem, plan, saved, gradients, space, mask, spans, tables, levels)
+    calls = arguments(problem, plan, saved, gradients, space, mask, spans, tables, levels, captured)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
     return launch.warmup(*call), ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)
