@@ -31,7 +31,10 @@ from saccade.scores import Traced
 
 
 def gradients(
-    problem: Problem, saved: Saved, fast: bool = False, levels: LevelSums | None = None,
+    problem: Problem,
+    saved: Saved,
+    fast: bool = False,
+    levels: LevelSums | None = None,
     made: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Sequence[Tensor | None]:
     """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says;

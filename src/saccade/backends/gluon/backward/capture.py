@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.backends import Saved
 from saccade.backends.device.captured_gradients import alone
+from saccade.backends.gluon.backward.clear import UNIT
 from saccade.backends.gluon.captured_tile import CapturedTile, captured_tile, like
 from saccade.problem import Problem
 from saccade.scores import Traced
@@ -23,6 +24,8 @@ class BackwardCapture(NamedTuple):
     """its gradient, if the main kernel stores that: its shape, contiguous"""
     gradient: CapturedTile | None
     """the same as kernels see it"""
+    clears: bool
+    """a kernel of its own clears what the main one leaves out"""
 
     @staticmethod
     def of(problem: Problem, saved: Saved) -> BackwardCapture | None:
@@ -31,11 +34,11 @@ class BackwardCapture(NamedTuple):
             return None
         if (tile := captured_tile(problem)) is None:
             return None
-        memory = gradient = None
-        if _is_ds(problem, saved, tile.number):
-            memory = _memory(problem, tile)
-            gradient = like(tile, memory, problem)
-        return BackwardCapture(tile, None if gradient is None else memory, gradient)
+        if not _is_ds(problem, saved, tile.number):
+            return BackwardCapture(tile, None, None, False)
+        memory, clears = _memory(problem, tile)
+        gradient = like(tile, memory, problem)
+        return BackwardCapture(tile, None if gradient is None else memory, gradient, clears and gradient is not None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -55,7 +58,7 @@ class BackwardCapture(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """What kernels and descriptors depend on, and the Problem's key does not hold."""
-        return self.tile.key, None if self.gradient is None else self.gradient.key
+        return self.tile.key, None if self.gradient is None else self.gradient.key, self.clears
 
 
 def _is_ds(problem: Problem, saved: Saved, number: int) -> bool:
@@ -68,11 +71,14 @@ def _is_ds(problem: Problem, saved: Saved, number: int) -> bool:
     return wanted and same and number in score.program.added and number in alone(problem, score, saved.wanted)
 
 
-def _memory(problem: Problem, tile: CapturedTile) -> Tensor:
-    """For the gradient: zeros where the kernel may leave tiles out, or has none of what is in the tensor."""
+def _memory(problem: Problem, tile: CapturedTile) -> tuple[Tensor, bool]:
+    """For the gradient, and whether its tiles that the main kernel leaves out are to be cleared: they are zeros already
+    where lists choose them, and where the tensor has more than the call."""
     score: Any = problem.score
-    x, layout = score.tensors[tile.number], problem.layout
+    x, layout, s_k = score.tensors[tile.number], problem.layout, problem.k.shape[2]
+    all_of_it = x.numel() == problem.q.shape[:3].numel() * s_k
     visited = problem.mask is None and layout.seqused_q is None and layout.seqused_k is None
-    all_of_it = x.numel() == problem.q.shape[:3].numel() * problem.k.shape[2]
-    make = torch.empty if visited and all_of_it else torch.zeros
-    return make(x.shape, dtype=x.dtype, device=x.device)
+    listed = problem.mask is not None and problem.mask.listed
+    clears = all_of_it and not visited and not listed and s_k % UNIT.value == 0
+    make = torch.empty if all_of_it and (visited or clears) else torch.zeros
+    return make(x.shape, dtype=x.dtype, device=x.device), clears

@@ -20,6 +20,8 @@ ALLOWED = {
     "gluon backward 16bit d64/64 full dropout": 288,  # 108 in 3.6, but 428 in 3.9
     "gluon backward 16bit d64/64 masked relative_bias": 460,
     "gluon backward 16bit d64/64 full relative_bias": 240,
+    "gluon backward 16bit d64/64 full bias": 8,
+    "gluon backward 16bit d128/128 causal bias": 60,
     "gluon backward 16bit d128/128 masked": 16,
     "gluon backward 16bit d128/128 queued": 16,
     "gluon backward 16bit d128/128 packed": 164,  # 48 in 3.6, but 304 in 3.9: the producer's, at the start of an item
@@ -52,7 +54,8 @@ def features() -> Iterator[str]:
     """What a call may have besides."""
     yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed", "interval"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
-    yield "gluon backward 16bit d64/64 full relative_bias"
+    yield from (f"gluon backward 16bit {words}" for words in ("d64/64 full relative_bias", "d64/64 full bias"))
+    yield from (f"gluon {name} 16bit d128/128 causal bias" for name in ("backward", "clear"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
     yield "gluon backward 16bit d96/96 full"
 

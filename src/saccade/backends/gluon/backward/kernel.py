@@ -72,9 +72,7 @@ def backward_kernel(
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_Q * BLOCK_D // 2], dq_desc.layout)
     captured_tiles = None
     if CAPTURED:
-        captured_tiles = gl.allocate_shared_memory(
-            captured_desc.dtype, [4, 1, 1, BLOCK_Q, 64], captured_desc.layout
-        )
+        captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, [4, 1, 1, BLOCK_Q, 64], captured_desc.layout)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], RECORDS)
     # Of an item: both consumers, and the warps that send what they make, need the record.
     items = Slots(k_tiles, records, new_barriers(SLOTS + 1, 1), new_barriers(SLOTS, 4), SLOTS, NUMBERS, 1)

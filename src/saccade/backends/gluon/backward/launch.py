@@ -132,7 +132,9 @@ def arguments(
     span_q, span_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
-    if plan.launches[0].kernel is rank_kernel:
+    if captured is not None and captured.gradient is not None and captured.clears:
+        yield (), (captured.gradient.x, mask, span_q, span_k)
+    if any(x.kernel is rank_kernel for x in plan.launches):
         yield (), (semaphore.ranks, mask, span_q, span_k)
     yield (), (
         TensorArgs(saved.dout, *dout_rows), TensorArgs(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta,

@@ -71,7 +71,9 @@ def start_q(q, captured_desc, shared, n, block, q_block, args):
         b = q_block.b if args.captured.by_row else q_block.b * 0
         h = q_block.h if args.captured.by_head else q_block.h * 0
         for c in gl.static_range(2):
-            tma_load(captured_desc, [b, h, q_block.row, block.start + c * 64], barrier, shared.captured.index(2 * stage + c))
+            tma_load(
+                captured_desc, [b, h, q_block.row, block.start + c * 64], barrier, shared.captured.index(2 * stage + c)
+            )
 
 
 @gluon.jit

@@ -145,7 +145,7 @@ class Consumer:
         it has 64 of both, dq^T of half of the rows."""
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
         tiles = self.shared.k_tiles
-        TURNED: gl.constexpr = BLOCK_Q == tiles.shape[4]
+        TURNED: gl.constexpr = tiles.shape[4] == BLOCK_Q
         # The second consumer's columns are the upper half of d: those in use.
         COLUMNS: gl.constexpr = 32 if TURNED else self.shared.D_LAST if BLOCK_Q == 64 and self.c == 1 else 64
         # [64, COLUMNS]
@@ -216,8 +216,8 @@ class Consumer:
             s = issue_product(k, q, zero, False, shared.D_LAST)
         shared.ds.take(c, n - 1)
         dq = self.issue_dq(n - 1)
-        captured = self.captured(stage)
         s = warpgroup_mma_wait(1, [s])
+        captured = self.captured(stage)
         p, weights = tile.drop(tile.weights(s, shared.neg_lse.index(stage), captured))
         p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv[0].type.layout, 2))
         p = tile.apply_slope(p, s, captured)

@@ -17,9 +17,10 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device import level_sums, sequences
 from saccade.backends.device.records import TensorArgs
+from saccade.backends.gluon.backward.capture import BackwardCapture
+from saccade.backends.gluon.backward.clear import CHUNK, clear_kernel
 from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import rank_kernel
-from saccade.backends.gluon.backward.capture import BackwardCapture
 from saccade.backends.gluon.backward.kernel import backward_kernel
 from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
 from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
@@ -99,7 +100,8 @@ class BackwardPlan:
     flat: bool
     """Blocks beyond the reach of the score's tables have steps of their own."""
     launches: tuple[TMALaunch, ...]
-    """Of the rank kernel, if dq is added in order, the preprocess, the main and the postprocess kernel."""
+    """Of the kernel that clears a captured tensor's gradient, if there is one to clear, of the rank kernel, if dq is
+    added in order, of the preprocess, the main and the postprocess kernel."""
     ranks: tuple[int, ...] | None
     """Shape of the semaphore's ranks, or None: dq is added in any order."""
     counters: int
@@ -200,6 +202,8 @@ class BackwardPlan:
             one_warp = {**OPTIONS, "num_warps": 1}
             ranks = TMALaunch(rank_kernel, (b * kv_blocks, 1, 1), (), (kv_blocks, blocks, s_q, s_k), sizes, one_warp)
             launches = ranks, *launches
+        if captured is not None and captured.clears:
+            launches = clearing(problem, captured, config), *launches
         return BackwardPlan(
             fold=fold,
             flat=flat,
@@ -212,6 +216,17 @@ class BackwardPlan:
             order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, section),
             divided=divided,
         )
+
+
+def clearing(problem: Problem, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:
+    """Of the kernel that clears what the main one leaves out of a captured tensor's gradient."""
+    assert captured.gradient is not None
+    (b, h, s_q), s_k = problem.q.shape[:3], problem.k.shape[2]
+    blocks, q_blocks = -(-s_k // config.block_k), -(-s_q // config.block_q)
+    grid = b * h * blocks, -(-q_blocks // CHUNK), 1
+    numbers = blocks, q_blocks, h, s_q, s_k, *captured.gradient.x.stride()[:3]
+    sizes = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "ROWS": CHUNK}
+    return TMALaunch(clear_kernel, grid, (), numbers, sizes, OPTIONS)
 
 
 def upper_half(d: int, columns: int) -> int:
