@@ -1,6 +1,7 @@
 """Kernels that are wrong in one place, each of which the emulator rejects, and what it says of them."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

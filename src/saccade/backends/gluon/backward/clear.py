@@ -1,6 +1,6 @@
 """Zeros in a captured tensor's gradient, where the main kernel stores the rest."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
