@@ -181,7 +181,14 @@ LEARNED: dict[str, tuple[list[tuple[Any, str, Any]], Any]] = {
     "ds leaves when its place may be in use": ([(epilogue_of_dq, "reduce_steps", ds_after_clear)], Race),
     "the other ds leaves": ([(DSExchange, "part", ds_of_the_next_step)], Race),
 }
-KERNELS = {"forward": FORWARD, "backward": BACKWARD, "wide": WIDE, "packed": PACKED, "captured": CAPTURED, "learned": LEARNED}
+KERNELS = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "wide": WIDE,
+    "packed": PACKED,
+    "captured": CAPTURED,
+    "learned": LEARNED,
+}
 
 
 def rejected(seed: int, kernel: str) -> Exception | None:
