@@ -172,6 +172,15 @@ def test_own_elements(shape, indices):
     assert bound(shape).program.own_elements == ({} if indices is None else {0: indices})
 
 
+@pytest.mark.parametrize(
+    ("name", "added"), [("own", {0}), ("half", {0}), ("two", {0}), ("slope", set()), ("larger", set()), ("ids", set())]
+)
+def test_added(name, added):
+    """Whose gradient is the score's own."""
+    score: Any = bind(CALLS[name]()[1], torch.zeros(1))
+    assert score.program.added == added
+
+
 @pytest.mark.parametrize("name", ["both ways", "larger", "by keys first"])
 def test_own_elements_of_other_reads(name):
     score: Any = bind(CALLS[name]()[1], torch.zeros(1))

@@ -1,6 +1,7 @@
 """Kernels that are wrong in one place, each of which the emulator rejects, and what it says of them."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ pytest.importorskip("triton")
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from saccade import Packed, bias
+from saccade.backends.gluon.backward import epilogue as epilogue_of_dq
+from saccade.backends.gluon.backward import load_persistent
 from saccade.backends.gluon.backward import pipeline as backward_pipeline
 from saccade.backends.gluon.backward.pipeline import DSExchange, Outbox
 from saccade.backends.gluon.forward import epilogue, load, mma
 from saccade.backends.gluon.pipeline import Ring, Slots
 from saccade.backends.gluon.ptx import barrier_arrive
+from saccade.backends.gluon.shim import tma_load, tma_reduce_add, view
 from saccade.testing import check
 from saccade.testing.emulator import Deadlock, EmulatorError, Race, emulated
 
@@ -93,6 +97,35 @@ def no_outbox_claim(self, c: gl.constexpr, n):
 
 
 @gluon.jit
+def bias_before_claim(q, captured_desc, shared, n, block, q_block, args):
+    stage = n % 2
+    barrier = q.ring.target(stage, q_block.whole)
+    for c in gl.static_range(2):
+        place = [q_block.b, q_block.h, q_block.row, block.start + c * 64]
+        tma_load(captured_desc, place, barrier, shared.captured.index(2 * stage + c))
+    q.ring.claim(n)
+    mbarrier.expect(barrier, q.BLOCK_Q * (2 * q.COLUMNS + 4 + 2 * args.kv_blocks.BLOCK_K))
+    q.copy(stage, barrier, q_block)
+
+
+@gluon.jit
+def ds_after_clear(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first, steps, args):
+    for n in range(steps):
+        shared.outbox.receive(c)
+        tma_reduce_add(dq_desc, [epilogue_of_dq.dq_tile(c, n, block, args), 0], shared.outbox.tiles.index(c))
+        tma.store_wait(0)
+        shared.outbox.clear(c)
+        epilogue_of_dq.store_ds(c, gradient_desc, shared.ds.part(c, first + n), n, block, args)
+
+
+@gluon.jit
+def ds_of_the_next_step(self, c: gl.constexpr, n):
+    BLOCK_Q: gl.constexpr = self.tiles.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_Q, 64], self.tiles.dtype)
+    return view(self.tiles, [4, 1, 1, BLOCK_Q, 64], LAYOUT).index((n + 1 & 1) * 2 + c)
+
+
+@gluon.jit
 def no_take(self, c: gl.constexpr, n):
     pass
 
@@ -140,7 +173,22 @@ CAPTURED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no copy of what a function captures": ([(load, "load_captured", no_captured_tile)], Deadlock),
     "a stage given back early": ([(Ring, "wait", wait_and_release), (Ring, "release", nothing)], Race),
 }
-KERNELS = {"forward": FORWARD, "backward": BACKWARD, "wide": WIDE, "packed": PACKED, "captured": CAPTURED}
+LEARNED: dict[str, tuple[list[tuple[Any, str, Any]], Any]] = {
+    "a bias that comes before its stage is given back": (
+        [(load_persistent, "start_q", bias_before_claim)],
+        (EmulatorError, AssertionError),
+    ),
+    "ds leaves when its place may be in use": ([(epilogue_of_dq, "reduce_steps", ds_after_clear)], Race),
+    "the other ds leaves": ([(DSExchange, "part", ds_of_the_next_step)], Race),
+}
+KERNELS = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "wide": WIDE,
+    "packed": PACKED,
+    "captured": CAPTURED,
+    "learned": LEARNED,
+}
 
 
 def rejected(seed: int, kernel: str) -> Exception | None:
@@ -153,9 +201,12 @@ def rejected(seed: int, kernel: str) -> Exception | None:
         more = {"layout": Packed.from_lengths([60, 30, 50, 40, 20, 60, 40])}
     if kernel == "captured":
         more = {"score_mod": bias(torch.randn(2, 496, 496, dtype=torch.bfloat16))}
+    if kernel == "learned":
+        q, k, v = q[:, :, :450], k[:, :, :264], v[:, :, :264]
+        more = {"score_mod": bias(torch.randn(1, 2, 450, 264, dtype=torch.bfloat16, requires_grad=True))}
     try:
         with emulated(seed, processors=1):
-            check(q, k, v, backend="gluon", backward=kernel == "backward", **more).assert_ok()
+            check(q, k, v, backend="gluon", backward=kernel in ("backward", "learned"), **more).assert_ok()
     except (EmulatorError, AssertionError) as error:
         return error
     return None

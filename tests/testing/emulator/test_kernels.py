@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from saccade import Descale, Packed, attention, bias, causal, explain, window
+from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, window
 from saccade.backends import gluon
+from saccade.backends.gluon.backward import capture
 from saccade.backends.gluon.forward import splits
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
@@ -80,6 +82,40 @@ def test_a_bias_of_every_score(shape: tuple[int, ...]) -> None:
     table = torch.randn(shape).bfloat16().requires_grad_()
     with emulated():
         check(q, k, v, backend="gluon", mask=window(40, 5), score_mod=bias(table)).assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    "name", ["plain", "group", "window", "used", "larger", "expanded", "slope", "ordered", "listed", "-inf"]
+)
+def test_gradients_of_a_bias(name: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored by the main kernel, every element, but for `slope`, whose derivative is no constant."""
+
+    def unwritten(shape: Any, **how: Any) -> Tensor:
+        return torch.full(shape, torch.nan, **how)
+
+    monkeypatch.setattr(capture, "torch", SimpleNamespace(empty=unwritten, zeros=torch.zeros))
+    torch.manual_seed(0)
+    b, h = (2, 4) if name in ("group", "used") else (1, 2)
+    shape = (b, h, 150, 280) if name == "larger" else (b, 1, 130, 264) if name == "expanded" else (b, h, 130, 264)
+    q, k, v = (torch.randn(b, n, s, d, dtype=torch.bfloat16) for n, s in ((h, 130), (2, 264), (2, 264)))
+    t = torch.randn(shape)
+    if name == "-inf":
+        t[t > 1], t[..., 70], t[:, :, 40] = -torch.inf, -torch.inf, -torch.inf
+    t = t.bfloat16().expand(b, h, -1, -1).requires_grad_()
+    mask = None if name in ("plain", "larger", "-inf") else window(40, 90) if name == "window" else causal()
+    if name == "listed":
+        mask = causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
+    layout = Dense("bhsd", torch.tensor([130, 70]), torch.tensor([200, 264])) if name == "used" else Dense()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        there = t[b, h, q_idx, kv_idx]
+        return score + score * there if name == "slope" else score + there
+
+    with emulated(1):
+        check(
+            q, k, v, backend="gluon", mask=mask, score_mod=mod, layout=layout, deterministic=name == "ordered"
+        ).assert_ok()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,10 +31,14 @@ from saccade.scores import Traced
 
 
 def gradients(
-    problem: Problem, saved: Saved, fast: bool = False, levels: LevelSums | None = None
+    problem: Problem,
+    saved: Saved,
+    fast: bool = False,
+    levels: LevelSums | None = None,
+    made: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Sequence[Tensor | None]:
     """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says;
-    levels: what the main kernel has added up already.
+    levels: what the main kernel has added up already; made: gradients that it has stored, by the tensors' numbers.
 
     A launch of its own: only calls that capture parameters pay for it. Where every score has an element of a tensor to
     itself, its gradient is stored there. Others add up: atomics add float32 sums in any order, and for a deterministic
@@ -43,25 +48,28 @@ def gradients(
     score = problem.score
     if not isinstance(score, Traced) or not any(saved.wanted):
         return [None] * len(saved.wanted)
-    wanted = [want and x.is_floating_point() for want, x in zip(saved.wanted, score.tensors, strict=True)]
-    alone = _alone(problem, score, wanted) if levels is None else frozenset()
-    own = {i: torch.zeros(x.shape, dtype=x.dtype, device=x.device) for i, x in enumerate(score.tensors) if i in alone}
-    shared = [x for i, x in enumerate(score.tensors) if wanted[i] and i not in alone]
+    given = zip(saved.wanted, score.tensors, strict=True)
+    wanted = [want and x.is_floating_point() and i not in made for i, (want, x) in enumerate(given)]
+    if not any(wanted):
+        return [made.get(i) for i in range(len(wanted))]
+    single = alone(problem, score, wanted) if levels is None else frozenset()
+    own = {i: torch.zeros(x.shape, dtype=x.dtype, device=x.device) for i, x in enumerate(score.tensors) if i in single}
+    shared = [x for i, x in enumerate(score.tensors) if wanted[i] and i not in single]
     with on_device(problem.q):
-        launch = _accumulate(problem, saved, wanted, alone, fast, levels)
+        launch = _accumulate(problem, saved, wanted, single, fast, levels)
 
         def accumulate(add: Any, sums: Sequence[Any]) -> None:
             rest = iter(sums)
-            launch(add, [own[i] if i in alone else next(rest) for i, want in enumerate(wanted) if want])
+            launch(add, [own[i] if i in single else next(rest) for i, want in enumerate(wanted) if want])
 
         many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
         deterministic = problem.deterministic and shared
         sums = iter(_repeatable(shared, accumulate, many) if deterministic else _in_any_order(shared, accumulate))
-    gradients = (own[i] if i in alone else next(sums) if want else None for i, want in enumerate(wanted))
+    gradients = (own[i] if i in single else next(sums) if want else made.get(i) for i, want in enumerate(wanted))
     return [None if x is None else x.to(t.dtype) for x, t in zip(gradients, score.tensors, strict=True)]
 
 
-def _alone(problem: Problem, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
+def alone(problem: Problem, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
     """The tensors of which every score of the call has an element of its own."""
     if not positions.reached(problem):
         return frozenset()

@@ -116,5 +116,7 @@ def run_backward(problem: Problem, saved: Saved) -> Gradients:
 
     saved = row_totals.divide_gradients(problem, saved, fast=True)
     levels = backward_launch.level_sums_of(problem, saved)
-    gradients = backward_launch.backward(problem, saved, levels)
-    return *gradients, captured_gradients.gradients(problem, saved, fast=True, levels=levels)
+    captured = backward_launch.captured_of(problem, saved)
+    gradients = backward_launch.backward(problem, saved, levels, captured)
+    made = {} if captured is None else captured.made
+    return *gradients, captured_gradients.gradients(problem, saved, fast=True, levels=levels, made=made)

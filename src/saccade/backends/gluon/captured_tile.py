@@ -47,11 +47,26 @@ def captured_tile(problem: Problem) -> CapturedTile | None:
     score = problem.score
     if not isinstance(score, Traced) or not positions.reached(problem):
         return None
-    for number, indices in score.program.own_elements.items():
-        if (x := _by_scores(score.tensors[number], indices)) is not None:
-            by_row, by_head = (FLAGS[name in indices and x.shape[i] > 1] for i, name in enumerate(("b", "h")))
-            return CapturedTile(number, x, CapturedTileArgs(by_row, by_head))
-    return None
+    tiles = (_tile(i, score.tensors[i], indices) for i, indices in score.program.own_elements.items())
+    return next(filter(None, tiles), None)
+
+
+def like(tile: CapturedTile, memory: Tensor, problem: Problem) -> CapturedTile | None:
+    """The same of other memory of its tensor's shape, without the rows and keys that the call does not have."""
+    score: Any = problem.score
+    found = _tile(tile.number, memory, score.program.own_elements[tile.number])
+    if found is None:
+        return None
+    x = found.x
+    shape = *x.shape[:2], problem.q.shape[2], problem.k.shape[2]
+    return found._replace(x=x.as_strided(shape, x.stride()))
+
+
+def _tile(number: int, x: Tensor, indices: tuple[str | None, ...]) -> CapturedTile | None:
+    if (rows := _by_scores(x, indices)) is None:
+        return None
+    by_row, by_head = (FLAGS[name in indices and rows.shape[i] > 1] for i, name in enumerate(("b", "h")))
+    return CapturedTile(number, rows, CapturedTileArgs(by_row, by_head))
 
 
 def _by_scores(x: Tensor, indices: tuple[str | None, ...]) -> Tensor | None:

@@ -190,6 +190,16 @@ class Program:
         return found
 
     @lazily
+    def added(self) -> frozenset[int]:
+        """Those of which each element is added to a score that is otherwise the product itself, so that the gradients
+        of both are one."""
+        if not _is_one(outputs_of(self.slope.graph)[0]):
+            return frozenset()
+        tensors = range(len(self.dtypes))
+        derivatives = {i: outputs_of(self.locals([i == j for j in tensors])[0].graph) for i in self.own_elements}
+        return frozenset(i for i, found in derivatives.items() if found and all(_is_one(x) for x, _ in found))
+
+    @lazily
     def by_batch_row(self) -> bool:
         """Whether its value or a derivative depends on the number of the batch row."""
         graphs = self.value.graph, self.slope.graph, self.derived_slope.graph
@@ -203,6 +213,10 @@ class Program:
         # The same expression of what is captured in another order is another program.
         text += [f"{places} {module and module.graph}" for places, module in (self.before, self.numbers)]
         return f"{self.name}~{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:12]}"
+
+
+def _is_one(x: Any) -> bool:
+    return not isinstance(x, fx.Node) and x == 1
 
 
 def constant_of(raw: Raw, node: fx.Node) -> Any:

@@ -24,6 +24,10 @@ class BackwardScoreArgs(NamedTuple):
     level_sums: Any
     """float32 (b, h_q, kv blocks, 2, threads of both consumers): what each thread's ds beyond the reach add up to, see
     `LevelSums`; or None"""
+    captured: Any
+    """a CapturedTileArgs of the tensor of which the score function takes tiles, or None"""
+    gradient: Any
+    """the same of its gradient, if the kernel stores that, or None"""
 
 
 class PackedGradients(NamedTuple):
@@ -52,4 +56,6 @@ class BackwardArgs:
     MASKED: gl.constexpr
     """Some q blocks need the mask."""
     level_sums: Value
-    """see BackwardScoreArgs"""
+    """see BackwardScoreArgs, as the next two"""
+    captured: Value
+    gradient: Value

@@ -1,6 +1,7 @@
 """dq's sums in float32: the kernels before and after the additions, and the order of the sums in memory.
 
-Each q block has pieces of 64 rows and 64 columns, in the order in which a group of four warps holds a product.
+Each q block has pieces of 64 rows and 64 columns, in the order in which a group of four warps holds a product; or, as
+a product has 64 rows, where it has 64 rows and columns, transposed pieces of 64 columns and 32 rows.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -75,28 +76,33 @@ def from_register_order(x, N: gl.constexpr):
 @gluon.jit(do_not_specialize=["h_q", "s_q", "blocks"])
 def postprocess_kernel(
     dq_accum, dq, span_q, h_q, s_q, blocks, scale,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, PIECES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, PIECES: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dq_accum, in the order and dtype of dq, for one piece; zero in rows that are not in use."""
     wait_for_last()
-    # Blocks of BLOCK_Q rows have PIECES, of rows where there are 128, else of columns.
+    # Blocks of BLOCK_Q rows have PIECES, of rows where there are 128 or they are TURNED, else of columns.
     COLUMNS: gl.constexpr = 64
+    ROWS: gl.constexpr = 32 if TURNED else 64
+    WIDTH: gl.constexpr = ROWS if TURNED else COLUMNS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    order: gl.constexpr = to_register_order(gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS))).type.layout
+    order: gl.constexpr = to_register_order(gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH))).type.layout
     piece = gl.program_id(0) % PIECES
     block = gl.program_id(0) // PIECES % blocks
     bh = gl.program_id(0) // PIECES // blocks
     b, h, sequence, row, there, rows = block_of_rows(span_q, bh, block, h_q, s_q, BLOCK_Q)
-    if BLOCK_Q == 128:
-        row, column = row + piece * 64, piece * 0
+    if ROWS * PIECES == BLOCK_Q:
+        row, column = row + piece * ROWS, piece * 0
     else:
         column = piece * COLUMNS
-    # [64 COLUMNS]
-    tile = gl.program_id(0).to(gl.int64) * PIECE
-    x = gl.load(dq_accum + tile + gl.arange(0, 64 * COLUMNS, order)) * scale
-    # [64, COLUMNS]
-    y = gl.convert_layout(from_register_order(x, COLUMNS).to(dq.ptr.dtype.element_ty), layout)
-    q_idx = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    # [64 WIDTH]
+    tile = gl.program_id(0).to(gl.int64) * (64 * WIDTH)
+    x = gl.load(dq_accum + tile + gl.arange(0, 64 * WIDTH, order)) * scale
+    # [ROWS, COLUMNS]
+    y = from_register_order(x, WIDTH).to(dq.ptr.dtype.element_ty)
+    if TURNED:
+        y = y.permute((1, 0))
+    y = gl.convert_layout(y, layout)
+    q_idx = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     y = gl.where((q_idx < rows)[:, None], y, 0.0)
     d = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     stride = plain_int(dq.stride_s)

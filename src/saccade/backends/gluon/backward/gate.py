@@ -10,7 +10,7 @@ import torch
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, sequences
 from saccade.backends.device.gate import DROPPED, SCORED, GateRow, device_mask
-from saccade.backends.gluon.backward.launch import arguments, level_sums_of, workspace
+from saccade.backends.gluon.backward.launch import arguments, captured_of, level_sums_of, workspace
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 
 ALLOWED = {
@@ -20,6 +20,8 @@ ALLOWED = {
     "gluon backward 16bit d64/64 full dropout": 288,  # 108 in 3.6, but 428 in 3.9
     "gluon backward 16bit d64/64 masked relative_bias": 460,
     "gluon backward 16bit d64/64 full relative_bias": 240,
+    "gluon backward 16bit d64/64 full bias": 8,
+    "gluon backward 16bit d128/128 causal bias": 60,
     "gluon backward 16bit d128/128 masked": 16,
     "gluon backward 16bit d128/128 queued": 16,
     "gluon backward 16bit d128/128 packed": 164,  # 48 in 3.6, but 304 in 3.9: the producer's, at the start of an item
@@ -52,7 +54,8 @@ def features() -> Iterator[str]:
     """What a call may have besides."""
     yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed", "interval"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
-    yield "gluon backward 16bit d64/64 full relative_bias"
+    yield from (f"gluon backward 16bit {words}" for words in ("d64/64 full relative_bias", "d64/64 full bias"))
+    yield from (f"gluon {name} 16bit d128/128 causal bias" for name in ("backward", "clear"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
     yield "gluon backward 16bit d96/96 full"
 
@@ -69,16 +72,17 @@ def compiled(name: str) -> tuple[Any, int]:
     problem = row.problem()
     q, k, v = problem.q, problem.k, problem.v
     out, lse = torch.empty_like(v), torch.empty(1, 2, 512)
-    config = BackwardConfig.of(row.d, row.d_v)
+    saved = Saved(out, lse, out, lse, (True,))
+    captured = captured_of(problem, saved)
+    config = BackwardConfig.of(row.d, row.d_v, captured is not None)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    plan = BackwardPlan.of(problem, out, out, gradients, 1, config)
+    plan = BackwardPlan.of(problem, out, out, gradients, 1, config, captured)
     mask, spans = device_mask(problem, by_keys=True), sequences.spans(problem)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, mask, spans), counter
     tables = distance_tables.empty(problem)
-    saved = Saved(out, lse, out, lse, (True,))
     levels = level_sums_of(problem, saved)
-    calls = arguments(problem, plan, saved, gradients, space, mask, spans, tables, levels)
+    calls = arguments(problem, plan, saved, gradients, space, mask, spans, tables, levels, captured)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
     return launch.warmup(*call), ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)

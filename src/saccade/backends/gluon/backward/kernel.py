@@ -19,7 +19,7 @@ from saccade.backends.gluon.backward.args import BackwardArgs
 from saccade.backends.gluon.backward.epilogue import reduce_dq
 from saccade.backends.gluon.backward.kv_block import KVBlocks
 from saccade.backends.gluon.backward.load_persistent import load_items
-from saccade.backends.gluon.backward.mma import SLOTS, Shared, consume
+from saccade.backends.gluon.backward.mma import K_SLOTS, Shared, consume
 from saccade.backends.gluon.backward.pipeline import (
     CONSUMER_REGISTERS,
     DOUT_EMPTY,
@@ -39,8 +39,8 @@ BLOCK_K = gl.constexpr(128)
 
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, packed, counter,
-    span_q, span_k, scores, dropout, scheduler, dq_semaphore, group, h_q, q_blocks,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, captured_desc,
+    gradient_desc, packed, counter, span_q, span_k, scores, dropout, scheduler, dq_semaphore, group, h_q, q_blocks,
     FOLD: gl.constexpr, MASKED: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k.
@@ -49,21 +49,30 @@ def backward_kernel(
     neg_delta: of `preprocess_kernel`. dq_desc: dq_accum, boxes of tiles of `to_register_order`, two of a q block.
     packed: a PackedGradients, or None. scores: BackwardScoreArgs. scheduler: TileSchedulerArgs. dq_semaphore: None
     where dq may be added to in any order. counter: two zeros, which are zeros again in the end. D_LAST, DV_LAST: how
-    many columns of the upper halves of d and d_v are in use.
+    many columns of the upper halves of d and d_v are in use. captured_desc: of a captured tensor of which score
+    functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of BLOCK_Q rows and 64 keys, or None. gradient_desc: the
+    same of its gradient, if that is ds, or None.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
     BLOCK_D: gl.constexpr = q_desc.block_shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_shape[3]
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_Q], DTYPE)
+    CAPTURED: gl.constexpr = captured_desc is not None
+    DS_SHAPE: gl.constexpr = [BLOCK_Q, BLOCK_K] if CAPTURED else [BLOCK_K, BLOCK_Q]
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for(DS_SHAPE, DTYPE)
     RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # As much as there is room for: v has two places where its rows are short.
-    V_SLOTS: gl.constexpr = SLOTS if BLOCK_DV == 64 else 1
+    # As much as there is room for: v has two places where its rows are short, and k one beside captured tiles where
+    # they are long.
+    SLOTS: gl.constexpr = 1 if CAPTURED and BLOCK_D > 64 else K_SLOTS
+    V_SLOTS: gl.constexpr = K_SLOTS if BLOCK_DV == 64 else 1
     q_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_D], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_DV], dout_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [V_SLOTS, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_Q * BLOCK_D // 2], dq_desc.layout)
+    captured_tiles = None
+    if CAPTURED:
+        captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, [4, 1, 1, BLOCK_Q, 64], captured_desc.layout)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], RECORDS)
     # Of an item: both consumers, and the warps that send what they make, need the record.
     items = Slots(k_tiles, records, new_barriers(SLOTS + 1, 1), new_barriers(SLOTS, 4), SLOTS, NUMBERS, 1)
@@ -76,8 +85,9 @@ def backward_kernel(
         new_barriers(1, 2).index(0),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_delta_desc.layout),
-        DSExchange(gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS)),
+        DSExchange(gl.allocate_shared_memory(DTYPE, [2, DS_SHAPE[0], DS_SHAPE[1]], DS), CAPTURED),
         Outbox(dq_tiles, new_barriers(2, 1)),
+        captured_tiles,
         D_LAST,
         DV_LAST,
     )
@@ -87,16 +97,17 @@ def backward_kernel(
         scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, scores.score if scores.flat else None
     )
     args = BackwardArgs(
-        kv_blocks, scores.score, scores.scale, dropout, dq_semaphore, group, h_q, FOLD, MASKED, scores.level_sums
-    )
+        kv_blocks, scores.score, scores.scale, dropout, dq_semaphore, group, h_q, FOLD, MASKED, scores.level_sums,
+        scores.captured, scores.gradient,
+    )  # fmt: skip
     start_next()
     gl.warp_specialize([
         (consume, (0, dk_desc, dv_desc, packed, shared, args)),
         (consume, (1, dk_desc, dv_desc, packed, shared, args)),
         (load_items, (
-            q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, counter, scheduler, args,
-            BLOCK_D, BLOCK_DV,
+            q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, captured_desc, shared, counter, scheduler,
+            args, BLOCK_D, BLOCK_DV,
         )),
-        (reduce_dq, (0, dq_desc, shared, args)),
-        (reduce_dq, (1, dq_desc, shared, args)),
+        (reduce_dq, (0, dq_desc, gradient_desc, shared, args)),
+        (reduce_dq, (1, dq_desc, gradient_desc, shared, args)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -18,6 +18,7 @@ from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.gluon import GRADIENT
 from saccade.backends.gluon.backward.args import BackwardScoreArgs, PackedGradients
+from saccade.backends.gluon.backward.capture import BackwardCapture
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter
@@ -25,6 +26,12 @@ from saccade.layouts import empty_like_rows
 from saccade.problem import Problem, aligned
 
 CONSUMER_THREADS = 256
+
+
+def captured_of(problem: Problem, saved: Saved) -> BackwardCapture | None:
+    """What the main kernel's score function takes tiles of, and memory for its gradient if `backward` fills that."""
+    config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3], True)
+    return BackwardCapture.of(problem, saved) if config.stays else None
 
 
 def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
@@ -37,7 +44,7 @@ def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
 
 
 def backward(
-    problem: Problem, saved: Saved, levels: LevelSums | None = None
+    problem: Problem, saved: Saved, levels: LevelSums | None = None, captured: BackwardCapture | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
@@ -52,11 +59,13 @@ def backward(
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
         # What the compiled kernels depend on besides the Problem's key.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
+        key = *key, captured and captured.key
         plan = problem.launches.get(key)
-        config = BackwardConfig.of(q.shape[3], v.shape[3])
+        config = BackwardConfig.of(q.shape[3], v.shape[3], captured is not None)
         if plan is None:
             processors = multiprocessors(q.device)
-            plan = problem.launches[key] = BackwardPlan.of(problem, dout, out, gradients, processors, config)
+            plan = BackwardPlan.of(problem, dout, out, gradients, processors, config, captured)
+            problem.launches[key] = plan
         mask = block_lists.record(problem, config.block_q, config.block_k, by_keys=True)
         spans = sequences.spans(problem, sequences.table(problem, 1, config.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
@@ -66,7 +75,7 @@ def backward(
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
         tables = distance_tables.tables(problem, fast=True)
-        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans, tables, levels)
+        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans, tables, levels, captured)
         for launch, call in zip(plan.launches, calls, strict=True):
             launch(q.device.index, *call)
         if plan.divided > 1:
@@ -115,6 +124,7 @@ def arguments(
     spans: tuple[Any, Any],
     tables: Sequence[Any] = (),
     levels: LevelSums | None = None,
+    captured: BackwardCapture | None = None,
 ) -> Iterator[tuple[Any, ...]]:
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
     one."""
@@ -122,7 +132,9 @@ def arguments(
     span_q, span_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
-    if plan.launches[0].kernel is rank_kernel:
+    if captured is not None and captured.gradient is not None and captured.clears:
+        yield (), (captured.gradient.x, mask, span_q, span_k)
+    if any(x.kernel is rank_kernel for x in plan.launches):
         yield (), (semaphore.ranks, mask, span_q, span_k)
     yield (), (
         TensorArgs(saved.dout, *dout_rows), TensorArgs(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta,
@@ -131,11 +143,16 @@ def arguments(
     tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if problem.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
-    score = scores.record(problem, fast=True, tables=tables)
+    score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.tile.number)
     flat, sums = FLAGS[plan.flat], None if levels is None else levels.sums
-    score_args = BackwardScoreArgs(mask, score, scale, flat, sums)
-    records = score_args, dropout.record(problem), plan.order, semaphore
-    yield tensors if drawn is not None else tensors[:-1], (packed, own, span_q, span_k, *records)
+    found = (None, None) if captured is None else captured.args
+    records = BackwardScoreArgs(mask, score, scale, flat, sums, *found), dropout.record(problem), plan.order, semaphore
+    rest = packed, own, span_q, span_k, *records
+    if drawn is None:
+        yield tensors[:-1], rest
+    else:
+        of_captured = () if captured is None else captured.tensors
+        yield (*tensors, *of_captured), (*(None,) * (2 - len(of_captured)), *rest)
     yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale
 
 

@@ -59,6 +59,24 @@ def end_kv(shared, drawn, whole, tails, block):
 
 
 @gluon.jit
+def start_q(q, captured_desc, shared, n, block, q_block, args):
+    """Starts the copies of q, as `RowLoader.start`, and of what the score function captures."""
+    if captured_desc is None:
+        q.start(n, q_block)
+    else:
+        stage = q.ring.claim(n)
+        barrier = q.ring.target(stage, q_block.whole)
+        mbarrier.expect(barrier, q.BLOCK_Q * (2 * q.COLUMNS + 4 + 2 * args.kv_blocks.BLOCK_K))
+        q.copy(stage, barrier, q_block)
+        b = q_block.b if args.captured.by_row else q_block.b * 0
+        h = q_block.h if args.captured.by_head else q_block.h * 0
+        for c in gl.static_range(2):
+            tma_load(
+                captured_desc, [b, h, q_block.row, block.start + c * 64], barrier, shared.captured.index(2 * stage + c)
+            )
+
+
+@gluon.jit
 def start_dout(dout, v_desc, shared, drawn, with_v, n, whole, block, q_block):
     """Starts the copies of dout, as `RowLoader.start`; `with_v` also that of v, to the same barrier, so that who waits
     for the one need not wait for the other."""
@@ -92,7 +110,7 @@ def end_dout(dout, shared, with_v, n, whole, tails, block, q_block):
 
 @gluon.jit
 def load_items(
-    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, counter, scheduler, args,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, captured_desc, shared, counter, scheduler, args,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """Draws items until there are no more, and loads what each of them needs.
@@ -125,7 +143,7 @@ def load_items(
             else:
                 with_v = i == 0
                 whole = q_block.whole and (kv_whole or i > 0)
-            q.start(n, q_block)
+            start_q(q, captured_desc, shared, n, block, q_block, args)
             if i == 0:
                 kv_tails = end_kv(shared, drawn, kv_whole, kv_tails, block)
             start_dout(dout, v_desc, shared, drawn, with_v, n, whole, block, q_block)

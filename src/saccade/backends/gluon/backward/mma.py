@@ -29,6 +29,7 @@ from saccade.backends.gluon.backward.args import BackwardArgs
 from saccade.backends.gluon.backward.dq_accum import to_register_order
 from saccade.backends.gluon.backward.epilogue import store_keys
 from saccade.backends.gluon.backward.kv_block import KVBlock, next_place
+from saccade.backends.gluon.backward.parts import issue_product, issue_sums, no_sums
 from saccade.backends.gluon.backward.pipeline import DSExchange, Outbox
 from saccade.backends.gluon.backward.scores import ScoreTile, bounds_of_rows, spread
 from saccade.backends.gluon.backward.tile_scheduler import has_work, read_record
@@ -37,51 +38,8 @@ from saccade.backends.gluon.pipeline import Ring, Slots
 from saccade.backends.gluon.shim import Value, aggregate, wait_for_last
 from saccade.backends.gluon.tiles import product_layout, store_sums, thread_sums, wait_for_sums
 
-SLOTS = gl.constexpr(2)
-"""Places for k, and for the record of what a kv block is, of blocks in use."""
-
-
-@gluon.constexpr_function
-def in_parts(columns, last):
-    """Whether columns are worked on in two parts, the lower half and the `last` that are in use of the upper one."""
-    return last < columns // 2
-
-
-@gluon.jit
-def no_sums(columns: gl.constexpr, last: gl.constexpr):
-    """[64, columns], in parts: zeros."""
-    if in_parts(columns, last):
-        first = gl.zeros([64, columns // 2], gl.float32, product_layout(columns // 2))
-        return first, gl.zeros([64, last], gl.float32, product_layout(last))
-    else:
-        return (gl.zeros([64, columns], gl.float32, product_layout(columns)),)
-
-
-@gluon.jit
-def issue_product(a, b, start, use_acc: gl.constexpr, LAST: gl.constexpr):
-    """Starts a b^T of [64, columns] and [N, columns], added to `start`, over the columns in use."""
-    HALF: gl.constexpr = a.shape[1] // 2
-    if in_parts(a.shape[1], LAST):
-        lower = b.slice(0, HALF, 1).permute((1, 0))
-        x = warpgroup_mma(a.slice(0, HALF, 1), lower, start, use_acc=use_acc, is_async=True)
-        upper = b.slice(HALF, LAST, 1).permute((1, 0))
-        return warpgroup_mma(a.slice(HALF, LAST, 1), upper, x, is_async=True)
-    else:
-        return warpgroup_mma(a, b.permute((1, 0)), start, use_acc=use_acc, is_async=True)
-
-
-@gluon.jit
-def issue_sums(a, b, sums):
-    """Starts sums += a b, part by part; a [64, N] in registers, b [N, columns]."""
-    if len(sums) == 1:
-        a = gl.convert_layout(a, gl.DotOperandLayout(0, sums[0].type.layout, 2))
-        return (warpgroup_mma(a, b, sums[0], is_async=True),)
-    else:
-        FIRST: gl.constexpr = sums[0].shape[1]
-        left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[0].type.layout, 2))
-        first = warpgroup_mma(left, b.slice(0, FIRST, 1), sums[0], is_async=True)
-        left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[1].type.layout, 2))
-        return first, warpgroup_mma(left, b.slice(FIRST, sums[1].shape[1], 1), sums[1], is_async=True)
+K_SLOTS = gl.constexpr(2)
+"""Places for k, and for the record of what a kv block is, of blocks in use, where there is room."""
 
 
 @aggregate
@@ -98,6 +56,8 @@ class Shared:
     neg_delta: gl.shared_memory_descriptor
     ds: DSExchange
     outbox: Outbox
+    captured: Value
+    """of each stage of q for each consumer a tile of what the score function captures; or None"""
     D_LAST: gl.constexpr
     """columns in use of the upper half of d"""
     DV_LAST: gl.constexpr
@@ -139,22 +99,42 @@ class Consumer:
 
     @gluon.jit
     def issue_dq(self, n):
-        """Starts the consumer's half of dq = ds^T k of step n: of its 128 rows, or of the columns of its 64."""
+        """Starts the consumer's half of dq = ds^T k of step n: of its 128 rows, or of the columns of its 64; or, where
+        it has 64 of both, dq^T of half of the rows."""
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
         tiles = self.shared.k_tiles
+        TURNED: gl.constexpr = tiles.shape[4] == BLOCK_Q
         # The second consumer's columns are the upper half of d: those in use.
-        COLUMNS: gl.constexpr = self.shared.D_LAST if BLOCK_Q == 64 and self.c == 1 else 64
+        COLUMNS: gl.constexpr = 32 if TURNED else self.shared.D_LAST if BLOCK_Q == 64 and self.c == 1 else 64
         # [64, COLUMNS]
         dq = gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS))
-        # [BLOCK_K, BLOCK_Q]
+        # [BLOCK_K, BLOCK_Q], or, if BY_ROWS, [BLOCK_Q, BLOCK_K]
         ds = self.shared.ds.tiles.index(n & 1)
         # [BLOCK_K, BLOCK_D]
         k = tiles.index(self.slot).reshape([tiles.shape[3], tiles.shape[4]])
-        if BLOCK_Q == 128:
-            ds = ds.slice(self.c * 64, 64, 1)
+        if TURNED:
+            rows = ds.slice(self.c * 32, 32, 0)
+            return warpgroup_mma(k.permute((1, 0)), rows.permute((1, 0)), dq, use_acc=False, is_async=True)
+        elif self.shared.ds.BY_ROWS:
+            return warpgroup_mma(ds, k.slice(self.c * 64, COLUMNS, 1), dq, use_acc=False, is_async=True)
         else:
-            k = k.slice(self.c * 64, COLUMNS, 1)
-        return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+            if BLOCK_Q == 128:
+                ds = ds.slice(self.c * 64, 64, 1)
+            else:
+                k = k.slice(self.c * 64, COLUMNS, 1)
+            return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def captured(self, stage):
+        """[64, BLOCK_Q] of what the score function captures, as a tuple; () where no tiles of it come."""
+        tiles = self.shared.captured
+        if tiles is None:
+            return ()
+        else:
+            BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+            # [64, BLOCK_Q]
+            tile = tiles.index(2 * stage + self.c).reshape([BLOCK_Q, 64]).permute((1, 0))
+            return (tile.load(product_layout(BLOCK_Q)),)
 
     @gluon.jit
     def step(self, sums, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr, FLAT: gl.constexpr = False):
@@ -195,9 +175,10 @@ class Consumer:
         shared.ds.take(c, n - 1)
         dq = self.issue_dq(n - 1)
         s = warpgroup_mma_wait(1, [s])
-        p, weights = tile.drop(tile.weights(s, shared.neg_lse.index(stage)))
+        captured = self.captured(stage)
+        p, weights = tile.drop(tile.weights(s, shared.neg_lse.index(stage), captured))
         p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv[0].type.layout, 2))
-        p = tile.apply_slope(p, s)
+        p = tile.apply_slope(p, s, captured)
         dq = warpgroup_mma_wait(0, [dq])
         if n > self.first:
             shared.outbox.claim(c, n - 1)
@@ -336,13 +317,15 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     # [64]
     kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, product_layout(args.kv_blocks.BLOCK_Q)))
     end = first + block.steps(args.group)
+    SLOTS: gl.constexpr = shared.items.SLOTS
     slot = item % SLOTS
     v_slot = slot % shared.v_tiles.shape[0]
     consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx)
     shared.ds.give(c, first - 1)
-    if item > 0:  # the last dk has left
-        tma.store_wait(0)
-        shared.items.release(item - 1)
+    if SLOTS > 1:  # noqa: SIM102 - known when this is compiled, and the next is not
+        if item > 0:  # the last dk has left
+            tma.store_wait(0)
+            shared.items.release(item - 1)
     levels = ()
     if args.level_sums is not None:
         zero = thread_sums(gl.zeros([64, args.kv_blocks.BLOCK_Q], gl.float32, product_layout(args.kv_blocks.BLOCK_Q)))
@@ -366,6 +349,9 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
         tma.store_wait(0)
         mbarrier.arrive(shared.v_empty, count=1)
     store(consumer, dk_desc, None if packed is None else packed.dk, shared.k_tiles, slot, dk, args.scale, block)
+    if SLOTS == 1:  # the next item comes to the same place
+        tma.store_wait(0)
+        shared.items.release(item)
     return end
 
 

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from saccade.backends.gluon.ptx import barrier_arrive, barrier_sync
-from saccade.backends.gluon.shim import aggregate, thread_barrier
+from saccade.backends.gluon.shim import aggregate, thread_barrier, view
 
 THREADS = gl.constexpr(288)
 """Two consumers and the warp that loads."""
@@ -34,10 +34,23 @@ class DSExchange:
     """
 
     tiles: gl.shared_memory_descriptor
+    """[2, BLOCK_K, BLOCK_Q]; or, if BY_ROWS, [2, BLOCK_Q, BLOCK_K], as ds lies in global memory"""
+    BY_ROWS: gl.constexpr
 
     @gluon.jit
     def tile(self, c: gl.constexpr, n):
-        return self.tiles.index(n & 1).slice(c * 64, 64, 0)
+        """Consumer c's [64, BLOCK_Q]."""
+        if self.BY_ROWS:
+            return self.tiles.index(n & 1).slice(c * 64, 64, 1).permute((1, 0))
+        else:
+            return self.tiles.index(n & 1).slice(c * 64, 64, 0)
+
+    @gluon.jit
+    def part(self, c: gl.constexpr, n):
+        """The same if BY_ROWS, as bulk copies take it: [1, 1, BLOCK_Q, 64]."""
+        BLOCK_Q: gl.constexpr = self.tiles.shape[1]
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_Q, 64], self.tiles.dtype)
+        return view(self.tiles, [4, 1, 1, BLOCK_Q, 64], LAYOUT).index((n & 1) * 2 + c)
 
     @gluon.jit
     def give(self, c: gl.constexpr, n):

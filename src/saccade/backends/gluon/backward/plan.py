@@ -17,6 +17,8 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device import level_sums, sequences
 from saccade.backends.device.records import TensorArgs
+from saccade.backends.gluon.backward.capture import BackwardCapture
+from saccade.backends.gluon.backward.clear import CHUNK, clear_kernel
 from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import rank_kernel
 from saccade.backends.gluon.backward.kernel import backward_kernel
@@ -53,9 +55,11 @@ class BackwardConfig:
     """of one program of preprocess_kernel"""
 
     @staticmethod
-    def of(d: int, d_v: int) -> BackwardConfig:
+    def of(d: int, d_v: int, captured: bool = False) -> BackwardConfig:
+        """captured: score functions take tiles of a captured tensor, for which there is room and registers beside 64
+        rows."""
         if max(d, d_v) <= 64:
-            return BackwardConfig(backward_kernel, 128, 128, 64, 64, 64, 64)
+            return BackwardConfig(backward_kernel, 64 if captured else 128, 128, 64, 64, 64, 64)
         if max(d, d_v) <= 128:
             return BackwardConfig(backward_kernel, 64, 128, 128, 128, 128, 64)
         columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
@@ -67,9 +71,20 @@ class BackwardConfig:
         return self.kernel is backward_kernel
 
     @property
+    def turned(self) -> bool:
+        """Whether pieces of dq_accum are transposed: a consumer has half of 64 rows, or of 64 columns, and a product
+        64 of one."""
+        return self.block_q == self.columns
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a piece of dq_accum."""
+        return PIECE.value // 2 if self.turned else PIECE.value
+
+    @property
     def pieces(self) -> int:
         """of dq_accum in a q block"""
-        return self.block_q * self.columns // PIECE.value
+        return self.block_q * self.columns // self.piece
 
     def constants(self, d: int, d_v: int) -> dict[str, Any]:
         if self.stays:
@@ -85,7 +100,8 @@ class BackwardPlan:
     flat: bool
     """Blocks beyond the reach of the score's tables have steps of their own."""
     launches: tuple[TMALaunch, ...]
-    """Of the rank kernel, if dq is added in order, the preprocess, the main and the postprocess kernel."""
+    """Of the kernel that clears a captured tensor's gradient, if there is one to clear, of the rank kernel, if dq is
+    added in order, of the preprocess, the main and the postprocess kernel."""
     ranks: tuple[int, ...] | None
     """Shape of the semaphore's ranks, or None: dq is added in any order."""
     counters: int
@@ -108,6 +124,7 @@ class BackwardPlan:
         gradients: tuple[Tensor, ...],
         processors: int,
         config: BackwardConfig,
+        captured: BackwardCapture | None = None,
     ) -> BackwardPlan:
         q, k, v = problem.q, problem.k, problem.v
         b, h_q, s_q, d = q.shape
@@ -118,7 +135,7 @@ class BackwardPlan:
             blocks, kv_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
         else:
             blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
-        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, PIECE.value)
+        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, config.piece)
         programs = b * h_k * kv_blocks
         divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
         if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
@@ -144,11 +161,13 @@ class BackwardPlan:
             section = L2_BYTES // (problem.group * ((d + d_v) * q.element_size() + 4 * d))
         else:
             section = min(section, b * h_k * divided)
-        # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum
+        # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum and what is captured
         shapes = [*(shape_of(x, (1, 1, n, config.box)) for x, n in operands), *[plain((rows,), (block_q,))] * 2]
         if config.stays:
             second = 64 * upper_half(d, config.columns) if block_q == 64 else PIECE.value
             shapes.append(plain(tiles, (1, second)))
+            if captured is not None:
+                shapes += [shape_of(x, (1, 1, block_q, 64)) for x in captured.tensors]
         chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
         preprocess = TMALaunch(
             preprocess_kernel,
@@ -174,7 +193,7 @@ class BackwardPlan:
             (b * h_q * blocks * config.pieces, 1, 1),
             (),
             (h_q, s_q, blocks),
-            {"D": d, "BLOCK_Q": block_q, "PIECES": config.pieces},
+            {"D": d, "BLOCK_Q": block_q, "PIECES": config.pieces, "TURNED": config.turned},
             chained,
         )
         launches = preprocess, main, postprocess
@@ -183,6 +202,8 @@ class BackwardPlan:
             one_warp = {**OPTIONS, "num_warps": 1}
             ranks = TMALaunch(rank_kernel, (b * kv_blocks, 1, 1), (), (kv_blocks, blocks, s_q, s_k), sizes, one_warp)
             launches = ranks, *launches
+        if captured is not None and captured.clears:
+            launches = clearing(problem, captured, config), *launches
         return BackwardPlan(
             fold=fold,
             flat=flat,
@@ -195,6 +216,17 @@ class BackwardPlan:
             order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, section),
             divided=divided,
         )
+
+
+def clearing(problem: Problem, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:
+    """Of the kernel that clears what the main one leaves out of a captured tensor's gradient."""
+    assert captured.gradient is not None
+    (b, h, s_q), s_k = problem.q.shape[:3], problem.k.shape[2]
+    blocks, q_blocks = -(-s_k // config.block_k), -(-s_q // config.block_q)
+    grid = b * h * blocks, -(-q_blocks // CHUNK), 1
+    numbers = blocks, q_blocks, h, s_q, s_k, *captured.gradient.x.stride()[:3]
+    sizes = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "ROWS": CHUNK}
+    return TMALaunch(clear_kernel, grid, (), numbers, sizes, OPTIONS)
 
 
 def upper_half(d: int, columns: int) -> int:

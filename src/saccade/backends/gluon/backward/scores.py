@@ -82,6 +82,17 @@ class ScoreTile:
         return self.row + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
 
     @gluon.jit
+    def scores(self, s, captured):
+        """The scores of the product s."""
+        args = self.args
+        if len(captured) == 1:
+            data = args.score.data + captured
+            q_idx = self.q_idx(s)[None, :]
+            return args.score.apply(data, s * args.scale, self.block.b, self.h, q_idx, self.kv_idx[:, None])
+        else:
+            return logits(s, args.score, args.scale, self.block.b, self.h, self.q_idx(s)[None, :], self.kv_idx[:, None])
+
+    @gluon.jit
     def apply_mask(self, x):
         if self.MASKED:
             return apply_mask(x, self.args.kv_blocks.mask, self.block, self.h, self.row, self.kv_idx, self.bounds)
@@ -94,8 +105,9 @@ class ScoreTile:
         return self.apply_mask(spread(neg_lse, zero))
 
     @gluon.jit
-    def weights(self, s, neg_lse):
-        """p of the product s [64, BLOCK_Q]: the softmax's, before dropout. neg_lse: in shared memory."""
+    def weights(self, s, neg_lse, captured):
+        """p of the product s [64, BLOCK_Q]: the softmax's, before dropout. neg_lse: in shared memory. captured:
+        [64, BLOCK_Q] of what the score function captures, as a tuple; () where no tiles of it come."""
         args = self.args
         if args.FOLD:
             return gl.exp2(s * (args.scale * LOG2E))
@@ -103,7 +115,7 @@ class ScoreTile:
             rest = neg_lse.load(gl.SliceLayout(0, s.type.layout)) + self.level[0]
             return gl.exp2(s * (args.scale * LOG2E) + gl.expand_dims(rest * LOG2E, 0))
         else:
-            x = logits(s, args.score, args.scale, self.block.b, self.h, self.q_idx(s)[None, :], self.kv_idx[:, None])
+            x = self.scores(s, captured)
             rest = gl.expand_dims(neg_lse.load(gl.SliceLayout(0, s.type.layout)), 0)
             x += rest
             if args.score.vast or args.score.linear:  # what a function reads for rows that are not in use may be NaN
@@ -120,7 +132,7 @@ class ScoreTile:
             return p, drop_marked(p)
 
     @gluon.jit
-    def apply_slope(self, p, s):
+    def apply_slope(self, p, s, captured):
         """p times the score function's slope at the product s. Where p is zero the slope may be anything."""
         args = self.args
         if args.score.steady:
@@ -128,5 +140,8 @@ class ScoreTile:
         else:
             q_idx = self.q_idx(s)[None, :]
             x = s * args.scale
-            slope = args.score.slope(args.score.data, x, self.block.b, self.h, q_idx, self.kv_idx[:, None])
+            data = args.score.data
+            if len(captured) == 1:
+                data = data + captured
+            slope = args.score.slope(data, x, self.block.b, self.h, q_idx, self.kv_idx[:, None])
             return apply_slope(p, slope, self.dropout is not None)

@@ -65,7 +65,9 @@ def wide_backward_kernel(
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
     kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK, None)
-    args = BackwardArgs(kv_blocks, scores.score, scores.scale, dropout, dq_semaphore, group, h_q, FOLD, MASKED, None)
+    args = BackwardArgs(
+        kv_blocks, scores.score, scores.scale, dropout, dq_semaphore, group, h_q, FOLD, MASKED, None, None, None
+    )
     block = find_kv_block(kv_blocks, gl.program_id(0), scheduler, dq_semaphore is not None)
     start_next()
     gl.warp_specialize([
