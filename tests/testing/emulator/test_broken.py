@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from saccade import Packed, bias
+from saccade import Packed, bias, causal
 from saccade.backends.gluon.backward import epilogue as epilogue_of_dq
 from saccade.backends.gluon.backward import load_persistent
 from saccade.backends.gluon.backward import pipeline as backward_pipeline
@@ -195,10 +195,13 @@ def rejected(seed: int, kernel: str) -> Exception | None:
     """What is said of a call; None if all is well. Results that are wrong are an AssertionError."""
     torch.manual_seed(0)
     more: dict[str, Any] = {}
-    q, k, v = torch.randn(3, 1, 2, 496, 256 if kernel == "wide" else 64, dtype=torch.bfloat16).unbind()
-    if kernel == "packed":  # sequences of a tile of keys, whose numbers a consumer reads again when its out leaves
+    q, k, v = torch.randn(3, 1, 2, 496, 64, dtype=torch.bfloat16).unbind()
+    if kernel == "wide":  # with a mask out has a place of its own
+        q, k, v = torch.randn(3, 1, 2, 496, 256, dtype=torch.bfloat16).unbind()
+        more = {"mask": causal()}
+    if kernel == "packed":  # and sequences of a tile of keys, whose numbers a consumer reads again when its out leaves
         q, k, v = torch.randn(3, 300, 2, 256, dtype=torch.bfloat16).unbind()
-        more = {"layout": Packed.from_lengths([60, 30, 50, 40, 20, 60, 40])}
+        more = {"layout": Packed.from_lengths([60, 30, 50, 40, 20, 60, 40]), "mask": causal()}
     if kernel == "captured":
         more = {"score_mod": bias(torch.randn(2, 496, 496, dtype=torch.bfloat16))}
     if kernel == "learned":
