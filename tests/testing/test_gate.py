@@ -26,6 +26,10 @@ def test_other_reads_of_shared_memory_are_not():
     assert reused_barriers("ld.shared.b32 %r286, [global_smem+196608];") == []
 
 
+def test_a_barrier_where_tiles_begin_is_found():
+    assert reused_barriers("mov.b32 %r1, global_smem;\n@%p7 mbarrier.init.shared::cta.b64 [%r1], 2;") == [0]
+
+
 def test_rows_are_chosen_by_words():
     pytest.importorskip("triton", reason="the extra [triton]")
     assert sorted(keys()) == sorted([*keys(["configs"]), *keys(["features"]), *keys(["combinations"])])

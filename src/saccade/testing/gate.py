@@ -114,15 +114,16 @@ def _read(key: str, compiled: Any, log: str, allowed_spill: int) -> Fit:
 
 
 def reused_barriers(ptx: str) -> list[int]:
-    """The places of mbarriers in shared memory that plain loads read too.
+    """The places of mbarriers in shared memory that plain loads read too, or where tiles begin, which lie first.
 
     Triton reuses the memory of a barrier on which no warp waits. What is stored there may be overwritten while the
     barrier is initialised (docs/findings/gluon.md).
     """
     addresses = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    addresses |= dict.fromkeys(re.findall(r"mov\.\S+\s+(%r\d+), global_smem;", ptx), "0")
     made = {addresses.get(name) for name in re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", ptx)}
     read = set(re.findall(r"ld\.shared\S*\s+\S+ \[global_smem\+(\d+)\]", ptx))
-    return sorted(int(place) for place in made & read if place)
+    return sorted(int(place) for place in made & (read | {"0"}) if place)
 
 
 def main() -> None:

@@ -74,6 +74,10 @@ def backward_kernel(
     if CAPTURED:
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, [4, 1, 1, BLOCK_Q, 64], captured_desc.layout)
     records = gl.allocate_shared_memory(gl.int32, [(SLOTS + 1) * NUMBERS, 1], RECORDS)
+    # Triton gives the place of a barrier that nobody waits for to others, while it is being made.
+    v_empty = None
+    if V_SLOTS == 1:
+        v_empty = new_barriers(1, 2).index(0)
     # Of an item: both consumers, and the warps that send what they make, need the record.
     items = Slots(k_tiles, records, new_barriers(SLOTS + 1, 1), new_barriers(SLOTS, 4), SLOTS, NUMBERS, 1)
     shared = Shared(
@@ -82,7 +86,7 @@ def backward_kernel(
         items,
         k_tiles,
         v_tiles,
-        new_barriers(1, 2).index(0),
+        v_empty,
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_delta_desc.layout),
         DSExchange(gl.allocate_shared_memory(DTYPE, [2, DS_SHAPE[0], DS_SHAPE[1]], DS), CAPTURED),

@@ -81,8 +81,9 @@ def start_dout(dout, v_desc, shared, drawn, with_v, n, whole, block, q_block):
     """Starts the copies of dout, as `RowLoader.start`; `with_v` also that of v, to the same barrier, so that who waits
     for the one need not wait for the other."""
     BYTES: gl.constexpr = dout.BLOCK_Q * (2 * dout.COLUMNS + 4)
-    if with_v:
-        mbarrier.wait(shared.v_empty, (drawn & 1) ^ 1)
+    if shared.v_empty is not None:  # noqa: SIM102 - known when this is compiled, and the next is not
+        if with_v:
+            mbarrier.wait(shared.v_empty, (drawn & 1) ^ 1)
     stage = dout.ring.claim(n)
     barrier = dout.ring.target(stage, whole)
     if with_v:

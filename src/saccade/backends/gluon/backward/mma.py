@@ -51,7 +51,8 @@ class Shared:
     items: Slots
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    v_empty: Value
+    """None where v has as many places as k"""
     neg_lse: gl.shared_memory_descriptor
     neg_delta: gl.shared_memory_descriptor
     ds: DSExchange
