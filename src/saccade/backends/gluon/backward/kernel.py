@@ -97,8 +97,8 @@ def backward_kernel(
         scores.mask, spans[0], spans[1], s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, scores.score if scores.flat else None
     )
     args = BackwardArgs(
-        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, scores.level_sums,
-        scores.captured, scores.gradient,
+        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED,
+        scores.level_sums, scores.captured, scores.gradient,
     )  # fmt: skip
     start_next()
     gl.warp_specialize([
