@@ -28,6 +28,8 @@ class BackwardScoreArgs(NamedTuple):
     """a CapturedTileArgs of the tensor of which the score function takes tiles, or None"""
     gradient: Any
     """the same of its gradient, if the kernel stores that, or None"""
+    dropout: Any
+    """a DeviceDropout, or None"""
 
 
 class PackedGradients(NamedTuple):

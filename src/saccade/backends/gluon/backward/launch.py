@@ -146,8 +146,8 @@ def arguments(
     score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.tile.number)
     flat, sums = FLAGS[plan.flat], None if levels is None else levels.sums
     found = (None, None) if captured is None else captured.args
-    records = BackwardScoreArgs(mask, score, scale, flat, sums, *found), dropout.record(problem), plan.order, semaphore
-    rest = packed, own, span_q, span_k, *records
+    score_args = BackwardScoreArgs(mask, score, scale, flat, sums, *found, dropout.record(problem))
+    rest = packed, own, spans, score_args, plan.order, semaphore
     if drawn is None:
         yield tensors[:-1], rest
     else:

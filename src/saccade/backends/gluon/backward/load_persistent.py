@@ -111,14 +111,15 @@ def end_dout(dout, shared, with_v, n, whole, tails, block, q_block):
 
 @gluon.jit
 def load_items(
-    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, captured_desc, shared, counter, scheduler, args,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, captured_desc, shared, counter, scheduler, args
 ):  # fmt: skip
     """Draws items until there are no more, and loads what each of them needs.
 
     k of the next item comes while this one is worked on. So does v, or where there is no second place for it, after
     the next item's first q, as soon as the last dv has left from there; it is needed later than k.
     """
+    BLOCK_D: gl.constexpr = shared.k_tiles.shape[4]
+    BLOCK_DV: gl.constexpr = shared.v_tiles.shape[4]
     kv_blocks = args.kv_blocks
     ORDERED: gl.constexpr = args.dq_semaphore is not None
     q = RowLoader(q_desc, neg_lse_desc, shared.q_ring, shared.neg_lse, kv_blocks.BLOCK_Q, BLOCK_D, 1)

@@ -38,7 +38,7 @@ from saccade.backends.gluon.shim import start_next
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, packed, dq_accum,
-    span_q, span_k, scores, dropout, scheduler, dq_semaphore, group, h_q, q_blocks,
+    spans, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
     FOLD: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, D_V: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k, with the arguments of `backward_kernel`, whose tiles are chunks of 64 rows and
@@ -64,9 +64,9 @@ def wide_backward_kernel(
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
-    kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK, None)
+    kv_blocks = KVBlocks(scores.mask, spans[0], spans[1], s_q, s_k, q_blocks, BLOCK, BLOCK, None)
     args = BackwardArgs(
-        kv_blocks, scores.score, scores.scale, dropout, dq_semaphore, group, h_q, FOLD, MASKED, None, None, None
+        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, None, None, None
     )
     block = find_kv_block(kv_blocks, gl.program_id(0), scheduler, dq_semaphore is not None)
     start_next()
