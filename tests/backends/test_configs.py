@@ -177,3 +177,24 @@ def test_short_rows_have_two_consumers(rows, group, d, consumers):
     assert launch.for_rows(problem, other) == other
     packed = replace(problem, layout=Packed(torch.tensor([0, rows])))
     assert launch.for_rows(packed, gluon.formula(64, 64)).consumers == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "group", "rows"),
+    [
+        ([16384, 16384], 8, 64), ([4096] * 8, 8, 64), ([700] * 9, 8, 8), ([1, 2000], 8, 8), ([700] * 9, 1, 64),
+        ([700] * 9, 4, 16), ([1] * 9, 8, 8),
+    ],
+)  # fmt: skip
+def test_heads_share_tiles_of_short_sequences(lengths, group, rows):
+    """Each leaves half a tile empty in the mean, which counts where it has few."""
+    pytest.importorskip("triton", reason="the extra [triton]")
+    launch = import_module("saccade.backends.gluon.forward.launch")
+    q, k = torch.empty(1, 2 * group, sum(lengths), 128).bfloat16(), torch.empty(1, 2, sum(lengths), 128).bfloat16()
+    problem = Problem(q, k, k, None, None, None, Packed.from_lengths(lengths), 1.0)
+    assert launch.rows_of_a_consumer(problem, 2) == rows
+
+
+@pytest.mark.parametrize(("layout", "loader"), [("dense", 40), ("packed", 56), ("ranges", 56)])
+def test_producers_that_read_lengths_have_registers(layout, loader):
+    assert gluon.forward_config(Spec("bf16", 128, mask="causal", layout=layout), "h200").loader_registers == loader

@@ -34,12 +34,12 @@ class ForwardRow(tuning.TuneRow):
         if self.dtype in EIGHT_BITS:
             yield from self._eight_bit()
             return
-        ways = product((2, 3), (64, 128), range(2, MAX_STAGES + 1), (1, 2), (0, 1), (0, 8))
-        for consumers, block_k, stages, slots, turns, fewer in ways:
+        own_out = (0, block_dv(self.d_v) // 2) if self.d_v > 128 else (0,)
+        ways = product((2, 3), (64, 128), range(2, MAX_STAGES + 1), (1, 2), (0, 1), (0, 8), own_out)
+        for consumers, block_k, stages, slots, turns, fewer, out_columns in ways:
             registers = (REGISTERS - 32) // consumers // 8 * 8 - fewer
-            config = ForwardConfig(
-                consumers, block_k, stages, slots, turns, registers, REGISTERS - consumers * registers
-            )
+            loader = REGISTERS - consumers * registers
+            config = ForwardConfig(consumers, block_k, stages, slots, turns, registers, loader, out_columns=out_columns)
             # Of a thread: float32 scores and sums of out, and 16-bit probabilities.
             sums = block_k // 2 + block_k // 4 + block_dv(self.d_v) // 2
             shared = shared_bytes(self.d, self.d_v, config)

@@ -108,8 +108,10 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
         return scored(spec, gpu, score)
     config = ForwardConfig(**row) if row else formula(spec.d, spec.d_v)
     listed = "mask_mod" in spec.mask or "~" in spec.mask
-    if "interval" in spec.mask and not listed and config.registers == 232:
-        # The loader reads bounds. If it spills, ptxas moves p about in the consumers' loops (docs/findings/gluon.md).
+    reads = "interval" in spec.mask or spec.layout in ("packed", "ranges")
+    if reads and not listed and config.registers == 232:
+        # The loader reads bounds or lengths. With 40 registers, spilled or not, ptxas moves p about in the consumers'
+        # loops (docs/findings/gluon.md).
         config = replace(config, registers=224, loader_registers=56)
     if spec.layout in ("packed", "paged") and listed and (config.consumers, config.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both

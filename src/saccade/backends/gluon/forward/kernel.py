@@ -102,7 +102,7 @@ class ForwardArgs:
 
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "h_k", "group", "s_q", "s_k"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, rules,
+    q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used, pages, rules,
     dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
@@ -114,8 +114,10 @@ def forward_kernel(
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
     factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which the score
     function takes tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
-    again in the end. rules: the mask, the score and the CapturedTileArgs. blocks, heads, section: see TileScheduler.
+    again in the end. used: the rows and the keys that are. rules: the mask, the score and the CapturedTileArgs. blocks,
+    heads, section: see TileScheduler.
     """
+    used_q = used[0]
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
     D_CHUNKS: gl.constexpr = shape.D_CHUNKS
@@ -129,7 +131,7 @@ def forward_kernel(
     if is_split(pages):
         parts = pages.parts
     args = ForwardArgs(
-        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used_q, used_k, pages, rules[0],
+        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used_q, used[1], pages, rules[0],
         rules[1], rules[2], captured_desc, dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS

@@ -44,6 +44,8 @@ STRIPE_BYTES = 128
 """Of the columns of a swizzled tile in shared memory those that lie side by side."""
 PACK_GQA_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
+PACKED_GAIN = 1.02
+"""The same of packed sequences, whose lengths are not known here: each has half a tile that is empty."""
 SHORT_GAIN = 1.1
 """Two consumers work where their tiles have so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at
 1.125 0.93 to 1.01 (docs/findings/gluon.md)."""
@@ -162,7 +164,7 @@ def arguments(
     rules = mask, score, captured and captured.args
     records = paged_tma.record(problem, parts), rules, dropout.record(problem), descale.record(problem)
     no_descriptor = () if captured else (None,)
-    return *no_descriptor, *tensors, *sequences.spans(problem, table), *records
+    return *no_descriptor, *tensors, sequences.spans(problem, table), *records
 
 
 def _hides_rows(problem: Problem) -> bool:
@@ -251,19 +253,26 @@ def rows_of_a_consumer(problem: Problem, consumers: int) -> int:
     listed = problem.mask is not None and problem.mask.listed and not problem.layout.has_pages
     if problem.dropout is not None or listed:
         return 64
-    s_q, packed = problem.q.shape[2], packed_sequences(problem)
-    if packed is not None:  # of their lengths only the mean is known here
-        s_q = -(-s_q // packed)
-    return rows_of_a_head(problem.group, s_q, consumers)
+    return rows_of_a_head(problem.group, problem.q.shape[2], consumers, packed_sequences(problem))
 
 
-def rows_of_a_head(group: int, s_q: int, consumers: int) -> int:
-    """How many of a consumer's 64 rows are one head's: all, or fewer where heads that share keys share a tile."""
+def rows_of_a_head(group: int, s_q: int, consumers: int, packed: int | None = None) -> int:
+    """How many of a consumer's 64 rows are one head's: all, or fewer where heads that share keys share a tile. s_q: of
+    each batch row; of `packed` sequences, if there are, together."""
     heads = min(64, 1 << (group - 1).bit_length())
     rows = 64 // heads
-    plain = group * -(-s_q // (64 * consumers))
-    pack_gqa = -(-group // heads) * -(-s_q // (rows * consumers))
-    return rows if pack_gqa * PACK_GQA_GAIN <= plain else 64
+    plain = group * tiles_of_rows(s_q, 64 * consumers, packed)
+    pack_gqa = -(-group // heads) * tiles_of_rows(s_q, rows * consumers, packed)
+    gain = PACK_GQA_GAIN if packed is None else PACKED_GAIN
+    return rows if pack_gqa * gain <= plain else 64
+
+
+def tiles_of_rows(s_q: int, rows: int, packed: int | None) -> float:
+    """How many tiles of so many rows there are; of packed sequences, of whose lengths only the mean is known, in the
+    mean of what lengths of a tile's rows may leave over."""
+    if packed is None:
+        return -(-s_q // rows)
+    return max(packed, (s_q + packed * (rows - 1) / 2) / rows)
 
 
 def for_rows(problem: Problem, config: ForwardConfig) -> ForwardConfig:
