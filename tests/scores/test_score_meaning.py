@@ -315,6 +315,39 @@ def test_first_in_anomaly_mode():
     torch.testing.assert_close(found, plain(fn))
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_hooks_of_all_modules_meet_no_module_of_ours(known):
+    """Neither for what is computed beforehand, numbers, values, slopes, gradients of tensors, nor for masks."""
+    scores.cache_clear()
+    t, ids = torch.randn(S), torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
+    w = torch.randn(S, requires_grad=True)
+    z = torch.tensor(0.5, dtype=torch.float16)
+
+    def fn(s, b, h, i, j):
+        return s * 2 + t.exp()[j] * w[i] + torch.where(i > j, z, 0.3) * j
+
+    def found():
+        q, k, v = (x.requires_grad_() for x in given)
+        mask = mask_mod(lambda b, h, i, j: (ids + 1)[j] == (ids + 1)[i])
+        out = attention(q, k, v, mask=mask, score_mod=fn, backend="cpu")
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, w))
+
+    given = operands()
+    met: list = []
+    right = found() if known else None
+    hooks = [
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: met.append(module)),
+        torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: met.append(module)),
+    ]
+    try:
+        hooked = found()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not met
+    torch.testing.assert_close(hooked, right or found())
+
+
 def test_first_in_autocast():
     w, x = torch.randn(2, 3), torch.randn(3)
 

@@ -243,7 +243,7 @@ class Traced(Score):
             torch.tensor(x, dtype=torch.int64 if integral else wide, device=score.device)
             for x, integral in zip(self.numbers, self.program.integral, strict=True)
         )
-        return module(score, *at, *self.tensors, *self.numbers, *scalars)
+        return module.forward(score, *at, *self.tensors, *self.numbers, *scalars)
 
 
 def _like(x: Any, score: Tensor) -> Tensor:
