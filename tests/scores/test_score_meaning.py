@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import saccade
-from saccade import ScoreMod, alibi, attention, bias, block_mask, causal, mask_mod, scores, softcap
+from saccade import Packed, ScoreMod, alibi, attention, bias, block_mask, causal, mask_mod, scores, softcap
 from saccade.compat.flex import flex_attention
 from saccade.testing.accuracy import check
 
@@ -294,6 +294,34 @@ def test_first_in_inference_mode():
     with torch.inference_mode():
         attention(*operands(), score_mod=fn)
     torch.testing.assert_close(gradient(lambda q, k, v: attention(q, k, v, score_mod=fn)), plain(fn))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_that_were_made_in_inference_mode(packed, backend):
+    """Where no gradient of them is needed, in score functions, masks and layouts."""
+    with torch.inference_mode():
+        ids, w, z = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2]), torch.randn(S), torch.tensor(0.5)
+        cu = torch.tensor([0, 3, S], dtype=torch.int32)
+
+    def results(ids, w, z, cu):
+        q, k, v = (x.detach().requires_grad_() for x in given)
+        layout = {"layout": Packed(cu)} if packed else {}
+        mask = mask_mod(lambda b, h, i, j: ids[j] == ids[i])
+
+        def fn(s, b, h, i, j):
+            return s * w[j] + z * j
+
+        out = attention(q, k, v, mask=mask, score_mod=fn, backend=backend, **layout)
+        if backend != "reference" and w.is_inference():  # the backward takes what they held at the call
+            with torch.inference_mode():
+                w.mul_(3)
+                ids.zero_()
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    given = [torch.randn(S, 2, 4) for _ in range(3)] if packed else operands()
+    expected = results(ids.clone(), w.clone(), z.clone(), cu.clone())
+    torch.testing.assert_close(results(ids, w, z, cu), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
