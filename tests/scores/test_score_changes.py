@@ -170,6 +170,19 @@ def stages_of_tensors_that_are_gone() -> Iterator[Any]:
     yield fn
 
 
+def stages_of_swapped_tensors() -> Iterator[Any]:
+    table = torch.tensor([0.5, 0.25])
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * table[h] + table.exp()[h]
+
+    yield fn
+    torch.utils.swap_tensors(table, torch.tensor([3.0, -1.0]))
+    yield fn
+    torch.utils.swap_tensors(table, torch.tensor([3, -1, 2]))
+    yield fn
+
+
 def stages_of_renamed_keywords() -> Iterator[Any]:
     fn = functools.partial(lambda s, b, h, i, j, up=1.0, down=1.0: s * up / down, up=3.0)
     yield fn

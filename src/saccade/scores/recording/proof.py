@@ -104,7 +104,7 @@ class Proof:
         self, tensors: Sequence[Tensor], numbers: Sequence[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
     ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
         """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
-        where a tensor that was `made` of others has another form, or cannot be made.
+        where a tensor that was `made` of others has another form, or cannot be made. Asked for once.
 
         Raises:
             Unproven: a tensor is not among what the function reads, nor made of that, or a number is made.
@@ -117,6 +117,7 @@ class Proof:
         inputs = self._compiled(f"([{', '.join(found)}], [{', '.join(read)}])")
         forms = [(i, _form(x)) for i, x in enumerate(tensors) if id(x) in made]
         self.made = {}  # which holds tensors
+        self.tensors.clear()  # torch.utils.swap_tensors takes none with weak references
 
         def checked(root: Any) -> tuple[list[Tensor], list[Any]] | None:
             try:
