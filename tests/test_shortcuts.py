@@ -558,6 +558,27 @@ def test_gradients_of_what_a_function_captures(done: list[str]) -> None:
     assert done == ["forward", "backward"]
 
 
+def test_captured_tensors_that_were_made_in_inference_mode(done: list[str]) -> None:
+    """The backward takes what they held at the call."""
+    with torch.inference_mode():
+        slopes, sink = torch.tensor([0.5, -0.25]), torch.randn(2)
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * slopes[h]
+
+    for _ in range(4):
+        given, dout = operands(grad=True), operands()[0]
+        exactly = attention(*(x.double() for x in given), score_mod=fn, sink=sink.double(), backend="reference")
+        want = torch.autograd.grad(exactly, given, dout.double())
+        done.clear()
+        out = attention(*given, score_mod=fn, sink=sink)
+        with torch.inference_mode():
+            slopes.mul_(-1.1), sink.add_(0.5)
+        for x, y in zip(torch.autograd.grad(out, given, dout), want, strict=True):
+            torch.testing.assert_close(x.double(), y.double(), rtol=0.05, atol=0.05)
+    assert done == ["forward", "backward"]
+
+
 def test_sinks(done: list[str]) -> None:
     for turn in range(8):
         given, dout = operands(grad=True), operands()[0]

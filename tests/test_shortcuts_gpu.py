@@ -115,6 +115,16 @@ def test_functions_that_capture(backend: str, repeated: list[Any]) -> None:
         check(*operands(), backend=backend, backward=True, sink=sink.mul_(-1.1)).assert_ok()
 
 
+def test_captured_tensors_that_were_made_in_inference_mode(backend: str, repeated: list[Any]) -> None:
+    with torch.inference_mode():
+        slopes = torch.tensor([0.5, -0.1, 0.2, 0.01], device="cuda")
+    for _ in range(4):
+        check(
+            *operands(), backend=backend, backward=True, score_mod=lambda s, b, h, i, j: s + slopes[h] * j
+        ).assert_ok()
+    assert repeated
+
+
 def operands(s: int = 200) -> list[Tensor]:
     return [torch.randn(1, 4, s, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from saccade import shortcuts
 from saccade.backends import Unsupported
 from saccade.descale import EIGHT_BITS
-from saccade.flat_call import FlatCall
+from saccade.flat_call import FlatCall, savable
 
 
 # At the operators' Autograd key torch.func has already peeled one level off, so these are single-level functions:
@@ -30,7 +30,7 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
         call, *tensors = inputs
         ctx.captures, ctx.static, ctx.programs = len(call.captures), call.static(), call.parsed.programs()
         out, lse, max_scores = output
-        ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
 

@@ -115,6 +115,12 @@ class FlatCall(NamedTuple):
         return Problem(q, k, v, self.sink, mask, score, layout, scale, *options)
 
 
+def savable(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Tensors beside q, k and v as autograd may save them for a backward. Of those made in inference mode, whose writes
+    torch does not count, these are copies of what they hold at the call."""
+    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
+
+
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",

@@ -21,7 +21,7 @@ from saccade import dispatch, repeats, scores
 from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.bounded_cache import BoundedCache
-from saccade.flat_call import FlatCall
+from saccade.flat_call import FlatCall, savable
 from saccade.layouts import Dense
 from saccade.masks import Window
 from saccade.partial import Partial, Scored
@@ -258,7 +258,7 @@ class _Repeated(torch.autograd.Function):
     def forward(ctx: Any, known: _Training, addresses: list[int], *operands: Tensor) -> Any:
         out, lse, _ = known.repeat(addresses)
         ctx.known = known
-        ctx.save_for_backward(*operands, out, lse)
+        ctx.save_for_backward(*operands[:3], *savable(operands[3:]), out, lse)
         ctx.set_materialize_grads(False)
         return (out, lse) if known.lse else out
 

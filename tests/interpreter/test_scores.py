@@ -61,6 +61,20 @@ def test_as_people_write_them(name):
     check(q, k, v, mask=causal(), score_mod=WRITTEN[name], backend="triton").assert_ok()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_kernels_compute_with_tensors_without_dimensions_in_float32(dtype):
+    q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 90), (1, 110), (1, 110)))
+    z = torch.tensor(0.3, dtype=torch.float64).to(dtype)
+    same = z.float()
+    out, right = (
+        attention(
+            q, k, v, score_mod=lambda s, b, h, i, j, z=z: s + z * j + torch.where(i > j, z, z**h), backend="triton"
+        )
+        for z in (z, same)
+    )
+    torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["relative_bias", "ids", "bias", "temperature"])
 def test_repeatable_gradients_of_captured_tensors(name):
     """Added up as integers; tables that end within reach and beyond it, and dropout besides."""

@@ -1,6 +1,7 @@
 """Score functions against their own meaning, one score at a time, with things changed between the calls."""
 
 import contextlib
+import enum
 import functools
 import importlib
 import math
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from saccade import ScoreMod, attention, bias, compose
+from saccade import ScoreMod, attention, bias, compose, mask_mod
 from saccade.scores.codegen.program_cache import cache
 from saccade.scores.recording import proof
 
@@ -169,6 +170,19 @@ def stages_of_tensors_that_are_gone() -> Iterator[Any]:
     yield fn
 
 
+def stages_of_swapped_tensors() -> Iterator[Any]:
+    table = torch.tensor([0.5, 0.25])
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * table[h] + table.exp()[h]
+
+    yield fn
+    torch.utils.swap_tensors(table, torch.tensor([3.0, -1.0]))
+    yield fn
+    torch.utils.swap_tensors(table, torch.tensor([3, -1, 2]))
+    yield fn
+
+
 def stages_of_renamed_keywords() -> Iterator[Any]:
     fn = functools.partial(lambda s, b, h, i, j, up=1.0, down=1.0: s * up / down, up=3.0)
     yield fn
@@ -189,6 +203,51 @@ def stages_of_long_chains() -> Iterator[Any]:
     yield fn
 
 
+def stages_of_what_is_no_enumeration() -> Iterator[Any]:
+    class Settings:
+        __members__ = ("strength",)
+        strength = 2.0
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * Settings.strength
+
+    yield fn
+    Settings.strength = 5.0
+    yield fn
+
+
+def stages_of_enumerations_with_code() -> Iterator[Any]:
+    c = 2.0
+
+    class Level(float, enum.Enum):
+        LOW = 1.5
+
+        def __mul__(self, other: Any) -> Any:
+            return other * c
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return Level.LOW * s
+
+    yield fn
+    c = 5.0
+    yield fn
+
+
+def stages_of_enumerations() -> Iterator[Any]:
+    class Level(enum.IntEnum):
+        LOW = 2
+        HIGH = 5
+
+    levels = Level
+
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * levels.HIGH
+
+    yield fn
+    levels = enum.IntEnum("levels", {"HIGH": 3})
+    yield fn
+
+
 STAGES = [found for name, found in list(globals().items()) if name.startswith("stages_")]
 
 
@@ -198,6 +257,67 @@ def test_a_call_is_what_the_function_says_at_it(stages):
         want = meaning(fn)
         for _ in range(3):
             torch.testing.assert_close(attention(*rows(), score_mod=fn), want)
+
+
+def asked(*_: Any) -> Any:
+    raise KeyError("a function never asks for this")
+
+
+def asked_objects() -> dict[str, Any]:
+    """Objects that raise an error wherever they or their classes are asked for more than `c`."""
+
+    def found(x: Any, name: str) -> Any:
+        return 2.0 if name == "c" else asked()
+
+    def same(self: Any, x: Any) -> Any:
+        return x
+
+    comparing = {"__eq__": asked, "__hash__": asked}
+    by_comparison = type("ByComparison", (type,), comparing)
+    by_attribute = type("ByAttribute", (type,), {"__getattribute__": found})
+    held = {"c": 2.0, "__call__": same}
+    classes: dict[str, Any] = {
+        "missing attributes": type("Asked", (), {"__getattr__": found}),
+        "attributes": type("Asked", (), {"__getattribute__": found}),
+        "class": type("Asked", (), {"c": 2.0, "__class__": property(asked)}),
+        "dict": type("Asked", (), {"c": 2.0, "__dict__": property(asked)}),
+        "comparison": type("Asked", (), held | comparing),
+        "comparison of classes": by_comparison("Asked", (), held),
+        "attributes of classes": by_attribute("Asked", (), held),
+    }
+    return {name: kind() for name, kind in classes.items()} | {"a class": by_attribute("Asked", (), held)}
+
+
+OBJECTS = [
+    "missing attributes", "attributes", "class", "dict", "comparison", "comparison of classes", "attributes of classes",
+    "a class",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_proof_runs_no_code_of_the_objects_that_it_looks_at(name):
+    x = asked_objects()[name]
+    functions = [lambda s, b, h, i, j: s * x.c]
+    if name.startswith("comparison"):
+        functions.append(lambda s, b, h, i, j: x(s))
+    for fn in functions:
+        for _ in range(3):
+            torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
+
+
+def test_a_function_is_asked_for_nothing():
+    c = 2.0
+    called = {
+        "__getattr__": asked,
+        "__call__": lambda self, *args: args[0] * c if len(args) == 5 else args[-2] >= args[-1],
+    }
+    fn = type("Asked", (), called)()
+    for c in (2.0, 3.0):  # noqa: B007
+        torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
+    q, k, v = rows()
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    want = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(attention(q, k, v, mask=mask_mod(fn)), want)
 
 
 @pytest.mark.parametrize("ask", [float, bool, lambda score: score.shape[0], lambda score: score.add_(1)])

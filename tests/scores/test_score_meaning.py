@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import saccade
-from saccade import ScoreMod, alibi, attention, bias, block_mask, causal, mask_mod, scores, softcap
+from saccade import Packed, ScoreMod, alibi, attention, bias, block_mask, causal, mask_mod, scores, softcap
 from saccade.compat.flex import flex_attention
 from saccade.testing.accuracy import check
 
@@ -296,6 +296,34 @@ def test_first_in_inference_mode():
     torch.testing.assert_close(gradient(lambda q, k, v: attention(q, k, v, score_mod=fn)), plain(fn))
 
 
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_that_were_made_in_inference_mode(packed, backend):
+    """Where no gradient of them is needed, in score functions, masks and layouts."""
+    with torch.inference_mode():
+        ids, w, z = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2]), torch.randn(S), torch.tensor(0.5)
+        cu = torch.tensor([0, 3, S], dtype=torch.int32)
+
+    def results(ids, w, z, cu):
+        q, k, v = (x.detach().requires_grad_() for x in given)
+        layout = {"layout": Packed(cu)} if packed else {}
+        mask = mask_mod(lambda b, h, i, j: ids[j] == ids[i])
+
+        def fn(s, b, h, i, j):
+            return s * w[j] + z * j
+
+        out = attention(q, k, v, mask=mask, score_mod=fn, backend=backend, **layout)
+        if backend != "reference" and w.is_inference():  # the backward takes what they held at the call
+            with torch.inference_mode():
+                w.mul_(3)
+                ids.zero_()
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    given = [torch.randn(S, 2, 4) for _ in range(3)] if packed else operands()
+    expected = results(ids.clone(), w.clone(), z.clone(), cu.clone())
+    torch.testing.assert_close(results(ids, w, z, cu), expected)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_first_in_checkpointing(reentrant):
     scores.cache_clear()
@@ -313,6 +341,39 @@ def test_first_in_anomaly_mode():
         found = gradient(lambda q, k, v: attention(q, k, v, score_mod=fn))
         assert torch.is_anomaly_enabled()
     torch.testing.assert_close(found, plain(fn))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_hooks_of_all_modules_meet_no_module_of_ours(known):
+    """Neither for what is computed beforehand, numbers, values, slopes, gradients of tensors, nor for masks."""
+    scores.cache_clear()
+    t, ids = torch.randn(S), torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
+    w = torch.randn(S, requires_grad=True)
+    z = torch.tensor(0.5, dtype=torch.float16)
+
+    def fn(s, b, h, i, j):
+        return s * 2 + t.exp()[j] * w[i] + torch.where(i > j, z, 0.3) * j
+
+    def found():
+        q, k, v = (x.requires_grad_() for x in given)
+        mask = mask_mod(lambda b, h, i, j: (ids + 1)[j] == (ids + 1)[i])
+        out = attention(q, k, v, mask=mask, score_mod=fn, backend="cpu")
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, w))
+
+    given = operands()
+    met: list = []
+    right = found() if known else None
+    hooks = [
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: met.append(module)),
+        torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: met.append(module)),
+    ]
+    try:
+        hooked = found()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not met
+    torch.testing.assert_close(hooked, right or found())
 
 
 def test_first_in_autocast():
@@ -534,6 +595,89 @@ def test_gradients_of_tensors_beside_indices_are_of_float64(name, backend):
     found = [out, *torch.autograd.grad(out.square().sum(), H)]
     expected = [right, *torch.autograd.grad(right.square().sum(), H)]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+BESIDE_INDICES = {
+    "product": lambda z: lambda s, b, h, i, j: s + z * j,
+    "difference": lambda z: lambda s, b, h, i, j: s + (z - j) * 0.1,
+    "quotient": lambda z: lambda s, b, h, i, j: s + z / (j + 1),
+    "power": lambda z: lambda s, b, h, i, j: s + z**j * 0.1,
+    "computed": lambda z: lambda s, b, h, i, j: s + (z * j + h).sin(),
+    "compared": lambda z: lambda s, b, h, i, j: s + (100 * z * j < 100 * (z * i)),
+    "truth": lambda z: lambda s, b, h, i, j: s + (i > j) * z * 90,
+    "chosen": lambda z: lambda s, b, h, i, j: s + torch.where(i > j, z, j),
+    "chosen beside a number": lambda z: lambda s, b, h, i, j: s + torch.where(i > j, z, 0.3) * (j + 1),
+    "both": lambda z: lambda s, b, h, i, j: s * (z * j) * z * 0.01 + (s * j * z).tanh(),
+    "dtype": lambda z: lambda s, b, h, i, j: s + (z * j) * (z * j).dtype.itemsize,
+}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8]
+)
+@pytest.mark.parametrize("name", BESIDE_INDICES)
+def test_tensors_without_dimensions_decide_beside_indices(name, dtype):
+    """Their dtype is that of what is computed where they meet integers alone, as in torch."""
+    for score in (torch.float64, torch.float32):
+        q, k, v = (x.to(score).requires_grad_() for x in operands())
+        fn = BESIDE_INDICES[name](torch.tensor(3.3, dtype=torch.float64).to(dtype))
+        out, right = attention(q, k, v, score_mod=fn, backend="cpu"), wanted_of_a_tile(q, k, v, fn)
+        found, expected = ([x, *torch.autograd.grad(x.square().sum(), (q, k))] for x in (out, right))
+        error = {"rtol": 1e-12, "atol": 1e-12} if score == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(found, expected, **error)
+
+
+def wanted_of_a_tile(q: Tensor, k: Tensor, v: Tensor, fn) -> Tensor:
+    """The function on all scores and broadcasting indices."""
+    score = q @ k.mT / math.sqrt(q.shape[-1])
+    at = [torch.arange(n).view([-1 if dim == i else 1 for i in range(4)]) for dim, n in enumerate(score.shape)]
+    return fn(score, *at).to(v.dtype).softmax(-1) @ v
+
+
+def test_what_float32_cannot_hold():
+    """Also of what is computed of captured tensors alone."""
+    q, k, v = (x.double() for x in operands())
+    z, big = torch.tensor(16777217.0, **DOUBLE), torch.tensor(1e40, dtype=torch.float64)
+    w = torch.rand(4, dtype=torch.float64)
+    for fn in (
+        lambda s, b, h, i, j: s + w.sum() * j,
+        lambda s, b, h, i, j: s + w[0] * j,
+        lambda s, b, h, i, j: s + (z.detach() * (j + 1) - 2**24 * (j + 1)),
+        lambda s, b, h, i, j: s + (big * (j + 1)).log(),
+        lambda s, b, h, i, j: s + 0.3**j,  # float32, which is torch's default dtype
+        lambda s, b, h, i, j: s + torch.where(i > j, 0.1, 0.7),
+    ):
+        for _ in range(3):
+            out = attention(q, k, v, score_mod=fn, backend="cpu")
+            torch.testing.assert_close(out, wanted_of_a_tile(q, k, v, fn), rtol=1e-12, atol=1e-13)
+
+
+def test_another_default_dtype():
+    q, k, v = (x.double() for x in operands())
+    z = torch.tensor(0.3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for fn in (lambda s, b, h, i, j: s + z * j, lambda s, b, h, i, j: s + 0.3 * j + 0.3**j):
+            out = attention(q, k, v, score_mod=fn, backend="cpu")
+            torch.testing.assert_close(out, wanted_of_a_tile(q, k, v, fn), rtol=1e-12, atol=1e-13)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_masks_of_tensors_without_dimensions():
+    """Beside a bfloat16 one, distances are rounded to bfloat16: 1023 is 1024 there, and is not below it."""
+    q, k, v = (torch.randn(1, 1, 1100, 2) for _ in range(3))
+    limit = torch.tensor(1024.0, dtype=torch.bfloat16)
+    at = torch.arange(1100)
+    seen = (at[:, None] - at < limit) & (at[:, None] >= at)
+    assert not seen[1023, 0]
+    right = (q @ k.mT / math.sqrt(2)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    masked = mask_mod(lambda b, h, i, j: (i - j < limit) & (i >= j))
+    chosen = attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: torch.where((i - j < limit) & (i >= j), s, -torch.inf), backend="cpu"
+    )
+    torch.testing.assert_close(chosen, right)
+    torch.testing.assert_close(attention(q, k, v, mask=masked, backend="cpu"), right)
 
 
 # What is refused says so

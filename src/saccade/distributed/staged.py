@@ -21,7 +21,7 @@ from saccade.distributed.pull import PulledRows, Range, united
 from saccade.distributed.rows import numbers
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
-from saccade.flat_call import SCHEMA, FlatCall
+from saccade.flat_call import SCHEMA, FlatCall, savable
 from saccade.layouts import Packed
 from saccade.partial import Partial, merge
 from saccade.problem import Problem
@@ -184,7 +184,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.exchange, ctx.static = exchanges.named(name), call.static()
     ctx.mark_non_differentiable(top, keys, values)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, keys, values, *call[:4], *call.tensors)
+    ctx.save_for_backward(out, lse, keys, values, *call[:3], *savable([call.sink, *call.tensors]))
 
 
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:

@@ -181,7 +181,7 @@ def _picked(part: tuple[list[int], Any], captures: Sequence[Any]) -> list[Tensor
     places, module = part
     if module is None:
         return [captures[i] for i in places]
-    return list(module(*(x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in captures)))
+    return list(module.forward(*(x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in captures)))
 
 
 def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Sequence[Any]) -> list[Any]:
@@ -189,7 +189,7 @@ def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Seq
     if module is None:
         return [(*tensors, *lifted)[i] for i in places]
     wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64, device="cpu") for x in lifted]
-    return [x.item() for x in module(*tensors, *wide)]
+    return [x.item() for x in module.forward(*tensors, *wide)]
 
 
 def check_derivative(score: Traced, device: torch.device, rows: int, keys: int) -> None:

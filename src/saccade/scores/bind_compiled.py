@@ -104,7 +104,7 @@ def _pinned(name: str, recording: Recording) -> Any:
 @torch._dynamo.allow_in_graph
 def _before(identity: str, *given: Tensor) -> tuple[Tensor, ...]:
     module: Any = program_of(identity).before[1]
-    return tuple(module(*given))
+    return tuple(module.forward(*given))
 
 
 @compile_constant
@@ -112,4 +112,4 @@ def _numbers(identity: str, *numbers: Any) -> list[Any]:
     wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64, device="cpu") for x in numbers]
     module: Any = program_of(identity).numbers[1]
     given = [torch.zeros((), device="cpu")] * (len(list(module.graph.find_nodes(op="placeholder"))) - len(wide))
-    return [x.item() for x in module(*given, *wide)]
+    return [x.item() for x in module.forward(*given, *wide)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,10 +105,13 @@ def one_by_one(fn: Function) -> Function:
 
 
 def word_of(fn: Any) -> str:
-    """The name of a function, or of an object's class. torch.compile follows this code."""
-    while isinstance(fn, ScoreMod) or hasattr(fn, "func"):
+    """The name of a function, or of an object's class; no object is asked. torch.compile follows this code."""
+    while isinstance(fn, (ScoreMod, functools.partial)):
         fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
-    return fn.__name__ if hasattr(fn, "__name__") else type(fn).__name__
+    return fn.__name__ if isinstance(fn, _NAMED) else type(fn).__name__
+
+
+_NAMED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
 
 
 @compile_constant
@@ -239,7 +244,7 @@ class Traced(Score):
             torch.tensor(x, dtype=torch.int64 if integral else wide, device=score.device)
             for x, integral in zip(self.numbers, self.program.integral, strict=True)
         )
-        return module(score, *at, *self.tensors, *self.numbers, *scalars)
+        return module.forward(score, *at, *self.tensors, *self.numbers, *scalars)
 
 
 def _like(x: Any, score: Tensor) -> Tensor:

@@ -128,9 +128,11 @@ class Assembly:
             return self._node(node.target, args, kwargs, node)
         args = self._widened(node, args)
         number = node.meta["val"].dim() == 0 if isinstance(node.meta["val"], Tensor) else False
-        if number or name not in _TAKES_NUMBERS or self._narrowed(node, args):
-            schema = target._schema.arguments
-            args = tuple(self._operand(x, a) for x, a in zip(args, schema, strict=False))
+        deciding = [self._deciding(node, x) for x in args]
+        own = any(dtype not in (None, torch.get_default_dtype()) for dtype in deciding)
+        if number or own or name not in _TAKES_NUMBERS or self._narrowed(node, args):
+            operands = zip(args, deciding, target._schema.arguments, strict=False)
+            args = tuple(self._operand(x, argument, dtype) for x, dtype, argument in operands)
         elif not isinstance(args[0], fx.Node):  # the first one is never a number
             args = (self._operand(args[0], target._schema.arguments[0]), *args[1:])
         return self._node(target, args, kwargs, node)
@@ -148,9 +150,21 @@ class Assembly:
         val = x.meta["val"]
         if not val.is_floating_point() or val.dtype == dtype:
             return x
+        return self._to(x, dtype)
+
+    def _to(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         node = self.graph.call_function(aten._to_copy.default, (x,), {"dtype": dtype})
-        node.meta["val"] = torch.empty(val.shape, dtype=dtype, device="meta")
+        node.meta["val"] = torch.empty(x.meta["val"].shape, dtype=dtype, device="meta")
         return node
+
+    def _deciding(self, node: fx.Node, x: Any) -> torch.dtype | None:
+        """The dtype in which torch computes with a number that meets tiles of lower categories alone."""
+        if x not in self.numbers or x.meta["val"].dtype == torch.int64:
+            return None
+        dtype = x.meta["val"].dtype
+        met = [y.meta["val"] for y in node.all_input_nodes if isinstance(y.meta["val"], Tensor)]
+        tiles = [_category(y.dtype) for y in met if y.dim()]
+        return dtype if tiles and max(tiles) < _category(dtype) else None
 
     def _narrowed(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
         """Whether torch would compute float64 in its default dtype, as numbers meet nothing but integers."""
@@ -159,12 +173,18 @@ class Assembly:
 
     def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = like.meta["val"]
+        val = like.meta["val"]
+        met = [x.meta["val"] for x in node.all_input_nodes]
+        if isinstance(val, Tensor) and all(isinstance(x, Tensor) and not x.dim() for x in met):  # of numbers alone
+            val = torch.empty((), dtype=val.dtype, device="meta")
+        node.meta["val"] = val
         return node
 
-    def _operand(self, x: Any, argument: Any) -> Any:
-        """A number as a tensor, where the operation takes nothing else."""
-        return self._tensor(x) if "Tensor" in str(argument.type) and isinstance(x, (fx.Node, int, float)) else x
+    def _operand(self, x: Any, argument: Any, dtype: torch.dtype | None = None) -> Any:
+        """A number as a tensor, where the operation takes nothing else; of a dtype, or as wide as there is one."""
+        if "Tensor" not in str(argument.type) or not isinstance(x, (fx.Node, int, float)):
+            return x
+        return self._tensor(x) if dtype is None else self._to(self._tensor(x), dtype)
 
     def _tensor(self, x: Any) -> fx.Node:
         """A number as a tensor of no dimensions."""
@@ -197,6 +217,11 @@ class Assembly:
     def _read(self, name: str) -> int | None:
         """Which read a placeholder stands for, if it is neither of the tile nor a number."""
         return next((i for i, node in enumerate(self.program.reads) if node.name == name), None)
+
+
+def _category(dtype: torch.dtype) -> int:
+    """What decides between dtypes before their sizes do."""
+    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
 def _widest(values: Iterable[Any]) -> torch.dtype | None:

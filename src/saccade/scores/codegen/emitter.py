@@ -217,6 +217,8 @@ class Emitter(Reads):
             return self.keep(self.bool(x), "bool", x.shape)
         if kind == "float":
             text = self.float(x)
+            if node.args[0].op == "placeholder" and node.args[0].meta["val"].dtype == dtype:  # a number, of that dtype
+                return x
             if dtype in (torch.float16, torch.bfloat16):
                 text = f"{text}.to(tl.{str(dtype).partition('.')[2]}).to(tl.float32)"
             elif x.kind == "float":

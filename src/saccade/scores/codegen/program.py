@@ -228,7 +228,7 @@ def constant_of(raw: Raw, node: fx.Node) -> Any:
         return None
     if name_of(node) == "scalar_tensor" or name_of(node) == "full":
         return node.args[0] if name_of(node) == "scalar_tensor" else node.args[1]
-    return fx.GraphModule(raw.module, graph)(*[None] * len(inputs))[0].item()  # none of them is read
+    return fx.GraphModule(raw.module, graph).forward(*[None] * len(inputs))[0].item()  # none of them is read
 
 
 def _subgraph(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:

@@ -7,11 +7,17 @@ function has no proof and is recorded in every call.
 A tensor may be another one of the same form, as a model computes one in each step: a function that asks tensors that it
 captures for more has no proof, as a recorder sees all that public attributes do. Where code reads others, it has to be
 the same object. What torch computes of captured tensors alone is computed again, and is to have the same form.
+
+A proof runs no code of what it looks at: an object is known by `type`, never by `isinstance`, which asks it; `==` and
+`hash` are those of Python and torch; and attributes are read where `_class`, `_usual` and `_codeless` say that reading
+them calls nothing.
 """
 
 from __future__ import annotations
 
+import collections
 import dis
+import enum
 import functools
 import math
 import operator
@@ -68,6 +74,7 @@ class Proof:
 
     def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
         self.called, self.attributes, self.met = called, attributes, set()
+        self.kinds = {type(x) for x in called}
         self.made: Mapping[int, Computed] = {}
         self.checks: list[str] = []
         self.objects: dict[str, Any] = dict(_OBJECTS)
@@ -97,7 +104,7 @@ class Proof:
         self, tensors: Sequence[Tensor], numbers: Sequence[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
     ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
         """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
-        where a tensor that was `made` of others has another form, or cannot be made.
+        where a tensor that was `made` of others has another form, or cannot be made. Asked for once.
 
         Raises:
             Unproven: a tensor is not among what the function reads, nor made of that, or a number is made.
@@ -110,6 +117,7 @@ class Proof:
         inputs = self._compiled(f"([{', '.join(found)}], [{', '.join(read)}])")
         forms = [(i, _form(x)) for i, x in enumerate(tensors) if id(x) in made]
         self.made = {}  # which holds tensors
+        self.tensors.clear()  # torch.utils.swap_tensors takes none with weak references
 
         def checked(root: Any) -> tuple[list[Tensor], list[Any]] | None:
             try:
@@ -135,14 +143,14 @@ class Proof:
 
     def _argument(self, x: Any) -> str:
         """A tensor as the function finds it now; all else is what checks say that it still is."""
-        kind = type(x)
-        if isinstance(x, Tensor):
+        kind = _class(x)
+        if issubclass(kind, Tensor):
             return self._find(x)
         if kind is tuple or kind is list:
             return f"{self._named(kind)}([{', '.join(map(self._argument, x))}])"
         if kind is slice:
             return f"{self._named(slice)}({', '.join(map(self._argument, (x.start, x.stop, x.step)))})"
-        if kind in _SAME or kind in _NUMBERS or isinstance(x, type):
+        if kind in _SAME or kind in _NUMBERS or issubclass(kind, type):
             return self._named(x)
         raise Unproven
 
@@ -157,7 +165,7 @@ class Proof:
 
     def _function(self, find: Find, fn: Any) -> None:
         """A function, a method of an object, a partial of either, or one of the records in `PARTS`."""
-        kind = type(fn)
+        kind = _class(fn)
         if kind is types.FunctionType:
             self._code(find, fn, None)
         elif kind is types.MethodType and type(fn.__func__) is types.FunctionType:
@@ -179,13 +187,15 @@ class Proof:
             keys = list(parts) if isinstance(parts, dict) else list(range(len(parts)))
             self._check(f"len({find}.{name}) == {len(keys)}")
             for key in keys:
+                if type(key) not in (int, str):
+                    raise Unproven
                 if isinstance(parts, dict):
                     self._check(f"{key!r} in {find}.{name}")
                 self._plain(f"{find}.{name}[{key!r}]", parts[key])
 
     def _plain(self, find: Find, x: Any) -> None:
         """Checks that what `find` finds is still x."""
-        kind = type(x)
+        kind = _class(x)
         if kind is Tensor or kind is torch.nn.Parameter:
             if is_functorch_wrapped_tensor(x):  # of a transform, which does not say all that it is
                 raise Unproven
@@ -197,7 +207,7 @@ class Proof:
             name = self._named(x)
             more = "" if kind in _SAME or x != 0 else " and False"  # 0.0 and -0.0 are equal, and not the same
             self._check(f"(y := {find}) is {name} or type(y) is {self._named(kind)} and y == {name}{more}")
-        elif id(x) in _PURE or (callable(x) and kind.__hash__ is not None and x in self.called):
+        elif id(x) in _PURE or (kind in self.kinds and kind.__hash__ is not None and x in self.called):
             self._check(f"{find} is {self._named(x)}")
         else:
             self._function(find, x)
@@ -249,19 +259,20 @@ class Proof:
 
     def _follow(self, find: Find, x: Any, path: tuple[str, ...]) -> None:
         """Checks an object and the attributes of it that code reads."""
+        kind = _class(x)
         if not path:
             self._plain(find, x)
-        elif type(x) is types.ModuleType:
+        elif kind is types.ModuleType:
             module = self._named(x)
             self._check(f"{find} is {module} and type({module}) is ModuleType")
             if path[0] not in vars(x):
                 raise Unproven
             self._follow(f"vars({module}).get({path[0]!r}, MISSING)", vars(x)[path[0]], path[1:])
-        elif type(x) in (*_NUMBERS, *_SAME):
+        elif kind in (*_NUMBERS, *_SAME):
             self._plain(find, x)
-        elif len(path) == 1 and path[0] in getattr(x, "__members__", ()):  # an enumeration
+        elif kind is enum.EnumMeta and len(path) == 1 and path[0] in x.__members__ and _codeless(x):
             self._check(f"{find} is {self._named(x)}")
-        elif type(x) in (Tensor, torch.nn.Parameter):
+        elif kind in (Tensor, torch.nn.Parameter):
             if path[0] in vars(x):  # an attribute that somebody gave it
                 raise Unproven
             self._plain(find, x)
@@ -272,8 +283,9 @@ class Proof:
 
     def _attribute(self, find: Find, x: Any, path: tuple[str, ...]) -> None:
         """Checks an attribute of an object whose class looks attributes up as Python or torch's modules do."""
-        name, kind = path[0], type(x)
-        if isinstance(x, type) or not _usual(kind) or type(getattr(x, "__dict__", None)) is not dict:
+        name, kind = path[0], _class(x)
+        has_dict = type(_first(kind, "__dict__")) is types.GetSetDescriptorType
+        if issubclass(kind, type) or not _usual(kind) or not has_dict or type(x.__dict__) is not dict:
             raise Unproven
         space, value, of = vars(x), _first(kind, name), self._named(kind)
         first = f"first({of}, {name!r})"
@@ -284,18 +296,19 @@ class Proof:
             self._check(f"{name!r} not in vars({find})")
             if type(value) is types.FunctionType:
                 self._code(self._named(value), value, (find, x))
-            elif type(value) in (*_NUMBERS, *_SAME):
+            elif _class(value) in (*_NUMBERS, *_SAME):
                 self._plain(first, value)
             else:
                 raise Unproven
         elif name in space:
             self._follow(f"vars({find}).get({name!r}, MISSING)", space[name], path[1:])
         else:
-            container = next((n for n in _HELD if isinstance(x, torch.nn.Module) and name in space.get(n, ())), None)
+            parts = [(n, space.get(n)) for n in _HELD if issubclass(kind, torch.nn.Module)]
+            container = next((n for n, held in parts if type(held) in _DICTS and name in held), None)
             if container is None:
                 raise Unproven
-            self._check(f"{name!r} not in vars({find})")
             held = f"vars({find})[{container!r}]"
+            self._check(f"{name!r} not in vars({find}) and type({held}) is {self._named(type(space[container]))}")
             self._follow(f"{held}.get({name!r}, MISSING)", space[container][name], path[1:])
 
 
@@ -312,6 +325,7 @@ def _code_of(text: str) -> types.CodeType:
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
+_DICTS = (dict, collections.OrderedDict)
 PARTS: dict[type, tuple[Sequence[str], Sequence[str]]] = {}
 """Classes of callables: which attributes are functions, and which are tuples or dictionaries of them."""
 
@@ -321,6 +335,39 @@ def contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing is assigned
         return _MISSING
+
+
+def _class(x: Any) -> Any:
+    """
+    Raises:
+        Unproven: a class that may run code where it is compared, hashed or asked for an attribute.
+    """
+    kind = type(x)
+    meta = type(kind)
+    if meta is not type and any(_first(meta, name) is not _first(type, name) for name in _ASKED):
+        raise Unproven
+    return kind
+
+
+_ASKED = ("__eq__", "__hash__", "__getattribute__", "__getattr__")
+
+
+def _codeless(kind: Any) -> bool:
+    """Whether an enumeration has members that are numbers, strings or names, and no code of its own."""
+    for cls in kind.__mro__:
+        if type(cls) is type and cls in (object, str, bytes, *_NUMBERS):
+            continue
+        if type(cls) is not enum.EnumMeta:
+            return False
+        if vars(enum).get(cls.__name__) is cls:
+            continue
+        for x in vars(cls).values():
+            x = x.__func__ if type(x) is staticmethod else x
+            own = type(x) is types.FunctionType and x.__globals__ is not vars(enum)
+            of_enum = any(type(x) is y for y in (types.FunctionType, enum.property, *_OF_C))
+            if own or (_first(type(x), "__get__") is not _MISSING and not of_enum):
+                return False
+    return True
 
 
 def _usual(kind: type) -> bool:

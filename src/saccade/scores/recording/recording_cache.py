@@ -100,7 +100,7 @@ def _parts(fn: Any) -> Sequence[Any]:
     kind = type(fn)
     if kind is functools.partial:
         return fn.func, *fn.args
-    names, containers = PARTS.get(kind, ((), ()))
+    names, containers = PARTS.get(kind, ((), ())) if type(kind) is type else ((), ())
     return *[getattr(fn, name) for name in names[:1]], *[x for name in containers for x in getattr(fn, name)]
 
 
@@ -117,4 +117,4 @@ def _captured(x: Any) -> Any:
     kind = type(x)
     if kind is Tensor or kind is torch.nn.Parameter:
         return x.shape, x.dtype, x.device
-    return (kind, x) if kind in (bool, int, float, str) else _same(x)
+    return (kind, x) if kind is float or kind is int or kind is bool or kind is str else _same(x)

@@ -68,6 +68,8 @@ class _Replay:
             kwargs = {key: self._argument(x) for key, x in named}
             if function is element:
                 return _element(args[0], args[1])
+            if function.__name__ == "where":
+                args = self._beside(positional, args)
             if function.__name__ in _JOINS or any(isinstance(x, Row) for x in [*_flat(args), *kwargs.values()]):
                 return _of_rows(function, args, kwargs)
             return _plain(function, args, kwargs)
@@ -75,6 +77,21 @@ class _Replay:
             raise Refused(refused.text, refused.line or line_of(line)) from refused
         except Exception as failed:
             raise Refused(error_text(failed), line_of(line)) from failed
+
+    def _beside(self, arguments: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Numbers of Python that are selected beside a tensor of no dimensions take its dtype."""
+        python = [x[0] == "number" and self.tape.sources[x[1]] is None for x in arguments]
+        scalars = [
+            value
+            for x, value, number in zip(arguments, values, python, strict=True)
+            if x[0] in ("number", "tensor") and not number and not value.dim() and value.dtype != torch.bool
+        ]
+        if not scalars:
+            return [*values]
+        return [
+            x.to(torch.result_type(scalars[0], 1.0 if x.is_floating_point() else 1)) if number else x
+            for x, number in zip(values, python, strict=True)
+        ]
 
     def output(self, argument: Any, line: Any) -> Tensor:
         value = self._argument(argument)
@@ -292,9 +309,11 @@ def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[li
     dtypes = [tape.dtype, *[torch.int64] * 4]
     tile = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in zip(shapes, dtypes, strict=True)]
     tensors = [torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape) for x in tape.tensors]
-    numbers = [
-        torch.zeros((), dtype=torch.int64 if isinstance(x, int) else torch.float32, device="cpu") for x in tape.numbers
+    kinds = [
+        source.dtype if source is not None else torch.int64 if isinstance(x, int) else torch.get_default_dtype()
+        for x, source in zip(tape.numbers, tape.sources, strict=True)
     ]
+    numbers = [torch.zeros((), dtype=dtype, device="cpu") for dtype in kinds]
     return tile, tensors, numbers
 
 

@@ -73,7 +73,8 @@ class Tape:
     """A recording of steps. Its values are the arguments, then one for each step.
 
     A step is (function, arguments, keywords). An argument is ("value", i), ("tensor", i), ("row", i, shape) for a
-    tensor without an index, ("number", i, type), ("constant", type, x), ("slice", a, b, c), ("tuple" or "list", …).
+    tensor without an index, ("number", i, type), ("constant", type, x), ("slice", a, b, c), ("tuple" or "list", …). The
+    type of a number is that of Python, or a dtype, of a tensor of no dimensions that promotes differently.
     """
 
     def __init__(self, kind: type, dtype: torch.dtype, device: Any, reads_numbers: bool = True) -> None:
@@ -132,14 +133,20 @@ class Tape:
     def _number(self, x: Any, source: Any = None) -> Any:
         self.numbers.append(x)
         self.sources.append(source)
-        return "number", len(self.numbers) - 1, "int" if isinstance(x, int) else "float"
+        return self._numbered(len(self.numbers) - 1)
+
+    def _numbered(self, i: int) -> Any:
+        source = self.sources[i]
+        if source is not None and source.dtype not in (torch.int64, torch.get_default_dtype()):
+            return "number", i, source.dtype
+        return "number", i, "int" if isinstance(self.numbers[i], int) else "float"
 
     def _tensor(self, x: Tensor, lifts: bool) -> Any:
         _check_operations(x)
         if lifts and self.reads_numbers and is_number(x):
             for i, other in enumerate(self.sources):
                 if other is x:
-                    return "number", i, "int" if isinstance(self.numbers[i], int) else "float"
+                    return self._numbered(i)
             return self._number(x.item(), x)
         i = self._placed(x)
         if x.dim() and not all(n == 1 for n in x.shape):
