@@ -6,8 +6,8 @@ each call twice: the second one takes what the first one kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
