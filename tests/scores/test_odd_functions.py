@@ -284,10 +284,15 @@ def graphs(function, dtype: torch.dtype) -> list[str]:
     return [*texts, str((made.dtypes, made.ranks, made.integral))]
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *NAMES])
-def test_graphs_are_those_of_make_fx(name, monkeypatch):
-    odd = name in FUNCTIONS
-    function, dtype = (FUNCTIONS[name], torch.float64) if odd else (build_score(name, 2, S, S), torch.float32)
+def pytest_generate_tests(metafunc):
+    if "traced" in metafunc.fixturenames:  # each takes a second; one in four by default
+        names = [*FUNCTIONS, *NAMES]
+        metafunc.parametrize("traced", names if metafunc.config.getoption("--everything") else names[::4])
+
+
+def test_graphs_are_those_of_make_fx(traced, monkeypatch):
+    odd = traced in FUNCTIONS
+    function, dtype = (FUNCTIONS[traced], torch.float64) if odd else (build_score(traced, 2, S, S), torch.float32)
     found = graphs(function, dtype)
     for module in (trace, program):
         monkeypatch.setattr(module, "Tracer", MakeFx)
