@@ -110,7 +110,17 @@ def word_of(fn: Any) -> str:
     return fn.__name__ if isinstance(fn, _NAMED) else type(fn).__name__
 
 
-_NAMED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
+class Named:
+    """A function of saccade's that is an object, and has a name."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+
+_NAMED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, Named)
 
 
 @compile_constant

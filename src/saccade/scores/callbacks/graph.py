@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.lazily import lazily
 from saccade.scores.callbacks.operations import OPERATIONS, computed
+from saccade.scores.score_mod import Named
 
 
 class data_type(enum.Enum):
@@ -164,7 +165,7 @@ _INPUTS = ("score", "gradient", "tensor")
 
 
 @dataclass(frozen=True)
-class CallbackRecording:
+class CallbackRecording(Named):
     """A callback's graph as a function of tiles: `(score, b, h, q_idx, kv_idx, *tensors) -> score`, with the gradient
     first where one is among its inputs. Equal recordings compute the same."""
 
@@ -179,10 +180,6 @@ class CallbackRecording:
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @staticmethod
     def of(name: str, output: Any, derivative: bool) -> CallbackRecording:
