@@ -282,3 +282,18 @@ def test_hooks_end_repeats(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     assert not repeat.ready()
+
+
+WATCHED = """
+import sys, torch
+from saccade.backends.device.recorder import Recorder
+
+with Recorder() as watched:
+    torch.empty(4).view(2, 2)
+assert len(watched.allocated) == 1 and not watched.fails
+print(*sorted({"sympy", "torch._dynamo", "torch._inductor"} & {*sys.modules}))
+"""
+
+
+def test_a_call_that_is_watched_imports_no_compiler(fresh_process):
+    assert not fresh_process(WATCHED).strip()

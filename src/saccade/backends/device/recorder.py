@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from saccade.backends.device.packed_launch import Encoding, PackedLaunch, Place, driver, packed
+from saccade.dispatch_mode import DispatchMode
 
 _ALIGNMENT = 512
 """Bytes between pieces of memory, as between allocations of their own."""
@@ -111,7 +111,7 @@ class _Started(NamedTuple):
     encodings: Sequence[Encoding]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Watches a call: `with recorder: …`, in one thread."""
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from saccade.dispatch_mode import DispatchMode
 from saccade.scores.recording.advice import READS, refusal_of
 from saccade.scores.recording.tape import Refused
 
@@ -23,7 +23,7 @@ _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, tor
 _ALIKE = ({torch.float32}, {torch.float64})
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(DispatchMode):
     """Sees what torch does below autograd, derivatives too. Operations in `decompositions` are replaced by others, as
     are those that torch defines by others.
 
@@ -32,11 +32,6 @@ class Tracer(TorchDispatchMode):
 
     line: str | None = None
     """The line of the user's code that the next nodes belong to."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Since 2.13 torch hides modes from its compiler, which it imports to do so. Here none runs."""
-        return False
 
     def __init__(self, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
         super().__init__()
