@@ -66,6 +66,9 @@ class GateRow(NamedTuple):
         q, k, v = (torch.empty(1, 2, 512, n, dtype=self.dtype) for n in (self.d, self.d, self.d_v))
         packed = "packed" in self.words
         layout: Any = PACKED if packed else RANGES if "ranges" in self.words else Dense()
+        if "padded" in self.words:
+            used = torch.zeros(1, dtype=torch.int32)
+            layout = Dense("bhsd", used, used.clone())
         if "paged" in self.words:  # pages of 16 rows; two sequences, whose queries are packed, or one
             k, v = (x.view(32, 2, 16, x.shape[3]) for x in (k, v))
             starts, b = (torch.zeros(3, dtype=torch.int32), 2) if packed else (None, 1)

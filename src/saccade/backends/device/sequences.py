@@ -91,7 +91,12 @@ def numbered(span, b):
 @triton.constexpr_function
 def is_packed(span):
     """constexpr: span.packed, whose name Triton 3.6 does not know here"""
-    return span is not None and bool(getattr([*span][-1], "value", [*span][-1]))
+    if span is None:
+        return False
+    packed = getattr([*span][-1], "value", [*span][-1])
+    if not isinstance(packed, bool):  # a tensor would count as True
+        raise TypeError("a span that was assigned to a name has lost its constexprs")
+    return packed
 
 
 @triton.jit

@@ -44,6 +44,7 @@ def configs() -> Iterator[str]:
 def features() -> Iterator[str]:
     """What a call may have besides."""
     yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed", "interval"))
+    yield from (f"gluon forward 16bit d{d}/{d} masked padded" for d in (128, 256))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon forward 16bit {words}" for words in ("d64/64 full relative_bias", "d128/128 causal bias"))
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])

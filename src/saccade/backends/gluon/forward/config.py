@@ -108,11 +108,12 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
         return scored(spec, gpu, score)
     config = ForwardConfig(**row) if row else formula(spec.d, spec.d_v)
     listed = "mask_mod" in spec.mask or "~" in spec.mask
-    reads = "interval" in spec.mask or spec.layout in ("packed", "ranges")
+    reads = "interval" in spec.mask or spec.layout != "dense"
     if reads and not listed and config.registers == 232:
-        # The loader reads bounds or lengths. With 40 registers, spilled or not, ptxas moves p about in the consumers'
-        # loops (docs/findings/gluon.md).
-        config = replace(config, registers=224, loader_registers=56)
+        # The producer reads bounds, lengths or pages. With fewer registers, spilled or not, ptxas moves p about in the
+        # consumers' loops (docs/findings/gluon.md).
+        registers, loader = (208, 88) if spec.d <= 128 else (224, 56)
+        config = replace(config, registers=registers, loader_registers=loader)
     if spec.layout in ("packed", "paged") and listed and (config.consumers, config.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both
     if spec.layout == "paged" and listed and config == formula(128, 128):

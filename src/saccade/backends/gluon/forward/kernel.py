@@ -117,7 +117,6 @@ def forward_kernel(
     again in the end. used: the rows and the keys that are. rules: the mask, the score and the CapturedTileArgs. blocks,
     heads, section: see TileScheduler.
     """
-    used_q = used[0]
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
     D_CHUNKS: gl.constexpr = shape.D_CHUNKS
@@ -131,7 +130,7 @@ def forward_kernel(
     if is_split(pages):
         parts = pages.parts
     args = ForwardArgs(
-        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used_q, used[1], pages, rules[0],
+        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used[0], used[1], pages, rules[0],
         rules[1], rules[2], captured_desc, dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
@@ -153,7 +152,7 @@ def forward_kernel(
     if captured_desc is not None:
         captured_shape: gl.constexpr = [STAGES * CONSUMERS, 1, 1, 64, shape.BLOCK_K]
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, captured_shape, captured_desc.layout)
-    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), rules[0].block_sparse, is_split(pages))
+    HELD: gl.constexpr = numbers_of_item(is_packed(used[0]), rules[0].block_sparse, is_split(pages))
     out_tiles = None
     if OUT_COLUMNS > 0:
         out_shape: gl.constexpr = [CONSUMERS, 1, 1, 64 // ROWS, ROWS, OUT_COLUMNS]
