@@ -14,11 +14,12 @@ pytest.importorskip("typer", reason="the extra [cli]")
 pytest.importorskip("triton")
 from typer.testing import CliRunner
 
+from saccade import configs
 from saccade.cli.app import app
 from saccade.spec import Spec
 from saccade.testing import warm
 from saccade.testing.offline import cuda_library
-from saccade.testing.warm import TaskShape, case_of, problem_of
+from saccade.testing.warm import Made, Task, TaskShape, case_of, problem_of
 
 CALLS = """
 import sys
@@ -72,6 +73,7 @@ def test_calls_of_other_shapes_find_the_kernels_where_they_were_moved(tmp_path):
     ("spec", "complaint"),
     [
         ("bf16 d128 cpu", "not for 'cpu'"), ("bf16 d128 gfx942", "not for 'gfx942'"), ("d128 sm90", "lacks dtype"),
+        ("bf16 d64 sm999", "no GPU that this version knows is sm999"),
         ("bf16 d128 paged sm90", "kernels of paged"), ("bf16 d128 mask_mod sm90", "kernels of mask_mod"),
         ("bf16 d128 score(own) sm90", "kernels of score(own)"), ("bf16 d64 offsets sm90", "kernels of offsets"),
     ],
@@ -80,6 +82,75 @@ def test_what_a_spec_does_not_say(spec, complaint):
     found = CliRunner().invoke(app, ["warm", spec])
     assert found.exit_code == 2
     assert complaint in " ".join(found.output.replace("│", " ").split())
+
+
+def said(*words: str) -> tuple[int, str]:
+    """The exit code, and what was printed, without the box's lines."""
+    found = CliRunner().invoke(app, ["warm", *words])
+    return found.exit_code, " ".join(found.output.replace("│", " ").split())
+
+
+def test_places_that_cannot_be_a_folder(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for place, complaint in ((file, "a file is there"), (file / "x", "Not a directory"), (Path("/proc/x"), "No such")):
+        code, printed = said("bf16 d64 sm90", "--out", str(place))
+        assert code == 2
+        assert complaint in printed
+
+
+def test_gpus_without_a_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, printed = said("bf16 d64 sm90", "--gpu", "nosuch", "--out", str(tmp_path / "none"))
+    assert code == 2
+    assert "there are h200, and sm90 for a GPU that has none" in printed
+    assert not (tmp_path / "none").exists()
+    tables = tmp_path / "saccade"
+    tables.mkdir()
+    (tables / "b200.json").write_text("{}")
+    assert configs.names() == ["b200", "h200"]
+
+
+def dies_at_d64(task: Task) -> Made:
+    """In place of what compiles."""
+    return os.abort() if task.spec.d == 64 else Made("triton", ["forward_kernel"], [], None)
+
+
+def test_the_others_are_compiled_when_a_process_dies(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "compile_task", dies_at_d64)
+    words = "bf16 d64 sm90", "bf16 d128 sm90", "--inference", "--out", str(tmp_path)
+    code, printed = said(*words)
+    assert code == 1
+    assert "bf16 d64 dense aligned sm90, inference: its process died" in printed
+    assert "1: forward_kernel" in printed
+
+
+@pytest.mark.parametrize(
+    ("spec", "reasons"),
+    [
+        ("bf16 d64 sm70", ["gluon: runs on sm90, not on sm70", "triton: runs on sm80+", "cpu: runs on cpu"]),
+        ("fp64 d64 sm90", ["gluon: takes fp16", "triton: takes fp16", "cpu: runs on cpu, not on sm90"]),
+    ],
+)
+def test_a_spec_that_no_backend_runs_is_told_why(spec, reasons, tmp_path):
+    code, printed = said(spec, "--out", str(tmp_path))
+    assert code == 1
+    assert "no backend runs" in printed
+    assert all(reason in printed for reason in reasons)
+
+
+def test_kernels_that_are_not_whole_are_compiled_again(tmp_path):
+    words = "fp16 d64 causal sm80", "--inference", "--out", str(tmp_path)
+    assert said(*words)[0] == 0
+    (cubin,) = tmp_path.glob("*/*.cubin")
+    whole = cubin.read_bytes()
+    cubin.write_bytes(b"")
+    code, printed = said(*words)
+    assert code == 0
+    assert f"{cubin.parent.name}/forward_kernel.cubin" in printed
+    assert "1: forward_kernel │ 0" in printed or "1: forward_kernel 0" in printed
+    assert len(cubin.read_bytes()) == len(whole)
+    assert "0 1: forward_kernel" in said(*words)[1]
 
 
 def test_wrong_shapes(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from saccade.testing import gate
 from saccade.testing.gate import keys, reused_barriers
 
 MADE = """
@@ -28,6 +31,20 @@ def test_other_reads_of_shared_memory_are_not():
 
 def test_a_barrier_where_tiles_begin_is_found():
     assert reused_barriers("mov.b32 %r1, global_smem;\n@%p7 mbarrier.init.shared::cta.b64 [%r1], 2;") == [0]
+
+
+def test_a_row_whose_process_dies_fails(monkeypatch, capsys):
+    pytest.importorskip("triton", reason="the extra [triton]")
+    monkeypatch.setattr(gate, "keys", lambda words: ["triton one"])
+    monkeypatch.setattr(gate, "fit", _dies)
+    with pytest.raises(SystemExit) as ended:
+        gate.main()
+    assert ended.value.code
+    assert "FAIL  triton one  its process died" in capsys.readouterr().out
+
+
+def _dies(key: str) -> None:
+    os.abort()
 
 
 def test_rows_are_chosen_by_words():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from saccade import configs
 from saccade.spec import Spec
 
 
@@ -30,12 +32,17 @@ def warm(
 
     No GPU is needed, but the Triton and the Python that will run the kernels. Then set TRITON_CACHE_DIR to the folder.
     """
+    from saccade.testing import kernel_folder
     from saccade.testing import warm as warming
+    from saccade.testing.processes import Died, in_processes
 
     parsed = [_parsed(text) for text in specs]
     lengths = _lengths(shape)
-    out.mkdir(parents=True, exist_ok=True)
+    _known_gpu(gpu, parsed)
+    _writable(out)
     folder, console = str(out.resolve()), Console(stderr=True)
+    for broken in kernel_folder.drop_broken(out):
+        console.print(f"not whole, so that it does not count as known: {broken}", markup=False, soft_wrap=True)
     tasks = []
     for spec in parsed:
         parts = warming.PARTS[:1] if inference else warming.parts_of(spec)
@@ -43,13 +50,11 @@ def warm(
     table, failed = Table("spec", "part", "backend", "compiled", "known"), []
     # A fresh process for each: what stands in for a GPU cannot be undone, and Triton compiles in one thread.
     processes = min(jobs or os.cpu_count() or 1, len(tasks))
-    with (
-        Progress(console=console) as progress,
-        multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool,
-    ):
+    with Progress(console=console) as progress:
         shown = progress.add_task("compile", total=len(tasks))
-        for task, made in zip(tasks, pool.imap(warming.compile_task, tasks, chunksize=1), strict=True):
+        for task, found in in_processes(warming.compile_task, tasks, processes, fresh=True):
             progress.advance(shown)
+            made = warming.Made("none", [], [], str(found)) if isinstance(found, Died) else found
             table.add_row(str(task.spec), task.part, made.backend, *map(_counted, (made.kernels, made.known)))
             failed += [] if made.reason is None else [f"{task.spec}, {task.part}: {made.reason}"]
     if at:
@@ -73,6 +78,27 @@ def _parsed(text: str) -> Spec:
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from None
     return spec
+
+
+def _known_gpu(gpu: str, specs: Sequence[Spec]) -> None:
+    """A GPU that has no table takes the formulas' tiles, as a device's own word does."""
+    devices = sorted({spec.device for spec in specs})
+    tables = configs.names()
+    if gpu and gpu not in (*tables, *devices):
+        raise typer.BadParameter(
+            f"--gpu {gpu}: no tile table has this name; there are {', '.join(tables)}, and {', '.join(devices)} for a "
+            "GPU that has none"
+        )
+
+
+def _writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as wrong:
+        reason = "a file is there" if isinstance(wrong, FileExistsError) else wrong.strerror
+        raise typer.BadParameter(f"--out {out} cannot be a folder of kernels: {reason}") from None
 
 
 def _lengths(text: str) -> Any:

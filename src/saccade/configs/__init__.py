@@ -40,6 +40,12 @@ def table(gpu: str) -> dict[str, dict[str, int]]:
     return {key: row["config"] for key, row in rows.items()}
 
 
+def names() -> list[str]:
+    """The GPUs that have a table, shipped or the user's."""
+    files = [*resources.files(__name__).iterdir(), *user_file("").parent.glob("*.json")]
+    return sorted({file.name.removesuffix(".json") for file in files if file.name.endswith(".json")})
+
+
 def user_file(gpu: str) -> Path:
     """Where `saccade tune` keeps what it measured: the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from saccade.testing.offline import SHARED_LIMIT, NamedTarget
+from saccade.testing.processes import Died, in_processes
 from saccade.testing.uniform_registers import unwritten
 
 CAPABILITY = 90
@@ -131,11 +132,11 @@ def main() -> None:
 
     print(f"triton {triton.__version__}, sm_{CAPABILITY}a")
     failed = total = 0
-    with multiprocessing.get_context("spawn").Pool(multiprocessing.cpu_count()) as pool:
-        for found in pool.imap(fit, keys(sys.argv[1:])):
-            print(found, flush=True)
-            total += 1
-            failed += not found.ok
+    for key, found in in_processes(fit, keys(sys.argv[1:]), os.cpu_count() or 1):
+        died = isinstance(found, Died)
+        print(f"FAIL  {key}  {found}" if died else found, flush=True)
+        total += 1
+        failed += died or not found.ok
     print(f"{total - failed} passed, {failed} failed")
     sys.exit(bool(failed) or not total)
 

@@ -68,13 +68,17 @@ class NoLaunch(NamedTarget):
 def capability_of(device: str) -> int:
     """
     Raises:
-        ValueError: a word that is no NVIDIA GPU's.
+        ValueError: a word that is no NVIDIA GPU's, or that of one that this version does not know: LLVM ends a process
+            that compiles for what it does not know either.
 
     >>> capability_of("sm90")
     90
     """
     if not (found := re.fullmatch(r"sm(\d+)", device)):
         raise ValueError(f"kernels are compiled for NVIDIA GPUs, named as in sm90, not for {device!r}")
+    if not hardware.known(device):
+        known = ", ".join(f"sm{capability}" for capability in hardware.NVIDIA)
+        raise ValueError(f"no GPU that this version knows is {device}; it knows {known}")
     return int(found[1])
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade import dispatch, scores
-from saccade.backends import Saved
+from saccade.backends import Saved, Unsupported
 from saccade.call import check_call
 from saccade.descale import EIGHT_BITS, Descale
 from saccade.problem import Problem
@@ -135,6 +135,8 @@ def compiled(task: Task) -> Made:
                 plan.module.run_backward(problem, _saved(problem))
             else:
                 plan.module.run_forward(problem, task.part == "training")
+    except Unsupported as refused:
+        return Made(backend, made, known, str(refused))  # a line for each backend
     except Exception as reason:  # whatever keeps one Spec from compiling, the others still count
         return Made(backend, made, known, f"{type(reason).__name__}: {reason}".splitlines()[0])
     finally:
