@@ -39,3 +39,22 @@ def test_device_functions_have_few_parameters():
             if count > MOST_PARAMETERS[kind]:
                 too_many[f"{name}: {node.name}"] = count
     assert not too_many
+
+
+def test_device_functions_assign_no_record():
+    """A record that is assigned to a name loses its constexprs, and one that holds a function does not compile; so
+    records go straight from where they are into calls. `data`: of a mask or a score. Items: of records of records."""
+    assigned = []
+    for name, node in nodes(ast.FunctionDef):
+        assert isinstance(node, ast.FunctionDef)
+        decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+        if "triton.jit" not in decorators and "gluon.jit" not in decorators:
+            continue
+        for inner in ast.walk(node):
+            value = inner.value if isinstance(inner, ast.Assign) else None
+            record = isinstance(value, ast.Attribute) and value.attr in ("data", "mask", "score")
+            if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
+                record = ast.unparse(value.value).split(".")[-1] in ("rules", "spans", "used", "records")
+            if record:
+                assigned.append(f"{name}: {ast.unparse(inner)}")
+    assert not assigned

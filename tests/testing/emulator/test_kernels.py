@@ -67,6 +67,14 @@ def test_latent(case: Case) -> None:
     right(case, 0)
 
 
+@pytest.mark.parametrize("score", ["t5_bias", "relative_bias(128)"])
+def test_tables_end_with_the_last_head(score: str) -> None:
+    """Three heads in tiles of four, of which the last has no table; the emulator knows where each tensor ends."""
+    case = Case("", b=1, h_q=3, h_k=1, s_q=40, s_k=40, d=128, score=score)
+    for seed in range(3):
+        right(case, seed)
+
+
 def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, name, 1)

@@ -49,6 +49,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit {words}" for words in ("d64/64 full relative_bias", "d128/128 causal bias"))
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
     yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged split"))
+    yield "gluon forward 16bit d64/64 causal alibi paged"
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
     yield from ("gluon forward 16bit d96/96 full", "gluon forward 16bit d64/64 causal short")

@@ -154,8 +154,8 @@ class Consumer:
             own = bounds_of_rows(self.args.kv_blocks, self.block, q_block, columns)
         level = ()
         if FLAT:
-            score = self.args.score.data
-            level = (self.args.score.level(score, self.block.b, h, q_block * BLOCK_Q, self.block.start),)
+            row, start = q_block * BLOCK_Q, self.block.start
+            level = (self.args.score.level(self.args.score.data, self.block.b, h, row, start),)
         tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED, level)
         zero = gl.zeros([64, BLOCK_Q], gl.float32, product_layout(BLOCK_Q))
         stage = n % 2

@@ -86,9 +86,8 @@ class ScoreTile:
         """The scores of the product s."""
         args = self.args
         if len(captured) == 1:
-            data = args.score.data + captured
-            q_idx = self.q_idx(s)[None, :]
-            return args.score.apply(data, s * args.scale, self.block.b, self.h, q_idx, self.kv_idx[:, None])
+            q_idx, kv_idx = self.q_idx(s)[None, :], self.kv_idx[:, None]
+            return args.score.apply(args.score.data + captured, s * args.scale, self.block.b, self.h, q_idx, kv_idx)
         else:
             return logits(s, args.score, args.scale, self.block.b, self.h, self.q_idx(s)[None, :], self.kv_idx[:, None])
 
@@ -138,10 +137,10 @@ class ScoreTile:
         if args.score.steady:
             return p
         else:
-            q_idx = self.q_idx(s)[None, :]
+            q_idx, kv_idx = self.q_idx(s)[None, :], self.kv_idx[:, None]
             x = s * args.scale
-            data = args.score.data
             if len(captured) == 1:
-                data = data + captured
-            slope = args.score.slope(data, x, self.block.b, self.h, q_idx, self.kv_idx[:, None])
+                slope = args.score.slope(args.score.data + captured, x, self.block.b, self.h, q_idx, kv_idx)
+            else:
+                slope = args.score.slope(args.score.data, x, self.block.b, self.h, q_idx, kv_idx)
             return apply_slope(p, slope, self.dropout is not None)

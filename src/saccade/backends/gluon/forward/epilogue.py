@@ -15,7 +15,7 @@ from saccade.backends.device.descale import factor_at
 from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
 from saccade.backends.device.sequences import is_packed
 from saccade.backends.device.tiles import head, largest, used_length
-from saccade.backends.gluon.forward.scores import LOWEST_VAST
+from saccade.backends.gluon.forward.scores import LOWEST_VAST, in_group
 from saccade.backends.gluon.forward.work_tile import FIRST_ROW, PART, THERE
 from saccade.backends.gluon.ptx import fast_log2
 from saccade.backends.gluon.shim import thread_barrier, tma_store, view
@@ -35,7 +35,9 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
     else:
         first_row, row_count = 0, args.s_q
         stored = row_count
-    there = (rows.q_idx < row_count) & (rows.h < item.h_k * args.group + args.group)
+    there = rows.q_idx < row_count
+    if pipe.shape.ROWS < 64:
+        there = there & in_group(item, args.group, there, pipe.shape.ROWS)
     live = there & (rows.q_idx < rows.rows)
     part = None if args.parts is None else pipe.slots.get(at, PART)
     weight, lse, top_score = normalize(row_max, row_sum, rows, args, live, part)

@@ -20,6 +20,7 @@ from saccade.backends.gluon.forward.scores import (
     ScoreRows,
     bounds_of_rows,
     factors_of_rows,
+    heads_of_rows,
     linear_terms,
     score_rule,
 )
@@ -336,7 +337,7 @@ def score_rows(rule, args, pipe, item, at, b):
     # [64]
     i = gl.arange(0, 64, layout)
     q_idx = item.row + i % ROWS
-    h = item.h_k * args.group + item.in_group + i // ROWS
+    h = heads_of_rows(item, args.group, i, ROWS)
     bounds = bounds_of_rows(rule.mask, b, q_idx, rows, keys)
     factors = factors_of_rows(args.descale, b, item.h_k, item.row)
     if args.descale is not None:

@@ -111,6 +111,22 @@ def positive(factor):
     return gl.where(factor >= 0, gl.maximum(factor, LEAST_FACTOR), float("nan"))
 
 
+@gluon.jit
+def heads_of_rows(tile, group, i, ROWS: gl.constexpr):
+    """The query head of rows i of a tile that begins with head `tile.in_group` of its key head. Rows of no head of that
+    group read what its last one does, as there may be nothing behind; see `in_group`."""
+    h = tile.h_k * group + tile.in_group + i // ROWS
+    if ROWS < 64:
+        h = gl.minimum(h, tile.h_k * group + group - 1)
+    return h
+
+
+@gluon.jit
+def in_group(tile, group, like, ROWS: gl.constexpr):
+    """Whether the heads of rows, in the layout of `like` [64], are heads of the group."""
+    return tile.in_group + gl.arange(0, 64, like.type.layout) // ROWS < group
+
+
 @aggregate
 class ScoreRows:
     """64 query rows, and what becomes of the products [64, BLOCK_K] of them and a tile of keys."""
@@ -174,10 +190,11 @@ class ScoreRows:
         else:
             kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
             s = s * rule.inside
-            data = rule.score.data
+            h, q_idx = self.h[:, None], self.q_idx[:, None]
             if len(captured) == 1:
-                data = data + captured
-            return rule.score.core(data, s, self.b, self.h[:, None], self.q_idx[:, None], kv_idx)
+                return rule.score.core(rule.score.data + captured, s, self.b, h, q_idx, kv_idx)
+            else:
+                return rule.score.core(rule.score.data, s, self.b, h, q_idx, kv_idx)
 
     @gluon.jit
     def apply_mask(self, s, tile, LOWER: gl.constexpr):

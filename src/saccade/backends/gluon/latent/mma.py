@@ -14,6 +14,8 @@ from saccade.backends.gluon.forward.scores import (
     LOWEST_VAST,
     ScoreRows,
     bounds_of_rows,
+    heads_of_rows,
+    in_group,
     linear_terms,
     score_rule,
 )
@@ -167,7 +169,7 @@ def score_rows(args, rule, rows, b, used, keys):
     # [64]
     i = gl.arange(0, 64, layout)
     q_idx = rows.row + i % ROWS
-    h = rows.h_k * args.group + rows.in_group + i // ROWS
+    h = heads_of_rows(rows, args.group, i, ROWS)
     bounds = bounds_of_rows(rule.mask, b, q_idx, used, keys)
     return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - used), b, h, q_idx, used, keys, bounds, (), ())
 
@@ -176,7 +178,7 @@ def score_rows(args, rule, rows, b, used, keys):
 def store_part(c: gl.constexpr, args, tile, rows, state, total, part):
     """Writes a part's out and LSE."""
     layout: gl.constexpr = state.acc.type.layout
-    live = (rows.q_idx < rows.rows) & (rows.h < (tile.h_k + 1) * args.group)
+    live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
     weight, lse, _ = weights_of_rows(state.row_max, total, rows, None, live)
     first = (part.to(gl.int64) * args.tiles + tile.number) * 64
     if c == 0:
@@ -192,7 +194,7 @@ def store_part(c: gl.constexpr, args, tile, rows, state, total, part):
 def store_whole(c: gl.constexpr, args, tile, rows, state, total):
     """Writes out and LSE of all of a sequence's keys."""
     layout: gl.constexpr = state.acc.type.layout
-    live = (rows.q_idx < rows.rows) & (rows.h < (tile.h_k + 1) * args.group)
+    live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
     weight, lse, _ = weights_of_rows(state.row_max, total, rows, args.sink, live)
     if c == 0 and args.lse is not None:
         place = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
