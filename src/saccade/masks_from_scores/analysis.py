@@ -238,12 +238,18 @@ class _Analysis:
         return bounds
 
     def _affine(self, x: Any) -> _Affine | None:
-        """None for anything else, and for what floats may have rounded."""
+        """None for anything else, and for what floats may have rounded or narrow integers wrapped."""
         affine = self._sum(x)
-        if affine is not None and isinstance(x, fx.Node) and x.meta["val"].is_floating_point():
-            wide = x.meta["val"].dtype in (torch.float32, torch.float64)
+        if affine is None or not isinstance(x, fx.Node):
+            return affine
+        dtype = x.meta["val"].dtype
+        if dtype.is_floating_point:
+            wide = dtype in (torch.float32, torch.float64)
             return affine if wide and max(map(abs, affine[:3])) <= LONGEST else None
-        return affine
+        if dtype == torch.int64 or x.meta["kind"] == "number":
+            return affine
+        near = max(map(abs, affine[:2])) <= 1 and abs(affine.constant) <= LONGEST and not affine.terms
+        return affine if dtype == torch.int32 and near else None
 
     def _sum(self, x: Any) -> _Affine | None:
         if isinstance(x, fx.Node) and x.meta["kind"] == "number":

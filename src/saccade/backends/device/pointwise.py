@@ -143,8 +143,24 @@ def floor_remainder(i, j):
 
 
 @triton.jit
+def left_shift(i, j, BITS: tl.constexpr):
+    """i << j of BITS bits; 0 where no such bit exists."""
+    j = i * 0 + j
+    return tl.where((j < 0) | (j >= BITS), i * 0, i << (j & (BITS - 1)))
+
+
+@triton.jit
+def right_shift(i, j, BITS: tl.constexpr):
+    """i >> j of BITS bits; copies of the sign where no such bit exists."""
+    j = i * 0 + j
+    return i >> tl.where((j < 0) | (j >= BITS), BITS - 1, j)
+
+
+@triton.jit
 def power(x, y):
-    y = tl.where(x == x, y, y)  # a number becomes a tensor, as the interpreter wants it
+    # A number becomes a tensor, as the interpreter wants it.
+    y = tl.where(x == x, y, y)
+    x = tl.where(y == y, x, x)
     size = tl.exp2(y * tl.log2(tl.abs(x)))
     whole = tl.floor(y) == y
     odd = whole & (tl.floor(y * 0.5) != y * 0.5)
@@ -193,7 +209,7 @@ NAMES = {
     for name in (
         "INF", "index_float", "widened", "inside", "wrapped", "tanh", "fast_tanh", "sigmoid", "expm1", "log1p",
         "truncated", "rounded", "signed", "larger", "smaller", "remainder", "fmod", "divisor", "quotient",
-        "floor_divided", "floor_remainder", "power", "distances", "add_diagonals",
+        "floor_divided", "floor_remainder", "left_shift", "right_shift", "power", "distances", "add_diagonals",
     )
 } | {"tl": tl, "triton": triton, "plain_int": plain_int, "far_int": far_int}  # fmt: skip
 """What emitted source may name."""

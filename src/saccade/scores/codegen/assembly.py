@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from saccade.scores.codegen.ranges import modulo
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import TILE_SHAPES, aten, in_order, name_of, outputs_of
 
@@ -123,7 +124,7 @@ class Assembly:
             target = getattr(getattr(aten, name), target._overloadname)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.copied)
         if (simple := _folded(name, args)) is not None:
-            return simple
+            return simple if node.meta["val"].is_floating_point() else _as(node, simple)
         if node.target is operator.getitem:
             return self._node(node.target, args, kwargs, node)
         args = self._widened(node, args)
@@ -235,7 +236,7 @@ def _as(node: fx.Node, x: Any) -> Any:
     dtype = node.meta["val"].dtype
     if isinstance(x, fx.Node) or dtype.is_complex:
         return x
-    return bool(x) if dtype == torch.bool else float(x) if dtype.is_floating_point else int(x)
+    return bool(x) if dtype == torch.bool else float(x) if dtype.is_floating_point else modulo(int(x), dtype)
 
 
 def _folded(name: str, args: tuple[Any, ...]) -> Any:

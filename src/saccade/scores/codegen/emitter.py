@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from saccade.scores.codegen.arguments import Arguments
 from saccade.scores.codegen.program import Program
-from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, range_of
+from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, limits_of, modulo, range_of, within
 from saccade.scores.codegen.reads import EmitOptions, Reads, Value, kind_of
-from saccade.scores.codegen.texts import literal, power
+from saccade.scores.codegen.texts import arity, literal, low_bits, power, rounded
 from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.tape import TILE
 from saccade.scores.recording.trace import TILE_SHAPES, K, Q, Refused, in_order, name_of
@@ -29,7 +30,7 @@ _FLOAT = {
     "abs": "tl.abs({})", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
     "sin": "tl.sin({})", "cos": "tl.cos({})", "sqrt": "tl.sqrt_rn({})", "rsqrt": "(1.0 / tl.sqrt_rn({}))",
     "tanh": "tanh({})", "erf": "tl.erf({})", "erfc": "(1.0 - tl.erf({}))", "floor": "tl.floor({})",
-    "ceil": "tl.ceil({})", "trunc": "truncated({})", "round": "rounded({})", "neg": "(-{})",
+    "ceil": "tl.ceil({})", "trunc": "truncated({})", "neg": "(-{})",
     "reciprocal": "(1.0 / {})", "sigmoid": "sigmoid({})", "expm1": "expm1({})", "log1p": "log1p({})",
     "sign": "signed({})", "sgn": "signed({})", "log10": "(tl.log2({}) * 0.30102999566398120)",
     "relu": "larger({}, 0.0)", "tan": "(tl.sin({0}) / tl.cos({0}))", "sinh": "(0.5 * (expm1({0}) - expm1(-{0})))",
@@ -58,9 +59,18 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 _TRUTH = {
     "logical_and": "({} & {})", "logical_or": "({} | {})", "logical_xor": "({} ^ {})",
     "logical_not": "({} == 0)", "bitwise_not": "({} == 0)", "bitwise_and": "({} & {})", "bitwise_or": "({} | {})",
-    "bitwise_xor": "({} ^ {})", "where": "(({0} & {1}) | (({0} == 0) & {2}))",
+    "bitwise_xor": "({} ^ {})", "where": "(({0} & {1}) | (({0} == 0) & {2}))", "mul": "({} & {})", "add": "({} | {})",
+    "maximum": "({} | {})", "minimum": "({} & {})",
 }  # fmt: skip
 _CLASSES = {"isnan": "({0} != {0})", "isinf": "(tl.abs({}) == INF)", "isfinite": "(tl.abs({}) < INF)"}
+
+_OPERANDS = {
+    **dict.fromkeys(_COMPARE, 2), "scalar_tensor": 1, "_to_copy": 1, "round": 1, "div": 2, "floor_divide": 2,
+    "remainder": 2, "fmod": 2, "pow": 2, "where": 3, "clamp": 3,
+}  # fmt: skip
+"""How many operands those have that no formula says it of."""
+_LOW_BITS = frozenset(("add", "sub", "mul", "neg", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "pow"))
+"""Operations whose lower bits depend on the lower bits of the operands alone."""
 
 
 class Emitter(Reads):
@@ -103,8 +113,10 @@ class Emitter(Reads):
             return Value(f"n{i}", "wide")
         if self.program.integral[i]:
             self.used[f"n{i}"] = f"(plain_int(data[{place}]) - {LONGEST})"
+            dtype = node.meta["val"].dtype
+            least, most = (0, 1) if dtype == torch.bool else limits_of(dtype)
             # The launch makes sure of it.
-            return Value(f"n{i}", "int", (), (-LONGEST, LONGEST))
+            return Value(f"n{i}", "int", (), (max(least, -LONGEST), min(most, LONGEST)))
         self.used[f"n{i}"] = f"data[{place}]"
         return Value(f"n{i}", "float")
 
@@ -115,22 +127,29 @@ class Emitter(Reads):
             return self.read(node, node.meta["at"])
         if name == "reshape":
             return self.read(node, ())
-        if name == "scalar_tensor":
-            return self.value(node.args[0])
+        given = Arguments(node)
+        value = self._computed(name, node, given)
+        given.end()
+        return value
+
+    def _computed(self, name: str, node: fx.Node, given: Arguments) -> Value:
         kind = kind_of(node.meta["val"].dtype)
+        args = [None if x is None else self.value(x) for x in given.first(_count(name, kind))]
+        if name == "scalar_tensor":
+            given.form()
+            return args[0]
         if name == "_to_copy":
-            return self._cast(node)
-        args = [None if x is None else self.value(x) for x in node.args]
-        if kind == "wide" or kind == "int":
-            return self._integer(name, node, args)
+            given.form()
+            return self._cast(node, args[0])
+        if kind == "int":
+            return self._integer(name, node, given, args)
         if kind == "bool":
             return self._boolean(name, node, args)
-        return self.keep(self._float(name, node, args), "float", self._shape(args))
+        return self.keep(self._float(name, node, given, args), "float", self._shape(args))
 
-    def _float(self, name: str, node: fx.Node, args: list[Any]) -> str:
+    def _float(self, name: str, node: fx.Node, given: Arguments, args: list[Any]) -> str:
         texts = [None if x is None else self.float(x) for x in args]
-        alpha = node.kwargs.get("alpha", 1)
-        if name in ("add", "sub") and alpha != 1:
+        if name in ("add", "sub") and (alpha := given.option("alpha", 1)) != 1:
             texts[1] = f"({texts[1]} * {self.float(self.value(alpha))})"
         if name in _BINARY:
             return _BINARY[name].format(*texts)
@@ -139,8 +158,10 @@ class Emitter(Reads):
         if name in _FLOAT:
             return _FLOAT[name].format(texts[0])
         match name:
+            case "round":
+                return rounded(str(texts[0]), given.option("decimals", 0))
             case "div":
-                mode = node.kwargs.get("rounding_mode")
+                mode = given.option("rounding_mode", None)
                 few = self.options.fast and args[1].shape != self._shape(args)
                 exact = f"({texts[0]} * (1.0 / {texts[1]}))" if few and not mode else f"({texts[0]} / {texts[1]})"
                 return {"floor": f"tl.floor({exact})", "trunc": f"truncated({exact})", None: exact}[mode]
@@ -150,23 +171,35 @@ class Emitter(Reads):
                 return f"tl.where({self.bool(args[0])}, {texts[1]}, {texts[2]})"
             case "clamp":
                 return _clamped(_BINARY, texts)
-        raise Refused(f"{name} has no device form; write it with other operations", None)
+        raise Refused(f"{name.removesuffix('_backward')} has no device form; write it with other operations", None)
 
-    def _integer(self, name: str, node: fx.Node, args: list[Any]) -> Value:
-        shape = self._shape(args)
-        if name == "where":
-            span = min(args[1].span[0], args[2].span[0]), max(args[1].span[1], args[2].span[1])
-            wide = not fits(span)
-            a, b = (self.int(x, wide) for x in args[1:])
-            return self.keep(f"tl.where({self.bool(args[0])}, {a}, {b})", "wide" if wide else "int", shape, span)
+    def _integer(self, name: str, node: fx.Node, given: Arguments, args: list[Any]) -> Value:
+        if name in ("add", "sub") and (alpha := given.option("alpha", 1)) != 1:
+            args = [args[0], self._whole("mul", node, [args[1], self.value(alpha)])]
+        if name != "where":
+            return self._whole(name, node, args, given.option("rounding_mode", None))
+        a, b = (self._within(x, node.meta["val"].dtype) for x in args[1:])
+        (least, most), (low, high) = _span(a), _span(b)
+        span = min(least, low), max(most, high)
+        wide = not fits(span)
+        text = f"tl.where({self.bool(args[0])}, {self.int(a, wide)}, {self.int(b, wide)})"
+        return self.keep(text, "wide" if wide else "int", self._shape(args), span)
+
+    def _whole(self, name: str, node: fx.Node, args: list[Any], mode: str | None = None) -> Value:
+        """An operation on integers, whose result is in the limits of the node's dtype, as torch wraps it."""
+        dtype, shape = node.meta["val"].dtype, self._shape(args)
+        if not args:
+            raise Refused(f"{name} of integers has no device form; write it with other operations", None)
+        args = [x and self._within(x, torch.int32 if _keeps_low_bits(name, i, dtype) else dtype)
+                for i, x in enumerate(args)]  # fmt: skip
         spans = [None if x is None else _span(x) for x in args]
-        if node.kwargs.get("alpha", 1) != 1:
-            raise Refused(f"{name} with alpha has no device form", None)
         span = range_of(name, spans, node)
-        wide = not all(fits(x) for x in (*spans, span) if x is not None)
+        wide = dtype == torch.int64 and not all(fits(x) for x in (*spans, span) if x is not None)
         texts = [None if x is None else self.int(x, wide) for x in args]
         parts = None
-        if name in _INT_BINARY:
+        if "shift" in name and not within(spans[1], (0, 63 if wide else 31)):
+            text = f"{name.removeprefix('bitwise_')}({texts[0]}, {texts[1]}, {64 if wide else 32})"
+        elif name in _INT_BINARY:
             text = _INT_BINARY[name].format(*texts)
             parts = (name, args[0], args[1]) if name in ("add", "sub") else None
         elif name in _INT:
@@ -174,15 +207,29 @@ class Emitter(Reads):
         elif name == "clamp":
             text = _clamped(_INT_BINARY, texts)
         elif name in ("floor_divide", "div", "remainder", "fmod"):
-            floors = name != "fmod" and node.kwargs.get("rounding_mode") != "trunc"
+            floors = name != "fmod" and mode != "trunc"
             text = self._divided(name in ("remainder", "fmod"), floors, args, texts)
         elif name == "pow" and isinstance(node.args[1], int) and 0 < node.args[1] <= 4:
             text = "(" + " * ".join([str(texts[0])] * node.args[1]) + ")"
         else:
             raise Refused(f"{name} of integers has no device form; write it with other operations", None)
+        if not within(span, limits := limits_of(dtype)):
+            # 32 and 64 bits wrap by themselves.
+            text, parts = (text if dtype in (torch.int32, torch.int64) else low_bits(text, dtype)), None
+            span = limits
         if wide and fits(span):
             text, wide = f"{text}.to(tl.int32)", False
         return self.keep(text, "wide" if wide else "int", shape, span, parts)
+
+    def _within(self, x: Value, dtype: torch.dtype) -> Value:
+        """An integer in the limits of a dtype; without an instruction where its range is."""
+        if dtype in (torch.uint32, torch.uint64):
+            raise Refused(f"{dtype} has no device form; write x.to(torch.int64)", None)
+        if x.kind == "float" or within(_span(x), limits := limits_of(dtype)):
+            return x
+        if _is_literal(x):
+            return self.value(modulo(int(x.text), dtype))
+        return self.keep(low_bits(x.text, dtype), "int", x.shape, limits)
 
     def _divided(self, rest: bool, floors: bool, args: Sequence[Any], texts: Sequence[str]) -> str:
         """A quotient or what it leaves, rounded down or towards zero."""
@@ -201,6 +248,8 @@ class Emitter(Reads):
         shape = self._shape(args)
         if name in _COMPARE:
             floats = any(x.kind == "float" for x in args)
+            if not floats and (dtype := _common(node)) != torch.bool:
+                args = [self._within(x, dtype) for x in args]
             wide = any(x.kind == "wide" for x in args)
             a, b = (self.float(x) if floats else self.int(x, wide) for x in args)
             return self.keep(f"({a} {_COMPARE[name]} {b})", "bool", shape)
@@ -210,8 +259,8 @@ class Emitter(Reads):
             return self.keep(_TRUTH[name].format(*(self.bool(x) for x in args)), "bool", shape)
         raise Refused(f"{name} of booleans has no device form; write it with other operations", None)
 
-    def _cast(self, node: fx.Node) -> Value:
-        x, dtype = self.value(node.args[0]), node.meta["val"].dtype
+    def _cast(self, node: fx.Node, x: Value) -> Value:
+        dtype = node.meta["val"].dtype
         kind = kind_of(dtype)
         if kind == "bool":
             return self.keep(self.bool(x), "bool", x.shape)
@@ -224,12 +273,12 @@ class Emitter(Reads):
             elif x.kind == "float":
                 return x
             return self.keep(text, "float", x.shape)
-        if x.kind in ("int", "wide"):
-            return x
         if x.kind == "bool":
             return self.keep(self.int(x, False), "int", x.shape, (0, 1))
-        # A float's range is not followed: one that comes from indices and tables fits 32 bits.
-        return self.keep(f"{x.text}.to(tl.int32)", "int", x.shape, (-NARROW - 1, NARROW))
+        if x.kind == "float":
+            # A float's range is not followed: one that comes from indices and tables fits 32 bits.
+            x = self.keep(f"{x.text}.to(tl.int32)", "int", x.shape, (-NARROW - 1, NARROW))
+        return self._within(x, dtype)
 
     # Values by type
 
@@ -292,6 +341,24 @@ def _clamped(table: dict[str, str], texts: Sequence[Any]) -> str:
     for name, bound in zip(("maximum", "minimum"), texts[1:], strict=False):
         text = text if bound is None else table[name].format(text, bound)
     return text
+
+
+def _count(name: str, kind: str) -> int:
+    """How many operands the device form of an operation takes."""
+    tables = {"float": (_BINARY, _FLOAT), "int": (_INT_BINARY, _INT), "bool": (_CLASSES, _TRUTH)}[kind]
+    formula = next((table[name] for table in tables if name in table), None)
+    return _OPERANDS.get(name, 0) if formula is None else arity(formula)
+
+
+def _keeps_low_bits(name: str, operand: int, dtype: torch.dtype) -> bool:
+    """Whether an operand's bits above those of the dtype do not matter, so that all wrap at once, behind."""
+    return dtype != torch.int64 and (name in _LOW_BITS or (name == "bitwise_left_shift" and operand == 0))
+
+
+def _common(node: fx.Node) -> torch.dtype:
+    """The dtype in which torch compares."""
+    a, b = (x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args)
+    return torch.result_type(a, b)
 
 
 def _span(x: Value) -> tuple[int, int]:

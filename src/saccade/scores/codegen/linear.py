@@ -16,6 +16,7 @@ from torch import fx
 
 from saccade.scores.codegen.emitter import Emitter
 from saccade.scores.codegen.program import Program
+from saccade.scores.codegen.ranges import limits_of
 from saccade.scores.codegen.reads import EmitOptions, Value
 from saccade.scores.recording.trace import name_of, outputs_of, shallow
 
@@ -61,6 +62,8 @@ def _terms(x: Any, emitter: Emitter) -> tuple[int, str | None]:
         return 0, None
     if x.op == "placeholder" and x.name in _LEAVES:
         return _LEAVES[x.name]
+    if _wraps(x, emitter):
+        raise _Other
     name = name_of(x) if x.op == "call_function" else ""
     if name in ("add", "sub") and len(x.args) == 2 and x.kwargs.get("alpha", 1) == 1:
         (a, p), (b, q) = (_terms(y, emitter) for y in x.args)
@@ -77,6 +80,14 @@ def _terms(x: Any, emitter: Emitter) -> tuple[int, str | None]:
     if name == "_to_copy" and _keeps(x.args[0].meta["val"].dtype, x.meta["val"].dtype):
         return _terms(x.args[0], emitter)
     raise _Other
+
+
+def _wraps(x: fx.Node, emitter: Emitter) -> bool:
+    """Whether an integer may have left the limits of its dtype, and have come back as another."""
+    dtype = x.meta["val"].dtype
+    if dtype.is_floating_point or dtype in (torch.bool, torch.int64):
+        return False
+    return Emitter(emitter.program, emitter.options).value(x).span == limits_of(dtype)
 
 
 def _keeps(source: torch.dtype, target: torch.dtype) -> bool:

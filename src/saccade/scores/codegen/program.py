@@ -269,12 +269,22 @@ def _decompositions() -> dict[Any, Any]:
         "hardswish_backward", "mish_backward", "sinc",
     )  # fmt: skip
     more = _decomp.get_decompositions([getattr(aten, name) for name in names if hasattr(aten, name)])
-    return {**core(), **more, aten.masked_fill.Tensor: _masked_fill}
+    own = {
+        aten.masked_fill.Tensor: _masked_fill,
+        aten.softshrink_backward.default: _shrink_backward,
+        aten.hardshrink_backward.default: _shrink_backward,
+    }
+    return {**core(), **more, **own}
 
 
 def _masked_fill(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
     """Torch's own imports sympy."""
     return torch.where(mask, value.to(x.dtype), x)
+
+
+def _shrink_backward(grad: Tensor, x: Tensor, lambd: Any) -> Tensor:
+    """Torch has none."""
+    return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(grad), grad)
 
 
 __all__ = ["Program", "Read"]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 LONGEST = 1 << 22
@@ -31,6 +32,22 @@ def check_integers(values: Iterable[Any]) -> None:
 
 def fits(span: Range) -> bool:
     return span[0] >= -NARROW - 1 and span[1] <= NARROW
+
+
+def within(span: Range, limits: Range) -> bool:
+    return span[0] >= limits[0] and span[1] <= limits[1]
+
+
+def limits_of(dtype: torch.dtype) -> Range:
+    """What a dtype of integers holds."""
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
+
+
+def modulo(x: int, dtype: torch.dtype) -> int:
+    """An integer as a dtype has it."""
+    least, most = limits_of(dtype)
+    return (x - least) % (most - least + 1) + least
 
 
 def exact(span: Range) -> bool:
@@ -84,10 +101,19 @@ def range_of(name: str, spans: list[Any], node: fx.Node) -> Range:  # noqa: C901
             return 0, min(x[1] for x in (a, b) if x[0] >= 0)
         case "bitwise_or" | "bitwise_xor" if a[0] >= 0 and b[0] >= 0:
             return 0, (1 << max(a[1], b[1]).bit_length()) - 1
+        case "bitwise_and" | "bitwise_or" | "bitwise_xor":
+            most = (1 << max(x.bit_length() if x >= 0 else (~x).bit_length() for x in (*a, *b))) - 1
+            return ~most, most
+        case "bitwise_not":
+            return ~a[1], ~a[0]
+        case "bitwise_left_shift" if b[0] >= 0 and b[1] < 64:
+            return _hull([x << y for x in a for y in b])
         case "bitwise_right_shift":
             return min(a[0], 0), max(a[1], 0)
+        case "floor_divide" | "div" if b[0] >= 0:
+            return min(a[0], 0), max(a[1], 0)
         case "floor_divide" | "div":
-            return (0 if a[0] >= 0 and b[0] >= 0 else -_size(a)), _size(a)
+            return -_size(a), _size(a)
         case "pow":
             most = _size(a) ** (node.args[1] if isinstance(node.args[1], int) else 64)
             return -most, most

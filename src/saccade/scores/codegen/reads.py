@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from saccade.scores.codegen.program import Program
-from saccade.scores.codegen.ranges import ANY
+from saccade.scores.codegen.ranges import ANY, limits_of
+from saccade.scores.recording.tape import Refused
 from saccade.scores.recording.trace import K, Q
 
 
@@ -85,10 +86,13 @@ class Reads:
             return self.keep(f"{loaded}.to(tl.float32)", "float", shape)
         if dtype == torch.bool:
             return self.keep(f"({loaded} != 0)", "bool", shape)
+        if dtype == torch.uint64:
+            raise Refused("captured tensors of uint64 have no device form; capture x.to(torch.int64)")
+        if dtype == torch.uint32:
+            return self.keep(f"widened({loaded})", "wide", shape, limits_of(dtype))
         wide = dtype == torch.int64
-        limits = torch.iinfo(dtype)
         return self.keep(
-            loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, (limits.min, limits.max)
+            loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, limits_of(dtype)
         )
 
     @property

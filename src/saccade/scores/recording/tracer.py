@@ -20,6 +20,12 @@ from saccade.scores.recording.tape import Refused
 
 aten = torch.ops.aten
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+# By torch's isclose into truths that only it sees: the tensor stands for the new value from there on. Functions that
+# write in place themselves are refused while they are recorded.
+_UNSEEN_WRITES: dict[Any, Any] = {
+    aten.bitwise_and_.Tensor: aten.bitwise_and.Tensor,
+    aten.bitwise_or_.Tensor: aten.bitwise_or.Tensor,
+}
 _ALIKE = ({torch.float32}, {torch.float64})
 
 
@@ -58,7 +64,7 @@ class Tracer(DispatchMode):
         if name in READS or (not _UNKNOWN.isdisjoint(func.tags) and not _reads_elements(func, args)):
             raise Refused(refusal_of(name))
         given, named = tree_map_only(Tensor, self._node, (args, kwargs))
-        node = self.graph.create_node("call_function", func, given, named, name)
+        node = self.graph.create_node("call_function", _UNSEEN_WRITES.get(func, func), given, named, name)
         result = func(*(_in_range(*args) if name == "index" else args), **kwargs)
         if not any(x.alias_info for x in func._schema.returns):
             tree_map_only(Tensor, _set_integers, result)
