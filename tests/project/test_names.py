@@ -54,7 +54,7 @@ def test_device_functions_assign_no_record():
             value = inner.value if isinstance(inner, ast.Assign) else None
             record = isinstance(value, ast.Attribute) and value.attr in ("data", "mask", "score")
             if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
-                record = ast.unparse(value.value).split(".")[-1] in ("rules", "spans", "used", "records")
+                record = ast.unparse(value.value).split(".")[-1] in ("rules", "spans", "used", "data", "records")
             if record:
                 assigned.append(f"{name}: {ast.unparse(inner)}")
     assert not assigned

@@ -59,12 +59,11 @@ def _keys_of(data, b, q_idx, off):
 
 @triton.jit
 def _rows_of(data, b, kv_idx, off):
-    visits = data[1]
     tile = kv_idx // TILE
-    if visits.packed:
-        tile += blocks_before(None, b, tl.load(visits.keys_at + b).to(tl.int32), TILE)
-    tile = tl.maximum(tl.minimum(tile, plain_int(visits.tiles) - 1), 0)
-    entry = visits.table + 4 * (b * plain_int(visits.stride_b) + tile)
+    if data[1].packed:
+        tile += blocks_before(None, b, tl.load(data[1].keys_at + b).to(tl.int32), TILE)
+    tile = tl.maximum(tl.minimum(tile, plain_int(data[1].tiles) - 1), 0)
+    entry = data[1].table + 4 * (b * plain_int(data[1].stride_b) + tile)
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
 
 
