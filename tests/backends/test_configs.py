@@ -195,6 +195,10 @@ def test_heads_share_tiles_of_short_sequences(lengths, group, rows):
     assert launch.rows_of_a_consumer(problem, 2) == rows
 
 
-@pytest.mark.parametrize(("layout", "loader"), [("dense", 40), ("packed", 56), ("ranges", 56)])
+@pytest.mark.parametrize(
+    ("layout", "loader"), [("dense", 40), *((word, 88) for word in ("padded", "packed", "ranges", "paged"))]
+)
 def test_producers_that_read_lengths_have_registers(layout, loader):
     assert gluon.forward_config(Spec("bf16", 128, mask="causal", layout=layout), "h200").loader_registers == loader
+    if layout != "dense":  # wider queries leave the consumers less
+        assert gluon.forward_config(Spec("bf16", 192, 128, mask="causal", layout=layout), "h200").loader_registers == 56
