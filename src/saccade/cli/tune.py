@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import re
 from dataclasses import asdict, replace
@@ -77,18 +76,18 @@ def _rows(backend: str, sizes: list[tuple[int, int]]) -> list[Any]:
 
 def _able(rows: list[Any], jobs: int, progress: Progress) -> dict[Any, list[Any]]:
     """The candidates of each row that compile and run."""
-    from saccade.backends.device.tuning import compile_one
+    from saccade.backends.device import tuning
+    from saccade.testing.processes import in_processes
 
     tasks = [(row, tile) for row in rows for tile in row.candidates()]
     # Triton compiles a kernel in one thread. All processes share what any of them compiled.
     compiling = progress.add_task("compile", total=len(tasks))
     able: dict[Any, list[Any]] = {row: [] for row in rows}
     processes = min(jobs or os.cpu_count() or 1, len(tasks))
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for row, tile, reason in pool.imap_unordered(compile_one, tasks):
-            if reason is None:
-                able[row].append(tile)
-            progress.advance(compiling)
+    for (row, tile), reason in in_processes(tuning.compile_one, tasks, processes):
+        if reason is None:
+            able[row].append(tile)
+        progress.advance(compiling)
     return able
 
 

@@ -65,12 +65,12 @@ class TuneRow(ABC):
         return lambda tile: triton.testing.do_bench(lambda: call(tile), return_mode="median")
 
 
-def compile_one(task: tuple[TuneRow, Any]) -> tuple[TuneRow, Any, str | None]:
+def compile_one(task: tuple[TuneRow, Any]) -> str | None:
     """Fills Triton's cache for a candidate, in a process of its own; says why it cannot run, if it cannot."""
     row, tile = task
     try:
         row.call(row.problem(512, 512), {})(tile)
         torch.cuda.synchronize()
     except Exception as reason:  # a candidate may fail in any stage of the compiler; the others still count
-        return row, tile, f"{type(reason).__name__}: {reason}".splitlines()[0]
-    return row, tile, None
+        return f"{type(reason).__name__}: {reason}".splitlines()[0]
+    return None
