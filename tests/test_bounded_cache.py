@@ -24,6 +24,15 @@ def test_what_was_not_asked_for_goes_first():
     assert cache.info() == (0, 0, 2, 0)
 
 
+def test_a_new_entry_stays_where_all_others_were_asked_for():
+    cache = BoundedCache[str, int](2)
+    for key in "abcd":
+        cache.put(key, 1)
+        assert (cache.get(key), len(cache)) == (1, min(ord(key) - ord("a") + 1, 2)), key
+    cache.put("larger than all", 5, size=3)
+    assert (cache.get("larger than all"), len(cache)) == (5, 1)
+
+
 def test_sizes_add_up():
     cache = BoundedCache[str, int](10)
     for key, size in (("a", 4), ("b", 4), ("b", 6), ("c", 5)):

@@ -71,10 +71,11 @@ class BoundedCache(Generic[Key, Value]):
             if any(isinstance(x, StorageWeakRef) for x in references):
                 self._drop_freed()
             self._drop(key)
+            # First, so that the new entry, for which nobody can have asked yet, is not the one that goes.
+            while self._entries and self._size + size > self.maxsize:
+                self._drop_oldest()
             self._entries[key] = _Entry(value, references, size)
             self._size += size
-            while self._size > self.maxsize and len(self._entries) > 1:
-                self._drop_oldest()
         return value
 
     def get_or_make(self, key: Key, make: Callable[[], Value], owners: Sequence[Any] = ()) -> Value:
