@@ -76,7 +76,8 @@ def _lie(q: Tensor, k: Tensor, v: Tensor) -> tuple[Hashable, ...]:
 
 
 def _others(tensors: Sequence[Tensor], addresses: list[int]) -> Hashable | None:
-    """How tensors besides q, k and v lie; None where one does not lie plainly. Appends to the addresses."""
+    """How tensors besides q, k and v lie, but for their forms; None where one does not lie plainly. Appends to the
+    addresses."""
     lie: list[Hashable] = []
     for x in tensors:
         if type(x) not in PLAIN or x.is_neg():
@@ -88,7 +89,7 @@ def _others(tensors: Sequence[Tensor], addresses: list[int]) -> Hashable | None:
         if not address:
             return None
         addresses.append(address)
-        lie += x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT
+        lie += x.stride(), address % ALIGNMENT
     return tuple(lie)
 
 
@@ -141,7 +142,7 @@ def find(
         elif score_mod is not None:
             if (bound := scores.proven(score_mod, q)) is None:
                 return None
-            recording, tensors, numbers = bound
+            recording, tensors, numbers = bound  # the recording stands for the forms of the tensors
             score, more = (recording, *map(_bits, numbers)), (*more, *tensors)
         if (others := _others(more, addresses)) is None:
             return None
@@ -149,7 +150,7 @@ def find(
     needs = torch.is_grad_enabled() and any(map(_requires_grad, operands))
     window = None if mask is None else (mask.left, mask.right)
     deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
-    more_key = sink is None, score, others
+    more_key = None if sink is None else _form(sink), score, others
     key = *_lie(q, k, v), needs, window, layout.order, scale, more_key, flags, deterministic, backend
     return Found(key, operands, addresses, needs, _shortcuts.get(key))
 
@@ -287,10 +288,11 @@ def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
     """`saccade::forward` of tensors that need no gradient."""
     q, k, v, sink, captures, tensors, header, ints, floats, lse = arguments
     addresses = None if tensors else _plain_operands(q, k, v)
-    others = None if addresses is None else _others(captures if sink is None else (sink, *captures), addresses)
+    more = captures if sink is None else (sink, *captures)
+    others = None if addresses is None else _others(more, addresses)
     if addresses is None or others is None:
         return otherwise(*arguments)
-    key = *_lie(q, k, v), others, header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
+    key = *_lie(q, k, v), tuple(map(_form, more)), others, header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
     shortcut = _shortcuts.get(key)
     if shortcut and shortcut.ready():
         out, row_lse, top = shortcut(addresses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +58,7 @@ def scaled_dot_product_attention(
     dropout_p = arguments.number("dropout_p", dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention takes attn_mask or is_causal=True, not both")
-    outer = _outer(query, key, value)
-    q, k, v = _heads(_four(query, outer), _four(key, outer), _four(value, outer), enable_gqa)
+    outer, q, k, v = _operands(query, key, value, enable_gqa)
     mask, score_mod = None, None
     if isinstance(attn_mask, CausalBias):
         lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
@@ -84,6 +84,15 @@ def scaled_dot_product_attention(
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
     return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+
+def _operands(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """The dimensions before heads, and operands as attention takes them."""
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and (grouped or q[1] == k[1] == v[1]):
+        return q[:1], query, key, value  # for the host's sake: what follows would return the same
+    outer = _outer(query, key, value)
+    return outer, *_heads(_four(query, outer), _four(key, outer), _four(value, outer), grouped)
 
 
 def _outer(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from saccade.scores.score_mod import (
     name_of,
     one_by_one,
 )
+
+_form = attrgetter("shape", "dtype", "device")
 
 
 def is_kind(word: str) -> bool:
@@ -112,15 +115,19 @@ def _values(
 
 
 def proven(score_mod: Any, q: Tensor) -> tuple[Hashable, list[Tensor], list[Any]] | None:
-    """What stands for the recording of a function, which a proof says to be the same, and the tensors and numbers that
-    its Score has now; None where a call has to bind it."""
+    """What stands for the recording of a function, which a proof says to be the same, and for the forms of its tensors;
+    these and the numbers that its Score has now. None where a call has to bind it."""
     if isinstance(score_mod, Score) or not callable(score_mod):
         return None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     found = find_sure(score_mod, dtype, q.device)
     if found is None or not found.program.checked or (now := found.inputs(score_mod)) is None:
         return None
-    return found.proof, *_values(found.program, *now, q.device)
+    if found.whole:
+        check_integers(now[1])
+        return found.proof, *now
+    tensors, numbers = _values(found.program, *now, q.device)
+    return (found.proof, *map(_form, tensors)), tensors, numbers
 
 
 def captured(score_mod: Any) -> list[Tensor]:

@@ -19,6 +19,7 @@ from saccade.bounded_cache import BoundedCache
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.proof import PARTS, Proof, Unproven, contents
 from saccade.scores.recording.recorder import Recording
+from saccade.scores.recording.tape import Tape
 
 
 class ProvenRecording(NamedTuple):
@@ -29,6 +30,8 @@ class ProvenRecording(NamedTuple):
     inputs: Callable[[Any], tuple[list[Tensor], list[Any]] | None]
     """(function) -> its tensors and numbers now; None where they have other forms"""
     rows: bool
+    whole: bool
+    """What its Score has is what the function captures, as it is; the proof speaks of the forms of all that."""
     sure: bool
     """The proof is older than the recording. Otherwise another thread may have changed something between the two."""
 
@@ -63,7 +66,7 @@ def put_recording(
         proof = Proof(fn, recording.called)
         inputs = proof.inputs(tape.tensors, [*zip(tape.numbers, tape.sources, strict=True)], recording.made)
         sure = older is not None and older.proof.holds(fn)  # before the recording, and after the new proof
-        proven = ProvenRecording(proof, program, inputs, tape.rows, sure)
+        proven = ProvenRecording(proof, program, inputs, tape.rows, _whole(program, tape, settings[1]), sure)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
         twin, codes = _twin(fn), _codes(fn)
         of_others = [_key(twin, settings)] if codes else []
@@ -77,6 +80,13 @@ def put_recording(
             _cache.put(key, proven, codes)
     except (Unproven, TypeError):  # TypeError: an owner without weak references
         _cache.discard(keys[0])
+
+
+def _whole(program: Program, tape: Tape, device: torch.device) -> bool:
+    captured = [*tape.tensors, *tape.numbers]
+    places = [*program.before[0], *program.numbers[0]]
+    computes = program.before[1] is not None or program.numbers[1] is not None
+    return not computes and places == [*range(len(captured))] and all(x.device == device for x in tape.tensors)
 
 
 def _key(fn: Any, settings: Any) -> Any:
