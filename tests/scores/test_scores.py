@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from saccade import scores, softcap
+from saccade import alibi, attention, scores, softcap
 
 MODS = [softcap(0.5), softcap(50.0)]
 AT = tuple(torch.zeros(1, dtype=torch.int64) for _ in range(4))
@@ -51,3 +51,24 @@ def test_text_and_records_are_the_whole_mod(mod):
 def test_copies(mod):
     assert copy.deepcopy(mod) == pickle.loads(pickle.dumps(mod)) == mod
     assert hash(copy.deepcopy(mod)) == hash(mod)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_biases_of_narrow_slopes_are_as_exact_as_scores(dtype, backend):
+    """Distances of hundreds times slopes of 8 bits: a product of 8 bits would be wrong by 1 and more."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 500, 8, dtype=torch.float64) for _ in range(3))
+    slopes = torch.tensor([0.71, -0.33], dtype=dtype, requires_grad=True)
+    exact = slopes.detach().double().requires_grad_()
+    at = torch.arange(500)
+    biased = q @ k.mT / 8**0.5 + exact[:, None, None] * (at[None] - at[:, None])
+    wanted = biased.softmax(-1) @ v
+    wanted.square().sum().backward()
+    for run, atol in ((torch.float64, 1e-12), (torch.float32, 1e-3)):
+        slopes.grad = None
+        given = [x.to(run) for x in (q, k, v)]
+        out = attention(*given, score_mod=alibi(slopes), backend=backend)
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=atol)
+        out.square().sum().backward()
+        torch.testing.assert_close(slopes.grad.double(), exact.grad, rtol=2e-2, atol=0)
