@@ -12,8 +12,8 @@ from saccade.problem import Problem
 
 
 def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v` and `lse = log sum exp`, every step in the dtype of q,
-    or of the LSE where operands have 8 bits.
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v` and `lse = log sum exp`, every step in the dtype of the
+    LSE: float32, or float64 for float64 inputs.
 
     Returns:
         out (b, h_q, s_q, d_v) in q's dtype, lse (b, h_q, s_q), natural log, float32 or float64, and the largest score
@@ -27,8 +27,8 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = operands(problem)
     p, lse, largest = probability(problem, q, k)
     p, rescale = (p, 1.0) if problem.dropout is None else (p * kept(problem), problem.dropout.rescale)
-    out = _product(p, v) * rescale
-    return torch.where(_rows_in_use(problem), out, 0), lse, largest
+    out = p @ v * rescale
+    return torch.where(_rows_in_use(problem), out, 0).to(problem.out_dtype), lse, largest
 
 
 def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +39,7 @@ def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     rest = problem.q.narrow(dim, done, problem.q.shape[dim] - done)
     # Of q, so that gradients exist, and are zero, where there is no sequence at all.
     never = torch.zeros((), dtype=torch.bool, device=problem.q.device)
-    rest = rest if problem.descale is None else rest.to(problem.lse_dtype())
+    rest = rest.to(problem.lse_dtype())
     zeros = torch.where(never, rest[..., :1], 0).expand(*rest.shape[:3], problem.v.shape[3])
     nothing = torch.where(never, rest[..., 0], -torch.inf).to(problem.lse_dtype())
     outs, lses, tops = zip(*results, (zeros, nothing, nothing.detach()), strict=True)
@@ -47,14 +47,15 @@ def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with a head of k and v for every one of q, (b, h_q, s, d), and zero in rows that are not in use.
+    """q, k and v in the LSE's dtype, with a head of k and v for every one of q, (b, h_q, s, d), and zero in rows that
+    are not in use.
 
     Those hold anything, NaN included: they are replaced, not multiplied by zero.
     """
-    key_in_use = _keys_in_use(problem).mT
-    q = torch.where(_rows_in_use(problem), problem.q, 0)
-    k, v = (torch.where(key_in_use, x, 0).repeat_interleave(problem.group, dim=1) for x in (problem.k, problem.v))
-    return q, k, v
+    key_in_use, dtype = _keys_in_use(problem).mT, problem.lse_dtype()
+    q = torch.where(_rows_in_use(problem), problem.q, 0).to(dtype)
+    k, v = (torch.where(key_in_use, x, 0).to(dtype) for x in (problem.k, problem.v))
+    return q, k.repeat_interleave(problem.group, dim=1), v.repeat_interleave(problem.group, dim=1)
 
 
 def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +71,7 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor,
     visible = in_use & _keys_in_use(problem)
     if problem.mask is not None:
         visible = visible & problem.mask.sees(extent, b, h, q_idx, kv_idx)
-    score = _product(q, k.mT) * problem.scale
+    score = q @ k.mT * problem.scale
     if problem.score is not None:
         score = problem.score(score, b_of_score, h, p, r)
     score = torch.where(visible, score, -torch.inf)
@@ -87,13 +88,6 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor,
     total = torch.where(empty, 1, total)
     lse = torch.where(empty, -torch.inf, top + total.log())[..., 0]
     return (weight / total)[..., : extent.s_k], lse.to(problem.lse_dtype()), largest[..., 0].to(problem.lse_dtype())
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b; of bfloat16 on a CPU in float32, as a NaN would reach other rows on one with AMX (`cpu.online_softmax`)."""
-    if a.dtype == torch.bfloat16 and a.device.type == "cpu":
-        return (a.float() @ b.float()).bfloat16()
-    return a @ b
 
 
 def _largest(score: Tensor) -> Tensor:

@@ -27,5 +27,6 @@ def _alibi(
     *, offset: int, causal: bool,
 ) -> Tensor:  # fmt: skip
     distance = kv_idx - q_idx - (offset if offsets is None else offsets[b])
+    slopes = slopes.to(score.dtype)  # products of 16 bits would round distances
     slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
     return score + slope * (distance if causal else -distance.abs())

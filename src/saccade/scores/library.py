@@ -103,7 +103,8 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def _alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor) -> Tensor:
-    return score + slopes.to(score.dtype)[h] * (kv_idx - q_idx)
+    slopes = slopes.to(score.dtype)  # products of 16 bits would round distances
+    return score + slopes[h] * (kv_idx - q_idx)
 
 
 def relative_bias(table: Tensor) -> ScoreMod:

@@ -61,14 +61,12 @@ class Precision(NamedTuple):
     def of(cls, dtype: torch.dtype, kv: torch.dtype, device: torch.device, backend: str) -> Precision:
         """Of the dtypes of q, and of k and v."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        if kv in EIGHT_BITS and backend in ("cpu", "reference"):  # read as float32
+        if backend == "reference" or (kv in EIGHT_BITS and backend == "cpu"):  # read as float32
             return cls(wide, wide, wide)
         if dtype in EIGHT_BITS:
             p, functions = torch.float8_e4m3fn, torch.float16 if backend != "triton" else wide
             return cls(wide, wide, functions, 0.0, p, TENSOR_CORE_SUMS)
         half = dtype in (torch.float16, torch.bfloat16)
-        if backend == "reference":  # each of its steps is rounded
-            return cls(dtype, dtype, dtype)
         if device.type == "cpu":  # PyTorch has no product of bfloat16 there that leaves in float32
             # And PyTorch's own kernel takes exponentials to 14 bits for 16-bit inputs.
             return cls(dtype if dtype == torch.bfloat16 else wide, wide, wide, 2**-14 if half else 0.0)
