@@ -159,6 +159,22 @@ def test_automatic_dynamic_shapes():
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("own", [(2, 4, True, True), (2, 1, 1, True), (True, True), (True, 1)], ids=str)
+def test_one_compilation_serves_mask_tensors_of_every_length(own):
+    """True: as long as rows, or keys."""
+
+    def layer(q, k, v, visible):
+        return attention(q, k, v, mask=visible)
+
+    compiled, _ = _compiled(layer, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for s in (20, 31, 50):
+            q, (_, k, v) = _tensors(s)[0], _tensors(s + 3)
+            lengths = (*own[:-2], *(n if x is True else x for x, n in zip(own[-2:], (s, s + 3), strict=True)))
+            visible = torch.rand(lengths) < 0.8
+            assert torch.equal(compiled(q, k, v, visible), layer(q, k, v, visible))
+
+
 def test_one_compilation_serves_every_record():
     """Ids, used lengths and prefix lengths are runtime values."""
 

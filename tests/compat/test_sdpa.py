@@ -52,6 +52,33 @@ def test_causal_is_aligned_at_the_top_left(lengths):
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=True), theirs)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_nested_tensors(causal):
+    offsets = torch.tensor([0, 3, 8, 10])
+    parts = [torch.randn(10, 4, 8, requires_grad=True) for _ in range(3)]
+    q, k, v = (torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in parts)
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).values()
+    rows = [[x[i:j].transpose(0, 1) for x in parts] for i, j in itertools.pairwise(offsets.tolist())]
+    wanted = torch.cat([F.scaled_dot_product_attention(*x, is_causal=causal).transpose(0, 1) for x in rows])
+    torch.testing.assert_close(out, wanted)
+    found, right = (torch.autograd.grad(x.square().sum(), parts) for x in (out, wanted))
+    torch.testing.assert_close(found, right)
+
+
+def test_nested_tensors_that_do_not_fit():
+    offsets = torch.tensor([0, 3, 8, 10])
+    q = torch.nested.nested_tensor_from_jagged(torch.randn(10, 4, 8), offsets).transpose(1, 2)
+    k = torch.nested.nested_tensor_from_jagged(torch.randn(10, 4, 8), offsets.clone()).transpose(1, 2)
+    few = torch.nested.nested_tensor_from_jagged(torch.randn(10, 2, 8), offsets).transpose(1, 2)
+    flat = torch.nested.nested_tensor_from_jagged(torch.randn(10, 8), offsets)
+    with pytest.raises(ValueError, match="query and key of the same offsets"):
+        scaled_dot_product_attention(q, k, k, is_causal=True)
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        scaled_dot_product_attention(q, few, few)
+    with pytest.raises(ValueError, match="nested tensors must be"):
+        scaled_dot_product_attention(flat, flat, flat)
+
+
 def test_heads_that_share_keys():
     q, k, v = torch.randn(1, 6, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     theirs = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3)
@@ -81,6 +108,8 @@ def test_errors():
         scaled_dot_product_attention(q, q, q, torch.ones(9, 9), is_causal=True)
     with pytest.raises(ValueError, match=re.escape("dropout_p must be in [0, 1)")):
         scaled_dot_product_attention(q, q, q, dropout_p=1.5)
+    with pytest.raises(ValueError, match="same heads and length"):  # also where no row sees what one has more
+        scaled_dot_product_attention(q[:, :, :5], q[:, :, :7], q, is_causal=True)
     with pytest.raises(ValueError, match="two dimensions"):
         scaled_dot_product_attention(q[0, 0, 0], q, q)
 

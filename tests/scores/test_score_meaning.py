@@ -289,6 +289,35 @@ def plain(fn):
     return gradient(lambda q, k, v: attention(q, k, v, score_mod=fn, backend="reference"))
 
 
+def test_attributes_that_somebody_gave_to_a_tensor():
+    """They hide what the class has, and a proof of the class says nothing of them."""
+    table = torch.randn(S)
+
+    def fn(score, b, h, q_idx, kv_idx):
+        return score + table.exp()[kv_idx]
+
+    given = operands()
+    for _ in range(4):
+        attention(*given, score_mod=fn)
+    table.exp = lambda: torch.zeros(S)
+    torch.testing.assert_close(attention(*given, score_mod=fn), attention(*given))
+    del table.exp
+    torch.testing.assert_close(attention(*given, score_mod=fn), attention(*given, score_mod=bias(table.exp())))
+
+
+def test_a_gradient_that_comes_and_goes():
+    table = torch.zeros(S, requires_grad=True)
+
+    def fn(score, b, h, q_idx, kv_idx):
+        return score + (table.detach() if table.grad is None else table.grad)[kv_idx]
+
+    given = operands()
+    for step in range(12):
+        table.grad = torch.randn(S) if step % 6 < 4 else None
+        added = torch.zeros(S) if table.grad is None else table.grad
+        torch.testing.assert_close(attention(*given, score_mod=fn), attention(*given, score_mod=bias(added)))
+
+
 def test_first_in_inference_mode():
     fn = fresh(1)
     with torch.inference_mode():

@@ -66,7 +66,14 @@ def scaled_dot_product_attention(
             raise ValueError(f"the causal bias is for (s_q, s_k) = {lengths}, got {_shapes(query, key, value)}")
         is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
         mask = None if is_causal else causal()
-    if is_causal:
+    if is_causal and q.is_nested:
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                "is_causal needs nested query and key of the same offsets, as nested_tensor_from_jagged(x, offsets) "
+                f"makes them, got {_shapes(query, key, value)}"
+            )
+        mask = causal()
+    elif is_causal and k.shape[2] == v.shape[2]:  # attention refuses others
         if k.shape[2] > q.shape[2]:  # no row sees later keys
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         mask = window(None, q.shape[2] - k.shape[2])
@@ -91,6 +98,8 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple
     q, k, v = query.shape, key.shape, value.shape
     if len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and (grouped or q[1] == k[1] == v[1]):
         return q[:1], query, key, value  # for the host's sake: what follows would return the same
+    if query.is_nested or key.is_nested or value.is_nested:  # attention takes no other form of them
+        return q[:1], *_heads(query, key, value, grouped or len(q) != 4)
     outer = _outer(query, key, value)
     return outer, *_heads(_four(query, outer), _four(key, outer), _four(value, outer), grouped)
 

@@ -50,7 +50,8 @@ class TensorMask(PredicateMask):
     @property
     def own(self) -> tuple[bool, ...]:
         """Which of the last dimensions are more than one element."""
-        return tuple([n != 1 for n in self.t.shape])
+        many = [i for i, n in enumerate(self.t.shape) if n != 1]  # of a symbol torch.compile knows conditions alone
+        return tuple([i in many for i in range(self.t.dim())])
 
     @property
     def identity(self) -> str:

@@ -77,15 +77,24 @@ class Proof:
         """What texts name."""
         self.tensors: list[tuple[weakref.ref[Tensor], Find]] = []
         """The tensors that the function reads, and where."""
+        self.read: set[str] = set()
+        """The attributes of tensors that the code reads."""
         self.of_a_form = True
-        """Whether the code reads public attributes of tensors alone, and writes none."""
+        """Whether these are public ones, and none is written."""
         self._function("root", fn)
         self._check_tensors()
         self.holds: Callable[[Any], bool] = self._compiled(" and ".join(self.checks))
         """(function) -> whether the proof holds for it."""
 
     def _check_tensors(self) -> None:
-        """They are the same ones, or as many different ones in the same places, as code may compare them by `is`."""
+        """They are the same ones, or as many different ones in the same places, as code may compare them by `is`; and
+        nobody gave one of them an attribute of its own that the code reads."""
+        own = self._named(self.read) if self.read else ""
+        for reference, find in self.tensors:
+            if not self.read.isdisjoint(getattr(reference(), "__dict__", ())):
+                raise Unproven
+            if own:
+                self._check(f"{own}.isdisjoint(vars({find}))")
         places: dict[int, Find] = {}
         for reference, find in self.tensors:
             known = places.setdefault(id(reference()), find)
@@ -118,9 +127,9 @@ class Proof:
         def checked(root: Any) -> tuple[list[Tensor], list[Any]] | None:
             try:
                 now = inputs(root)
+                return now if all(_form(now[0][i]) == form for i, form in forms) else None
             except Exception:  # the function itself raises it, or takes another way
                 return None
-            return now if all(_form(now[0][i]) == form for i, form in forms) else None
 
         return checked if forms else inputs
 
@@ -237,6 +246,7 @@ class Proof:
         self.met.discard(id(fn))
 
     def _of_tensors(self, name: str) -> None:
+        self.read.add(name)
         self.of_a_form &= not name.startswith("_") and not name.endswith("_")
         if name in self.attributes:
             return
@@ -269,8 +279,6 @@ class Proof:
         elif kind is enum.EnumMeta and len(path) == 1 and path[0] in x.__members__ and _codeless(x):
             self._check(f"{find} is {self._named(x)}")
         elif kind in (Tensor, torch.nn.Parameter):
-            if path[0] in vars(x):  # an attribute that somebody gave it
-                raise Unproven
             self._plain(find, x)
             for attribute in path:
                 self._of_tensors(attribute)
