@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
+from itertools import count
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 
 from saccade import attention, causal
-from saccade.distributed import make, plan
+from saccade.distributed import exchanges, make, plan
 
 HERE = str(Path(__file__))
 LENGTHS = [7, 12, 3, 40]
@@ -55,6 +59,28 @@ def after_inference(group, method, rows):
 @pytest.mark.parametrize(("method", "rows"), WAYS)
 def test_plans_of_inference_mode_train(pool, method, rows):
     assert pool.run((HERE, "after_inference"), 2, method, rows) == [[True, True]] * 2
+
+
+def copied(group, method, rows):
+    """Steps of copies of a plan, which were made after its own and in place of it, beside its own."""
+    made = plan(LENGTHS, group, mask=causal(), method=method, rows=rows)
+    own = step(made)
+    saved = pickle.dumps(made)
+    # What another process made first has the names that this one's exchanges had.
+    exchanges._numbers, kept = count(), exchanges._exchanges
+    exchanges._exchanges = WeakValueDictionary()
+    try:
+        other = plan(LENGTHS[::-1], group, mask=causal(), method=method, rows=rows)
+        step(other)
+        return [same(step(x), own) for x in (pickle.loads(saved), copy.deepcopy(made))]
+    finally:
+        exchanges._numbers, exchanges._exchanges = count(1 << 20), kept
+        make._plans.clear()
+
+
+@pytest.mark.parametrize(("method", "rows"), WAYS)
+def test_copies_of_plans(pool, method, rows):
+    assert pool.run((HERE, "copied"), 2, method, rows) == [[True, True]] * 2
 
 
 def after_transforms(group):
@@ -130,6 +156,6 @@ def test_compiling_needs_the_heads_that_ranks_divide(pool):
 def test_default_devices_do_not_matter():
     with torch.device("meta"):
         made = plan([3, 5], 2, rank=1, rows=5)
-        assert made.position_ids.tolist() == [0, 1, 2, 3, 0]
+        assert made.position_ids.tolist() == [0, 2, 3, 4, 0]
         assert made.document_ids.tolist() == [0, 1, 1, 1, -1]
         assert made.local.q_offset.device.type == "cpu"

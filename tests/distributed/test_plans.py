@@ -105,7 +105,12 @@ def full_ranks(draw):
     return (*lengths, max(0, 8192 * ranks - sum(lengths))), ranks
 
 
-@given(full_ranks(), st.sampled_from([Reach(None, 0), Reach(None, None), Reach(300, 0), Reach(5000, 40)]))
+REACHES_OF_LONG = [
+    Reach(None, 0), Reach(0, None), Reach(600, None), Reach(None, None), Reach(300, 0), Reach(5000, 40),
+]  # fmt: skip
+
+
+@given(full_ranks(), st.sampled_from(REACHES_OF_LONG))
 def test_any_lengths_are_balanced_and_few_are_cut(given, reach):
     """Scores to 2 %, rows to one; a rank adds at most two cuts of documents to those of the ranks before it."""
     lengths, ranks = given
@@ -125,6 +130,10 @@ def test_one_document_is_taken_from_both_ends():
     found = plan([80], 4, mask=causal()).sharding
     assert found.areas == [820] * 4 or max(found.areas) - min(found.areas) < 80
     assert [len(pieces) for pieces in found.by_rank] == [2, 2, 2, 1]
+    later = plan([80], 4, mask=window(0, None)).sharding  # as many, from the other side
+    assert max(later.areas) - min(later.areas) < 80
+    whole = plan([80], 4).sharding  # rows that see as many keys: one cut is enough
+    assert sorted(whole.by_rank) == [[Piece(0, at, at + 20)] for at in range(0, 80, 20)]
     near = plan([800], 4, mask=window(5, 0)).sharding
     assert sorted(near.by_rank) == [[Piece(0, at, at + 200)] for at in range(0, 800, 200)]
     assert sorted(near.pulled) == [0, 5, 5, 5]

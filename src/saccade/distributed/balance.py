@@ -102,7 +102,7 @@ class Line:
 def _stretches(document: int, length: int, reach: Reach, long: int) -> Iterator[Stretch]:
     """A long document is cut where its rows begin, or cease, to see more keys than the row before, unless few rows do;
     others are whole, as each part would need keys of the others."""
-    rising = length if reach.right is None else length - reach.right
+    rising = 0 if reach.right is None else length - reach.right
     falling = length if reach.left is None else reach.left + 1
     few = long // 16  # such rows are a small part of a rank's scores
     ends = sorted({0, length, *(x for x in (rising, falling) if length > long and few < x < length - few)})

@@ -52,6 +52,10 @@ class ContextPlan:
     _kept: dict[Any, Any] = field(default_factory=dict)
     """What is made once: tensors, layouts, exchanges."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what this process made, which it knows by names of its own: copies make theirs."""
+        return vars(self) | {"_kept": {}}
+
     # Rows
 
     @property
@@ -126,7 +130,7 @@ class ContextPlan:
 
         >>> from saccade import distributed
         >>> distributed.plan([3, 5], 2, rank=1).shard(torch.arange(8))
-        tensor([0, 4, 5, 6])
+        tensor([0, 5, 6, 7])
         """
         self._check_rows(x, dim, sum(self.lengths), "all")
         check_fill(x, fill)
