@@ -126,6 +126,9 @@ def apart(group, how):
         told = heard(call, other if alone else made)
     elif how == "stage":
         told = heard(lambda: made.unshard(made.shard(whole)[:, 0, :4]) if alone else made.roll(made.shard(whole), -1))
+    elif how == "gradients":
+        x = made.shard(whole.detach()).requires_grad_(alone)  # the others would wait for its backward
+        told = heard(attention, x, x, x, mask=causal(), context=made)
     elif how == "shift":
         told = heard(made.roll, made.shard(whole), 1 if alone else -1)
     else:
@@ -143,9 +146,10 @@ def apart(group, how):
         ("heads by ulysses", ("rows of torch.float32 (24, 1, 32)", "rows of torch.float32 (48, 1, 32)")),
         ("dtype", ("rows of torch.bfloat16", "rows of torch.float16")),
         ("plan", ("plan ", "plan ")),
-        ("stage", ("roll by -1, rows of torch.float32 (24, 16)", "unshard, rows of torch.float32 (4,)")),
+        ("stage", ("roll by -1, with gradients, rows of torch.float32 (24, 16)", "unshard, with gradients, rows")),
         ("shift", ("roll by -1", "roll by 1")),
-        ("dropout", ("the exchange of keys and values", "dropout's seed")),
+        ("gradients", ("values, rows of torch.float32", "values, with gradients, rows of torch.float32")),
+        ("dropout", ("the exchange of keys and values", "the seed of dropout_p=0.1")),
     ],
 )
 def test_a_rank_that_is_elsewhere(pool, how, words, ranks):

@@ -96,6 +96,19 @@ def test_scores_are_balanced(ranks, mask, seed):
     assert max(cut) <= 8  # two documents, of which either is what others left: two pieces at each of its ends
 
 
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("left", [255, 511, 1023, 2047])
+def test_documents_of_about_a_window(ranks, left):
+    """Whose first rows see fewer keys than the others, and are too many to be left out."""
+    for seed in range(8):
+        dice, lengths = random.Random(seed), []
+        while sum(lengths) < 8192 * ranks:
+            lengths.append(min(dice.randrange(1, 4000), 8192 * ranks - sum(lengths)))
+        for mask in (window(left, 0), window(0, left), window(left, left)):
+            areas = plan(lengths, ranks, mask=mask).sharding.areas
+            assert max(areas) * ranks <= 1.02 * sum(areas), (seed, mask)
+
+
 @st.composite
 def full_ranks(draw):
     """Lengths of any distribution that are 8192 rows for each rank, and the number of ranks."""
@@ -294,6 +307,27 @@ def test_pictures(tmp_path):
 def test_wrong_arguments(arguments, keywords, error, words):
     with pytest.raises(error, match=words):
         plan(*arguments, **keywords)
+
+
+def test_values_of_any_dtype():
+    """All ranks have a fill that a dtype has not, also those without padding."""
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        mine = plan([3, 5], 2, rank=1).shard(torch.arange(8).to(dtype))
+        assert mine.dtype == dtype
+        assert mine.tolist() == plan([3, 5], 2, rank=1).shard(torch.arange(8)).tolist()
+    for rank in range(3):
+        made = plan([5, 2], 3, rank=rank, rows="equal")
+        for fill, dtype in ((1e6, torch.float16), (-1000, torch.float8_e4m3fn)):
+            with pytest.raises(ValueError, match=r"is no number of x's torch.float"):
+                made.shard(torch.ones(7).to(dtype), fill=fill)
+        with pytest.raises(TypeError, match="fill must be a number"):
+            made.shard(torch.ones(7), fill=None)
+        assert made.shard(torch.ones(7), fill=math.nan).shape == (3,)
+
+
+@pytest.mark.parametrize("documents", [[0, 0], [], (2, 0), (0, 0)], ids=str)
+def test_plans_of_no_rows_explain_themselves(documents):
+    assert "100% of ideal" in plan(documents, 1, heads=4, head_dim=64).explain()
 
 
 def test_wrong_rows():

@@ -6,8 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from saccade import Dense, Descale, Unsupported, attention, causal, documents, explain, interval, mask_mod, window
+from saccade import (
+    Dense,
+    Descale,
+    Packed,
+    Unsupported,
+    attention,
+    causal,
+    documents,
+    explain,
+    interval,
+    mask_mod,
+    window,
+)
 from saccade.distributed import plan
 from saccade.scores import ScoreMod
 
@@ -97,8 +110,32 @@ def by_head(group, masked):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_functions_of_the_head(pool, masked):
-    words = "depends on the head" + ("" if masked else ", and has a derivative or a graph of its own")
+    words = "depends on the head" + ("" if masked else ", and has a derivative of its own")
     assert all(words in told for told in pool.run((HERE, "by_head"), 2, masked))
+
+
+def of_mesh(group, ranks):
+    """What a mesh with the ranks in this order says; of one that is taken, whether rows come back."""
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("rows", "heads"))
+    try:
+        made = plan([8, 5], mesh, mask=causal(), heads=4)
+    except ValueError as refused:
+        return str(refused)
+    q, k, v = (torch.arange(13.0 * 64).view(13, 4, 16).mul(0.01 * n).sin() for n in (1, 2, 3))
+    right = attention(q, k, v, mask=causal(), layout=Packed.from_lengths([8, 5]))
+    out = made.unshard(attention(*map(made.shard, (q, k, v)), mask=causal(), context=made))
+    return "right" if torch.allclose(out, right, atol=1e-5) else "wrong"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([[2, 3], [0, 1]], "right"), ([[1, 0], [3, 2]], "right"), ([[0, 2], [1, 3]], "right")]
+    + [(ranks, "one order in all rows") for ranks in ([[0, 1], [3, 2]], [[3, 1], [0, 2]], [[0, 2], [3, 1]])],
+    ids=str,
+)
+def test_meshes_in_any_order(pool, ranks, words):
+    """A process group counts its ranks in the order of their numbers, whatever the mesh's."""
+    assert all(words in told for told in pool.run((HERE, "of_mesh"), 4, ranks))
 
 
 def test_other_contexts():

@@ -5,9 +5,10 @@ share of the rows has at one end of the line fewer scores than its share, at the
 its share somewhere between. What is left has the same mean, and so has a stretch of the line for the next rank, around
 the hole. Every rank cuts at most two documents.
 
-A document that is cut is a line as well. Where rows see more keys the later they are, as under a causal mask, that line
-goes from both ends to the middle, so that any part of it has the mean of the whole: two pieces, or one in the middle.
-Where all rows see as many, it goes from the first row to the last, and a cut is one place.
+A document that is cut is a line as well, of which any part has the mean of the whole. Where rows see more keys the later
+they are, as under a causal mask, it goes from both ends to the middle: two pieces, or one in the middle. Where all rows
+see as many, it goes from the first row to the last, and a cut is one place. Under a window the first rows see more and
+more, and the last ones, if it reaches ahead, fewer and fewer: a part has its share of each, and of those between.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ class Stretch(NamedTuple):
     """Rows of a document that stay together on the line, but for cuts."""
 
     piece: Piece
-    folded: bool
-    """Whether it is taken from both ends."""
+    rising: int
+    """How many of the first rows see one key more each."""
+    falling: int
+    """How many of the last rows see one key less each."""
     area: int
 
     def taken(self, start: int, stop: int) -> Iterator[Piece]:
@@ -33,11 +36,21 @@ class Stretch(NamedTuple):
         document, first, last = self.piece
         if stop - start == last - first:
             yield self.piece
-        elif self.folded:
-            yield Piece(document, first + start - start // 2, first + stop - stop // 2)
-            yield Piece(document, last - stop // 2, last - start // 2)
-        else:
-            yield Piece(document, first + start, first + stop)
+            return
+        edges, rows = self.rising + self.falling, self.piece.rows
+        i, j = start * edges // rows, stop * edges // rows
+        a, b = (i * self.rising // edges, j * self.rising // edges) if edges else (0, 0)
+        middle = first + self.rising
+        yield from _folded(Piece(document, first, middle), a, b)
+        yield Piece(document, middle + start - i, middle + stop - j)
+        yield from _folded(Piece(document, last - self.falling, last), i - a, j - b)
+
+
+def _folded(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
+    """The rows from one place to another of a line that goes from both ends to the middle."""
+    document, first, last = piece
+    yield Piece(document, first + start - start // 2, first + stop - stop // 2)
+    yield Piece(document, last - stop // 2, last - start // 2)
 
 
 class Line:
@@ -46,14 +59,14 @@ class Line:
     def __init__(self, lengths: tuple[int, ...], reach: Reach, long: int) -> None:
         self.lengths, self.reach = lengths, reach
         found: list[Stretch] = []
-        whole: dict[int, tuple[bool, int]] = {}  # of short documents: the rest of a Stretch, by the length
+        whole: dict[int, tuple[int, int, int]] = {}  # of short documents: the rest of a Stretch, by the length
         for i, n in enumerate(lengths):
             if n > long:
                 found += _stretches(i, n, reach, long)
             elif n:
                 if n not in whole:
                     (stretch,) = _stretches(i, n, reach, long)
-                    whole[n] = stretch.folded, stretch.area
+                    whole[n] = stretch[1:]
                 found.append(Stretch(Piece(i, 0, n), *whole[n]))
         self.stretches = sorted(found, key=lambda x: (x.area / x.piece.rows, x.piece))
         self.ends = [0, *accumulate(x.piece.rows for x in self.stretches)]
@@ -102,17 +115,19 @@ class Line:
 def _stretches(document: int, length: int, reach: Reach, long: int) -> Iterator[Stretch]:
     """A long document is cut where its rows begin, or cease, to see more keys than the row before, unless few rows do;
     others are whole, as each part would need keys of the others."""
-    rising = 0 if reach.right is None else length - reach.right
-    falling = length if reach.left is None else reach.left + 1
+    more = 0 if reach.right is None else max(0, length - reach.right)  # rows of which each has one key more at its right
+    less = length if reach.left is None else min(length, reach.left + 1)  # and from there on one key less at its left
     few = long // 16  # such rows are a small part of a rank's scores
-    ends = sorted({0, length, *(x for x in (rising, falling) if length > long and few < x < length - few)})
+    ends = sorted({0, length, *(x for x in (more, less) if length > long and few < x < length - few)})
     for start, stop in pairwise(ends):
-        piece = Piece(document, start, stop)
-        before = max(0, min(stop, rising) - start)  # rows of which each has one key more at its right
-        after = max(0, stop - max(start, falling))
-        yield Stretch(piece, 2 * abs(before - after) > stop - start, reach.area(length, start, stop))
+        rising, falling = max(0, min(stop, more, less) - start), max(0, stop - max(start, more, less))
+        if FEW * (rising + falling) < stop - start:
+            rising = falling = 0
+        yield Stretch(Piece(document, start, stop), rising, falling, reach.area(length, start, stop))
 
 
+FEW = 32
+"""Rows at the ends of a document that are less than this part of it are taken as they come."""
 SLACK = 200
 """A rank may have this part of its scores more or less, where a document less is cut for it."""
 

@@ -13,7 +13,9 @@ from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
 from saccade.descale import EIGHT_BITS
 from saccade.distributed.context_plan import ContextPlan
+from saccade.distributed.exchanges import moved
 from saccade.distributed.heads import heads_error
+from saccade.distributed.once import constant
 from saccade.distributed.pieces import reach_of
 from saccade.distributed.row_values import padded
 from saccade.distributed.staged import StagedRows
@@ -22,7 +24,6 @@ from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout
 from saccade.layouts.validate import counts_from_first, sink_error
 from saccade.masks import KeyInterval, Mask, Window, as_mask
-from saccade.scores import ScoreMod, Traced
 
 KEYS, PIECES = "the exchange of keys and values", "the exchange of keys and values for pieces"
 CAUSAL, BESIDE = "the exchange of keys and values for causal pieces", "the exchange of keys and values beside own ones"
@@ -147,13 +148,14 @@ def _common(plan: ContextPlan, dropout: Dropout, heads: int) -> Dropout:
         raise Unsupported(
             "context: dropout of torch.vmap(…, randomness='different') is not supported over several ranks: 'same' is"
         )
-    state, ranks = dropout.state.clone(), plan.ranks
+    state, ranks = dropout.state, plan.ranks
+    stage = f"the seed of dropout_p={dropout.p}"
     if ranks.parts > 1:
-        state = plan.rows_transport().broadcast(state, "dropout's seed")
+        (state,) = moved(constant(id(plan), "_rows_seed"), stage, state)
     if ranks.heads > 1:
+        (state,) = moved(constant(id(plan), "_heads_seed"), stage, state)
         # Dropout takes `head ^ offset`, and the first of a power of two of heads is a multiple of it.
-        state = plan.heads_transport().broadcast(state, "dropout's seed")
-        state[1] ^= ranks.rank % ranks.heads * heads
+        state = torch.stack([state[0], state[1] ^ ranks.rank % ranks.heads * heads])
     return Dropout(state, dropout.p)
 
 
@@ -173,12 +175,10 @@ def _of_heads(score_mod: Any, q: Tensor, first: int) -> Any:
     if score_mod is None or isinstance(score_mod, scores.Score):
         return score_mod
     bound = scores.bind(score_mod, q)
-    if not isinstance(bound, Traced) or "h" not in bound.indices:
+    if bound is None or "h" not in bound.indices:
         return score_mod
-    if bound.own or not (isinstance(score_mod, ScoreMod) or hasattr(score_mod, "__code__")):
-        raise Unsupported(
-            _by_head_refusal(f"{score_mod!r} depends on the head, and has a derivative or a graph of its own")
-        )
+    if bound.own:
+        raise Unsupported(_by_head_refusal(f"{score_mod!r} depends on the head, and has a derivative of its own"))
     return lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx)
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.distributed import cost, estimates, picture
-from saccade.distributed.exchanges import moved
+from saccade.distributed.exchanges import Exchange, moved
 from saccade.distributed.groups import Ranks
 from saccade.distributed.heads import HeadExchange
 from saccade.distributed.once import constant, once
 from saccade.distributed.pieces import Piece, shifted
 from saccade.distributed.pull import PulledRows
 from saccade.distributed.row_values import bits, check_fill, of_dtype, padded
-from saccade.distributed.rows import RowExchange, numbers, repeated
+from saccade.distributed.rows import Broadcast, RowExchange, numbers, repeated
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.staged import StagedRows
 from saccade.distributed.transport import Transport
@@ -133,8 +133,9 @@ class ContextPlan:
         tensor([0, 5, 6, 7])
         """
         self._check_rows(x, dim, sum(self.lengths), "all")
-        check_fill(x, fill)
-        mine = x.index_select(dim, self._rows(str(x.device)))
+        if self.rows_of_each is not None or not x.is_floating_point():
+            check_fill(x, fill)
+        mine = of_dtype(bits(x).index_select(dim, self._rows(str(x.device))), x.dtype)
         return padded(mine.movedim(dim, 0), self.padding, fill).movedim(0, dim)
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -155,19 +156,23 @@ class ContextPlan:
         """
         self._check_rows(x, dim, self.rows, "this rank's")
         check_fill(x, fill)
-        longest = max(self.lengths, default=0)  # beyond which all rows are `fill`
+        longest = constant(id(self), "_longest")  # beyond which all rows are `fill`
         shift = max(-longest, min(longest, int(arguments.integer("shift", shift, least=None))))
         found = self._moved(x.movedim(dim, 0), f"roll by {shift}", "_of_rolled", shift)
-        rolled = bits(torch.full_like(x.movedim(dim, 0), fill))
-        place = constant(id(self), "_rolled", shift, str(x.device))
-        return of_dtype(rolled.index_copy(0, place, found), x.dtype).movedim(0, dim)
+        source = self._positions(str(x.device)) - shift
+        has_one = (source >= 0) & (source < self._ends(str(x.device)))
+        place = padded(torch.where(has_one, has_one.cumsum(0) - 1, len(found)), self.padding, len(found))
+        nothing = bits(x.movedim(dim, 0).new_full((1, *found.shape[1:]), fill))
+        return of_dtype(torch.cat([found, nothing]).index_select(0, place), x.dtype).movedim(0, dim)
 
     @once
-    def _rolled(self, shift: int, device: str) -> Tensor:
-        """The rows of this rank that have a source, when rows are rolled."""
-        ends = repeated([self.lengths[p.document] for p in self.pieces], [p.rows for p in self.pieces])
-        source = self._positions("cpu") - shift
-        return ((source >= 0) & (source < ends)).nonzero()[:, 0].to(device)
+    def _longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    @once
+    def _ends(self, device: str) -> Tensor:
+        """(used_rows,): the length of each row's document."""
+        return repeated([self.lengths[p.document] for p in self.pieces], [p.rows for p in self.pieces]).to(device)
 
     def _check_rows(self, x: Tensor, dim: int, rows: int, which: str) -> None:
         arguments.tensors(x=x)
@@ -231,7 +236,7 @@ class ContextPlan:
         """Makes what calls need, so that torch.compile finds it."""
         assert self.rows >= 0
         device = self.ranks.device
-        for tensor in (self._rows, self._positions, self._documents):
+        for tensor in (self._rows, self._positions, self._documents, self._ends):
             tensor(device)
         for order in ("bhsd",) if self.batch is None else ORDERS:
             self.layout(device, order)
@@ -303,7 +308,15 @@ class ContextPlan:
         first = self.ranks.rank % self.ranks.heads
         return self._named(RowExchange(self.sharding.by_part, needed[first :: self.ranks.heads], self.rows_transport()))
 
-    def _named(self, exchange: RowExchange) -> str:
+    @once
+    def _rows_seed(self) -> str:
+        return self._named(Broadcast(self.rows_transport()))
+
+    @once
+    def _heads_seed(self) -> str:
+        return self._named(Broadcast(self.heads_transport()))
+
+    def _named(self, exchange: Exchange) -> str:
         """Kept as long as the plan: torch.compile, which may meet it first, knows no more of it."""
         self._kept[exchange.name] = exchange
         return exchange.name

@@ -66,8 +66,8 @@ class Estimate(NamedTuple):
 
     @property
     def efficiency(self) -> tuple[float, float]:
-        """At least and at most."""
-        return self.ideal / self.exposed, self.ideal / self.hidden
+        """At least and at most; of nothing, which takes no time, 1."""
+        return (self.ideal / self.exposed, self.ideal / self.hidden) if self.hidden else (1.0, 1.0)
 
 
 def estimate(

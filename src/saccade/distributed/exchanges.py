@@ -79,7 +79,8 @@ class _Moved(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(operator: Any, exchange: str, stage: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(below(operator, list(xs), exchange, stage))
+        # Ranks of which one has no backward are in different exchanges.
+        return tuple(below(operator, list(xs), exchange, f"{stage}, with gradients"))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -87,6 +87,22 @@ def _of_mesh(mesh: Any, ulysses: bool) -> Ranks:
     return _of_groups(mesh.get_group(0), mesh.get_group(1))
 
 
+def check_order(group: Any) -> None:
+    """
+    Raises:
+        ValueError: a mesh in which a rank's place is not the one that its groups, which sort their ranks, give it.
+    """
+    if getattr(group, "ndim", 0) != 2:
+        return
+    ranks = group.mesh.cpu()
+    rows, columns = ranks.argsort(0), ranks.argsort(1)
+    if not (rows == rows[:, :1]).all() or not (columns == columns[:1]).all():
+        raise ValueError(
+            "a mesh for one plan has its ranks in one order in all rows, and in one in all columns, as process groups "
+            f"sort their ranks, got {ranks.tolist()}"
+        )
+
+
 def _of_groups(rows: Any, heads: Any) -> Ranks:
     """Of the group of ranks with the same heads, and of those with the same rows; None for this rank alone."""
     part, parts = (0, 1) if rows is None else (rows.rank(), rows.size())

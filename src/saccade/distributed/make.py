@@ -13,7 +13,7 @@ from saccade.bounded_cache import BoundedCache
 from saccade.distributed import peers
 from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.cost import divided_bytes, exchange_seconds, gathered_bytes
-from saccade.distributed.groups import Ranks, ranks_of
+from saccade.distributed.groups import Ranks, check_order, ranks_of
 from saccade.distributed.heads import heads_error
 from saccade.distributed.pieces import Reach, reach_of
 from saccade.distributed.sharding import PairSharding, Sharding
@@ -109,6 +109,7 @@ def plan(
     key = _written(documents), ranks, counted, head_dim, reach, method, rows, timeout, debug
     found = None if key[0] is None else _plans.get(key)
     if found is None:
+        check_order(group)
         asked = Request(*_lengths(documents), *key[1:])
         found = _plans.get(asked)
         if found is None:

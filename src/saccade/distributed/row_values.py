@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from saccade import arguments
 
 
 def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
@@ -13,10 +17,21 @@ def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
 
 
 def check_fill(x: Tensor, fill: float) -> None:
-    if x.is_floating_point() or x.is_complex():
+    """On every rank, also on those without rows to fill.
+
+    Raises:
+        TypeError: no number.
+        ValueError: one that x's dtype does not have.
+    """
+    arguments.number("fill", fill)
+    if x.is_complex() or (x.is_floating_point() and not math.isfinite(fill)):
         return
-    least, most = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
-    if not (least <= fill <= most and fill == int(fill)):
+    if x.dtype == torch.bool:
+        least, most = 0, 1
+    else:
+        limits = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+        least, most = limits.min, limits.max
+    if not (least <= fill <= most and (x.is_floating_point() or fill == int(fill))):
         raise ValueError(f"fill={fill!r} is no number of x's {x.dtype}: pass another fill, or x.long()")
 
 

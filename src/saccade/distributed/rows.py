@@ -116,6 +116,23 @@ class RowExchange(Exchange):
         return (self.rows if backward else self.needed, *given[1:])
 
 
+class Broadcast(Exchange):
+    """Rank 0's numbers to all ranks."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self.transport = transport
+
+    def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
+        return [self.transport.broadcast(x.clone(), stage) for x in xs]
+
+    def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
+        raise RuntimeError(f"{stage}: what rank 0 tells has no gradient")
+
+    def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
+        return given
+
+
 def side_by_side(xs: list[Tensor], rows: Tensor) -> Tensor:
     """These rows of all tensors, flat, as rows of one."""
     return torch.cat([x[rows].reshape(len(rows), x.shape[1:].numel()) for x in xs], 1)

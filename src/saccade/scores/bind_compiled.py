@@ -21,6 +21,11 @@ class CompiledScore(Score):
     def __init__(self, identity: str, tensors: Sequence[Tensor], ints: Any, floats: Any, fn: Function) -> None:
         self.identity, self.tensors, self.ints, self.floats, self.fn = identity, tensors, ints, floats, fn
         self.kind = identity.partition("~")[0]
+        self.own = isinstance(fn, ScoreMod) and fn.bprop is not None
+
+    @property
+    def indices(self) -> frozenset[str]:
+        return frozenset(_indices(self.identity))
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.fn(score, b, h, q_idx, kv_idx).to(score.dtype).expand_as(score)
@@ -99,6 +104,11 @@ def _pinned(name: str, recording: Recording) -> Any:
         None if numbers[1] else tuple(numbers[0]),
         tuple(program.integral),
     )
+
+
+@compile_constant
+def _indices(identity: str) -> list[str]:
+    return sorted(program_of(identity).indices)
 
 
 @torch._dynamo.allow_in_graph

@@ -146,6 +146,8 @@ class Score:
     floats: Any = ()
     own: bool = False
     """Whether its derivative is the user's own."""
+    indices: Any = frozenset()
+    """Which of b and h it depends on."""
     units: Any = ()
     """Of each tensor how many elements, one for each key, every row is a multiple of, and aligned to; or 1."""
 
@@ -239,9 +241,7 @@ class Traced(Score):
 
     @property
     def indices(self) -> frozenset[str]:
-        """Which of b and h it depends on."""
-        inputs = self.program.value.graph.find_nodes(op="placeholder")
-        return frozenset(str(node.target) for node in inputs if node.target in ("b", "h") and node.users)
+        return self.program.indices
 
     def holds(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The value of a predicate, which has no score."""

@@ -157,6 +157,12 @@ class Program:
         return Assembly(self, self.derived).locals(wanted)
 
     @lazily
+    def indices(self) -> frozenset[str]:
+        """Which of b and h it depends on."""
+        inputs = self.value.graph.find_nodes(op="placeholder")
+        return frozenset(str(node.target) for node in inputs if node.target in ("b", "h") and node.users)
+
+    @lazily
     def distance_reads(self) -> dict[int, Read]:
         """The reads of numbers by distance, by their numbers among all reads."""
         reads = Assembly(self, self.core).reads()
