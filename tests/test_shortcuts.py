@@ -242,6 +242,29 @@ def test_unaligned_rows_and_other_views_take_the_long_way(done: list[str]) -> No
     assert not shortcuts._plain_operands(negative, *given[1:])
 
 
+@pytest.mark.parametrize("place", range(5))
+def test_negated_views(done: list[str], place: int) -> None:
+    """As `z.conj().imag` is one: what lies in memory has the other sign. Gradients have torch look at every tensor."""
+    sink, table = torch.tensor([0.5, -0.5]), torch.randn(8)
+    given = [*operands(), sink, table]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, t: Tensor, **keywords: Any) -> Tensor:
+        return attention(q, k, v, sink=sink, score_mod=lambda score, b, h, i, j: score + t[j], **keywords)
+
+    right = run(*(x.double() for x in given), backend="reference")
+    for _ in range(4):
+        run(*given)
+    given[place] = torch._neg_view(-given[place])
+    for _ in range(4):
+        torch.testing.assert_close(run(*given).double(), right, rtol=0.02, atol=0.02)
+
+
+def test_results_in_negated_memory(done: list[str]) -> None:
+    given = operands()
+    with pytest.raises(ValueError, match="view of the negated numbers"):
+        attention(*given, out=torch._neg_view(torch.empty_like(given[0])))
+
+
 # Gradients
 
 

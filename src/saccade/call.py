@@ -264,6 +264,8 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
         raise ValueError(f"out must be {' or '.join(map(str, dtypes))} {shape} on {q.device}, got {got}")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
+    if out.is_neg():
+        raise ValueError(f"out {tuple(out.shape)} is a view of the negated numbers: pass memory of its own")
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
 

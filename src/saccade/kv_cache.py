@@ -134,7 +134,7 @@ def append_kv(
     k_new, v_new, q = layouts.with_rows(k_new), layouts.with_rows(v_new), None if q is None else layouts.with_rows(q)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
     flat = k_cache, v_cache, k_new, v_new, q, places.tensors, places.text, tables, bool(interleaved), *found.each[1:]
-    direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q, *found.each[1:])
+    direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q, *tables, *found.each[1:])
     rotated = _append(*flat) if direct else torch.ops.saccade.append_kv(*flat)
     return None if q is None else rotated
 
@@ -243,6 +243,8 @@ def _check(
         complaint = "k_new and v_new must have the same rows and heads, and v_cache's head dim"
     if not complaint and q is not None and (*q.shape[:-2], q.shape[-1]) != (*k_new.shape[:-2], k_new.shape[-1]):
         complaint = "q and k_new must have the same rows and head dim"
+    if not complaint and (k_cache.is_neg() or v_cache.is_neg()):
+        complaint = "caches must have memory of their own, and not be views of negated numbers"
     if complaint:
         raise ValueError(f"{complaint}: {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}")
     tensors = named.values()

@@ -54,17 +54,18 @@ def gradients(
     return torch.ops.saccade.backward.default(dout, dlse, out, lse, *call.flattened(backend), [])[:3]
 
 
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def runs_directly(*tensors: Tensor | None) -> bool:
-    """Whether a call may go past the dispatcher: plain tensors, no derivative, no mode or transform that would watch.
+    """Whether a call may go past the dispatcher: plain tensors whose memory is their values, no derivative, no mode or
+    transform that would watch.
 
     The operator costs a small call as much as its launch does.
     """
     if repeats.watched() or needs_gradient(*tensors):
         return False
-    return all(type(x) in _PLAIN for x in tensors)
+    return all(x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors)
 
 
 def execute(problem: Problem, backend: str, lse: bool) -> Outputs:

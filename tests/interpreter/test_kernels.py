@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import masks
+from saccade import attention, bias, masks
 from saccade.backends.device import masks as device_masks
 from saccade.backends.device import records
 from saccade.backends.device import scores as device_scores
@@ -52,6 +52,20 @@ def test_programs_with_some_columns_of_values(case: Case, monkeypatch: pytest.Mo
     tensors, gradients = (given.q, given.k, given.v), {"dout": given.dout, "dlse": given.dlse}
     report = check(*tensors, **gradients, backend="triton", return_max_scores=True, **given.keywords)
     report.assert_ok()
+
+
+def test_negated_views() -> None:
+    """Kernels read memory, where a lazily negated view has the other sign."""
+    q, k, v, table = torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(16)
+    given = [q, k, v, table]
+    for i, x in enumerate(given):
+        q, k, v, t = [*given[:i], torch._neg_view(-x), *given[i + 1 :]]
+        plain = [y.resolve_neg() for y in (q, k, v)]
+        found, right = (
+            attention(*tensors, score_mod=bias(t), backend=backend)
+            for tensors, backend in (((q, k, v), "triton"), (plain, "reference"))
+        )
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])

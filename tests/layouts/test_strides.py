@@ -94,7 +94,8 @@ def test_out_has_the_memory_order_of_q(order, step, device):
     q = memory.permute([order.index(dim) for dim in range(4)])[..., ::step]
     k = torch.randn(2, 3, 7, 8, device=device)
     compiled = torch.compile(attention, backend="eager")
-    for out in (attention(q, k, k), attention(q.detach().requires_grad_(), k, k), compiled(q, k, k)):
+    reference = attention(q, k, k, backend="reference")
+    for out in (attention(q, k, k), attention(q.detach().requires_grad_(), k, k), compiled(q, k, k), reference):
         found = sorted(range(4), key=lambda dim: -out.stride(dim))
         assert found == [*(dim for dim in order if dim != 3), 3]
         assert out.permute(found).is_contiguous()

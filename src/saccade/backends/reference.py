@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from saccade import reference
 from saccade.backends import ANY_SCORE, Outputs, Support
+from saccade.layouts import ordered_like
 from saccade.masks import KINDS as MASKS
 from saccade.problem import Problem
 from saccade.spec import Spec
@@ -31,4 +32,5 @@ def workspace(spec: Spec) -> str:
 
 
 def run_forward(problem: Problem, lse: bool) -> Outputs:
-    return reference.attention(problem)
+    out, row_lse, max_scores = reference.attention(problem)
+    return ordered_like(out, problem.q), row_lse, max_scores

@@ -5,10 +5,11 @@ share of the rows has at one end of the line fewer scores than its share, at the
 its share somewhere between. What is left has the same mean, and so has a stretch of the line for the next rank, around
 the hole. Every rank cuts at most two documents.
 
-A document that is cut is a line as well, of which any part has the mean of the whole. Where rows see more keys the later
-they are, as under a causal mask, it goes from both ends to the middle: two pieces, or one in the middle. Where all rows
-see as many, it goes from the first row to the last, and a cut is one place. Under a window the first rows see more and
-more, and the last ones, if it reaches ahead, fewer and fewer: a part has its share of each, and of those between.
+A document that is cut is a line as well, of which any part has the mean of the whole. Where rows see more keys the
+later they are, as under a causal mask, it goes from both ends to the middle: two pieces, or one in the middle. Where
+all rows see as many, it goes from the first row to the last, and a cut is one place. Under a window the first rows see
+more and more, and the last ones, if it reaches ahead, fewer and fewer: a part has its share of each, and of those
+between.
 """
 
 from __future__ import annotations
@@ -115,8 +116,9 @@ class Line:
 def _stretches(document: int, length: int, reach: Reach, long: int) -> Iterator[Stretch]:
     """A long document is cut where its rows begin, or cease, to see more keys than the row before, unless few rows do;
     others are whole, as each part would need keys of the others."""
-    more = 0 if reach.right is None else max(0, length - reach.right)  # rows of which each has one key more at its right
-    less = length if reach.left is None else min(length, reach.left + 1)  # and from there on one key less at its left
+    # Rows before `more` have one key more at their right each, those from `less` on one key less at their left.
+    more = 0 if reach.right is None else max(0, length - reach.right)
+    less = length if reach.left is None else min(length, reach.left + 1)
     few = long // 16  # such rows are a small part of a rank's scores
     ends = sorted({0, length, *(x for x in (more, less) if length > long and few < x < length - few)})
     for start, stop in pairwise(ends):

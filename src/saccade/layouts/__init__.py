@@ -7,9 +7,9 @@ from saccade.layouts.packed import Packed
 from saccade.layouts.paged import Paged
 from saccade.layouts.rebuild import from_tensors, view_layout
 from saccade.layouts.slots import CacheSlots
-from saccade.layouts.strides import empty_bytes, empty_like_rows, with_rows
+from saccade.layouts.strides import empty_bytes, empty_like_rows, ordered_like, with_rows
 
 __all__ = [
     "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "dense_of", "empty_bytes",
-    "empty_like_rows", "from_tensors", "unwrap", "view_layout", "with_rows",
+    "empty_like_rows", "from_tensors", "ordered_like", "unwrap", "view_layout", "with_rows",
 ]  # fmt: skip

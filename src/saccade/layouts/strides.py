@@ -25,12 +25,20 @@ def _memory_order(x: Tensor) -> list[int]:
     return [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
 
 
+def ordered_like(x: Tensor, other: Tensor) -> Tensor:
+    """x, dense, with its dimensions in another tensor's memory order."""
+    return _in_order(x, _memory_order(other))
+
+
+def _in_order(x: Tensor, order: list[int]) -> Tensor:
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
 def with_rows(x: Tensor) -> Tensor:
     """x with a contiguous last dimension: itself, or a copy whose other dimensions keep their memory order."""
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
-    order = _memory_order(x)
-    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+    return _in_order(x, _memory_order(x))
 
 
 def empty_bytes(x: Tensor, dtype: torch.dtype, keys_first: bool = False) -> Tensor:
