@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 
@@ -60,6 +61,11 @@ def no_overlap(x: Tensor) -> bool:
             return False
         below += (n - 1) * stride
     return True
+
+
+def negated(x: Tensor) -> bool:
+    """Whether memory holds a tensor's numbers with the other sign; torch.compile, which cannot ask, has none such."""
+    return not torch.compiler.is_compiling() and x.is_neg()
 
 
 def refuse_shared(

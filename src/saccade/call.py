@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments, autograd, layouts, masks, scores
+from saccade import aliasing, arguments, autograd, layouts, masks, scores
 from saccade.backends import Unsupported
 from saccade.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.dropout import Dropout
@@ -264,7 +264,7 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
         raise ValueError(f"out must be {' or '.join(map(str, dtypes))} {shape} on {q.device}, got {got}")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
-    if out.is_neg():
+    if aliasing.negated(out):
         raise ValueError(f"out {tuple(out.shape)} is a view of the negated numbers: pass memory of its own")
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")

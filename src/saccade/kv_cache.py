@@ -243,7 +243,7 @@ def _check(
         complaint = "k_new and v_new must have the same rows and heads, and v_cache's head dim"
     if not complaint and q is not None and (*q.shape[:-2], q.shape[-1]) != (*k_new.shape[:-2], k_new.shape[-1]):
         complaint = "q and k_new must have the same rows and head dim"
-    if not complaint and (k_cache.is_neg() or v_cache.is_neg()):
+    if not complaint and (aliasing.negated(k_cache) or aliasing.negated(v_cache)):
         complaint = "caches must have memory of their own, and not be views of negated numbers"
     if complaint:
         raise ValueError(f"{complaint}: {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}")

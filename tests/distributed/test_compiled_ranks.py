@@ -14,7 +14,7 @@ from saccade.testing.ranks import mesh_of
 
 HERE = str(Path(__file__))
 LENGTHS = [7, 0, 13, 1, 40, 3]
-WAYS = [("gather", 2), ("ulysses", 2), ((2, 2), 4)]
+WAYS = [("gather", 2), ("ulysses", 2), ((4, 2), 8)]  # of a mesh all processes are ranks, which make its groups
 
 
 def made(group, way, lengths=LENGTHS):

@@ -127,15 +127,21 @@ def of_mesh(group, ranks):
     return "right" if torch.allclose(out, right, atol=1e-5) else "wrong"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([[2, 3], [0, 1]], "right"), ([[1, 0], [3, 2]], "right"), ([[0, 2], [1, 3]], "right")]
-    + [(ranks, "one order in all rows") for ranks in ([[0, 1], [3, 2]], [[3, 1], [0, 2]], [[0, 2], [3, 1]])],
-    ids=str,
-)
-def test_meshes_in_any_order(pool, ranks, words):
+ORDERS = {
+    "rows": ([4, 5, 6, 7, 0, 1, 2, 3], "right"),
+    "columns": ([1, 0, 3, 2, 5, 4, 7, 6], "right"),
+    "transposed": ([0, 4, 1, 5, 2, 6, 3, 7], "right"),
+    "one row": ([0, 1, 2, 3, 5, 4, 6, 7], "one order in all rows"),
+    "one column": ([0, 3, 2, 1, 4, 5, 6, 7], "one order in all rows"),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_meshes_in_any_order(pool, name):
     """A process group counts its ranks in the order of their numbers, whatever the mesh's."""
-    assert all(words in told for told in pool.run((HERE, "of_mesh"), 4, ranks))
+    ranks, words = ORDERS[name]
+    rows = [ranks[i : i + 2] for i in range(0, 8, 2)]
+    assert all(words in told for told in pool.run((HERE, "of_mesh"), 8, rows))
 
 
 def test_other_contexts():
