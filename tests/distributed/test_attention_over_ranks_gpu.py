@@ -205,6 +205,34 @@ def captured(group, method):
 
 
 @pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
+def test_dropout_and_functions_of_the_head_compiled(gpus, method):
+    found = gpus.run((str(Path(__file__)), "compiled"), gpus.size, method, seconds=300)
+    assert found == [[True, True]] * gpus.size
+
+
+def compiled(group, method):
+    """Whether each step of a compiled function is the eager one, to the bit, with the gradients."""
+    from saccade import alibi, attention, causal
+    from saccade.distributed import plan
+
+    torch._dynamo.reset()
+    made = plan(list(LENGTHS), group, mask=causal(), method=method)
+    torch.manual_seed(3)
+    q, k, v, dout = (
+        made.shard(torch.randn(sum(LENGTHS), 8, 64)).to("cuda", torch.bfloat16).requires_grad_() for _ in range(4)
+    )
+    same = []
+    for more in ({"dropout_p": 0.5}, {"score_mod": alibi(torch.linspace(0.1, 0.9, 8, device="cuda"))}):
+        results = []
+        for run in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+            torch.manual_seed(5)
+            out = run(q, k, v, mask=causal(), context=made, deterministic=True, **more)
+            results.append([out.detach(), *torch.autograd.grad(out, [q, k, v], dout)])
+        same.append(all(map(torch.equal, *results)))
+    return same
+
+
+@pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
 def test_ranks_that_differ(gpus, method):
     """All hear the same, nothing was exchanged, and they go on."""
     found = gpus.run((str(Path(__file__)), "differing"), gpus.size, method, seconds=300)

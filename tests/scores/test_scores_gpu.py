@@ -10,6 +10,7 @@ import torch
 from saccade import attention, causal, mask_mod, prefix, relative_bias, window
 from saccade.backends.device import distance_tables
 from saccade.problem import Problem
+from saccade.testing import operations
 from saccade.testing.accuracy import Report, check
 from saccade.testing.cases import NAMED
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
@@ -39,6 +40,26 @@ def test_wide_heads(name: str, backend: str) -> None:
 def test_cases(name: str, backend: str) -> None:
     given = NAMED[name].replace(dtype="fp16", d=64, d_v=64).inputs("cuda", requires_grad=True)
     check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend=backend, **given.keywords).assert_ok()
+
+
+@pytest.fixture
+def captured_there(monkeypatch) -> None:
+    """What the functions of `operations` capture, on the GPU."""
+    for name in ("KINDS", "MANY", "FAR"):
+        monkeypatch.setattr(operations, name, getattr(operations, name).cuda())
+
+
+@pytest.mark.usefixtures("captured_there")
+@pytest.mark.parametrize("name", [*operations.WRAPPING, *operations.ARGUMENTS])
+def test_operations(name: str, backend: str) -> None:
+    function = (operations.WRAPPING | operations.ARGUMENTS)[name]
+    check(*operands(2, 1, 40, 40, 64), score_mod=function, backend=backend).assert_ok()
+
+
+@pytest.mark.usefixtures("captured_there")
+@pytest.mark.parametrize("name", operations.MASKS)
+def test_masks_of_operations(name: str, backend: str) -> None:
+    check(*operands(2, 1, 40, 40, 64), mask=mask_mod(operations.MASKS[name]), backend=backend).assert_ok()
 
 
 def test_new_values_never_compile(backend: str, forward_kernel) -> None:
