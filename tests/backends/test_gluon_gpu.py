@@ -311,7 +311,8 @@ def kernels() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (256, 256)])
 def test_no_second_compile_for_other_shapes(d: int, d_v: int, kernels: Any) -> None:
-    """Lengths, batches, heads, window bounds, scales and strides are runtime arguments."""
+    """Lengths, batches, heads, window bounds, scales and strides are runtime arguments. Up to d = 64 lengths choose one
+    of two kernels."""
 
     def call(b: int, h: int, s: int, left: int, scale: float, order: str = "bhsd") -> None:
         layout = Dense(order)
@@ -319,6 +320,7 @@ def test_no_second_compile_for_other_shapes(d: int, d_v: int, kernels: Any) -> N
         run(*given, mask=window(left, 0), scale=scale, layout=layout)
 
     call(2, 3, 77, 5, 0.3)
+    call(2, 3, 377, 5, 0.3)
     before = kernels()
     call(1, 1, 1, 0, 1.0)
     call(1, 16, 16, 1, 0.5)

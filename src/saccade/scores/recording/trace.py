@@ -31,8 +31,8 @@ TILE_SHAPES = dict(zip(TILE, ((Q, K), (1, 1), (1, 1), (Q, 1), (1, K)), strict=Tr
 
 _ALSO_POINTWISE = frozenset((
     "__and__", "__or__", "_to_copy", "alias", "attached", "detach", "fill", "float_power", "floor_divide", "full_like",
-    "hardswish", "lift_fresh", "lift_fresh_copy", "log_sigmoid_forward", "masked_fill", "ones_like", "rsub",
-    "scalar_tensor", "where", "zeros_like",
+    "hardswish", "leaky_relu", "lift_fresh", "lift_fresh_copy", "log_sigmoid_forward", "masked_fill", "ones_like",
+    "rsub", "scalar_tensor", "where", "zeros_like",
 ))  # fmt: skip
 """Operations that torch does not tag as pointwise."""
 _REDUCTION = "a score function sees one tile of scores at a time, so it cannot reduce over them; do it beforehand"
