@@ -65,7 +65,7 @@ class BoundCall(NamedTuple):
             tensors += self.descale.tensors
         ints = [*self.layout.ints, *([] if mask is None else mask.ints), *(score.ints if score else [])]
         floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
-        numbers = bool(floats) and compiling
+        numbers = len(floats) > 0 and compiling
         if numbers:
             one = torch.ones((), dtype=torch.float64, device="cpu")
             tensors, floats = [*tensors, torch.stack([one * x for x in floats])], []

@@ -52,6 +52,9 @@ class ContextPlan:
     _kept: dict[Any, Any] = field(default_factory=dict)
     """What is made once: tensors, layouts, exchanges."""
 
+    def __post_init__(self) -> None:
+        _ = self.used_rows  # once, before torch.compile asks: that of torch 2.11 keeps nothing
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what this process made, which it knows by names of its own: copies make theirs."""
         return vars(self) | {"_kept": {}}

@@ -279,7 +279,9 @@ class _Composed:
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         for mod in self.mods:
-            score = mod(score, b, h, q_idx, kv_idx)
+            # torch.compile of torch 2.11 calls no dataclass that is made inside, but its method.
+            call = mod.__call__ if isinstance(mod, Score) else mod
+            score = call(score, b, h, q_idx, kv_idx)
         return score
 
 

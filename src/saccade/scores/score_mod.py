@@ -108,6 +108,7 @@ def word_of(fn: Any) -> str:
     """The name of a function, or of an object's class; no object is asked. torch.compile follows this code."""
     while isinstance(fn, (ScoreMod, functools.partial)):
         fn = fn.fn if isinstance(fn, ScoreMod) else fn.func
+    fn = fn.__func__ if isinstance(fn, types.MethodType) else fn  # torch 2.11 finds the name of that alone
     return fn.__name__ if isinstance(fn, _NAMED) else type(fn).__name__
 
 
