@@ -1,6 +1,7 @@
 """The host's time for a small call beside SDPA's: eager, with gradients, compiled, with functions, by other names.
 
-    python benchmarks/host.py [--rounds 7] [--out rows.jsonl]        about 50 s on one GPU, most of it compiling
+    python benchmarks/host.py [--rounds 7] [--out rows.jsonl]        about 150 s on one GPU, most of it compiling
+    python benchmarks/host.py --modes training --calls gluon
 
 One call of `1 8 128 64`, bf16, many times without a synchronization. All calls of a mode take turns, in an order that
 changes in every round; a row has the median in microseconds, its ratio to SDPA's of the same mode, and for score
@@ -140,6 +141,8 @@ def _microseconds(step: Callable[[], Any]) -> float:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--rounds", type=int, default=7)
+    words.add_argument("--modes", default=",".join(BARS), help="of the calls, with commas")
+    words.add_argument("--calls", default="", help="words that a call's name begins with, with commas; all if omitted")
     words.add_argument("--out", type=Path)
     words.add_argument("--commit")
     given = words.parse_args()
@@ -147,8 +150,10 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     dout, *operands = (torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     learned = [x.clone().requires_grad_() for x in operands]
-    calls = _calls()
-    for mode, bar in BARS.items():
+    wanted = "sdpa", *given.calls.split(",")  # which others are compared with
+    calls = [x for x in _calls() if x.name.startswith(wanted)]
+    for mode in given.modes.split(","):
+        bar = BARS[mode]
         tensors = learned if mode.endswith("training") else operands
         here = [x for x in calls if x.mode == mode]
         by_rows = [x.transpose(1, 2).contiguous() for x in operands]
