@@ -7,7 +7,7 @@ OLDEST := 3.6.0
 NEWEST := 3.9.0
 # The oldest PyTorch that pyproject.toml admits, and the newest that was tried.
 OLDEST_TORCH := 2.11
-NEWEST_TORCH := 2.13
+NEWEST_TORCH := 2.14
 # Where pip looks for PyTorch besides the package index: without a GPU, https://download.pytorch.org/whl/cpu has less.
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))

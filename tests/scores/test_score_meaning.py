@@ -555,6 +555,44 @@ def test_own_derivatives(fn):
     torch.testing.assert_close(found, plain(fn))
 
 
+def test_a_function_that_is_not_given_what_it_uses():
+    table = torch.randn(2, requires_grad=True)
+
+    def by_closure(s, b, h, i, j):
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x[h] * s
+
+            @staticmethod
+            def backward(ctx, g):
+                return g
+
+        return Scaled.apply(table)
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not among its arguments"):
+            attention(*operands(), score_mod=by_closure)
+
+
+def test_calls_inside_of_a_function():
+    """Whose own arguments are nothing to a score function."""
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return attention(q, k, v, score_mod=lambda s, b, h, i, j: StraightThrough.apply(s * 1.5))
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None, None
+
+    given = operands()
+    right = attention(*given, score_mod=lambda s, b, h, i, j: (s * 1.5).round())
+    for _ in range(2):
+        torch.testing.assert_close(Layer.apply(*given), right)
+
+
 def test_a_backward_that_is_no_derivative():
     with pytest.raises(ValueError, match="not linear"):
         attention(*operands(), score_mod=lambda s, b, h, i, j: Cut.apply(s))

@@ -1,12 +1,14 @@
 """`torch.autograd.Function` in functions of the score: its value, with its own derivative.
 
-Torch reports no call of a Function. So `Function.apply` is wrapped once in a process, when a recording first meets one:
-it looks for stand-ins among its arguments, and does as before where there are none.
+Torch reports no call of a Function. So `Function.apply` is wrapped once in a process: it looks for stand-ins among its
+arguments, and does as before where there are none. That is when a recording first meets one; where `apply` is of C, as
+since torch 2.14, nothing tells that, and it is when something is first recorded.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,25 +16,47 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-UNSEEN = Function.apply.__func__.__code__
-"""The code of torch's own `Function.apply`."""
+_APPLY: Any = Function.__dict__["apply"]
+UNSEEN = _APPLY.__func__.__code__ if isinstance(_APPLY, classmethod) else None
+"""The code of torch's own `Function.apply`, if it is of Python."""
 
 
 class Unseen(BaseException):
     """A recording is inside a Function that it cannot see."""
 
 
-def see_functions(kind: type, applied: Callable[..., Any]) -> None:
-    """Makes Functions call `applied(function, args)` for arguments of this class from now on."""
-    plain = Function.apply.__func__
-    if plain.__code__ is not UNSEEN:
-        return
+class _Applying(threading.local):
+    depth = 0
 
-    @functools.wraps(plain)
+
+_applying = _Applying()
+_wrapped: list[Any] = []
+
+
+def applying() -> int:
+    """How many Functions this thread is inside of, of which no argument is a stand-in; 0 while `apply` is torch's."""
+    return _applying.depth
+
+
+def see_functions(kind: type, applied: Callable[..., Any]) -> bool:
+    """Makes Functions call `applied(function, args)` for arguments of this class from now on. False if they do."""
+    if _wrapped:
+        return False
+    plain: Any = Function.__dict__["apply"]
+    _wrapped.append(plain)
+
+    @functools.wraps(Function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return applied(cls, args) if any(type(x) is kind for x in args) else plain(cls, *args, **kwargs)
+        if any(type(x) is kind for x in args):
+            return applied(cls, args)
+        _applying.depth += 1
+        try:
+            return plain.__get__(None, cls)(*args, **kwargs)
+        finally:
+            _applying.depth -= 1
 
     Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    return True
 
 
 class Context:

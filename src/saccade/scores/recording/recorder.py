@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from saccade.scores.recording.autograd_functions import UNSEEN, Context, Unseen, attached, linear, see_functions
+from saccade.scores.recording.autograd_functions import (
+    UNSEEN,
+    Context,
+    Unseen,
+    applying,
+    attached,
+    linear,
+    see_functions,
+)
 from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, target_dtype
 
 _BRANCHES = (
@@ -102,6 +110,8 @@ def record(
     Raises:
         Refused: a kernel cannot do what the function does. The error says what to write instead.
     """
+    if UNSEEN is None:
+        see_functions(StandIn, _applied)
     tape = Tape(StandIn, dtype, device, reads_numbers)
     recorder = _Recorder(tape)
     try:
@@ -117,8 +127,9 @@ def record(
             )
         arguments = tuple([tape.argument(x, True) for x in results])
         return Recording(tape, arguments, recorder.called, recorder.made)
-    except Unseen:
-        see_functions(StandIn, _applied)
+    except Unseen as unseen:
+        if not see_functions(StandIn, _applied):
+            raise Refused(_NOT_GIVEN) from unseen
         return record(fn, dtype, device, outputs, reads_numbers)
     except Refused as refused:
         refused.line = refused.line or user_line(refused)
@@ -128,6 +139,10 @@ def record(
 
 
 _RECORD = record.__code__
+_NOT_GIVEN = (
+    "a torch.autograd.Function computes with values of the score function that are not among its arguments: pass them "
+    "to apply"
+)
 
 
 def _applied(function: Any, args: Any) -> Any:
@@ -161,7 +176,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self.tape, self.graded = tape, torch.is_grad_enabled()
+        self.tape, self.graded, self.depth = tape, torch.is_grad_enabled(), applying()
         self.called: set[Any] | None = set()
         self.made: dict[int, Computed] = {}
         self.refused: Refused | Unseen | None = None
@@ -206,6 +221,8 @@ class _Recorder(TorchFunctionMode):
 
     def _step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if args else None
+        if applying() > self.depth:
+            raise Refused(_NOT_GIVEN)
         if self.called is not None:
             self.called.add(func)
         if name in _QUERIES and type(x) is StandIn:
