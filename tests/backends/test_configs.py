@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from saccade import Dense, Packed, Spec, configs
+from saccade import Dense, Packed, Spec, causal, configs
 from saccade.backends.gluon.forward import config as gluon
 from saccade.backends.triton import config as triton
 from saccade.problem import Problem
@@ -172,11 +172,27 @@ def test_short_rows_have_two_consumers(rows, group, d, consumers):
     launch = import_module("saccade.backends.gluon.forward.launch")
     q, k = torch.empty(1, 2 * group, rows, d).bfloat16(), torch.empty(1, 2, rows, d).bfloat16()
     problem = Problem(q, k, k, None, None, None, Dense(), 1.0)
-    assert launch.for_rows(problem, gluon.formula(64, 64)).consumers == consumers
+    assert launch.for_rows(problem, gluon.formula(64, 64), 1).consumers == consumers
     other = replace(gluon.formula(64, 64), block_k=64)
-    assert launch.for_rows(problem, other) == other
+    assert launch.for_rows(problem, other, 1) == other
     packed = replace(problem, layout=Packed(torch.tensor([0, rows])))
-    assert launch.for_rows(packed, gluon.formula(64, 64)).consumers == 3
+    assert launch.for_rows(packed, gluon.formula(64, 64), 1).consumers == 3
+
+
+@pytest.mark.parametrize(
+    ("b", "h", "s", "mask", "consumers"),
+    [
+        (1, 8, 4096, None, 2), (1, 8, 4096, causal(), 2), (1, 8, 1024, None, 2), (8, 10, 4096, None, 3),
+        (1, 16, 4096, causal(), 3), (4, 32, 2048, None, 3), (4, 32, 2048, causal(), 3), (1, 16, 16384, None, 3),
+    ],
+)  # fmt: skip
+def test_few_tiles_have_two_consumers(b, h, s, mask, consumers):
+    """Of which each of 132 programs has fewer rows: one tile of 192, or two of 128, in place of two of 192."""
+    pytest.importorskip("triton", reason="the extra [triton]")
+    launch = import_module("saccade.backends.gluon.forward.launch")
+    q = torch.empty(b, h, s, 64, dtype=torch.bfloat16, device="meta")
+    problem = Problem(q, q, q, None, mask, None, Dense(), 1.0)
+    assert launch.for_rows(problem, gluon.formula(64, 64), 132).consumers == consumers
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_no_second_compile_for_other_shapes(d: int, d_v: int, kernels: Any) -> N
         run(*given, mask=window(left, 0), scale=scale, layout=layout)
 
     call(2, 3, 77, 5, 0.3)
-    call(2, 3, 377, 5, 0.3)
+    call(8, 64, 576, 5, 0.3)
     before = kernels()
     call(1, 1, 1, 0, 1.0)
     call(1, 16, 16, 1, 0.5)
@@ -328,6 +328,16 @@ def test_no_second_compile_for_other_shapes(d: int, d_v: int, kernels: Any) -> N
     call(1, 7, 1000, 300, 0.125, "bshd")
     call(16, 1, 2048, 2047, 0.25, "sbhd")
     assert kernels() == before
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_each_item_has_a_program(d: int) -> None:
+    """Of up to four rounds, whose order is fixed, and of more; rows of one item, and of several."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for heads in (n * processors + more for n in range(1, 6) for more in (-1, 0, 1)):
+        check(*operands(1, (heads, heads), (50, 50), d), mask=causal(), backend=BACKEND, backward=False).assert_ok()
+    for heads, rows in ((8, 2048), (13, 1500), (3, 4100)):
+        check(*operands(1, (heads, 1), (rows, rows), d), mask=causal(), backend=BACKEND, backward=False).assert_ok()
 
 
 def test_two_kernels_for_a_group(kernels: Any) -> None:

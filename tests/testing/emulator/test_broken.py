@@ -145,6 +145,11 @@ def no_captured_tile(args, pipe, stage, tile, start, full):
     pass
 
 
+@gluon.jit
+def without_the_first_of_a_round(number, items, drawn):
+    return drawn * gl.num_programs(0) + gl.program_id(0) + 1
+
+
 FORWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for a copy": ([(Ring, "wait", no_wait)], Race),
     "a phase off by one": ([(Ring, "wait", other_phase)], EmulatorError),
@@ -166,6 +171,9 @@ BACKWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
 WIDE: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for out's place": ([(epilogue, "claim_out", no_claim_of_out)], Race),
 }
+FEW: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "an item that nobody has": ([(load, "sorted_item", without_the_first_of_a_round)], AssertionError),
+}
 PACKED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "a record written while it is read": ([(Slots, "record_of", one_record_less)], AssertionError),
 }
@@ -185,6 +193,7 @@ KERNELS = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "wide": WIDE,
+    "few": FEW,
     "packed": PACKED,
     "captured": CAPTURED,
     "learned": LEARNED,
@@ -199,6 +208,8 @@ def rejected(seed: int, kernel: str) -> Exception | None:
     if kernel == "wide":  # with a mask out has a place of its own
         q, k, v = torch.randn(3, 1, 2, 496, 256, dtype=torch.bfloat16).unbind()
         more = {"mask": causal()}
+    if kernel == "few":
+        q, k, v, more = *(x[:, :, :300] for x in (q, k, v)), {"mask": causal()}
     if kernel == "packed":  # and sequences of a tile of keys, whose numbers a consumer reads again when its out leaves
         q, k, v = torch.randn(3, 300, 2, 256, dtype=torch.bfloat16).unbind()
         more = {"layout": Packed.from_lengths([60, 30, 50, 40, 20, 60, 40]), "mask": causal()}

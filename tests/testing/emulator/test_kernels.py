@@ -185,3 +185,14 @@ def test_rows_beyond_the_end_reach_no_gradient(table: str, deterministic: bool) 
     with emulated():
         found = table_results(table, given, "gluon", deterministic=deterministic)
     assert_near(found, exact)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 6, 7, 9, 11, 12, 13, 20])
+@pytest.mark.parametrize("d", [64, 128])
+def test_each_item_has_a_program(d: int, heads: int) -> None:
+    """Of four rounds or fewer, whose order is fixed, and of more."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, heads, 50, d, dtype=torch.bfloat16).unbind()
+    with emulated(heads):
+        for mask in (None, causal()):
+            check(q, k, v, backend="gluon", mask=mask, backward=False).assert_ok()

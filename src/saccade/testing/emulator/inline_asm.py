@@ -51,6 +51,14 @@ def _count(address: Array) -> Array:
     return _add(address, 1)
 
 
+DISGUISE = np.int32(0x5A5A5A5A)
+"""Of a count that one thread has and the others have not, until they are told."""
+
+
+def _begin_count(address: Array) -> Array:
+    return _count(address) ^ DISGUISE
+
+
 def _add_one(address: Array) -> Array:
     _add(address, this_partition().warps)
     return np.int32(0)
@@ -90,6 +98,10 @@ def _always(f: Callable[..., Any]) -> Callable[[str], Callable[..., Any]]:
     return lambda text: f
 
 
+COUNT = (
+    r"\{ \.reg \.pred chosen; bar\.warp\.sync 0xffffffff; elect\.sync _\|chosen, 0xffffffff; mov\.b32 \$0, 0; "
+    r"@chosen atom\.global\.(relaxed|acq_rel|acquire|release)\.gpu\.add\.u32 \$0, \[\$1\], 1; "
+)
 TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
     (r"bar\.(sync|arrive) \$1, \d+; mov\.u32 \$0, 0;", _named),
     (r"cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;", _always(_pair(tl.bfloat16))),
@@ -107,13 +119,11 @@ TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
     (r"mov\.b32 \$0, \$1;", _always(lambda x: x)),
     (r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", _always(lambda x: x)),
     (
-        (
-            r"\{ \.reg \.pred chosen; bar\.warp\.sync 0xffffffff; elect\.sync _\|chosen, 0xffffffff; mov\.b32 \$0, 0; "
-            r"@chosen atom\.global\.(relaxed|acq_rel|acquire|release)\.gpu\.add\.u32 \$0, \[\$1\], 1; "
-            r"redux\.sync\.or\.b32 \$0, \$0, 0xffffffff; \}"
-        ),
+        COUNT + r"redux\.sync\.or\.b32 \$0, \$0, 0xffffffff; \}",
         _always(_count),
     ),
+    (COUNT + r"\}", _always(_begin_count)),
+    (r"redux\.sync\.or\.b32 \$0, \$1, 0xffffffff;", _always(lambda x: x ^ DISGUISE)),
     (
         (
             r"\{ \.reg \.pred chosen; bar\.warp\.sync 0xffffffff; elect\.sync _\|chosen, 0xffffffff; "

@@ -64,6 +64,8 @@ class ForwardShape(NamedTuple):
     """of 8-bit values that four more warps turn; else 0"""
     DV_LAST: Any
     """columns of the last one of out's DV_PARTS"""
+    SORTED: Any
+    """whether work items see fewer and fewer keys"""
     OUT_COLUMNS: Any
     """of out that have a place of their own in shared memory; 0: out leaves from where q was"""
 

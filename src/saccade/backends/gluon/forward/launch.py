@@ -47,8 +47,8 @@ PACK_GQA_GAIN = 1.1
 PACKED_GAIN = 1.02
 """The same of packed sequences, whose lengths are not known here: each has half a tile that is empty."""
 SHORT_GAIN = 1.1
-"""Two consumers work where their tiles have so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at
-1.125 0.93 to 1.01 (docs/findings/gluon.md)."""
+"""Two consumers work where a program has so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at 1.125
+0.93 to 1.01 (docs/findings/gluon.md)."""
 
 
 def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
@@ -104,7 +104,8 @@ def captured_rows(problem: Problem) -> CapturedTile | None:
 def config_of(problem: Problem, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
     """The schedule of a call's kernel."""
     weight = scores.weight(problem, score) if captured is None else "tile"
-    return for_rows(problem, forward_config(problem.spec(), configs.gpu_of(problem.q.device), weight))
+    config = forward_config(problem.spec(), configs.gpu_of(problem.q.device), weight)
+    return for_rows(problem, config, multiprocessors(problem.q.device))
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, out: Tensor, captured: CapturedTile | None) -> tuple[Tensor, ...]:
@@ -232,11 +233,18 @@ def prepare(
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
-        "OUT_COLUMNS": config.out_columns,
+        "OUT_COLUMNS": config.out_columns, "SORTED": is_sorted(problem),
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     grid = min(blocks * b * h_k * packs * key_splits(problem, processors), processors), 1, 1
     return TMALaunch(forward_kernel, grid, shapes, numbers, constants, OPTIONS)
+
+
+def is_sorted(problem: Problem) -> bool:
+    """Whether work items see fewer and fewer keys: within a section, later ones have earlier rows. Not said of 8-bit
+    operands, whose tiles take too little time to hide what the producer does beside them."""
+    causal = problem.mask is not None and problem.mask.kind == "causal"
+    return causal and problem.descale is None and not problem.layout.tensors
 
 
 def packed_sequences(problem: Problem) -> int | None:
@@ -275,19 +283,25 @@ def tiles_of_rows(s_q: int, rows: int, packed: int | None) -> float:
     return max(packed, (s_q + packed * (rows - 1) / 2) / rows)
 
 
-def for_rows(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Two consumers in place of three where those would have more rows: of 128, 256 or 512 rows, but not of 384."""
+def for_rows(problem: Problem, config: ForwardConfig, processors: int) -> ForwardConfig:
+    """Two consumers in place of three where those would have more rows: of 128, 256 or 512 rows, but not of 384; and
+    where there are few tiles, as of 8 heads of 4096 rows."""
     if replace(config, spill=0) != formula(64, 64) or problem.layout.has_pages or problem.layout.ragged_keys:
         return config
-    rows = [tile_rows(problem, n) for n in (config.consumers, TWO_CONSUMERS.consumers)]
+    rows = [busy_rows(problem, n, processors) for n in (config.consumers, TWO_CONSUMERS.consumers)]
     return TWO_CONSUMERS if rows[0] >= SHORT_GAIN * rows[1] else config
 
 
-def tile_rows(problem: Problem, consumers: int) -> int:
-    """Rows of the tiles of one key head."""
+def busy_rows(problem: Problem, consumers: int, processors: int) -> float:
+    """Rows of all tiles of the program that works longest, counted as if each saw all keys."""
+    b, _, s_q, _ = problem.q.shape
+    h_k, s_k = problem.k.shape[1:3]
     own = rows_of_a_consumer(problem, consumers)
-    tiles = -(-problem.q.shape[2] // (own * consumers)) * -(-problem.group * own // 64)
-    return tiles * 64 * consumers
+    items = b * h_k * -(-s_q // (own * consumers)) * -(-problem.group * own // 64)
+    rounds = -(-items // processors)
+    if is_sorted(problem) and s_q == s_k:  # of the keys half are seen
+        rounds = max(1.0, items / processors / 2)
+    return rounds * consumers * 64
 
 
 def grouped(x: Tensor, group: int) -> Tensor:

@@ -12,7 +12,7 @@ from saccade.backends.device.sequences import blocks_before, extent, is_packed, 
 from saccade.backends.device.tiles import tile_range
 from saccade.backends.gluon.forward.epilogue import passes_unseeing, store_unseeing
 from saccade.backends.gluon.forward.paged_tma import load_pages, pages_of, part_of, splits_of
-from saccade.backends.gluon.forward.tile_scheduler import packed_list, packed_place
+from saccade.backends.gluon.forward.tile_scheduler import FEW, LATE, packed_list, packed_place, sorted_item
 from saccade.backends.gluon.forward.transpose import SEQUENCE_BLOCK
 from saccade.backends.gluon.forward.work_tile import (
     BATCH,
@@ -31,7 +31,7 @@ from saccade.backends.gluon.forward.work_tile import (
     put_tiles,
     tile_at,
 )
-from saccade.backends.gluon.ptx import count_up
+from saccade.backends.gluon.ptx import begin_count, count_up
 from saccade.backends.gluon.shim import Value, aggregate, tma_load
 from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, zero_tail
 
@@ -283,7 +283,7 @@ def load_finished(args, pipe, n, tile, start, page, tails):
 
 
 @gluon.jit
-def load(args, pipe):
+def load(args, pipe):  # noqa: C901 - most branches are known when this is compiled
     """The producer: draws work, loads its query rows into a slot and its keys and values into the rings.
 
     With two slots an item's queries come before its keys, while those of the item before are in use. With one, they
@@ -292,6 +292,7 @@ def load(args, pipe):
     """
     EARLY: gl.constexpr = pipe.slots.SLOTS > 1
     OWN_OUT: gl.constexpr = pipe.shape.OUT_COLUMNS > 0
+    SORTED: gl.constexpr = pipe.shape.SORTED and EARLY
     counter = args.counter
     n = gl.to_tensor(0)
     tails = gl.to_tensor(0)
@@ -314,13 +315,21 @@ def load(args, pipe):
     while more:
         begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
         # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
-        # leaves the slot after that one. Else it is drawn late, so that the longest item goes to who is done first.
+        # leaves the slot after that one. With one slot, and of many sorted items, it is drawn late, so that the longest
+        # item goes to who is done first.
         ahead = gl.maximum(begun, tile.skipped) if EARLY else tile.hi - tile.lo - 1
+        if SORTED:  # noqa: SIM102 - known when this is compiled, and the next is not
+            if items > FEW * gl.num_programs(0):
+                ahead = gl.maximum(ahead, tile.hi - tile.lo - 1 - LATE)
+        number = gl.to_tensor(0)
         upcoming = tile
         at = pipe.slots.record_of(drawn)
         block_list, _, _ = block_list_of(args, pipe, at, tile.b, tile.h_k * args.group + tile.in_group, tile.row)
         for j in range(tile.hi - tile.lo):
             start = tile_at(args.mask, block_list, tile.hi, tile.hi - 1 - j) * pipe.shape.BLOCK_K
+            if SORTED:  # noqa: SIM102
+                if j == ahead:  # the number comes while keys and values do
+                    number = begin_count(counter, "relaxed")
             load_keys(args, pipe, n, tile, start)
             if not EARLY and OWN_OUT and j == 0:
                 load_queries(args, pipe, drawn, upcoming)  # still this one
@@ -330,7 +339,10 @@ def load(args, pipe):
                 load_queries(args, pipe, drawn, upcoming)
             if j == ahead:
                 drawn += 1
-                item = count_up(counter, "relaxed") + gl.num_programs(0)
+                if SORTED:
+                    item = sorted_item(number, items, drawn)
+                else:
+                    item = count_up(counter, "relaxed") + gl.num_programs(0)
                 upcoming, more = open_next(args, pipe, item, items, drawn, upcoming)
         tile = upcoming
     pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)

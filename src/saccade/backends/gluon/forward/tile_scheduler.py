@@ -9,11 +9,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.sequences import extent
+from saccade.backends.gluon.ptx import counted
 from saccade.backends.gluon.shim import aggregate
 
 L2_BYTES = 36 << 20
 """K and V of the heads that are worked on at one time: of what the L2 cache of an H200 holds a little more than half
 (docs/findings/gluon.md)."""
+
+FEW = tl.constexpr(4)
+"""Rounds, in each of which a program has one item, that have a fixed order."""
+LATE = tl.constexpr(4)
+"""Tiles of keys before the last of an item, at which the next item is drawn in more rounds (docs/findings/gluon.md)."""
 
 
 @aggregate
@@ -42,6 +48,21 @@ class TileScheduler:
         head = number * self.section + rest % size
         row = (self.blocks - 1 - rest // size) * ROWS
         return head // (self.h_k * self.packs), head // self.packs % self.h_k, head % self.packs * PACK, row
+
+
+@gluon.jit
+def sorted_item(number, items, drawn):
+    """The number of a program's item `drawn`, which may not be there, of items that see fewer and fewer keys.
+
+    Many go to who asks first, by the `number` that `begin_count` returned. Few would all be asked for before any is
+    done; they go round back and forth: who has the longest of a round has the shortest of the next.
+    """
+    programs = gl.num_programs(0)
+    item = counted(number) + programs
+    if items <= FEW * programs:
+        place = gl.program_id(0)
+        item = drawn * programs + gl.where(drawn % 2 == 0, place, programs - 1 - place)
+    return item
 
 
 @triton.jit
