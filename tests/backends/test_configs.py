@@ -115,6 +115,12 @@ def test_a_user_s_row_comes_first(tmp_path, monkeypatch):
         gluon.forward_config.cache_clear()
 
 
+@pytest.mark.parametrize("name", ["h100", "h800", "gh200"])
+def test_gpus_alike_have_one_table(name):
+    assert configs.table(name) == configs.table("h200") != {}
+    assert configs.table("a100") == {}
+
+
 @pytest.mark.parametrize("backend", ["gluon", "triton"])
 def test_the_gate_has_a_row_for_each_tile(backend):
     pytest.importorskip("triton", reason="the extra [triton]")

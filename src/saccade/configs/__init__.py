@@ -1,4 +1,5 @@
-"""Measured tile configs: `<gpu>.json` beside this file, and the user's own from `saccade tune`, which come first.
+"""Measured tile configs: `<gpu>.json` beside this file, or that of a GPU with the same multiprocessors, and the user's
+own from `saccade tune`, which come first.
 
 Each row maps a key, such as `triton forward bf16 d128/128 full`, to the fields of a backend's Config and to the
 measurement that chose it.
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 
+MEASURED = dict.fromkeys(("h100", "h800", "h20", "gh200"), "h200")
+"""GPUs whose multiprocessors are those of one that was measured: its table is theirs."""
+
 
 @lru_cache
 def gpu_name(device: int) -> str:
@@ -33,8 +37,8 @@ def gpu_of(device: torch.device) -> str:
 
 @lru_cache
 def table(gpu: str) -> dict[str, dict[str, int]]:
-    """key -> Config fields, for one GPU; the user's measurements override the shipped ones."""
-    shipped = resources.files(__name__) / f"{gpu}.json"
+    """key -> Config fields, for one GPU; the user's measurements on it override the shipped ones."""
+    shipped = resources.files(__name__) / f"{MEASURED.get(gpu, gpu)}.json"
     rows = json.loads(shipped.read_text()) if shipped.is_file() else {}
     rows |= _user_rows(gpu)
     return {key: row["config"] for key, row in rows.items()}
