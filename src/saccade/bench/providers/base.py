@@ -159,6 +159,10 @@ class PeerInputs(Operands):
         return q, k, int(q.diff().max()), int(k.diff().max())
 
 
+WARM = 3
+"""Forwards, of which the last one's backward is timed: a first one, which each training has once, may make another."""
+
+
 def prepared(function: Function, call: str, operands: Operands, retains: bool = True) -> Prepared:
     """Every mode of a function that PyTorch differentiates.
 
@@ -177,6 +181,8 @@ def prepared(function: Function, call: str, operands: Operands, retains: bool = 
         return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves_and_tables, dout), order)
     if retains:
         out = function(*leaves)
+        for _ in range(WARM - 1):
+            out = function(*leaves)
         return Prepared(lambda: torch.autograd.grad(out, leaves_and_tables, dout, retain_graph=True), order)
     fresh: list[Tensor] = []
 
