@@ -524,6 +524,41 @@ class Reversed(torch.autograd.Function):
         return -g * ctx.by, None
 
 
+class Turned(torch.autograd.Function):
+    """Its result is its argument itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class Constant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 2
+        ctx.mark_non_differentiable(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 100
+
+
+class Graded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+
+
 class Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -545,10 +580,13 @@ def no_gradient(s, b, h, i, j):
     [
         lambda s, b, h, i, j: StraightThrough.apply(s * 1.5),
         lambda s, b, h, i, j: Reversed.apply(s, 2.0),
+        lambda s, b, h, i, j: Turned.apply(s) * 2,
+        lambda s, b, h, i, j: Constant.apply(s) + s,
+        lambda s, b, h, i, j: Graded.apply(s),
         no_gradient,
         lambda s, b, h, i, j: s * s.detach() + s.data,
     ],
-    ids=["straight through", "reversed", "no_grad", "detach"],
+    ids=["straight through", "reversed", "turned", "constant", "graded", "no_grad", "detach"],
 )
 def test_own_derivatives(fn):
     found = gradient(lambda q, k, v: attention(q, k, v, score_mod=fn))

@@ -65,6 +65,8 @@ class Context:
     def __init__(self, args: Sequence[Any]) -> None:
         self.needs_input_grad = tuple([isinstance(x, Tensor) for x in args])
         self.saved_tensors: tuple[Any, ...] = ()
+        self.constant: tuple[Any, ...] = ()
+        """Results that have no derivative."""
 
     def called(self, function: Any, args: Sequence[Any]) -> Any:
         if function.setup_context is Function.setup_context:
@@ -76,7 +78,10 @@ class Context:
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
-    save_for_forward = mark_dirty = mark_non_differentiable = lambda self, *tensors: None
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.constant = tensors
+
+    save_for_forward = mark_dirty = lambda self, *tensors: None
 
     def set_materialize_grads(self, value: bool) -> None:
         pass

@@ -156,7 +156,11 @@ def _applied(function: Any, args: Any) -> Any:
         value = context.called(function, args)
     if type(value) is not StandIn:
         raise Refused(f"{function.__name__} must return one value of the score, got {type(value).__name__}")
-    tape = value.tape
+    tape, constant = value.tape, any(value is x for x in context.constant)
+    # Its derivatives are those of `backward` alone, also where it is an argument.
+    value = _stand_in(tape, tape.call(Tensor.detach, (value,), {}))
+    if constant:
+        return value
     gradient: Any = torch.ones_like(value)
     before = len(tape.steps)
     with torch.no_grad():
