@@ -1,28 +1,28 @@
 """`torch.autograd.Function` in functions of the score: its value, with its own derivative.
 
-Torch reports no call of a Function. So `Function.apply` is wrapped once in a process: it looks for stand-ins among its
-arguments, and does as before where there are none. That is when a recording first meets one; where `apply` is of C, as
-since torch 2.14, nothing tells that, and it is when something is first recorded.
+Torch reports no call of a Function. But it runs `forward` without gradients and tells nobody, so a step in a grad mode
+that nobody set is a step inside of one. Once a recording has met one, `Function.apply` is replaced while recordings
+run: it looks for stand-ins among its arguments, and does as before where there are none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-_APPLY: Any = Function.__dict__["apply"]
-UNSEEN = _APPLY.__func__.__code__ if isinstance(_APPLY, classmethod) else None
-"""The code of torch's own `Function.apply`, if it is of Python."""
+from saccade.scores.recording.compile_constant import compile_constant
+from saccade.scores.recording.tape import Refused
 
 
 class Unseen(BaseException):
-    """A recording is inside a Function that it cannot see."""
+    """A recording is inside a Function that it did not see called."""
 
 
 class _Applying(threading.local):
@@ -30,33 +30,65 @@ class _Applying(threading.local):
 
 
 _applying = _Applying()
-_wrapped: list[Any] = []
+NOT_GIVEN = (
+    "a torch.autograd.Function computes with values of the score function that are not among its arguments: pass them "
+    "to apply"
+)
 
 
 def applying() -> int:
-    """How many Functions this thread is inside of, of which no argument is a stand-in; 0 while `apply` is torch's."""
+    """How many Functions this thread is inside of, of which no argument is a stand-in; of those seen called."""
     return _applying.depth
 
 
-def see_functions(kind: type, applied: Callable[..., Any]) -> bool:
-    """Makes Functions call `applied(function, args)` for arguments of this class from now on. False if they do."""
-    if _wrapped:
-        return False
-    plain: Any = Function.__dict__["apply"]
-    _wrapped.append(plain)
+@contextlib.contextmanager
+def inside_function() -> Iterator[None]:
+    """This thread runs a Function of which no argument is a stand-in."""
+    _applying.depth += 1
+    try:
+        yield
+    finally:
+        _applying.depth -= 1
 
+
+class _Seen:
+    """How many recordings see Functions now, and torch's own `Function.apply` meanwhile."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.recordings = 0
+        self.plain: Any = None
+
+
+_seen = _Seen()
+
+
+@contextlib.contextmanager
+def seen_functions(kind: type, applied: Callable[..., Any]) -> Iterator[None]:
+    """Functions call `applied(function, args)` for arguments of this class in here."""
+    with _seen.lock:
+        if _seen.recordings == 0:
+            _seen.plain = Function.__dict__["apply"]
+            Function.apply = _replacement(_seen.plain, kind, applied)
+        _seen.recordings += 1
+    try:
+        yield
+    finally:
+        with _seen.lock:
+            _seen.recordings -= 1
+            if _seen.recordings == 0:
+                Function.apply = _seen.plain
+
+
+def _replacement(plain: Any, kind: type, applied: Callable[..., Any]) -> Any:
     @functools.wraps(Function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(type(x) is kind for x in args):
             return applied(cls, args)
-        _applying.depth += 1
-        try:
+        with inside_function():
             return plain.__get__(None, cls)(*args, **kwargs)
-        finally:
-            _applying.depth -= 1
 
-    Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
-    return True
+    return classmethod(apply)
 
 
 class Context:
@@ -68,11 +100,11 @@ class Context:
         self.constant: tuple[Any, ...] = ()
         """Results that have no derivative."""
 
-    def called(self, function: Any, args: Sequence[Any]) -> Any:
-        if function.setup_context is Function.setup_context:
-            return function.forward(self, *args)
-        value = function.forward(*args)
-        function.setup_context(self, args, value)
+    def called(self, forward: Any, setup_context: Any, args: Sequence[Any]) -> Any:
+        if setup_context is None:
+            return forward(self, *args)
+        value = forward(*args)
+        setup_context(self, args, value)
         return value
 
     def save_for_backward(self, *tensors: Any) -> None:
@@ -87,6 +119,57 @@ class Context:
         pass
 
 
+def steps_of(function: Any) -> tuple[Any, Any, Any]:
+    """A Function's forward, backward and setup_context, or None in place of the last."""
+    setup = function.setup_context
+    return function.forward, function.backward, None if setup is Function.setup_context else setup
+
+
+def followed(
+    kind: type, made: Callable[..., Any], dtype_of: Callable[..., Any], name: str, steps: Any, args: Any
+) -> Any:
+    """The value of a torch.autograd.Function of stand-ins, with its own derivative by each: `made(tape, place)`.
+
+    Dynamo follows this too.
+
+    Raises:
+        Refused: a derivative that is not linear in the gradient, or several results.
+    """
+    forward, backward, setup_context = steps
+    with torch.no_grad():
+        context = Context(args)
+        value = context.called(forward, setup_context, args)
+    if type(value) is not kind:
+        refuse(f"{name} must return one value of the score, got {type(value).__name__}")
+    tape, constant = value.tape, any([value is x for x in context.constant])  # noqa: C419 (Dynamo follows lists)
+    # Its derivatives are those of `backward` alone, also where it is an argument.
+    value = made(tape, tape.call(Tensor.detach, (value,), {}))
+    if constant:
+        return value
+    gradient: Any = torch.ones_like(value)
+    before = len(tape.steps)
+    with torch.no_grad():
+        slopes = backward(context, gradient)
+    slopes = slopes if isinstance(slopes, tuple) else (slopes,)
+    check_linear(name, tuple(tape.steps), gradient.place, before, tuple([x.place for x in slopes if type(x) is kind]))
+    for x, slope in zip(args, slopes, strict=False):
+        if type(x) is kind and slope is not None and dtype_of(x).is_floating_point:
+            slope = slope if type(slope) is kind else torch.ones_like(value) * slope
+            value = made(tape, tape.call(attached, (value, x, slope), {}))
+    return value
+
+
+@compile_constant
+def refuse(reason: str) -> None:
+    raise Refused(reason)
+
+
+@compile_constant
+def check_linear(name: str, steps: Any, gradient: int, first: int, slopes: Any) -> None:
+    if not linear(steps, gradient, first, slopes):
+        raise Refused(f"the backward of {name} is not linear in its gradient, as a derivative is")
+
+
 _SUMS = frozenset(("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract"))
 _PRODUCTS = frozenset(("mul", "__mul__", "__rmul__", "multiply"))
 _QUOTIENTS = frozenset(("div", "__truediv__", "divide", "true_divide"))
@@ -94,11 +177,11 @@ _SELECTS = frozenset(("where", "masked_fill"))
 _PASSES = frozenset(("neg", "__neg__", "to", "float", "double", "clone", "detach", "view_as", "contiguous", "alias"))
 
 
-def linear(tape: Any, gradient: int, first: int, outputs: Sequence[int]) -> bool:
+def linear(steps: Sequence[Any], gradient: int, first: int, outputs: Sequence[int]) -> bool:
     """Whether the values of steps from `first` on are linear in a gradient."""
     of_it = {gradient}
-    for place in range(first + 5, len(tape.steps) + 5):
-        function, positional, named = tape.steps[place - 5]
+    for place in range(first + 5, len(steps) + 5):
+        function, positional, named = steps[place - 5]
         arguments = (*positional, *(x for _, x in named))
         by = [x[0] == "value" and x[1] in of_it for x in arguments]
         if any(by):

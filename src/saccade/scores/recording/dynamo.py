@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from saccade.scores.recording.autograd_functions import followed
 from saccade.scores.recording.compile_constant import compile_constant, word_of
+from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
 from saccade.scores.recording.recorder import refusal
 from saccade.scores.recording.tape import Refused, Tape, target_dtype
 
@@ -72,7 +74,16 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
         dtype = target_dtype(Symbol, args, kwargs, _dtype)
         return args[0] if dtype is None else symbol(tape, tape.call(Tensor.to, (args[0], dtype), {}))
     check_operation(name)
-    return symbol(tape, tape.call(function, args, kwargs))
+    check_outside_of_functions()
+    result = symbol(tape, tape.call(function, args, kwargs))
+    if tape.graded and not torch.is_grad_enabled():
+        result = symbol(tape, tape.call(Tensor.detach, (result,), {}))
+    return result
+
+
+def applied(name: str, forward: Any, backward: Any, setup_context: Any, *args: Any) -> Any:
+    """Records a call of a torch.autograd.Function of symbols."""
+    return followed(Symbol, symbol, _dtype, name, (forward, backward, setup_context), args)
 
 
 def _dtype(x: Symbol) -> torch.dtype:
@@ -98,7 +109,9 @@ def check_operation(name: str) -> None:
 
 def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
     """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
+    follow_functions(Symbol, applied)
     tape = Tape(Symbol, dtype, device, reads_numbers=False)
+    tape.graded = torch.is_grad_enabled()
     values = [symbol(tape, i) for i in range(5)]
     with Follower():
         results = fn(*values)

@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from saccade.scores.recording.autograd_functions import (
-    UNSEEN,
-    Context,
+    NOT_GIVEN,
     Unseen,
     applying,
-    attached,
-    linear,
-    see_functions,
+    followed,
+    seen_functions,
+    steps_of,
 )
 from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, target_dtype
 
@@ -110,10 +109,21 @@ def record(
     Raises:
         Refused: a kernel cannot do what the function does. The error says what to write instead.
     """
-    if UNSEEN is None:
-        see_functions(StandIn, _applied)
-    tape = Tape(StandIn, dtype, device, reads_numbers)
-    recorder = _Recorder(tape)
+    try:
+        if not _met:
+            return _recorded(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=False)
+    except Unseen:
+        _met.append(True)
+    with seen_functions(StandIn, _applied):
+        return _recorded(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=True)
+
+
+_met: list[bool] = []
+"""Whether a recording has met a torch.autograd.Function."""
+
+
+def _recorded(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> Recording:
+    recorder = _Recorder(tape, sees)
     try:
         with recorder:
             results = fn(*[_stand_in(tape, i) for i in range(5)])
@@ -127,10 +137,6 @@ def record(
             )
         arguments = tuple([tape.argument(x, True) for x in results])
         return Recording(tape, arguments, recorder.called, recorder.made)
-    except Unseen as unseen:
-        if not see_functions(StandIn, _applied):
-            raise Refused(_NOT_GIVEN) from unseen
-        return record(fn, dtype, device, outputs, reads_numbers)
     except Refused as refused:
         refused.line = refused.line or user_line(refused)
         raise
@@ -138,49 +144,25 @@ def record(
         raise Refused(error_text(failed), user_line(failed)) from failed
 
 
-_RECORD = record.__code__
-_NOT_GIVEN = (
-    "a torch.autograd.Function computes with values of the score function that are not among its arguments: pass them "
-    "to apply"
+_RECORD = _recorded.__code__
+_BY_ANOTHER_NAME = (
+    "a torch.autograd.Function is called by a name that its apply was given, which cannot be recorded: write "
+    "Clip.apply(score), not clip = Clip.apply"
 )
 
 
 def _applied(function: Any, args: Any) -> Any:
-    """The value of a torch.autograd.Function of stand-ins, with its own derivative by each of them.
-
-    Raises:
-        Refused: a derivative that is not linear in the gradient, or several results.
-    """
-    with torch.no_grad():
-        context = Context(args)
-        value = context.called(function, args)
-    if type(value) is not StandIn:
-        raise Refused(f"{function.__name__} must return one value of the score, got {type(value).__name__}")
-    tape, constant = value.tape, any(value is x for x in context.constant)
-    # Its derivatives are those of `backward` alone, also where it is an argument.
-    value = _stand_in(tape, tape.call(Tensor.detach, (value,), {}))
-    if constant:
-        return value
-    gradient: Any = torch.ones_like(value)
-    before = len(tape.steps)
-    with torch.no_grad():
-        slopes = function.backward(context, gradient)
-    slopes = slopes if isinstance(slopes, tuple) else (slopes,)
-    if not linear(tape, gradient.place, before, [x.place for x in slopes if type(x) is StandIn]):
-        raise Refused(f"the backward of {function.__name__} is not linear in its gradient, as a derivative is")
-    for x, slope in zip(args, slopes, strict=False):
-        if type(x) is StandIn and slope is not None and _dtype(x).is_floating_point:
-            slope = slope if type(slope) is StandIn else torch.ones_like(value) * slope
-            value = _stand_in(tape, tape.call(attached, (value, x, slope), {}))
-    return value
+    return followed(StandIn, _stand_in, _dtype, function.__name__, steps_of(function), args)
 
 
 class _Recorder(TorchFunctionMode):
     """Sees every call of torch while a function runs."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, sees: bool) -> None:
         super().__init__()
-        self.tape, self.graded, self.depth = tape, torch.is_grad_enabled(), applying()
+        self.tape, self.sees, self.depth = tape, sees, applying()
+        self.graded = self.set = torch.is_grad_enabled()
+        """The grad mode that the caller set, and that the function set last."""
         self.called: set[Any] | None = set()
         self.made: dict[int, Computed] = {}
         self.refused: Refused | Unseen | None = None
@@ -201,6 +183,8 @@ class _Recorder(TorchFunctionMode):
             raise Refused(refusal(name) or "")
         if StandIn in types:
             return self._step(name, func, args, kwargs)
+        if name == "_set_grad_enabled":
+            return self._set_grad_mode(func, args, kwargs)
         if name in ("as_tensor", "asarray") and type(args[0]) is StandIn:
             return args[0]
         if any(type(x) is StandIn for x in args):  # torch.tensor(score)
@@ -208,6 +192,22 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._captured(name, func, args, kwargs, result)
         return result
+
+    def _set_grad_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._check_grad_mode()
+        result = func(*args, **kwargs)
+        if applying() == self.depth:
+            self.set = torch.is_grad_enabled()
+        return result
+
+    def _check_grad_mode(self) -> None:
+        """
+        Raises:
+            Unseen, Refused: a grad mode that the function did not set is that of a torch.autograd.Function.
+        """
+        if torch.is_grad_enabled() == self.set or applying() > self.depth or torch.is_inference_mode_enabled():
+            return
+        raise Refused(_BY_ANOTHER_NAME) if self.sees else Unseen
 
     def _captured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Notes a call of captured tensors alone. The shapes of what is made of them may depend on what they hold."""
@@ -226,7 +226,8 @@ class _Recorder(TorchFunctionMode):
     def _step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if args else None
         if applying() > self.depth:
-            raise Refused(_NOT_GIVEN)
+            raise Refused(NOT_GIVEN)
+        self._check_grad_mode()
         if self.called is not None:
             self.called.add(func)
         if name in _QUERIES and type(x) is StandIn:
@@ -247,7 +248,7 @@ class _Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             raise Refused(f"{name} writes to out=…; use what it returns")
         graded = torch.is_grad_enabled()
-        result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place(not graded)))
+        result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place()))
         if self.graded and not graded:
             result = _stand_in(self.tape, self.tape.call(Tensor.detach, (result,), {}))
         return result
@@ -324,24 +325,14 @@ _TORCH = torch.__path__[0]
 _HERE = str(Path(__file__).parents[1])
 
 
-def _place(whole: bool) -> tuple[str, int] | None:
-    """The line of the user's code that is running. `whole` looks for a torch.autograd.Function around it too.
-
-    Raises:
-        Unseen: there is one, and it is not recorded.
-    """
+def _place() -> tuple[str, int] | None:
+    """The line of the user's code that is running."""
     frame = sys._getframe(4)
-    place = None
-    while frame is not None:
-        code = frame.f_code
-        if place is None and not _inside(code.co_filename):
-            place = code.co_filename, frame.f_lineno
-        if code is _RECORD or (place is not None and not whole):
-            return place
-        if code is UNSEEN:
-            raise Unseen
+    while frame is not None and frame.f_code is not _RECORD:
+        if not _inside(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return place
+    return None
 
 
 def _inside(file: str) -> bool:

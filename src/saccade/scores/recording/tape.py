@@ -90,6 +90,8 @@ class Tape:
         """The tensor without dimensions that each number was read from, or None."""
         self.rows = False
         """Whether something was read with fewer indices than dimensions."""
+        self.graded = True
+        """Whether the function was called with gradients on."""
 
     def call(self, function: Any, args: Any, kwargs: Any, line: Any = None) -> int:
         """Records a step and returns its place among the values."""
