@@ -128,11 +128,11 @@ def sharding_of(cell: Cell, method: str, ranks: int) -> Sharding:
     return Sharding(cell.lengths, parts, heads, reach_of(MASKS[cell.mask]))
 
 
-def predicted(cell: Cell, method: str, ranks: int, backward: bool, own_first: bool = False) -> float:
+def predicted(cell: Cell, method: str, ranks: int, backward: bool) -> float:
     """The share of ideal that the model says."""
     name = "ulysses×pull" if "x" in method else method
     positions = cell.score is not None
-    found = cost.expected(sharding_of(cell, method, ranks), name, cell.heads, cell.d, backward, own_first, positions)
+    found = cost.expected(sharding_of(cell, method, ranks), name, cell.heads, cell.d, backward, positions)
     return found.efficiency[0]
 
 

@@ -57,7 +57,6 @@ class Local(NamedTuple):
     """out of q, k, v and what the score function captures."""
     rows: Callable[[Tensor], Tensor]
     """Of a whole result (rows, h, d), what this rank has in the form of its own."""
-    own_first: bool = False
 
 
 def over_ranks(method: str) -> Callable[[Cell, list[Tensor]], Local]:
@@ -71,8 +70,7 @@ def over_ranks(method: str) -> Callable[[Cell, list[Tensor]], Local]:
         def call(q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Tensor:
             return attention(q, k, v, mask=mask, score_mod=cell.score_mod([*captured]), context=made)
 
-        own_first = cell.mask == "causal" and cell.score is None and made.own_first(cell.heads, cell.d)
-        return Local([made.shard(x) for x in whole], call, made.shard, own_first)
+        return Local([made.shard(x) for x in whole], call, made.shard)
 
     return prepare
 
@@ -237,7 +235,8 @@ def _timed(
         row["efficiency"] = None if name == "one GPU" else ideal / ms
         row["tflops"] = cell.operations * (2.5 if backward else 1) / gpus / ms / 1e9
         if name in methods(ranks):
-            row["own_first"] = name == "pull" and not backward and works[name].local.own_first
-            row["predicted"] = predicted(cell, name, ranks, backward, row["own_first"])
+            row["predicted"] = predicted(cell, name, ranks, backward)
+            # Whether keys come while the kernel runs.
+            row["arrives"] = name == "pull" and not backward and cell.mask == "causal" and cell.score is None
         found.append(row)
     return found

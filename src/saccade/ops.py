@@ -87,6 +87,8 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
             else:
                 operands = repeats.operands_of(problem) if key else []
                 plan, problem = dispatch.planned(problem, backend)
+                if problem.arrivals is not None and not getattr(plan.module, "WAITS_FOR_KEYS", False):
+                    problem.arrivals.come()
                 if key:
                     work = partial(_planned, plan, problem, lse)
                     return cast(Outputs, tuple(repeats.run(key, plan.module, operands, work)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade import hardware, masks, scores
 from saccade.alignment import ALIGNMENT, address
+from saccade.arrivals import Arrivals
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Layout, dense_of, empty_like_rows
@@ -46,6 +47,8 @@ class Problem:
     """Whether the forward is asked for the largest score of each row."""
     descale: Factors | None = None
     """What 8-bit operands stand for; None where k and v have more bits."""
+    arrivals: Arrivals | None = None
+    """Where keys and values may come while the call runs, what tells which have."""
 
     launches: dict[Any, Any] = field(default_factory=dict)
     """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors. A Plan's."""
@@ -66,13 +69,14 @@ class Problem:
         out: Tensor | None = None,
         max_scores: bool = False,
         descale: Factors | None = None,
+        arrivals: Arrivals | None = None,
         launches: dict[Any, Any] | None = None,
     ) -> None:
         # Every call makes one: what a frozen dataclass generates takes three times as long.
         vars(self).update(
             q=q, k=k, v=v, sink=sink, mask=mask, score=score, layout=layout, scale=scale, deterministic=deterministic,
             dropout=dropout, first_b=first_b, out=out, max_scores=max_scores,
-            descale=descale, launches={} if launches is None else launches,
+            descale=descale, arrivals=arrivals, launches={} if launches is None else launches,
         )  # fmt: skip
 
     def planned(self, launches: dict[Any, Any]) -> Problem:

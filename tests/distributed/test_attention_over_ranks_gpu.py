@@ -67,32 +67,10 @@ def test_by_the_one_tolerance(gpus, case, method):
 
 
 @pytest.mark.parametrize("h_k", [2, 8])
-def test_own_keys_first(gpus, h_k):
+def test_keys_that_come_while_the_kernel_runs(gpus, h_k):
     case = packed("causal", mask="causal", sink=True, h_k=h_k)
-    for ratios in gpus.run((str(Path(__file__)), "own_first"), gpus.size, "measured", case):
+    for ratios in gpus.run(measured, gpus.size, case, {"method": "pull", "device": "cuda"}, seconds=300):
         assert max(ratios.values()) <= 1
-
-
-def test_own_keys_first_repeats(gpus):
-    assert all(gpus.run((str(Path(__file__)), "own_first"), gpus.size, "delayed", 300, seconds=300))
-
-
-def test_own_keys_first_in_a_cuda_graph(gpus):
-    assert all(gpus.run((str(Path(__file__)), "own_first"), gpus.size, "captured", "pull", seconds=300))
-
-
-def own_first(group, work, *arguments):
-    """Other work here, with own keys first."""
-    from saccade.distributed import ContextPlan
-
-    before = ContextPlan.own_first
-    ContextPlan.own_first = lambda *_: True
-    try:
-        if work == "measured":
-            return measured(group, *arguments, {"method": "pull", "device": "cuda"})
-        return globals()[work](group, *arguments)
-    finally:
-        ContextPlan.own_first = before
 
 
 @pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
@@ -123,7 +101,7 @@ def repeated(group, method, times):
 
 
 def test_pull_with_delays(gpus):
-    """Before signals and after them: to the bit."""
+    """Before signals and after them, and of copies that kernels wait for: to the bit."""
     assert all(gpus.run((str(Path(__file__)), "delayed"), gpus.size, 1000, seconds=300))
 
 
@@ -136,7 +114,7 @@ def delayed(group, times):
     torch.manual_seed(3)
     q, k, v, dout = (made.shard(torch.randn(sum(LENGTHS), 8, 64)).to("cuda", torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    barrier, state = PeerMemory.barrier, [made.rank + 1]
+    barrier, copied, state = PeerMemory.barrier, PeerMemory.copied, [made.rank + 1]
 
     def late(self, seconds=None):
         state[0] = state[0] * 1103515245 + 12345 & 0x7FFFFFFF
@@ -146,14 +124,22 @@ def delayed(group, times):
         if state[0] >> 18 & 3 == 0:
             torch.cuda._sleep(200_000)
 
-    PeerMemory.barrier = late
+    def copied_late(self, copies):
+        def later():
+            if state[0] >> 19 & 3 == 0:
+                torch.cuda._sleep(300_000)
+            copies()
+
+        return copied(self, later)
+
+    PeerMemory.barrier, PeerMemory.copied = late, copied_late
     try:
         found = []
         for _ in range(times):
             out = attention(q, k, v, mask=causal(), context=made, deterministic=True)
             found.append(torch.stack([_bits(x) for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))]))
     finally:
-        PeerMemory.barrier = barrier
+        PeerMemory.barrier, PeerMemory.copied = barrier, copied
     return bool((torch.stack(found) == found[0]).all())
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from saccade import causal
 from saccade.distributed import plan
 from saccade.distributed.cost import expected
-from saccade.distributed.estimates import BACKWARD, COLLECTIVE, FORWARD, estimate, rows_moved, worth_two_calls
+from saccade.distributed.estimates import BACKWARD, COLLECTIVE, FORWARD, estimate, rows_moved
 from saccade.distributed.pieces import Reach
 from saccade.distributed.sharding import Sharding
 
@@ -72,26 +72,18 @@ def test_measured_cells():
             )
 
 
-def test_own_keys_come_first_where_that_saves_a_share():
-    """Few scores for each key and value that comes."""
-    for rows, heads, worth in ((16384, (16, 16), True), (65536, (16, 16), True), (65536, (64, 8), False)):
-        assert worth_two_calls(Sharding((rows,), 2, 1, Reach(None, 0)), heads, 128) == worth
-
-
 WITHIN = 0.08
 APART = {
-    # Single runs of 64k differ by 10 %: others had 0.93 in one call.
-    "2 pull 64k-16:16 forward": 0.15,
     "2 gather documents-32k 42 forward": 0.1,
     "2 ulysses 16k-16:16 backward": 0.1,
 }
 
 
 def test_what_was_measured_is_what_is_predicted():
-    """Every committed row, to 8 %; and half of that in the mean."""
+    """Every committed row of H200s and of what is done now, to 8 %; and half of that in the mean."""
     pairs = runpy.run_path(str(ROOT / "benchmarks" / "predictions.py"))["pairs"]
     found = {pair[0]: abs(pair.off) for pair in pairs()}
-    assert len(found) >= 100
+    assert len(found) >= 90
     assert {name for name in APART if found[name] <= WITHIN} == set()
     assert {name: off for name, off in found.items() if off > APART.get(name, WITHIN)} == {}
     assert sum(found.values()) <= WITHIN / 2 * len(found)

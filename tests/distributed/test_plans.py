@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from saccade import Dense, Packed, causal, documents, mask_mod, prefix, window
 from saccade.distributed import Piece, plan
 from saccade.distributed.balance import balanced
-from saccade.distributed.estimates import late
 from saccade.distributed.pieces import Reach, reach_of, spans
 from saccade.distributed.sharding import Sharding
 
@@ -58,19 +57,16 @@ def test_every_row_has_one_rank(lengths, ranks, reach):
 @given(LENGTHS, st.integers(1, 9))
 def test_causal_pieces_see_rows_of_others_and_own_ones(lengths, ranks):
     sharding = Sharding(lengths, ranks, 1, Reach(None, 0))
-    for part, pieces in enumerate(sharding.by_part):
+    for pieces in sharding.by_part:
         held = {(i, row) for i, start, stop in pieces for row in range(start, stop)}
-        work, rows = late(sharding)[part], []
+        rows = []
         for piece, before in zip(pieces, sharding.before(pieces), strict=True):
             others = [(i, row) for i, start, stop in before for row in range(start, stop)]
             assert others == [(piece.document, row) for row in range(piece.start) if (piece.document, row) not in held]
             own = [x for x in sorted(held) if x[0] == piece.document and x[1] < piece.stop]
-            rows.append((others, own, piece.rows))
+            rows.append((others, own))
         needed = [(i, row) for i, start, stop in sharding.others_first(pieces) for row in range(start, stop)]
-        assert needed == [x for others, own, _ in rows for x in (*others, *own)]
-        assert work.rows == sum(n for others, _, n in rows if others)
-        assert work.own + sum(len(others) * n for others, _, n in rows) == sharding.areas[part]
-        assert work.keys == len({x for others, _, _ in rows for x in others})
+        assert needed == [x for others, own in rows for x in (*others, *own)]
 
 
 def drawn(rows, seed):
@@ -211,12 +207,12 @@ def test_planning_is_quick():
     made, again = [], []
     for seed in range(5):
         lengths = [random.Random(seed).randint(1, 3000) for _ in range(1000)]
-        start = time.perf_counter()
+        start = time.process_time()
         plan(lengths, 8, mask=causal()).prepare()
-        made.append(time.perf_counter() - start)
-        start = time.perf_counter()
+        made.append(time.process_time() - start)
+        start = time.process_time()
         plan(lengths, 8, mask=causal())
-        again.append(time.perf_counter() - start)
+        again.append(time.process_time() - start)
     assert min(made) < 0.03
     assert min(again) < 100e-6
 

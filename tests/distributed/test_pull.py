@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import attention, causal
-from saccade.distributed import ContextPlan, plan
+from saccade.distributed import plan
 from saccade.testing import Case, ranks
 from saccade.testing.mapped_files import mapped_files
 from saccade.testing.ranks import part
@@ -18,15 +18,10 @@ EQUAL = 1e-12
 LENGTHS = (37, 5, 64, 18, 1, 0, 75)
 
 
-def with_files(group, own_first, name, *arguments):
-    """What a function here returns, by the memory of files; whether own keys come first."""
-    before = ContextPlan.own_first
-    ContextPlan.own_first = lambda plan, *_: own_first
-    try:
-        with mapped_files():
-            return globals()[name](group, *arguments)
-    finally:
-        ContextPlan.own_first = before
+def with_files(group, name, *arguments):
+    """What a function here returns, by the memory of files."""
+    with mapped_files():
+        return globals()[name](group, *arguments)
 
 
 def pulled(group, case, settings):
@@ -41,16 +36,13 @@ def test_what_is_pulled_is_what_is_gathered(pool, ranks, mask, order):
     """To the bit: the same rows, and sums in the same order."""
     shape = {"lengths": LENGTHS, "b": len(LENGTHS), "s_q": 75, "s_k": 75} if order == "thd" else {"s_q": 61, "s_k": 61}
     case = Case("", dtype="fp64", h_q=4, d=16, d_v=24, mask=mask, score="alibi", order=order, **shape)
-    for (rows, mine), (same_rows, theirs) in pool.run(
-        (HERE, "with_files"), ranks, False, "pulled", case, {"method": "pull"}
-    ):
+    for (rows, mine), (same_rows, theirs) in pool.run((HERE, "with_files"), ranks, "pulled", case, {"method": "pull"}):
         assert torch.equal(rows, same_rows)
         for name, x in mine.items():
             assert torch.equal(x, theirs[name]), name
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("own_first", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "mask", "rows"),
     [
@@ -66,7 +58,7 @@ def test_what_is_pulled_is_what_is_gathered(pool, ranks, mask, order):
         (3, "causal", 83),
     ],
 )
-def test_pieces_are_sequences(pool, ranks, mask, rows, own_first):
+def test_pieces_are_sequences(pool, ranks, mask, rows):
     """Where positions are not needed: the same rows, and sums in another order."""
     lengths = (48, 96, 48) if rows == "pairs" else LENGTHS
     case = Case(
@@ -74,19 +66,19 @@ def test_pieces_are_sequences(pool, ranks, mask, rows, own_first):
     )
     case = case.replace(s_q=max(lengths), s_k=max(lengths))
     settings = {"method": "pull", "rows": rows}
-    for (_, mine), (_, theirs) in pool.run((HERE, "with_files"), ranks, own_first, "pulled", case, settings):
+    for (_, mine), (_, theirs) in pool.run((HERE, "with_files"), ranks, "pulled", case, settings):
         for name, x in mine.items():
             assert float(torch.where(x == theirs[name], 0, x - theirs[name]).abs().amax()) <= EQUAL, name
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("keys", ["keys_exchange", "pieces_exchange", "staged"])
+@pytest.mark.parametrize("keys", ["keys_exchange", "pieces_exchange", "arriving"])
 def test_tables_of_sums(ranks, keys):
     """What the kernel adds up by is what `summed` does."""
     for rank in range(ranks):
         made = plan(list(LENGTHS), ranks, rank=rank, mask=causal(), method="pull")
         assert made.by_pieces
-        exchange = made.staged if keys == "staged" else getattr(made, keys)()
+        exchange = made.arriving if keys == "arriving" else getattr(made, keys)()
         for places in (exchange._there, exchange._back):
             ranks_rows = [torch.randn(exchange.most, 3).double() for _ in range(ranks)]
             table, layers = places.table(ranks_rows[0].device)
@@ -103,19 +95,16 @@ def of_others(group, name, *arguments):
     return getattr(others, name)(group, *arguments)
 
 
-@pytest.mark.parametrize("own_first", [False, True])
-def test_checkpointing(pool, own_first):
-    assert all(pool.run((HERE, "with_files"), 3, own_first, "of_others", "recomputed", "pull"))
+def test_checkpointing(pool):
+    assert all(pool.run((HERE, "with_files"), 3, "of_others", "recomputed", "pull"))
 
 
-@pytest.mark.parametrize("own_first", [False, True])
-def test_compiles_as_one_graph(pool, own_first):
-    assert pool.run((HERE, "with_files"), 2, own_first, "of_others", "compiled", "pull") == [(True, 2)] * 2
+def test_compiles_as_one_graph(pool):
+    assert pool.run((HERE, "with_files"), 2, "of_others", "compiled", "pull") == [(True, 2)] * 2
 
 
-@pytest.mark.parametrize("own_first", ["none", "all"])
-def test_batches_of_calls_and_of_gradients(pool, own_first):
-    assert max(pool.run((HERE, "with_files"), 2, own_first, "of_others", "mapped", "pull")) <= EQUAL
+def test_batches_of_calls_and_of_gradients(pool):
+    assert max(pool.run((HERE, "with_files"), 2, "of_others", "mapped", "pull")) <= EQUAL
 
 
 def pytest_generate_tests(metafunc):
@@ -131,8 +120,7 @@ def random_step(group, seed):
 
 def test_random_steps(pool, seed):
     others = ranks._module(str(Path(__file__).with_name("test_random_calls.py")))
-    own_first = ("none", "even", "all")[seed % 3]
-    difference = others.difference(pool, seed, (HERE, "with_files"), own_first, "random_step")
+    difference = others.difference(pool, seed, (HERE, "with_files"), "random_step")
     assert difference <= EQUAL, others.drawn(seed)
 
 
@@ -158,4 +146,4 @@ def twice(group):
 
 
 def test_backward_repeats(pool):
-    assert all(pool.run((HERE, "with_files"), 3, True, "twice"))
+    assert all(pool.run((HERE, "with_files"), 3, "twice"))

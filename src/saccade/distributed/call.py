@@ -12,14 +12,14 @@ from saccade import arguments, ops, scores
 from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
 from saccade.descale import EIGHT_BITS
+from saccade.distributed.arriving import ArrivingRows
+from saccade.distributed.arriving import attention as arriving_attention
 from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.exchanges import moved
 from saccade.distributed.heads import heads_error
 from saccade.distributed.once import constant
 from saccade.distributed.pieces import reach_of
 from saccade.distributed.row_values import padded
-from saccade.distributed.staged import StagedRows
-from saccade.distributed.staged import attention as staged_attention
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout
 from saccade.layouts.validate import counts_from_first, sink_error
@@ -71,20 +71,19 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
     stage = PIECES if pieces else KEYS
-    if pieces and plan.staged is not None and reach_of(options.mask) == (None, 0):
-        exchange, stage = plan.staged, CAUSAL
-        transformed = torch._C._are_functorch_transforms_active()
-        if not transformed and plan.own_first((q.shape[1], k.shape[1]), q.shape[2]):
-            return _in_stages(exchange, q, k, v, options)
+    if pieces and plan.arriving is not None and reach_of(options.mask) == (None, 0):
+        exchange, stage = plan.arriving, CAUSAL
+        if not torch._C._are_functorch_transforms_active():
+            return _while_keys_come(exchange, q, k, v, options)
     if exchange is not None:
         k, v = (_user_order(x, given) for x in exchange(stage, _to_rows(given, k), _to_rows(given, v)))
     return _run(plan, _bound(q, k, v, layout, options), options)
 
 
-def _in_stages(exchange: StagedRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-    """A causal call, over own keys first."""
-    call = _bound(q, k, v, exchange.stages(q.device).own, options)
-    out, lse, max_scores = staged_attention(exchange, BESIDE, call, options.backend)
+def _while_keys_come(exchange: ArrivingRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+    """A causal call that begins with own keys."""
+    call = _bound(q, k, v, exchange.layouts(q.device).own, options)
+    out, lse, max_scores = arriving_attention(exchange, BESIDE, call, options.backend)
     return out, lse if options.return_lse else None, max_scores if options.return_max_scores else None
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from saccade import arguments
-from saccade.distributed import cost, estimates, picture
+from saccade.distributed import cost, picture
+from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.exchanges import Exchange, moved
 from saccade.distributed.groups import Ranks
 from saccade.distributed.heads import HeadExchange
@@ -21,7 +22,6 @@ from saccade.distributed.pull import PulledRows
 from saccade.distributed.row_values import bits, check_fill, of_dtype, padded
 from saccade.distributed.rows import Broadcast, RowExchange, numbers, repeated
 from saccade.distributed.sharding import Sharding
-from saccade.distributed.staged import StagedRows
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.lazily import lazily
@@ -248,8 +248,8 @@ class ContextPlan:
         if self.by_pieces:
             self.pieces_layout(device)
             self.pieces_exchange()
-            if self.staged is not None:
-                self.staged.stages(torch.device(self.ranks.device))
+            if self.arriving is not None:
+                self.arriving.layouts(torch.device(self.ranks.device))
         if self.ranks.heads > 1 and self.heads is not None:
             for h in self.heads:
                 self.heads_exchange(h, self.heads[0])
@@ -331,26 +331,19 @@ class ContextPlan:
         (x,) = moved(constant(id(self), across, *arguments), stage, x)
         return x
 
-    # Of causal calls the keys of others come first: their order does not count, and a first call may go without them.
+    @property
+    def arriving(self) -> ArrivingRows | None:
+        """The keys of each piece of a causal call, which come while it runs; None where rows do not see all keys before
+        them."""
+        return self._arriving() if self.arrives else None
 
     @property
-    def staged(self) -> StagedRows | None:
-        """The keys of each piece of a causal call; None where rows do not see all keys before them."""
-        return self._staged() if self.by_pieces and self.sharding.reach.left is None else None
+    def arrives(self) -> bool:
+        return self.by_pieces and self.sharding.reach.left is None
 
     @once
-    def _staged(self) -> StagedRows:
-        return StagedRows(self.sharding, self.rows_transport())
-
-    def own_first(self, heads: tuple[int, int], head_dim: int) -> bool:
-        """Whether causal calls begin before the keys of others come, on all ranks."""
-        key = "own first", heads, head_dim
-        if key in self._kept:
-            return self._kept[key]
-        found = self.staged is not None and estimates.worth_two_calls(self.sharding, heads, head_dim)
-        if not torch.compiler.is_compiling():
-            self._kept[key] = found
-        return found
+    def _arriving(self) -> ArrivingRows:
+        return ArrivingRows(self.sharding, self.rows_transport())
 
     @once
     def rows_transport(self) -> Transport:

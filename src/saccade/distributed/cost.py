@@ -39,12 +39,11 @@ def divided_bytes(rows: int, ranks: int, heads: tuple[int, int], head_dim: int) 
 
 def expected(
     sharding: Sharding, method: str, heads: tuple[int, int], head_dim: int, backward: bool = False,
-    own_first: bool = False, positions: bool = False,
+    positions: bool = False,
 ) -> Estimate:  # fmt: skip
     """Of a call's forward or backward in 16 bits, on H200s over NVLink.
 
     Args:
-        own_first: whether calls begin with own keys.
         positions: whether rows have positions in any case, as where scores or masks are functions.
     """
     pieces = sharding.parts == 1 or (method == "pull" and sharding.reach.right == 0 and not positions)
@@ -53,8 +52,8 @@ def expected(
     waited = 0.0
     if sharding.heads > 1:
         waited = exchange_seconds("ulysses", divided_bytes_of(sharding, heads, head_dim), backward)
-    if own_first and pieces and not backward:
-        waited = -estimates.seconds_saved(estimates.late(sharding), heads, head_dim)
+    if method == "pull" and pieces and sharding.reach.left is None and not backward:
+        found = estimates.arriving(sharding, heads, head_dim)
     return found._replace(exposed=found.exposed + waited, hidden=found.hidden + max(0.0, waited))
 
 
@@ -82,11 +81,10 @@ def explanation(plan: ContextPlan) -> str:
 
 def _expectation(plan: ContextPlan, heads: tuple[int, int], head_dim: int, backward: bool) -> str:
     sharding, batch = plan.sharding, plan.batch or 1
-    first = not backward and plan.own_first(heads, head_dim)
-    found = expected(sharding, plan.method, heads, head_dim, backward, first, plan.batch is not None)
+    found = expected(sharding, plan.method, heads, head_dim, backward, plan.batch is not None)
     products, waited = 1e3 * batch * found.products, 1e3 * batch * (found.exposed - found.products)
     received = gathered_bytes(sharding, heads, head_dim, plan.by_pieces) + divided_bytes_of(sharding, heads, head_dim)
-    when = "after" if backward else "beside and after those of own keys" if first else "before"
+    when = "after" if backward else "beside" if plan.arrives and plan.batch is None else "before"
     return (
         f"  {'backward' if backward else 'forward'} in 16 bits, estimated for H200s over NVLink: {products:.2f} ms of "
         f"products, and {waited:.2f} ms {when} for {batch * received / 1e6:.1f} MB that a rank receives: "

@@ -39,8 +39,8 @@ MEMORY = 3.3e12
 """Bytes a second that kernels read and write."""
 COPIES = Link(30e-6, 370e9, MEMORY)
 """`pull`: keys and values, or the sums of their gradients; a kernel writes all that a rank needs, its own too."""
-BESIDE = Link(25e-6, 360e9)
-"""Copies beside a call over own keys, and what a second call and a barrier cost."""
+BESIDE = Link(30e-6, 280e9)
+"""Copies of some heads beside a call, and what begins before it: two launches and a barrier."""
 SLOWED = 0.06
 """What kernels lose beside copies."""
 COLLECTIVE = Link(124e-6, 101e9, returned=1.8)
@@ -102,48 +102,22 @@ def estimate(
     return Estimate(ideal, max(work), exposed, max(map(max, zip(work, moved, strict=True))))
 
 
-class Late(NamedTuple):
-    """What a rank's causal call has to wait for."""
-
-    rows: int
-    """which see keys of others"""
-    own: int
-    """scores of own keys"""
-    keys: int
-    """of others"""
-    needed: int
-    """keys of its pieces"""
-
-
-def late(sharding: Sharding) -> list[Late]:
-    """Of each part."""
-    found = []
-    parts = zip(sharding.by_part, sharding.areas, sharding.pulled, sharding.needed(True), strict=True)
-    for pieces, area, pulled, needed in parts:
-        before = (sum(x.rows for x in others) for others in sharding.before(pieces))
-        seen = [(piece.rows, keys) for piece, keys in zip(pieces, before, strict=True)]
-        rows, scores = sum(rows for rows, keys in seen if keys), sum(rows * keys for rows, keys in seen)
-        found.append(Late(rows, area - scores, pulled, sum(x.rows for x in needed)))
-    return found
-
-
-def seconds_saved(ranks: list[Late], heads: tuple[int, int], head_dim: int) -> float:
-    """Of a causal forward by `pull`, if all ranks begin with their own keys, and take those of others in a second call,
-    whose results are merged; below zero where that costs more."""
+def arriving(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> Estimate:
+    """Of a causal forward by `pull`, whose keys of others come while it runs."""
+    found = estimate(sharding, heads, head_dim, link=Link(0.0, inf))
     h_q, h_k = heads
-    at_once, in_two = [0.0], [0.0]
-    for rows, scores, keys, needed in ranks:
-        size, own = 4 * h_k * head_dim, 4 * h_q * head_dim * scores / FORWARD.rate
-        copies = size * keys / BESIDE.rate
-        beside = max(copies - own, SLOWED * copies)
-        at_once.append(COPIES.took(size * keys, size * needed))
-        in_two.append(BESIDE.seconds + beside + (2 * size * keys + 6 * h_q * head_dim * rows) / MEMORY)
-    return max(at_once) - max(in_two)
-
-
-def worth_two_calls(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> bool:
-    """Whether that saves more than a twentieth of the call: twice what estimates are off."""
-    return seconds_saved(late(sharding), heads, head_dim) > 0.05 * estimate(sharding, heads, head_dim).exposed
+    size, operations = 4 * h_k * head_dim, 4 * h_q * head_dim / FORWARD.rate
+    exposed = hidden = 0.0
+    parts = zip(sharding.by_part, sharding.areas, sharding.needed(True), strict=True)
+    for (pieces, area, needed), pulled in zip(parts, sharding.pulled_of(sharding.needed(True)), strict=True):
+        rows = sum(piece.rows for piece in pieces)
+        work = operations * (area + FORWARD.extra * rows)
+        # Own rows are read once, and written where this rank and where others need them.
+        first = BESIDE.seconds + size * (rows * 2 + sum(span.rows for span in needed) - pulled) / MEMORY
+        copies = size * pulled / BESIDE.rate
+        exposed = max(exposed, first + max(work + SLOWED * copies, copies + work / h_k))
+        hidden = max(hidden, first + work)
+    return found._replace(exposed=exposed, hidden=hidden) if sharding.parts > 1 else found
 
 
 def rows_moved(sharding: Sharding, host: int, needed: list[list[Piece]] | None = None) -> tuple[list[int], list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -37,6 +39,7 @@ class PeerMemory:
         self._patience = group_seconds(group, device)
         with torch.cuda.device(device):
             self._copies = torch.cuda.Stream(device)
+        self._copying = ctypes.c_void_p(self._copies.cuda_stream)
 
     def rows(self, rank: int, start: int, like: Tensor, n: int) -> Tensor:
         """n rows in the form of another tensor's, from the byte `start` on, of what a rank writes in this exchange."""
@@ -61,17 +64,37 @@ class PeerMemory:
         if not _capturing():
             self._met = stream.record_event()
 
-    def copied(self, copies: Callable[[], None], after: Any = None) -> Any:
-        """Copies, on a stream of their own, after an event, or after what is on the current one: an event for `end`."""
-        current = torch.cuda.current_stream(self.device)
-        self._copies.wait_event(current.record_event() if after is None else after)
+    def copied(self, copies: Callable[[], None]) -> Any:
+        """Copies, on a stream of their own, after what is on the current one: an event for `end`."""
+        self._copies.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._copies):
             copies()
         return self._copies.record_event()
 
-    def now(self) -> Any:
-        """An event behind what is on the current stream."""
-        return torch.cuda.current_stream(self.device).record_event()
+    def copy(self, target: int, source: int, lines: int, width: int, pitch: int) -> None:
+        """Copies lines of `width` bytes, which lie `pitch` apart, from address to address, by a copy engine, whatever
+        kernels run: of a part of each row PyTorch would start one, which waits for multiprocessors. In `copied`."""
+        if width == pitch:
+            error = _cuda().cuMemcpyAsync(
+                ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(lines * width), self._copying
+            )
+        else:
+            numbers = _Lines(width=width, height=lines)
+            numbers.source_type = numbers.target_type = _UNIFIED
+            numbers.source_device, numbers.target_device = source, target
+            numbers.source_pitch = numbers.target_pitch = pitch
+            error = _cuda().cuMemcpy2DAsync_v2(ctypes.byref(numbers), self._copying)
+        if error:
+            raise RuntimeError(f"CUDA's driver does not copy {lines} lines of {width} bytes: error {error}")
+
+    def tells(self) -> bool:
+        """Whether `tell` may be called: CUDA graphs take no writes of streams."""
+        return not _capturing()
+
+    def tell(self, x: Tensor, number: int) -> None:
+        """Writes an int32 behind the copies before. In `copied`."""
+        symmetric: Any = import_module("torch._C._distributed_c10d")._SymmetricMemory
+        symmetric.stream_write_value32(x.view(torch.uint32), 0, number)
 
     def end(self, event: Any) -> None:
         """After these copies."""
@@ -126,6 +149,25 @@ def _devices_apart(device: torch.device, local: int) -> str | None:
         return f"a process sees {count} GPU{'s' * (count > 1)} of {local}"
     apart = [i for i in range(local) if i != device.index and not torch.cuda.can_device_access_peer(device.index, i)]
     return f"{device} does not reach the memory of GPU {apart[0]}" if apart else None
+
+
+class _Lines(ctypes.Structure):
+    """CUDA_MEMCPY2D: source and target, each x, y, the type of memory, addresses by type, bytes from line to line."""
+
+    _fields_ = [
+        (f"{side}_{name}", ctypes.c_int if name == "type" else ctypes.c_size_t)
+        for side in ("source", "target")
+        for name in ("x", "y", "type", "host", "device", "array", "pitch")
+    ] + [("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+
+
+_UNIFIED = 4
+"""CU_MEMORYTYPE_UNIFIED"""
+
+
+@cache
+def _cuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 _memories: dict[str, tuple[Any, PeerMemory]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +23,15 @@ Range = tuple[int, int]
 class PulledRows(RowExchange):
     """A RowExchange over symmetric memory. Each rank writes the rows that others need, all wait, and a kernel of each
     reads what it needs; back, each writes the gradients of what it had from others, and owners add up theirs as they
-    read them, in the order of ranks. Beside other kernels copy engines take rows to where they are needed
-    (`pushed`)."""
+    read them, in the order of ranks."""
 
     def __init__(self, owned: Sequence[list[Piece]], needed: Sequence[list[Piece]], transport: Transport) -> None:
         super().__init__(owned, needed, transport)
         rank = transport.rank
         self.most = max(sum(piece.rows for piece in pieces) for pieces in (*owned, *needed))
-        self.kept = joined(self.own)
-        # Peers begin at different ones.
-        turns = [(rank + i) % transport.size for i in range(1, transport.size)]
-        self.lending = [(i, joined(self.sent[i])) for i in turns]
-        self.lent = united((s.source, s.rows) for i in turns for s in self.sent[i])
-        self.borrowed = united((s.target, s.rows) for i in turns for s in self.received[i])
+        others = [i for i in range(transport.size) if i != rank]
+        self.lent = united((s.source, s.rows) for i in others for s in self.sent[i])
+        self.borrowed = united((s.target, s.rows) for i in others for s in self.received[i])
         self._there = RowSums(self.needed, self.received)
         back = ([Segment(target, source, n) for source, target, n in part] for part in self.sent)
         self._back = RowSums(self.rows, [*back])
@@ -54,38 +50,6 @@ class PulledRows(RowExchange):
         ys = [rows.of([x if i == rank else of[t] for i, of in enumerate(found)]) for t, x in enumerate(xs)]
         regions.memory.read(self.transport.timeout)
         return ys
-
-    def pushed(self, xs: list[Tensor], stage: str) -> Arrival:
-        """Begins to copy rows into the memory of those who need them, beside what the current stream does next."""
-        xs = [x.contiguous() for x in xs]
-        regions = self._regions(xs, stage)
-
-        def copies() -> None:
-            for i, segments in self.lending:
-                for source, target, n in segments:
-                    for x, theirs in zip(xs, regions(i), strict=True):
-                        theirs[target : target + n].copy_(x[source : source + n])
-
-        return Arrival(regions, regions.memory.copied(copies), stage)
-
-    def arrived(self, arrival: Arrival) -> list[Tensor]:
-        """What was needed of others, in its places; own rows are missing. It lasts until the next exchange."""
-        regions = arrival.regions
-        regions.memory.end(arrival.event)
-        self._barrier(regions, arrival.stage)
-        return [x[: self.needed] for x in regions(self.transport.rank)]
-
-    def keep_own(self, xs: list[Tensor], ys: list[Tensor]) -> None:
-        """Copies own rows to where they are needed."""
-        for source, target, n in self.kept:
-            for x, y in zip(xs, ys, strict=True):
-                y[target : target + n].copy_(x[source : source + n])
-
-    def keep_others(self, xs: list[Tensor], ys: list[Tensor]) -> None:
-        """Copies what arrived."""
-        for first, n in self.borrowed:
-            for x, y in zip(xs, ys, strict=True):
-                y[first : first + n].copy_(x[first : first + n])
 
     def _write(self, xs: list[Tensor], ranges: list[Range], stage: str) -> Regions:
         """These rows of this rank, where others find them; returns when all ranks have written theirs."""
@@ -167,14 +131,6 @@ def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
     layer[first:stop] = places
 
 
-class Arrival(NamedTuple):
-    """Rows on their way."""
-
-    regions: Regions
-    event: Any
-    stage: str
-
-
 class Regions:
     """Where a rank's rows of each tensor are in its memory, in one exchange."""
 
@@ -185,22 +141,6 @@ class Regions:
     def __call__(self, rank: int) -> list[Tensor]:
         of = zip(self.starts, self.xs, strict=False)
         return [self.memory.rows(rank, start, x, self.rows.most) for start, x in of]
-
-
-def joined(segments: list[Segment]) -> list[Segment]:
-    """The same copies, with those that continue one another as one.
-
-    >>> joined([Segment(0, 4, 2), Segment(2, 6, 3), Segment(9, 9, 1)])
-    [Segment(source=0, target=4, rows=5), Segment(source=9, target=9, rows=1)]
-    """
-    whole: list[Segment] = []
-    for segment in segments:
-        last = whole[-1] if whole else None
-        if last is not None and (last.source + last.rows, last.target + last.rows) == segment[:2]:
-            whole[-1] = last._replace(rows=last.rows + segment.rows)
-        else:
-            whole.append(segment)
-    return whole
 
 
 def united(ranges: Iterable[Range]) -> list[Range]:

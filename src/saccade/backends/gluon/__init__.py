@@ -29,6 +29,8 @@ SUPPORT = Support(
 )
 GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), layouts=("dense", "padded", "packed"))
 
+WAITS_FOR_KEYS = True
+"""Whether the forward takes `Problem.arrivals`."""
 
 # Which paged calls the forward takes.
 MIN_PAGE_ROWS = 8

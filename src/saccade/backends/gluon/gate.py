@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from saccade.arrivals import ArrivalArgs, Arrivals
 from saccade.backends.device import distance_tables
 from saccade.backends.device.gate import DROPPED, GPU, SCORED, GateRow, device_mask
 from saccade.backends.device.scores import weight
@@ -52,6 +53,7 @@ def features() -> Iterator[str]:
     yield "gluon forward 16bit d64/64 causal alibi paged"
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
+    yield "gluon forward 16bit d128/128 causal packed arriving"
     yield from ("gluon forward 16bit d96/96 full", "gluon forward 16bit d64/64 causal short")
     yield from latent_gate.features()
     yield from backward_gate.features()
@@ -86,6 +88,9 @@ def compiled(name: str) -> tuple[Any, int]:
     if "tail" in row.words:  # of the caller's, whose rows after the last sequence stay
         problem = replace(problem, out=out)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
+    if "arriving" in row.words:
+        numbers = torch.empty(3, 2, dtype=torch.int32)
+        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(counter, numbers), lambda: None))
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     captured = launch.captured_rows(problem)
     score = launch.score_record(problem, distance_tables.empty(problem), captured)

@@ -163,6 +163,21 @@ def wait_until(counter, number):
     gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def wait_for_copies(done, number):
+    """Waits until an int32 in global memory, which the stream of copy engines writes behind its copies, is `number` or
+    more; what they brought is seen after it, by bulk copies too. Copies wait for no kernel, so that they come: after
+    2^27 looks, a minute or more, the kernel ends with an error."""
+    text: gl.constexpr = (
+        "{ .reg .pred early; .reg .u32 left; mov.u32 left, 0x8000000; "
+        "again: ld.global.acquire.sys.s32 $0, [$1]; setp.lt.s32 early, $0, $2; sub.u32 left, left, 1; "
+        "setp.ne.and.u32 early, left, 0, early; @early bra again; "
+        "setp.eq.u32 early, left, 0; @early trap; fence.proxy.async; }"
+    )
+    address = done.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def _written_text(but):
     return f"cp.async.bulk.wait_group {but}; mov.u32 $0, 0;"

@@ -12,7 +12,7 @@ from saccade.backends.device import gate as device_gate
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.triton import append, launch, merge_rows, paged, quantize, rank_sums
+from saccade.backends.triton import append, launch, paged, quantize, rank_sums, spread_rows
 from saccade.backends.triton.config import config, kernels, key
 from saccade.configs import table
 from saccade.spec import Spec
@@ -43,6 +43,8 @@ EIGHT_BITS = (
 )  # fmt: skip
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
+_MOVED = "rank_sums", "spread_rows"
+
 
 def configs() -> Iterator[str]:
     """Every row of the table, then formulas where the table is silent."""
@@ -72,7 +74,9 @@ def features() -> Iterator[str]:
     yield "triton paged 8bit d64/32 prompt"
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
     yield from (f"triton quantize {words}" for words in QUANTIZE)
-    yield from (f"triton {name} {size} d128/128" for name in ("rank_sums", "merge_rows") for size in ("16bit", "32bit"))
+    yield from (
+        f"triton {name} {size} d128/128" for name in ("rank_sums", "spread_rows") for size in ("16bit", "32bit")
+    )
 
 
 def combinations() -> Iterator[str]:
@@ -87,8 +91,8 @@ def compiled(name: str) -> tuple[Any, int]:
         return quantize.compiled(row.words[0], row.d, row.dtype, row.words[1:]), 0
     if row.kernel == "rank_sums":
         return rank_sums.compiled(row.dtype, row.d), 0
-    if row.kernel == "merge_rows":
-        return merge_rows.compiled(row.dtype, row.d_v), 0
+    if row.kernel == "spread_rows":
+        return spread_rows.compiled(row.dtype, row.d), 0
     if row.kernel == "paged":
         word, *features = row.words
         if word in ("append", "slots"):

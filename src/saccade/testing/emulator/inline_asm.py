@@ -73,6 +73,23 @@ def _until(address: Array, number: Array) -> Array:
     return memory.load(pointer, None, None).data
 
 
+def _until_copied(address: Array, number: Array) -> Array:
+    """What copy engines bring comes when somebody waits for it."""
+    machine().switch()
+    engine.bring(int(number))
+    return _until(address, number)
+
+
+class Engine:
+    """Copy engines, of a test."""
+
+    bring: Callable[[int], None] = staticmethod(lambda number: None)
+    """Makes the copies of so many steps, and says so."""
+
+
+engine = Engine()
+
+
 def _named(text: str) -> Callable[[Array], Array]:
     kind, threads = re.findall(r"bar\.(\w+) \$1, (\d+)", text)[0]
     meet = barriers.named_sync if kind == "sync" else barriers.named_arrive
@@ -139,6 +156,15 @@ TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
             r"setp\.eq\.u32 early, left, 0; @early st\.global\.s32 \[\$1\], 0x3fffffff; fence\.proxy\.async; \}"
         ),
         _always(_until),
+    ),
+    (
+        (
+            r"\{ \.reg \.pred early; \.reg \.u32 left; mov\.u32 left, 0x8000000; "
+            r"again: ld\.global\.acquire\.sys\.s32 \$0, \[\$1\]; setp\.lt\.s32 early, \$0, \$2; "
+            r"sub\.u32 left, left, 1; setp\.ne\.and\.u32 early, left, 0, early; @early bra again; "
+            r"setp\.eq\.u32 early, left, 0; @early trap; fence\.proxy\.async; \}"
+        ),
+        _always(_until_copied),
     ),
     (r"cp\.async\.bulk\.wait_group \d+; mov\.u32 \$0, 0;", _written),
     (r"fence\.acq_rel\.gpu; mov\.u32 \$0, 0;", _always(_nothing)),

@@ -92,6 +92,8 @@ class ForwardArgs:
     captured: Value
     """a CapturedTileArgs, or None"""
     captured_desc: Value
+    arrivals: Value
+    """an ArrivalArgs, or None"""
     dropout: Value
     descale: Value
     scheduler: TileScheduler
@@ -116,7 +118,8 @@ def forward_kernel(
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
     factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which the score
     function takes tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
-    again in the end. used: the rows and the keys that are. rules: the mask, the score and the CapturedTileArgs. blocks,
+    again in the end. used: the rows and the keys that are. rules: the mask, the score, the CapturedTileArgs and the
+    ArrivalArgs. blocks,
     heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -133,7 +136,7 @@ def forward_kernel(
         parts = pages.parts
     args = ForwardArgs(
         q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used[0], used[1], pages, rules[0],
-        rules[1], rules[2], captured_desc, dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
+        rules[1], rules[2], captured_desc, rules[3], dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
     # A consumer's part of a slot holds its q and, unless that has a place of its own, later its out: whole tiles.

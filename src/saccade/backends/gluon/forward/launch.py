@@ -71,7 +71,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         score = score_record(problem, distances, captured)
         # What is compiled for, and the Problem's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
-        key = *key, captured and captured.key
+        key = *key, captured and captured.key, problem.arrivals is None
         cached = problem.launches.get(key) if tile is None else None
         if cached is None:
             config = tile or config_of(problem, score, captured)
@@ -162,7 +162,7 @@ def arguments(
     unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(problem) else None
     rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
     tensors = rows, lse, max_scores, sink, drawn
-    rules = mask, score, captured and captured.args
+    rules = mask, score, captured and captured.args, problem.arrivals and problem.arrivals.args
     records = paged_tma.record(problem, parts), rules, dropout.record(problem), descale.record(problem)
     no_descriptor = () if captured else (None,)
     return *no_descriptor, *tensors, sequences.spans(problem, table), *records
@@ -225,6 +225,8 @@ def prepare(
     if packed:
         blocks = sequences.slots(problem, 0, rows * config.consumers)
         section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
+        if problem.arrivals is not None:  # one key head after the other, as they come
+            section = 0
     numbers = blocks, b * h_k * packs, section, h_k, problem.group, s_q, s_k
     dv_parts, dv_last = parts_of_out(d_v, config, q.element_size())
     sizes = {

@@ -31,7 +31,7 @@ from saccade.backends.gluon.forward.work_tile import (
     put_tiles,
     tile_at,
 )
-from saccade.backends.gluon.ptx import begin_count, count_up
+from saccade.backends.gluon.ptx import begin_count, count_up, wait_for_copies
 from saccade.backends.gluon.shim import Value, aggregate, tma_load
 from saccade.backends.gluon.tiles import bytes_of, is_eight_bit, zero_tail
 
@@ -51,7 +51,8 @@ class LoadTile:
     skipped: gl.tensor
     """how many tiles a consumer may have to skip before the first that it sees"""
     place: Value
-    """of packed sequences of 8 bits: where the sequence's first value is in what `transpose` made"""
+    """packed, of 8 bits: where the sequence's first value is in what `transpose` made; where keys come while the kernel
+    runs: which of `ArrivalArgs.steps` brings the item's"""
 
 
 @gluon.jit
@@ -137,6 +138,8 @@ def open_item(args, pipe, item, drawn):
     if is_packed(args.used_k):
         if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
             place = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
+        if args.arrivals is not None:
+            place = b * args.h_k + h_k
         b = first_key
     return LoadTile(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, place)
 
@@ -195,6 +198,14 @@ def load_captured(args, pipe, stage, tile, start, full):
     for c in gl.static_range(pipe.shape.CONSUMERS):
         place = pipe.captured.index(stage * pipe.shape.CONSUMERS + c)
         tma_load(args.captured_desc, [b, h, tile.row + c * 64, start], full, place)
+
+
+@gluon.jit
+def wait_for_keys(arrivals, tile):
+    """Until the keys and values of a work item have come."""
+    step = gl.load(arrivals.steps + tile.place)
+    if step > 0:
+        wait_for_copies(arrivals.done, step)
 
 
 @gluon.jit
@@ -313,6 +324,8 @@ def load(args, pipe):  # noqa: C901 - most branches are known when this is compi
             args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item, item)
         )
     while more:
+        if args.arrivals is not None:
+            wait_for_keys(args.arrivals, tile)
         begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
         # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
         # leaves the slot after that one. With one slot, and of many sorted items, it is drawn late, so that the longest

@@ -1,0 +1,271 @@
+"""Causal attention that begins while the keys of others come."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import batching, ops
+from saccade.arrivals import ArrivalArgs, Arrivals
+from saccade.autograd import needs_gradient
+from saccade.backends import Outputs
+from saccade.bounded_cache import lasting
+from saccade.call import BoundCall
+from saccade.distributed import exchanges
+from saccade.distributed.exchanges import library
+from saccade.distributed.peers import row_bytes
+from saccade.distributed.pull import PulledRows
+from saccade.distributed.rows import Segment, numbers
+from saccade.distributed.sharding import Sharding
+from saccade.distributed.transport import Transport
+from saccade.flat_call import SCHEMA, FlatCall, savable
+from saccade.layouts import Packed
+
+STEP_BYTES, MOST_COPIES = 4 << 20, 96
+"""Of keys and values a step brings so many bytes, or those of one head, unless that takes more copies. Each costs the
+copy engine some 3 µs beside its bytes, and the host, which starts the kernel behind them, as much."""
+
+
+class Layouts(NamedTuple):
+    """Of a rank's call."""
+
+    own: Packed
+    """Its rows over its keys, as the call is checked: those of a document are one sequence."""
+    whole: Packed
+    """Each piece over all its keys."""
+    places: Tensor
+    """int32 (places, rows): where own rows are among these, some of them more than once; then where others find them"""
+
+
+class Step(NamedTuple):
+    """Heads from `first` to `stop` of a piece's keys of others."""
+
+    piece: int
+    first: int
+    stop: int
+
+
+class Steps(NamedTuple):
+    """Those of a call, in the order in which kernels begin with what they bring."""
+
+    steps: list[Step]
+    needed: Tensor
+    """`ArrivalArgs.steps`"""
+
+
+class ArrivingRows(PulledRows):
+    """The keys of each causal piece: first those of others, of which its rows see every one, then the rank's own. A
+    call begins when its own are in their places, and copy engines bring the others meanwhile, in the order of work."""
+
+    def __init__(self, sharding: Sharding, transport: Transport) -> None:
+        super().__init__(sharding.by_part, [sharding.others_first(pieces) for pieces in sharding.by_part], transport)
+        self.pieces = sharding.by_part[transport.rank]
+        first = [*accumulate((x.stop for x in self.pieces), initial=0)]
+        self.of_piece: list[list[tuple[int, Segment]]] = [[] for _ in self.pieces]
+        """What a piece sees of others, and of whom."""
+        for rank, segments in enumerate(self.received):
+            for segment in segments if rank != transport.rank else ():
+                self.of_piece[bisect_right(first, segment.target) - 1].append((rank, segment))
+        self._layouts: dict[torch.device, Layouts] = {}
+        self._steps: dict[Any, Steps] = {}
+
+    def layouts(self, device: torch.device) -> Layouts:
+        if device not in self._layouts:
+            self._layouts[device] = lasting(lambda: self._made_layouts(device))
+        return self._layouts[device]
+
+    def _made_layouts(self, device: torch.device) -> Layouts:
+        own: dict[int, int] = {}
+        for piece in self.pieces:
+            own[piece.document] = own.get(piece.document, 0) + piece.rows
+        rows, keys = [x.rows for x in self.pieces], [x.stop for x in self.pieces]
+        return Layouts(
+            Packed.from_lengths([*own.values()], device=device),
+            Packed.from_lengths(rows, keys, device=device),
+            self._places().to(device),
+        )
+
+    def _places(self) -> Tensor:
+        """A layer has each own piece once, for one piece of its document that sees it."""
+        layers: list[list[Segment]] = []
+        times: dict[int, int] = {}
+        for segment in self.own:
+            times[segment.source] = layer = times.get(segment.source, -1) + 1
+            layers += [[]] if layer == len(layers) else []
+            layers[layer].append(segment)
+        places = torch.full((len(layers) + 1, self.rows), -1, dtype=torch.int32, device="cpu")
+        for row, found in zip(places, layers, strict=False):
+            row[numbers([(x.source, x.rows) for x in found], "cpu")] = numbers([x[1:] for x in found], "cpu").int()
+        lent = numbers(self.lent, "cpu")
+        places[-1, lent] = lent.int()
+        return places
+
+    def steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
+        """Of rows with so many heads, each of so many bytes with its values."""
+        key = heads, head_bytes, device
+        if key not in self._steps:
+            self._steps[key] = lasting(lambda: self._made_steps(*key))
+        return self._steps[key]
+
+    def _made_steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
+        steps: list[Step] = []
+        needed = torch.zeros(len(self.pieces) + 1, heads, dtype=torch.int32, device="cpu")
+        least = -(-heads * 2 * sum(map(len, self.of_piece)) // MOST_COPIES)
+        for i in sorted(range(len(self.pieces)), key=lambda i: -self.pieces[i].stop):
+            rows = sum(segment.rows for _, segment in self.of_piece[i])
+            at_once = min(heads, max(least, -(-STEP_BYTES // (rows * head_bytes)))) if rows * head_bytes else heads
+            for first in range(0, heads, at_once) if rows else ():
+                steps.append(Step(i, first, min(first + at_once, heads)))
+                needed[i, first : first + at_once] = len(steps)
+        return Steps(steps, needed.to(device))
+
+    def begun(self, call: FlatCall, stage: str) -> tuple[Outputs, list[Tensor]]:
+        """The results, and the keys and values of all."""
+        layouts, xs = self.layouts(call.q.device), [rows_of(call.k).contiguous(), rows_of(call.v).contiguous()]
+        heads = xs[0].shape[1]
+        steps, needed = self.steps(heads, sum(map(row_bytes, xs)) // max(heads, 1), call.q.device)
+        ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
+        regions = self._regions(xs, stage)
+        for x, y, lent in zip(xs, ys, regions(self.transport.rank), strict=True):
+            _spread(x, [y] * (len(layouts.places) - 1) + [lent], layouts.places)
+        self._barrier(regions, stage)
+        memory, done = regions.memory, torch.zeros(1, dtype=torch.int32, device=call.q.device)
+        tells = memory.tells()
+
+        def copies() -> None:
+            into, of_ranks = _addresses(ys), [_addresses(regions(i)) for i in range(self.transport.size)]
+            sizes = [row_bytes(x) for x in xs]
+            for number, (i, first, stop) in enumerate(steps, 1):
+                for rank, (source, target, n) in self.of_piece[i]:
+                    for y, theirs, size in zip(into, of_ranks[rank], sizes, strict=True):
+                        at, width = first * size // heads, (stop - first) * size // heads
+                        memory.copy(y + target * size + at, theirs + source * size + at, n, width, size)
+                if tells:
+                    memory.tell(done, number)
+
+        event = memory.copied(copies)
+        try:
+            keys, values = (y.squeeze(2) for y in ys)
+            problem = call._replace(k=keys, v=values, tensors=[*layouts.whole.tensors]).problem()
+            if tells:
+                arrivals = Arrivals(ArrivalArgs(done, needed), lambda: memory.end(event))
+                problem = replace(problem, arrivals=arrivals)
+            else:
+                memory.end(event)
+            results = ops.execute(problem, call.parsed.backend, True)
+        finally:
+            memory.end(event)
+            memory.read(self.transport.timeout)
+        return results, [keys, values]
+
+    def gradients(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor, call: FlatCall,
+        stage: str,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """dq, dk, dv and dsink."""
+        whole = call._replace(k=keys, v=values, tensors=[*self.layouts(call.q.device).whole.tensors])
+        dq, dk, dv, dsink, _ = torch.ops.saccade.backward.default(dout, dlse, out, lse, *whole, [])
+        dk, dv = (x.squeeze(2) for x in self.backward([rows_of(dk), rows_of(dv)], stage))
+        return dq, dk, dv, dsink
+
+
+def _spread(x: Tensor, targets: list[Tensor], table: Tensor) -> None:
+    if x.device.type == "cuda":
+        kernel: Any = import_module("saccade.backends.triton.spread_rows")
+        kernel.spread_rows(x, targets, table)
+        return
+    for target, places in zip(targets, table, strict=True):
+        there = places >= 0
+        target[places[there]] = x[there]
+
+
+def _addresses(xs: Sequence[Tensor]) -> list[int]:
+    return [x.data_ptr() for x in xs]
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """(rows, heads, 1, d), as exchanges of every call have them: ranks compare."""
+    return x.unsqueeze(2)
+
+
+def attention(exchange: ArrivingRows, stage: str, call: BoundCall, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """out, the LSE and the largest scores, or nothing, of a causal call that is bound as if to own keys alone."""
+    flat, keep = call.flattened(backend), needs_gradient(*call.differentiable())
+    return torch.ops.saccade_distributed.arriving(*flat, exchange.name, stage, keep)[:3]
+
+
+# The operators: that call, and its gradient.
+
+library.define(
+    f"arriving({SCHEMA}, str exchange, str stage, bool keep)"
+    " -> (Tensor out, Tensor lse, Tensor max_scores, Tensor keys, Tensor values)"
+)
+library.define(
+    "arriving_back(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor keys, Tensor values, "
+    f"{SCHEMA}, str exchange, str stage) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    *flat, name, stage, keep = arguments
+    exchange: Any = exchanges.named(name)
+    (out, lse, top), keys_values = exchange.begun(FlatCall(*flat), stage)
+    kept = keys_values if keep else [x.new_empty(0) for x in keys_values]
+    return out, lse, lse.new_empty(0) if top is None else top, *kept
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    *flat, name, _, keep = arguments
+    call = FlatCall(*flat)
+    needed = exchanges.named(name).shape
+    return *ops.fake_forward(*flat, True), *(
+        x.new_empty(needed(tuple(x.shape), False) if keep else 0) for x in (call.k, call.v)
+    )
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *flat, name, ctx.stage, _ = inputs
+    call, (out, lse, top, keys, values) = FlatCall(*flat), output
+    ctx.exchange, ctx.static = exchanges.named(name), call.static()
+    ctx.mark_non_differentiable(top, keys, values)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(out, lse, keys, values, *call[:3], *savable([call.sink, *call.tensors]))
+
+
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    out, lse, keys, values, *tensors = ctx.saved_tensors
+    call = FlatCall.of_tensors(tensors, 0, ctx.static)
+    dout = torch.zeros_like(out) if dout is None else dout
+    stage = exchanges.back(ctx.stage)
+    found = torch.ops.saccade_distributed.arriving_back(
+        dout, dlse, out, lse, keys, values, *call, ctx.exchange.name, stage
+    )
+    # Lists of tensors, and lists of nothing, want lists.
+    rest = ([None] * len(x) if not x or isinstance(x[0], Tensor) else None for x in call[4:])
+    return (*found[:3], found[3] if call.sink is not None else None, *rest, None, None, None)
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    out, lse, keys, values, *flat, name, stage = arguments
+    exchange: Any = exchanges.named(name)
+    return exchange.gradients(dout, dlse, out, lse, keys, values, FlatCall(*flat), stage)
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    call = FlatCall(*arguments[4:-2])
+    dsink = dout.new_empty(0) if call.sink is None else torch.empty_like(call.sink)
+    return (*(x.new_empty(x.shape) for x in call[:3]), dsink)
+
+
+for _name, _kernel, _fake in (("arriving", _forward, _fake_forward), ("arriving_back", _backward, _fake_backward)):
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
+    batching.register(library, _name, batching.one_by_one(getattr(torch.ops.saccade_distributed, _name)))
+torch.library.register_autograd("saccade_distributed::arriving", _gradient, setup_context=_setup, lib=library)

@@ -1,0 +1,103 @@
+"""Keys that come while the kernel runs: none is read before, whoever runs when, and kernels that do are noticed."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade import Packed, attention, causal, ops
+from saccade.arrivals import ArrivalArgs, Arrivals
+from saccade.backends.gluon.forward import load
+from saccade.backends.gluon.ptx import wait_for_copies
+from saccade.call import check_call
+from saccade.distributed import arriving, plan
+from saccade.testing.emulator import emulated, inline_asm
+
+LENGTHS, RANKS, HEADS = (300, 40, 0, 500, 7), 3, (4, 2)
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(arriving, "STEP_BYTES", 1)
+    yield
+    inline_asm.engine.bring = lambda number: None
+
+
+def farthest(rank: int, seed: int, d: int = 64) -> float:
+    """Of one rank's results from those of one process; its keys of others are NaN until they have come."""
+    torch.manual_seed(seed)
+    rows = sum(LENGTHS)
+    q, k, v = (torch.randn(rows, h, d).bfloat16() for h in (HEADS[0], HEADS[1], HEADS[1]))
+    made = plan([*LENGTHS], RANKS, rank=rank, mask=causal(), method="pull")
+    others = [plan([*LENGTHS], RANKS, rank=i, mask=causal(), method="pull") for i in range(RANKS)]
+    exchange = made.arriving
+    assert exchange is not None
+    layouts, (steps, needed) = exchange.layouts(q.device), exchange.steps(HEADS[1], 4 * d, q.device)
+    ys = [torch.full((exchange.needed, HEADS[1], 1, d), torch.nan).bfloat16() for _ in range(2)]
+    for y, x in zip(ys, (k, v), strict=True):
+        arriving._spread(
+            made.shard(x)[:, :, None], [y] * (len(layouts.places) - 1) + [torch.zeros_like(y)], layouts.places
+        )
+    done, brought = torch.zeros(1, dtype=torch.int32), []
+
+    def bring(number: int) -> None:
+        while len(brought) < number:
+            i, first, stop = steps[len(brought)]
+            for owner, (source, target, n) in exchange.of_piece[i]:
+                for y, x in zip(ys, (k, v), strict=True):
+                    found = others[owner].shard(x)[source : source + n, first:stop, None]
+                    y[target : target + n, first:stop] = found
+            brought.append(number)
+            done.fill_(len(brought))
+
+    inline_asm.engine.bring = bring
+    options: Any = (causal(), None, layouts.whole, None, None, 0.0, True, False, None, "gluon", None)
+    keys, values = (y.squeeze(2) for y in ys)
+    with emulated(seed):
+        problem = check_call(made.shard(q), keys, values, *options).flattened("gluon").problem()
+        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(done, needed), lambda: None))
+        out = ops.execute(problem, "gluon", True)[0]
+    whole = attention(q, k, v, mask=causal(), layout=Packed.from_lengths([*LENGTHS]), backend="reference")
+    return float((out - made.shard(whole)).abs().max().nan_to_num(nan=torch.inf))
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("d", [64, 128])
+def test_ranks(rank: int, d: int) -> None:
+    assert farthest(rank, rank, d) < 0.02
+
+
+@gluon.jit
+def no_wait(arrivals, tile):
+    pass
+
+
+@gluon.jit
+def a_step_early(arrivals, tile):
+    step = gl.load(arrivals.steps + tile.place)
+    if step > 1:
+        wait_for_copies(arrivals.done, step - 1)
+
+
+@gluon.jit
+def of_another_head(arrivals, tile):
+    step = gl.load(arrivals.steps + tile.place - tile.h_k)
+    if step > 0:
+        wait_for_copies(arrivals.done, step)
+
+
+@pytest.mark.parametrize("wrong", [no_wait, a_step_early, of_another_head], ids=lambda f: f.__name__)
+def test_wrong_waits_are_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "wait_for_keys", wrong)
+    assert max(farthest(rank, rank) for rank in range(RANKS)) > 0.02
