@@ -73,8 +73,10 @@ def _plain_operands(q: Any, k: Any, v: Any) -> list[int] | None:
 
 
 def _lie(q: Tensor, k: Tensor, v: Tensor) -> tuple[Hashable, ...]:
-    shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    return *shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+    )  # fmt: skip
 
 
 def _others(tensors: Sequence[Tensor], addresses: list[int]) -> Hashable | None:
@@ -144,12 +146,12 @@ def find(
     needs = needs and torch.is_grad_enabled()
     window = None if mask is None else (mask.left, mask.right)
     deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
-    key = *_lie(q, k, v), needs, window, layout.order, scale, sunk, flags, deterministic, backend
+    key = _lie(q, k, v), needs, window, layout.order, scale, sunk, flags, deterministic, backend
     if score_mod is None:
         return Found(key, operands, addresses, needs, _shortcuts.get(key))
     if type(score_mod) is not Softcap:
         return _find_with(score_mod, key, operands, addresses, needs)
-    key = *key, score_mod.cap
+    key = key, score_mod.cap
     return Found(key, operands, addresses, needs, _shortcuts.get(key))
 
 
@@ -168,7 +170,7 @@ def _find_with(
 ) -> Found | None:
     """The same with a function, of a call that has this key without it."""
     grad, place = torch.is_grad_enabled(), len(addresses)
-    guess_key = *key, id(score_mod), grad, torch.get_default_dtype()
+    guess_key = key, id(score_mod), grad, torch.get_default_dtype()
     guess = _guesses.get(guess_key)
     if guess is not None and (now := guess.inputs(score_mod)) is not None:
         if _others(now[0], addresses) == guess.others:
@@ -180,7 +182,7 @@ def _find_with(
     if (others := _others(tensors, addresses)) is None:
         return None
     needs = needs or (grad and any(map(_requires_grad, tensors)))
-    key = *key, (recording, others, *map(_bits, numbers))
+    key = key, recording, others, *map(_bits, numbers)
     shortcut = _shortcuts.get(key)
     if inputs is not None and shortcut:
         _guesses.put(guess_key, _Guess(inputs, others, needs, shortcut))
@@ -324,7 +326,7 @@ def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
     others = None if addresses is None else _others(more, addresses)
     if addresses is None or others is None:
         return otherwise(*arguments)
-    key = *_lie(q, k, v), tuple(map(_form, more)), others, header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
+    key = _lie(q, k, v), tuple(map(_form, more)), others, header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
     shortcut = _shortcuts.get(key)
     if shortcut and shortcut.ready():
         out, row_lse, top = shortcut(addresses)

@@ -95,7 +95,7 @@ class Proof:
             if not self.read.isdisjoint(getattr(reference(), "__dict__", ())):
                 raise Unproven
             if own:
-                self._check(f"{own}.isdisjoint(vars({find}))")
+                self._check(f"{own}.isdisjoint({find}.__dict__)")
         places: dict[int, Find] = {}
         for reference, find in self.tensors:
             known = places.setdefault(id(reference()), find)
