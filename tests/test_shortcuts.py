@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import Dense, alibi, attention, causal, ops, repeats, shortcuts, softcap, window
+from saccade import Dense, alibi, attention, causal, ops, repeats, scores, shortcuts, softcap, window
 from saccade.backends import Unsupported, cpu
 
 bind = importlib.import_module("saccade.scores.bind")
@@ -556,6 +556,105 @@ def test_what_a_function_captures_is_checked_as_ever(done: list[str]) -> None:
     with pytest.raises(TypeError, match="must be a function"):
         attention(*given, score_mod=3)
     assert not done
+
+
+def guessed(monkeypatch: pytest.MonkeyPatch, fn: Any, given: Any) -> None:
+    """Calls until a function is found by its address: no other way is taken then."""
+    for _ in range(6):
+        scored(given, fn)
+    with monkeypatch.context() as without:
+        without.setattr(scores, "proven", None)
+        out = attention(*given, score_mod=fn)
+    check(out, given, score_mod=fn)
+
+
+def test_guessed_functions(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever changes after a function was found by its address is seen."""
+    here, given = sys.modules[__name__], operands()
+    monkeypatch.setattr(here, "SLOPES", SLOPES.clone())
+    for name, x in {
+        "values": SLOPES.mul_(-3),
+        "stride": torch.tensor([3.0, 1.0, 7.0, 7.0])[::2],
+        "offset": torch.tensor([3.0, 1.0, -7.0])[1:],
+        "expanded": torch.tensor(2.0).expand(2),
+        "sign": torch._neg_view(torch.tensor([3.0, 1.0])),
+        "dtype": torch.tensor([1.0, 2.0]).double(),
+        "gradient": torch.tensor([1.0, 2.0]).requires_grad_(),
+        "class": torch.nn.Parameter(torch.tensor([4.0, 2.0])),
+    }.items():
+        monkeypatch.setattr(here, "SLOPES", torch.tensor([0.5, -0.25]))
+        guessed(monkeypatch, biased, given)
+        monkeypatch.setattr(here, "SLOPES", x)
+        out = attention(*given, score_mod=biased)
+        assert out.requires_grad == x.requires_grad, name
+        check(out, given, score_mod=biased)
+    monkeypatch.setattr(here, "SLOPES", torch.tensor([0.5, -0.25]))
+    guessed(monkeypatch, biased, given)
+    monkeypatch.setattr(here, "FACTOR", 0.25)
+    scored(given, biased)
+    guessed(monkeypatch, biased, given)
+    monkeypatch.setattr(biased, "__code__", divided.__code__)
+    scored(given, biased)
+
+
+def test_a_guess_is_of_one_kind_of_call(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given, asked, proven = operands(), [], scores.proven
+    guessed(monkeypatch, biased, given)
+    monkeypatch.setattr(scores, "proven", lambda *of: asked.append(1) or proven(*of))
+    for keywords in ({"mask": causal()}, {"sink": torch.ones(2)}, {"scale": 0.5}):
+        found = attention(*given, score_mod=biased, **keywords)
+        assert asked
+        check(found, given, score_mod=biased, **keywords)
+        asked.clear()
+    assert isinstance(attention(*given, score_mod=biased, return_lse=True), tuple)
+    assert asked
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        asked.clear()
+        with mode:
+            attention(*given, score_mod=biased)
+        assert asked
+    asked.clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        attention(*given, score_mod=biased)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert asked
+    asked.clear()
+    assert attention(*operands(grad=True), score_mod=biased).requires_grad
+    assert asked
+    asked.clear()
+    attention(*given, score_mod=biased)
+    assert not asked
+
+
+def test_an_address_that_another_function_has(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(factor: float) -> Any:
+        return lambda score, b, h, q_idx, kv_idx: factor * score
+
+    monkeypatch.setattr(shortcuts, "id", lambda x: 1, raising=False)
+    given, table = operands(), torch.tensor([1.0, -2.0])
+    for fn in (
+        of(2.0),
+        of(3.0),
+        lambda score, b, h, q_idx, kv_idx: score + kv_idx,
+        softcap(2.0),
+        alibi(table),
+        of(2.0),
+    ):
+        guessed(monkeypatch, fn, given)
+
+
+def test_numbers_that_tensors_hold_are_read_in_each_call(done: list[str]) -> None:
+    given, cap = operands(), torch.tensor(2.0, dtype=torch.float64)
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return cap * torch.tanh(score)
+
+    for value in (2.0, 0.5, -1.0):
+        cap.fill_(value)
+        for _ in range(6):
+            scored(given, fn)
 
 
 def test_gradients_of_what_a_function_captures(done: list[str]) -> None:

@@ -3,8 +3,8 @@
 A call of plain tensors on a GPU is found by a key of its arguments. The key decides all checks of `check_call`, so that
 a call whose key is known has passed them, and all that a Problem's key holds (`repeats.py`). A score function is in the
 key as its recording, **while the proof of that recording holds in this call**; tensors and numbers that it captures are
-read anew, and are operands and parts of the key. Anything else takes the long way: through a BoundCall, a Problem and,
-with gradients, the operator.
+read anew, and are operands and parts of the key. Its address is a guess at that recording, whose proof decides as ever.
+Anything else takes the long way: through a BoundCall, a Problem and, with gradients, the operator.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _FLAGS = {bool, type(None)}
 _MOST_BACKWARDS = 16
 """Ways in which the gradients of one call may lie."""
 _shortcuts: BoundedCache[Any, Any] = BoundedCache(2048)
+_guesses: BoundedCache[Any, Any] = BoundedCache(2048)
 
 
 class Found(NamedTuple):
@@ -53,6 +54,7 @@ class Found(NamedTuple):
 def forget() -> None:
     """Drops all that is kept of calls: plans too."""
     _shortcuts.clear()
+    _guesses.clear()
     repeats.forget()
     dispatch.forget()
 
@@ -71,8 +73,10 @@ def _plain_operands(q: Any, k: Any, v: Any) -> list[int] | None:
 
 
 def _lie(q: Tensor, k: Tensor, v: Tensor) -> tuple[Hashable, ...]:
-    shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    return *shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+    )  # fmt: skip
 
 
 def _others(tensors: Sequence[Tensor], addresses: list[int]) -> Hashable | None:
@@ -133,26 +137,56 @@ def find(
     if addresses is None or _is_cast(q):
         return None
     operands: Sequence[Tensor] = (q, k, v)
-    score: Hashable = None
-    others: Hashable = None
-    if score_mod is not None or sink is not None:
-        more = () if sink is None else (sink,)
-        if type(score_mod) is Softcap:
-            score = score_mod.cap
-        elif score_mod is not None:
-            if (bound := scores.proven(score_mod, q)) is None:
-                return None
-            recording, tensors, numbers = bound  # the recording stands for the forms of the tensors
-            score, more = (recording, *map(_bits, numbers)), (*more, *tensors)
-        if (others := _others(more, addresses)) is None:
+    sunk: Hashable = None
+    if sink is not None:
+        if (others := _others((sink,), addresses)) is None:
             return None
-        operands = (*operands, *more)
-    needs = torch.is_grad_enabled() and any(map(_requires_grad, operands))
+        operands, sunk = (q, k, v, sink), (_form(sink), others)
+    needs = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    needs = needs and torch.is_grad_enabled()
     window = None if mask is None else (mask.left, mask.right)
     deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
-    more_key = None if sink is None else _form(sink), score, others
-    key = *_lie(q, k, v), needs, window, layout.order, scale, more_key, flags, deterministic, backend
+    key = _lie(q, k, v), needs, window, layout.order, scale, sunk, flags, deterministic, backend
+    if score_mod is None:
+        return Found(key, operands, addresses, needs, _shortcuts.get(key))
+    if type(score_mod) is not Softcap:
+        return _find_with(score_mod, key, operands, addresses, needs)
+    key = key, score_mod.cap
     return Found(key, operands, addresses, needs, _shortcuts.get(key))
+
+
+class _Guess(NamedTuple):
+    """The shortcut of an earlier call with a function at this address. It is this call's too where the proof of that
+    one's recording holds, which decides what the function is, and where what this one captures lies as that did."""
+
+    inputs: Callable[[Any], Any]
+    others: Hashable
+    needs_gradient: bool
+    shortcut: Any
+
+
+def _find_with(
+    score_mod: Any, key: tuple[Hashable, ...], operands: Sequence[Tensor], addresses: list[int], needs: bool
+) -> Found | None:
+    """The same with a function, of a call that has this key without it."""
+    grad, place = torch.is_grad_enabled(), len(addresses)
+    guess_key = key, id(score_mod), grad, torch.get_default_dtype()
+    guess = _guesses.get(guess_key)
+    if guess is not None and (now := guess.inputs(score_mod)) is not None:
+        if _others(now[0], addresses) == guess.others:
+            return Found(guess_key, (*operands, *now[0]), addresses, guess.needs_gradient, guess.shortcut)
+        del addresses[place:]
+    if (bound := scores.proven(score_mod, operands[0])) is None:
+        return None
+    recording, tensors, numbers, inputs = bound  # the recording stands for the forms of the tensors
+    if (others := _others(tensors, addresses)) is None:
+        return None
+    needs = needs or (grad and any(map(_requires_grad, tensors)))
+    key = key, recording, others, *map(_bits, numbers)
+    shortcut = _shortcuts.get(key)
+    if inputs is not None and shortcut:
+        _guesses.put(guess_key, _Guess(inputs, others, needs, shortcut))
+    return Found(key, (*operands, *tensors), addresses, needs, shortcut)
 
 
 def _bits(x: Any) -> Hashable:
@@ -292,7 +326,7 @@ def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
     others = None if addresses is None else _others(more, addresses)
     if addresses is None or others is None:
         return otherwise(*arguments)
-    key = *_lie(q, k, v), tuple(map(_form, more)), others, header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
+    key = _lie(q, k, v), tuple(map(_form, more)), others, header, *ints, struct.pack(f"{len(floats)}d", *floats), lse
     shortcut = _shortcuts.get(key)
     if shortcut and shortcut.ready():
         out, row_lse, top = shortcut(addresses)

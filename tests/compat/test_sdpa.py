@@ -168,6 +168,11 @@ WRONG = {
     "mask dtype": (ValueError, lambda: (X, X, X, torch.ones(9, 9).int()), "got torch.int32 (9, 9)"),
     "mask list": (TypeError, lambda: (X, X, X, [[True]]), "attn_mask must be a tensor, got list"),
     "query": (TypeError, lambda: (X.numpy(), X, X), "query must be a tensor, got ndarray"),
+    "key": (TypeError, lambda: (X, None, X), "key must be a tensor, got NoneType"),
+    "value": (TypeError, lambda: (X, X, [X]), "value must be a tensor, got list"),
+    "dropout": (TypeError, lambda: (X, X, X, None, "0"), "dropout_p must be a number, got '0'"),
+    "is_causal": (TypeError, lambda: (X, X, X, None, 0.0, "no"), "is_causal must be True or False, got 'no'"),
+    "enable_gqa": (TypeError, lambda: (X, X, X, None, 0.0, False, None, "no"), "enable_gqa must be True or False"),
     "batch": (ValueError, lambda: (X.expand(3, -1, -1, -1), X.expand(2, -1, -1, -1), X), "query (3, 2, 9, 8), key (2,"),
     "value's heads": (ValueError, lambda: (X, X, X.repeat(1, 2, 1, 1)), "value (1, 4, 9, 8)"),
 }

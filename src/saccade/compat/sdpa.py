@@ -53,14 +53,18 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
     torch.Size([2, 4, 16, 8])
     """
-    arguments.tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
-    arguments.flags(is_causal=is_causal, enable_gqa=enable_gqa)
-    dropout_p = arguments.number("dropout_p", dropout_p)
+    # What plainly is as it should be is not checked by name: this is the hot path of small calls.
+    if attn_mask is not None or not type(query) is type(key) is type(value) is Tensor:
+        masks = {} if attn_mask is None else {"attn_mask": attn_mask}
+        arguments.tensors(query=query, key=key, value=value, **masks)
+    if not (type(is_causal) is type(enable_gqa) is bool and type(dropout_p) is float):
+        arguments.flags(is_causal=is_causal, enable_gqa=enable_gqa)
+        dropout_p = arguments.number("dropout_p", dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention takes attn_mask or is_causal=True, not both")
     outer, q, k, v = _operands(query, key, value, enable_gqa)
     mask, score_mod = None, None
-    if isinstance(attn_mask, CausalBias):
+    if attn_mask is not None and isinstance(attn_mask, CausalBias):
         lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
         if lengths != (q.shape[2], k.shape[2]):
             raise ValueError(f"the causal bias is for (s_q, s_k) = {lengths}, got {_shapes(query, key, value)}")
@@ -74,9 +78,10 @@ def scaled_dot_product_attention(
             )
         mask = causal()
     elif is_causal and k.shape[2] == v.shape[2]:  # attention refuses others
-        if k.shape[2] > q.shape[2]:  # no row sees later keys
-            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-        mask = window(None, q.shape[2] - k.shape[2])
+        s_q, s_k = q.shape[2], k.shape[2]
+        if s_k > s_q:  # no row sees later keys
+            k, v = k[:, :, :s_q], v[:, :, :s_q]
+        mask = window(None, 0 if s_k > s_q else s_q - s_k)
     elif attn_mask is not None and mask is None:
         tensor = _mask(attn_mask, (*outer, *q.shape[1:3], k.shape[2]))
         mask, score_mod = (tensor, None) if tensor.dtype == torch.bool else (None, bias(tensor))
@@ -97,7 +102,7 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple
     """The dimensions before heads, and operands as attention takes them."""
     q, k, v = query.shape, key.shape, value.shape
     if len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and (grouped or q[1] == k[1] == v[1]):
-        return q[:1], query, key, value  # for the host's sake: what follows would return the same
+        return (q[0],), query, key, value  # for the host's sake: what follows would return the same
     if query.is_nested or key.is_nested or value.is_nested:  # attention takes no other form of them
         return q[:1], *_heads(query, key, value, grouped or len(q) != 4)
     outer = _outer(query, key, value)

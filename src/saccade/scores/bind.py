@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,20 +114,31 @@ def _values(
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
-def proven(score_mod: Any, q: Tensor) -> tuple[Hashable, list[Tensor], list[Any]] | None:
-    """What stands for the recording of a function, which a proof says to be the same, and for the forms of its tensors;
-    these and the numbers that its Score has now. None where a call has to bind it."""
-    if isinstance(score_mod, Score) or not callable(score_mod):
-        return None
+class Proven(NamedTuple):
+    """A function whose recording a proof says to be the same."""
+
+    recording: Hashable
+    """what stands for it, for the forms of its tensors and for the numbers that the proof compares"""
+    tensors: list[Tensor]
+    numbers: list[Any]
+    """the other ones that its Score has now"""
+    inputs: Callable[[Any], tuple[list[Tensor], list[Any]] | None] | None
+    """(function) -> in the first place its tensors, while nothing else may differ; None where that is not known"""
+
+
+def proven(score_mod: Any, q: Tensor) -> Proven | None:
+    """What a call with a function has without binding it; None where it has to. A Score has no recording."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    found = find_sure(score_mod, dtype, q.device)
-    if found is None or not found.program.checked or (now := found.inputs(score_mod)) is None:
+    if (found := find_sure(score_mod, dtype, q.device)) is None or not found[0].program.checked:
         return None
-    if found.whole:
-        check_integers(now[1])
-        return found.proof, *now
-    tensors, numbers = _values(found.program, *now, q.device)
-    return (found.proof, *map(_form, tensors)), tensors, numbers
+    recording, (tensors, numbers) = found
+    if recording.whole and not recording.counts:
+        return Proven(recording.proof, tensors, [], recording.inputs)
+    if recording.whole:
+        check_integers(numbers)
+        return Proven(recording.proof, tensors, numbers, None)
+    tensors, numbers = _values(recording.program, tensors, numbers, q.device)
+    return Proven((recording.proof, *map(_form, tensors)), tensors, numbers, None)
 
 
 def captured(score_mod: Any) -> list[Tensor]:

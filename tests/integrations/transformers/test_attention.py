@@ -116,7 +116,7 @@ def test_dropout():
     ("keywords", "text"),
     [
         ({"output_attentions": True}, "output_attentions=True needs"),
-        ({"head_mask": torch.ones(4)}, "does not take head_mask"),
+        ({"head_mask": torch.ones(4), "sinks": None}, "does not take head_mask:"),
         ({"indices": torch.ones(4), "sinks": torch.ones(4)}, "does not take indices, sinks"),
         ({"mask": structured(causal(), 9, 8)}, r"2 x 9 rows and 8 keys, got query \(2, 4, 9, 16\)"),
         ({"mask": torch.ones(2, 9)}, r"four dimensions, got \(2, 9\)"),

@@ -18,7 +18,7 @@ from saccade.masks import Mask
 if TYPE_CHECKING:
     from saccade.distributed import ContextPlan
 
-REFUSED = ("head_mask", "layer_head_mask", "indices", "block_indices", "sinks")
+REFUSED = dict.fromkeys(("head_mask", "layer_head_mask", "indices", "block_indices", "sinks"))
 """Keywords that would change the result."""
 
 
@@ -95,9 +95,9 @@ def attention_forward(
         out = attention(q, k, v, layout=layout, **keywords)
         return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]).contiguous(), None
     mask, added = _dense_mask(attention_mask, query, key, causal, sliding_window)
-    changes = [scores.softcap(softcap)] if softcap is not None else []
-    changes += [scores.bias(x) for x in (position_bias, added) if x is not None]
-    if changes:
+    if not softcap is position_bias is added is None:
+        changes = [scores.softcap(softcap)] if softcap is not None else []
+        changes += [scores.bias(x) for x in (position_bias, added) if x is not None]
         keywords["score_mod"] = changes[0] if len(changes) == 1 else scores.compose(*changes)
     return attention(query, key, value, mask=mask, **keywords).transpose(1, 2).contiguous(), None
 
@@ -120,7 +120,7 @@ def _of_ranks(
 def _refuse(others: dict[str, Any], cache: Any, offsets: Tensor | None) -> None:
     if others.get("output_attentions"):
         raise ValueError('saccade never holds the attention weights: output_attentions=True needs "eager"')
-    if given := [name for name in REFUSED if others.get(name) is not None]:
+    if not REFUSED.keys().isdisjoint(others) and (given := [name for name in REFUSED if others.get(name) is not None]):
         raise ValueError(f'the attention function of saccade does not take {", ".join(given)}: use "eager"')
     if cache is not None and offsets is None:
         raise ValueError(f"a cache ({type(cache).__name__}) is for sequences end to end: give cu_seq_lens_q")
@@ -132,6 +132,8 @@ def _dense_mask(
     given: StructuredMask | BlockMask | Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None
 ) -> tuple[Any, Tensor | None]:
     """The mask, and what is added to the scores."""
+    if given is None:
+        return _without_mask(q, k, causal, sliding_window), None
     if isinstance(given, StructuredMask):
         b, _, s_q, s_k = given.shape
         if (s_q, s_k) != (q.shape[2], k.shape[2]):
@@ -146,16 +148,21 @@ def _dense_mask(
         if not given.is_floating_point():
             raise ValueError(f"attention_mask must be bool or floats that are added, got {given.dtype}")
         return None, given
-    if given is not None:
-        return given, None
+    return given, None
+
+
+def _without_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> Mask | None:
+    """That of a call which is given none."""
+    if sliding_window is None and not causal:
+        return None
     s_q, s_k = q.shape[2], k.shape[2]
     if sliding_window is not None and s_k > sliding_window and not (causal and s_q == s_k):
         raise ValueError(f"sliding_window={sliding_window} needs a mask for {_shapes(q, k)}, or causal rows and keys")
     if not causal or s_q == 1:
-        return None, None
+        return None
     if s_q != s_k:
         raise ValueError(f"without a mask a causal call needs as many rows as keys, got {_shapes(q, k)}")
-    return _causal(sliding_window), None
+    return _causal(sliding_window)
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:

@@ -83,7 +83,8 @@ class Proof:
         """Whether these are public ones, and none is written."""
         self._function("root", fn)
         self._check_tensors()
-        self.holds: Callable[[Any], bool] = self._compiled(" and ".join(self.checks))
+        self.all_checks = " and ".join(self.checks)
+        self.holds: Callable[[Any], bool] = self._compiled(self.all_checks)
         """(function) -> whether the proof holds for it."""
 
     def _check_tensors(self) -> None:
@@ -94,7 +95,7 @@ class Proof:
             if not self.read.isdisjoint(getattr(reference(), "__dict__", ())):
                 raise Unproven
             if own:
-                self._check(f"{own}.isdisjoint(vars({find}))")
+                self._check(f"{own}.isdisjoint({find}.__dict__)")
         places: dict[int, Find] = {}
         for reference, find in self.tensors:
             known = places.setdefault(id(reference()), find)
@@ -109,7 +110,8 @@ class Proof:
         self, tensors: Sequence[Tensor], numbers: Sequence[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
     ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
         """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
-        where a tensor that was `made` of others has another form, or cannot be made. Asked for once.
+        where the proof does not hold, or a tensor that was `made` of others has another form, or cannot be made. Asked
+        for once.
 
         Raises:
             Unproven: a tensor is not among what the function reads, nor made of that, or a number is made.
@@ -119,7 +121,7 @@ class Proof:
         self.made = made
         found = [self._find(x) for x in tensors]
         read = [self._named(x) if source is None else f"{self._find(source)}.item()" for x, source in numbers]
-        inputs = self._compiled(f"([{', '.join(found)}], [{', '.join(read)}])")
+        inputs = self._compiled(f"([{', '.join(found)}], [{', '.join(read)}]) if {self.all_checks} else None")
         forms = [(i, _form(x)) for i, x in enumerate(tensors) if id(x) in made]
         self.made = {}  # which holds tensors
         self.tensors.clear()  # torch.utils.swap_tensors takes none with weak references
@@ -127,7 +129,7 @@ class Proof:
         def checked(root: Any) -> tuple[list[Tensor], list[Any]] | None:
             try:
                 now = inputs(root)
-                return now if all(_form(now[0][i]) == form for i, form in forms) else None
+                return now if now is not None and all(_form(now[0][i]) == form for i, form in forms) else None
             except Exception:  # the function itself raises it, or takes another way
                 return None
 
@@ -206,8 +208,9 @@ class Proof:
                 raise Unproven
             form = x.shape, x.dtype, x.device, x.requires_grad
             self.tensors.append((weakref.ref(x), find))
-            now = "(y.shape, y.dtype, y.device, y.requires_grad)"
-            self._check(f"type(y := {find}) is {self._named(kind)} and {now} == {self._named(form)} and not wrapped(y)")
+            shape, dtype, device, needs = map(self._named, form)
+            same = f"y.shape == {shape} and y.dtype is {dtype} and y.device == {device} and y.requires_grad is {needs}"
+            self._check(f"type(y := {find}) is {self._named(kind)} and {same} and not wrapped(y)")
         elif kind in _SAME or kind in _NUMBERS:
             name = self._named(x)
             more = "" if kind in _SAME or x != 0 else " and False"  # 0.0 and -0.0 are equal, and not the same
@@ -221,7 +224,8 @@ class Proof:
         code, defaults = fn.__code__, len(fn.__defaults__ or ())
         self._check(
             f"type(y := {find}) is FunctionType and y.__code__ is {self._named(code)}"
-            f" and len(y.__defaults__ or ()) == {defaults} and not y.__kwdefaults__"
+            f" and {f'len(y.__defaults__ or ()) == {defaults}' if defaults else 'not y.__defaults__'}"
+            " and not y.__kwdefaults__"
         )
         nameless = owner is not None and not code.co_argcount  # the object is one of *args
         if fn.__kwdefaults__ or id(fn) in self.met or nameless or len(self.met) > _DEEPEST:

@@ -28,15 +28,19 @@ class ProvenRecording(NamedTuple):
     proof: Proof
     program: Program
     inputs: Callable[[Any], tuple[list[Tensor], list[Any]] | None]
-    """(function) -> its tensors and numbers now; None where they have other forms"""
+    """(function) -> its tensors and numbers now; None where the proof does not hold, or they have other forms"""
     rows: bool
     whole: bool
     """What its Score has is what the function captures, as it is; the proof speaks of the forms of all that."""
+    counts: bool
+    """Whether tensors' items are among its numbers. All others are what the proof compares them with."""
     sure: bool
     """The proof is older than the recording. Otherwise another thread may have changed something between the two."""
 
 
 _cache: BoundedCache[Any, ProvenRecording] = BoundedCache(512)
+_sure: BoundedCache[Any, ProvenRecording] = BoundedCache(512)
+"""Those of score functions that may be used, without the name among their settings."""
 
 
 def find_recording(fn: Any, settings: Any) -> ProvenRecording | None:
@@ -49,10 +53,15 @@ def find_recording(fn: Any, settings: Any) -> ProvenRecording | None:
     return proven if proven is not None and proven.proof.holds(fn) else None
 
 
-def find_sure(fn: Any, *settings: Any) -> ProvenRecording | None:
-    """The recording of a function whose proof holds, by any name, where it may be used. The settings, as above, but
-    for the name."""
-    return find_recording(fn, settings)
+def find_sure(fn: Any, dtype: torch.dtype, device: torch.device) -> tuple[ProvenRecording, Any] | None:
+    """The recording of a score function whose proof holds, by any name, where it may be used; and its tensors and
+    numbers. In the hot path of small calls."""
+    settings = dtype, device, torch.is_grad_enabled(), torch.get_default_dtype()
+    found = _sure.get((_same(fn), *settings))
+    if found is not None and (now := found.inputs(fn)) is not None:
+        return found, now
+    found = _sure.get((_twin(fn), *settings))
+    return (found, now) if found is not None and (now := found.inputs(fn)) is not None else None
 
 
 def put_recording(
@@ -61,25 +70,22 @@ def put_recording(
     """Caches a recording that has a proof. It is sure if `older`, which was found before the recording, still holds."""
     if recording.called is None:
         return
-    tape, keys = recording.tape, [_key(_same(fn), settings)]
+    tape = recording.tape
     try:
         proof = Proof(fn, recording.called)
         inputs = proof.inputs(tape.tensors, [*zip(tape.numbers, tape.sources, strict=True)], recording.made)
         sure = older is not None and older.proof.holds(fn)  # before the recording, and after the new proof
-        proven = ProvenRecording(proof, program, inputs, tape.rows, _whole(program, tape, settings[1]), sure)
+        whole, counts = _whole(program, tape, settings[1]), any(x is not None for x in tape.sources)
+        proven = ProvenRecording(proof, program, inputs, tape.rows, whole, counts, sure)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
         twin, codes = _twin(fn), _codes(fn)
-        of_others = [_key(twin, settings)] if codes else []
-        if sure:
-            dtype, device, _, *more = settings
-            keys.append(_key(_same(fn), (dtype, device, *more)))
-            of_others += [_key(twin, (dtype, device, *more))] if codes else []
-        for key in keys:
-            _cache.put(key, proven, owners)
-        for key in of_others:
-            _cache.put(key, proven, codes)
+        places = [(_same(fn), owners), (twin, codes)] if codes else [(_same(fn), owners)]
+        for name, of in places:
+            _cache.put(_key(name, settings), proven, of)
+            if sure and len(settings) == 3:  # of a score function
+                _sure.put((name, *settings[:2], torch.is_grad_enabled(), torch.get_default_dtype()), proven, of)
     except (Unproven, TypeError):  # TypeError: an owner without weak references
-        _cache.discard(keys[0])
+        _cache.discard(_key(_same(fn), settings))
 
 
 def _whole(program: Program, tape: Tape, device: torch.device) -> bool:
