@@ -36,6 +36,8 @@ BARS = {"forward": 1.25, "training": 1.5, "compiled": 1.5, "compiled training": 
 """Times SDPA's."""
 MORE = 10
 """Microseconds of score functions and faces, beside a plain call."""
+VIEWS = "views, and back"
+"""A plain call of views: what faces that take them, as SDPA does, cost besides. The four views are not theirs."""
 Call = Callable[..., Any]
 """(q, k, v) -> out"""
 
@@ -78,7 +80,9 @@ def _calls() -> list[Timed]:
                 call, exact = partial(plain, sink=slopes), partial(attention, sink=slopes)
                 found.append(Timed(mode, f"{backend} sink", call, exact, backend))
     exact = partial(attention, layout=Dense("bshd"))
-    found += [Timed("forward", name, call, exact, "gluon", rows=True) for name, call in _faces().items()]
+    bases = dict.fromkeys(("compat.sdpa", "transformers"), VIEWS)
+    faces = _faces().items()
+    found += [Timed("forward", name, call, exact, bases.get(name, "gluon"), rows=True) for name, call in faces]
     return found
 
 
@@ -103,7 +107,7 @@ def _faces() -> dict[str, Call]:
 
     own = views(attention)
     return {
-        "views, and back": lambda q, k, v: own(q, k, v).transpose(1, 2),
+        VIEWS: lambda q, k, v: own(q, k, v).transpose(1, 2),
         "compat.sdpa": lambda q, k, v: views(sdpa.scaled_dot_product_attention)(q, k, v).transpose(1, 2),
         "compat.flash_attn": flash_attn.flash_attn_func,
         "transformers": views(of_transformers),
