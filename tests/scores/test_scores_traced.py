@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 
 import hypothesis.strategies as st
@@ -520,3 +521,33 @@ def test_derivatives_beside_tables_of_lower_precision(name, dtype):
     wanted = exact(q @ k.mT / 4, shown).softmax(-1) @ v
     for x, y in zip(*(torch.autograd.grad(z.square().sum(), (q, k, v)) for z in (found, wanted)), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+class Learned(torch.nn.Module):
+    """Its functions are made in each forward."""
+
+    def __init__(self, ready: bool) -> None:
+        super().__init__()
+        self.slopes, self.ready = torch.nn.Parameter(torch.tensor([0.5, 2.0])), ready
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = mask_mod(lambda b, h, i, j: j <= i + 2)
+        if self.ready:
+            return attention(q, k, v, mask=mask, score_mod=alibi(self.slopes))
+        return attention(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + self.slopes[h] * (j - i))
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_export(ready):
+    """What was exported outlives what it was exported from, and has its parameters' values at the call."""
+    module, given = Learned(ready), operands(h=2)
+    exported = torch.export.export(module, tuple(given), strict=False).module()
+    with torch.no_grad():
+        module.slopes.mul_(3.0)
+        exported.slopes.mul_(3.0)
+    right = module(*given)
+    del module
+    gc.collect()
+    torch.testing.assert_close(exported(*given), right)
+    with pytest.raises(Exception, match=r"strict=False"):
+        torch.export.export(Learned(ready), tuple(given), strict=True)

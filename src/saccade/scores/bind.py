@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.scores.callbacks.program_callbacks import callbacks_of
 from saccade.scores.callbacks.score_callback import CallbackMod
 from saccade.scores.codegen.program import Program
-from saccade.scores.codegen.program_cache import cache
+from saccade.scores.codegen.program_cache import cache, pinned
 from saccade.scores.codegen.ranges import check_integers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.recorder import record
@@ -53,7 +53,7 @@ def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
         return score_mod
     if not callable(score_mod):
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Imported here, as it imports torch's compiler, which takes as long as torch itself.
         from saccade.scores import bind_compiled
 
@@ -77,6 +77,8 @@ def _bind(score_mod: Function, q: Tensor) -> Traced:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     program, tensors, numbers, rows = _recorded(score_mod, fn, (dtype, q.device, name), q.device, 1 + own)
     score = Traced(program, tensors, numbers, score_mod, rows)
+    if torch.compiler.is_compiling():  # torch.export, whose graph names the Program, and does not keep it alive
+        pinned[program.identity] = program
     if not program.checked and isinstance(score_mod, ScoreMod):
         check_derivative(score, q.device, *score_mod.sample())
         program.checked = True
@@ -166,7 +168,7 @@ def predicate(fn: Function, name: str | None = None) -> Any:
     Raises:
         ValueError: a function that cannot be recorded.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from saccade.scores import bind_compiled
 
         return bind_compiled.bind_predicate(fn, name)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.scores.codegen.program_cache import cache, pinned, program_of
 from saccade.scores.recording import dynamo
+from saccade.scores.recording.autograd_functions import refuse
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
 from saccade.scores.recording.recorder import Recording, record
 from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
@@ -43,14 +44,24 @@ def bind(score_mod: Any, q: Tensor) -> Score:
         tensors = list(score_mod.tensors)
     else:
         tape, outputs = dynamo.record(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
+        if torch.compiler.is_exporting() and tape.tensors:
+            refuse(_STRICT)
         name = kind or f"score({name_of(score_mod)})"
         plan = _plan(name, tuple(tape.steps), outputs, tuple(tape.forms), dtype)
         tensors, numbers = tape.tensors, tape.numbers
     return CompiledScore(*_inputs(plan, [x.to(q.device) if x.dim() == 0 else x for x in tensors], numbers), score_mod)
 
 
+_STRICT = (
+    "torch.export with strict=True does not see where a function reads a tensor that it captures: "
+    "torch.export.export(…, strict=False) does"
+)
+
+
 def bind_predicate(fn: Function, name: str | None) -> CompiledScore:
     tape, outputs = dynamo.record(Predicate(fn), torch.float32, torch.device("cpu"), 1)
+    if torch.compiler.is_exporting() and tape.tensors:
+        refuse(_STRICT)
     plan = _plan(name or name_of(fn), tuple(tape.steps), outputs, tuple(tape.forms), torch.float32)
     return CompiledScore(*_inputs(plan, [x.detach() for x in tape.tensors], tape.numbers), fn)
 
