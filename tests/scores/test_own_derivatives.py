@@ -115,10 +115,58 @@ class Outer(torch.autograd.Function):
         return g * 5
 
 
+class Inner(torch.autograd.Function):
+    """Its backward calls another, and adds to zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.zeros_like(g) + Reversed.apply(g, 2.0)
+
+
+class Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.ones_like(g) + g
+
+
 def no_gradient(s, b, h, i, j):
     with torch.no_grad():
         y = s * 2
     return s + y
+
+
+def no_gradient_of_a_function(s, b, h, i, j):
+    with torch.no_grad():
+        y = Graded.apply(s)
+    return s + y
+
+
+def no_gradient_of_itself(s, b, h, i, j):
+    """What torch returns as it is keeps its derivative."""
+    with torch.no_grad():
+        y = (+s).to(torch.float64).contiguous().double()
+    return s * y
+
+
+class Needed(torch.autograd.Function):
+    """Of integers and of captured tensors that need none a gradient is not asked for."""
+
+    @staticmethod
+    def forward(ctx, x, y, z):
+        ctx.save_for_backward(x)
+        return x * y * z
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * sum((3, 5, 7)[i] for i in range(3) if ctx.needs_input_grad[i]), None, None
 
 
 def some_gradient(s, b, h, i, j):
@@ -137,7 +185,11 @@ OWN = {
     "graded": lambda s, b, h, i, j: Graded.apply(s),
     "scaled": lambda s, b, h, i, j: Scaled.apply(s, s.sin()),
     "outer": lambda s, b, h, i, j: Outer.apply(s),
+    "inner": lambda s, b, h, i, j: Inner.apply(s),
     "no_grad": no_gradient,
+    "no_grad of a function": no_gradient_of_a_function,
+    "no_grad of itself": no_gradient_of_itself,
+    "needed": lambda s, b, h, i, j: Needed.apply(s, h + 1, torch.ones((), dtype=torch.float64)),
     "enable_grad": some_gradient,
     "detach": lambda s, b, h, i, j: s * s.detach() + s.data,
 }
@@ -181,6 +233,52 @@ def test_derivatives_of_captured_tensors(how):
     table = torch.tensor([0.2, 0.6], dtype=torch.float64)
     wanted = results(functools.partial(call, backend="reference"), table)
     torch.testing.assert_close(results(HOW[how](call), table), wanted)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, t):
+        ctx.save_for_backward(x, t)
+        return x * t
+
+    @staticmethod
+    def backward(ctx, g):
+        x, t = ctx.saved_tensors
+        return g * t, g * x
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_derivatives_of_one_number(shape, how):
+    """That a Function takes as it is, beside the score or an index."""
+
+    def call(q, k, v, w, backend="auto"):
+        def fn(s, b, h, i, j):
+            return Product.apply(s, w) + Product.apply((i - j).abs().to(torch.float64), w * 2)
+
+        if backend == "reference":
+            given = w.reshape(())
+
+            def fn(s, b, h, i, j):
+                return s * given + (i - j).abs() * (given * 2)
+
+        return attention(q, k, v, score_mod=fn, backend=backend)
+
+    w = torch.full(shape, 1.3, dtype=torch.float64)
+    wanted = results(functools.partial(call, backend="reference"), w)
+    torch.testing.assert_close(results(HOW[how](call), w), wanted)
+
+
+@pytest.mark.parametrize("name", ["jvp", "vjp"])
+@pytest.mark.parametrize("how", HOW)
+def test_transforms_of_values_are_refused(name, how):
+    def fn(s, b, h, i, j):
+        if name == "jvp":
+            return torch.func.jvp(torch.sin, (s,), (s,))[1]
+        return torch.func.vjp(torch.sin, s)[1](s)[0]
+
+    with pytest.raises(Exception):  # noqa: B017, PT011 - eager ones fail in torch
+        HOW[how](lambda q, k, v: attention(q, k, v, score_mod=fn))(*operands())
 
 
 # Of an older name: where it is not seen, it must not get the derivative of what its forward does.
@@ -268,6 +366,7 @@ def test_calls_inside_of_a_function():
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_backward_that_is_no_derivative(how):
+@pytest.mark.parametrize("function", [Cut, Shifted])
+def test_a_backward_that_is_no_derivative(function, how):
     with pytest.raises(Exception, match="not linear"):
-        HOW[how](lambda q, k, v: attention(q, k, v, score_mod=lambda s, b, h, i, j: Cut.apply(s)))(*operands())
+        HOW[how](lambda q, k, v: attention(q, k, v, score_mod=lambda s, b, h, i, j: function.apply(s)))(*operands())

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.tape import Refused
+from saccade.scores.recording.tape import Refused, refuse
 
 
 class Unseen(BaseException):
@@ -94,8 +94,8 @@ def _replacement(plain: Any, kind: type, applied: Callable[..., Any]) -> Any:
 class Context:
     """A Function's context while it is recorded."""
 
-    def __init__(self, args: Sequence[Any]) -> None:
-        self.needs_input_grad = tuple([isinstance(x, Tensor) for x in args])
+    def __init__(self, args: Sequence[Any], needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
         self.constant: tuple[Any, ...] = ()
         """Results that have no derivative."""
@@ -136,15 +136,16 @@ def followed(
         Refused: a derivative that is not linear in the gradient, or several results.
     """
     forward, backward, setup_context = steps
+    graded = torch.is_grad_enabled()
     with torch.no_grad():
-        context = Context(args)
+        context = Context(args, tuple([_may_need(x, kind, dtype_of) for x in args]))
         value = context.called(forward, setup_context, args)
     if type(value) is not kind:
         refuse(f"{name} must return one value of the score, got {type(value).__name__}")
     tape, constant = value.tape, any([value is x for x in context.constant])  # noqa: C419 (Dynamo follows lists)
     # Its derivatives are those of `backward` alone, also where it is an argument.
     value = made(tape, tape.call(Tensor.detach, (value,), {}))
-    if constant:
+    if constant or not graded:
         return value
     gradient: Any = torch.ones_like(value)
     before = len(tape.steps)
@@ -152,16 +153,18 @@ def followed(
         slopes = backward(context, gradient)
     slopes = slopes if isinstance(slopes, tuple) else (slopes,)
     check_linear(name, tuple(tape.steps), gradient.place, before, tuple([x.place for x in slopes if type(x) is kind]))
-    for x, slope in zip(args, slopes, strict=False):
-        if type(x) is kind and slope is not None and dtype_of(x).is_floating_point:
+    for x, needs, slope in zip(args, context.needs_input_grad, slopes, strict=False):
+        if needs and slope is not None:
             slope = slope if type(slope) is kind else torch.ones_like(value) * slope
             value = made(tape, tape.call(attached, (value, x, slope), {}))
     return value
 
 
-@compile_constant
-def refuse(reason: str) -> None:
-    raise Refused(reason)
+def _may_need(x: Any, kind: type, dtype_of: Callable[..., Any]) -> bool:
+    """Whether an argument may need a gradient: of floats of the score nothing says that they do not."""
+    if type(x) is kind:
+        return dtype_of(x).is_floating_point
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 @compile_constant
@@ -174,37 +177,38 @@ _SUMS = frozenset(("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "
 _PRODUCTS = frozenset(("mul", "__mul__", "__rmul__", "multiply"))
 _QUOTIENTS = frozenset(("div", "__truediv__", "divide", "true_divide"))
 _SELECTS = frozenset(("where", "masked_fill"))
-_PASSES = frozenset(("neg", "__neg__", "to", "float", "double", "clone", "detach", "view_as", "contiguous", "alias"))
+_PASSES = frozenset((
+    "neg", "__neg__", "to", "float", "double", "clone", "detach", "view_as", "contiguous", "alias", "attached",
+))  # fmt: skip
 
 
 def linear(steps: Sequence[Any], gradient: int, first: int, outputs: Sequence[int]) -> bool:
     """Whether the values of steps from `first` on are linear in a gradient."""
-    of_it = {gradient}
+    of_it, zeros = {gradient}, set[int]()
     for place in range(first + 5, len(steps) + 5):
         function, positional, named = steps[place - 5]
         arguments = (*positional, *(x for _, x in named))
         by = [x[0] == "value" and x[1] in of_it for x in arguments]
-        if any(by):
-            if not _is_linear(function.__name__, arguments, by):
+        zero = [_is_zero(x) or (x[0] == "value" and x[1] in zeros) for x in arguments]
+        if function.__name__ == "zeros_like" or (function.__name__ in _PASSES and zero[0]):
+            zeros.add(place)
+        elif any(by):
+            if not _is_linear(function.__name__, by, zero):
                 return False
             of_it.add(place)
-    return all(x in of_it for x in outputs)
+    return all(x in of_it or x in zeros for x in outputs)
 
 
-def _is_linear(name: str, arguments: Sequence[Any], by: Sequence[bool]) -> bool:
-    """Whether a step is linear in those of its arguments that depend on the gradient."""
+def _is_linear(name: str, by: Sequence[bool], zero: Sequence[bool]) -> bool:
+    """Whether a step is linear in those of its arguments that depend on the gradient; others may be zero."""
     if name in _SUMS:
-        return all(by[:2])
+        return all(depends or none for depends, none in zip(by[:2], zero, strict=False))
     if name in _PRODUCTS:
         return sum(by) == 1
     if name in _SELECTS:
-        return all(depends or _is_zero(x) for depends, x in _choices(name, arguments, by))
+        chosen = slice(1, 3) if name == "where" else slice(0, 3, 2)
+        return all(depends or none for depends, none in zip(by[chosen], zero[chosen], strict=True))
     return (name in _PASSES and by[0]) or (name in _QUOTIENTS and by[0] and not any(by[1:]))
-
-
-def _choices(name: str, given: Any, by: Sequence[bool]) -> list[tuple[bool, Any]]:
-    pairs = list(zip(by, given, strict=False))
-    return [pairs[1], pairs[2]] if name == "where" else [pairs[0], pairs[2]]
 
 
 def _is_zero(x: Any) -> bool:

@@ -17,7 +17,7 @@ from saccade.scores.recording.autograd_functions import followed
 from saccade.scores.recording.compile_constant import compile_constant, word_of
 from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
 from saccade.scores.recording.recorder import refusal
-from saccade.scores.recording.tape import Refused, Tape, target_dtype
+from saccade.scores.recording.tape import Refused, Tape, is_itself, refuse, target_dtype
 
 
 class Symbol(Tensor):
@@ -32,8 +32,9 @@ class Symbol(Tensor):
 
 
 def symbol(tape: Tape, place: int) -> Any:
+    # Without values: what torch computes of them behind our back is noticed (`record`).
     with torch._C.DisableTorchFunctionSubclass():
-        stand_in = torch.empty((), device="cpu").as_subclass(Symbol)
+        stand_in = torch.empty((), device="meta").as_subclass(Symbol)
     stand_in.tape, stand_in.place = tape, place
     return stand_in
 
@@ -72,11 +73,16 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
         return _dtype(args[0]).is_floating_point
     if name == "to" or name == "type_as":
         dtype = target_dtype(Symbol, args, kwargs, _dtype)
-        return args[0] if dtype is None else symbol(tape, tape.call(Tensor.to, (args[0], dtype), {}))
+        if dtype is None:
+            return args[0]
+        function, args, kwargs = Tensor.to, (args[0], dtype), {}
     check_operation(name)
     check_outside_of_functions()
+    cut = tape.graded and not torch.is_grad_enabled()
+    if cut and is_itself(name, args, kwargs, _dtype):
+        return args[0]
     result = symbol(tape, tape.call(function, args, kwargs))
-    if tape.graded and not torch.is_grad_enabled():
+    if cut:
         result = symbol(tape, tape.call(Tensor.detach, (result,), {}))
     return result
 
@@ -107,6 +113,12 @@ def check_operation(name: str) -> None:
         raise Refused(reason)
 
 
+_BEHIND = (
+    "torch computes with values of the score function where nothing sees it, as in torch.func.jvp and vjp, which score "
+    "functions may not call on them"
+)
+
+
 def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
     """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
     follow_functions(Symbol, applied)
@@ -116,7 +128,11 @@ def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, out
     with Follower():
         results = fn(*values)
     results = results if outputs > 1 else (results,)
-    return tape, tuple([tape.argument(x, True) for x in results])
+    arguments = tuple([tape.argument(x, True) for x in results])
+    for x in tape.tensors:
+        if x.device.type == "meta" and device.type != "meta":
+            refuse(_BEHIND)
+    return tape, arguments
 
 
 def stand_in_tape(steps: Any, forms: Any, dtype: torch.dtype) -> Tape:
@@ -131,7 +147,7 @@ def stand_in_tape(steps: Any, forms: Any, dtype: torch.dtype) -> Tape:
     kinds: dict[int, str] = {}
     for _, positional, named in steps:
         _kinds((*positional, *(x for _, x in named)), kinds)
-    tape.numbers = [0 if kinds[i] == "int" else 0.0 for i in range(len(kinds))]
+    tape.numbers = [1 if kinds[i] == "int" else 1.0 for i in range(len(kinds))]  # which divide
     tape.sources = [None] * len(kinds)
     return tape
 

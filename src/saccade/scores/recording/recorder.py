@@ -25,7 +25,7 @@ from saccade.scores.recording.autograd_functions import (
     seen_functions,
     steps_of,
 )
-from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, target_dtype
+from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, is_itself, target_dtype
 
 _BRANCHES = (
     "the function branches in Python on values that only the kernel knows; "
@@ -247,11 +247,16 @@ class _Recorder(TorchFunctionMode):
             raise Refused(reason)
         if kwargs.get("out") is not None:
             raise Refused(f"{name} writes to out=…; use what it returns")
-        graded = torch.is_grad_enabled()
+        if not self.graded or torch.is_grad_enabled():
+            return _stand_in(self.tape, self.tape.call(func, args, kwargs, _place()))
+        return self._constant_step(name, func, args, kwargs)
+
+    def _constant_step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Without gradients."""
+        if is_itself(name, args, kwargs, _dtype):
+            return args[0]
         result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place()))
-        if self.graded and not graded:
-            result = _stand_in(self.tape, self.tape.call(Tensor.detach, (result,), {}))
-        return result
+        return _stand_in(self.tape, self.tape.call(Tensor.detach, (result,), {}))
 
 
 def refusal(name: str) -> str | None:

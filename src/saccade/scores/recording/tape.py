@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from saccade.scores.recording.compile_constant import word_of
+from saccade.scores.recording.compile_constant import compile_constant, word_of
 
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
 """The arguments: the first values of every tape."""
@@ -59,6 +59,11 @@ class Refused(ValueError):
 
     def __str__(self) -> str:
         return f"{self.text}\n  {self.line}" if self.line else self.text
+
+
+@compile_constant
+def refuse(reason: str) -> None:
+    raise Refused(reason)
 
 
 def read(table: Any, *at: Any) -> None:
@@ -224,6 +229,19 @@ def _constant(n: Any) -> int:
 def _text(x: float) -> Any:
     """NaN as something that is equal to itself."""
     return "nan" if x != x else x
+
+
+_SAME_VALUE = frozenset(("contiguous", "__pos__", "positive"))
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def is_itself(name: str, args: Any, kwargs: Any, dtype_of: Any) -> bool:
+    """Whether torch returns the value itself, which then keeps its derivative where gradients are off too."""
+    if name == "to" and len(args) == 2 and not kwargs:
+        return dtype_of(args[0]) == args[1]
+    if name in _CASTS and len(args) == 1 and not kwargs:
+        return dtype_of(args[0]) == _CASTS[name]
+    return name in _SAME_VALUE
 
 
 def target_dtype(kind: type, args: Any, kwargs: dict[str, Any], dtype_of: Any) -> torch.dtype | None:
