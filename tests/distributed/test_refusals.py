@@ -21,7 +21,7 @@ from saccade import (
     mask_mod,
     window,
 )
-from saccade.distributed import plan
+from saccade.distributed import peers, plan
 from saccade.scores import ScoreMod
 
 HERE = str(Path(__file__))
@@ -161,3 +161,8 @@ def test_operands_without_values(method):
     assert (out.shape, lse.shape, out.is_meta) == ((6, 4, 16), (4, 6), True)
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+
+
+def test_rocm_gathers(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert peers.obstacle("group", "cuda:0") == "ranks on ROCm: copies are asked of CUDA's driver"

@@ -133,6 +133,8 @@ def obstacle(group_name: str, device: str) -> str | None:
     """Why memory of a group's ranks is not known to be in reach of one another, or None: equal on equal hosts."""
     if not group_name or not reachable(device):
         return f"ranks on {device}" if group_name else "ranks without processes"
+    if torch.version.hip:
+        return "ranks on ROCm: copies are asked of CUDA's driver"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not local:
         return "LOCAL_WORLD_SIZE, of torchrun, does not say which ranks share a host"
