@@ -224,11 +224,11 @@ def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="whole matrices, where a sample runs by default")
 
 
-SHARE = 4
+SHARE = 8
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a test marked `sample` one case in four, the same ones in each run, and each value of each parameter: all with
+    """Of a test marked `sample` one case in eight, the same ones in each run, and each value of each parameter: all with
     --everything, on a GPU, or where a test is named."""
     if config.getoption("--everything") or any("::" in arg for arg in config.args):
         return

@@ -63,6 +63,7 @@ def of_the_head(group, way, name, backend):
     return [float((out - here.shard(right)).abs().max()) for out in outs] + [worst]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", ["closure", "head", "captured", "alibi", "relative_bias", "partial", "object"])
 def test_score_functions_of_the_head(pool, way, name):

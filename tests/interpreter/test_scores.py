@@ -162,6 +162,7 @@ TILTED = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mask", [None, causal(), window(40, 9)], ids=str)
 @pytest.mark.parametrize("name", TILTED)
 def test_linear_scores_of_16_bits(name, mask, monkeypatch):

@@ -212,6 +212,7 @@ def results(call: Any, *more: Tensor) -> list[Any]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OWN)
 def test_own_derivatives(name, how):
@@ -247,6 +248,7 @@ class Product(torch.autograd.Function):
         return g * t, g * x
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 def test_derivatives_of_one_number(shape, how):

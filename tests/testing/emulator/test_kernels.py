@@ -93,6 +93,7 @@ def test_a_bias_of_every_score(shape: tuple[int, ...]) -> None:
         check(q, k, v, backend="gluon", mask=window(40, 5), score_mod=bias(table)).assert_ok()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
     "name", ["plain", "group", "window", "used", "larger", "expanded", "slope", "ordered", "listed", "-inf"]
