@@ -228,8 +228,8 @@ SHARE = 8
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a test marked `sample` one case in eight, the same ones in each run, and each value of each parameter: all with
-    --everything, on a GPU, or where a test is named."""
+    """Of a test marked `sample` one case in eight, the same ones in each run, and each value of each parameter: all
+    with --everything, on a GPU, or where a test is named."""
     if config.getoption("--everything") or any("::" in arg for arg in config.args):
         return
     tests, left_out = defaultdict(list), set()
