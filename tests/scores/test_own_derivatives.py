@@ -127,11 +127,7 @@ class Inner(torch.autograd.Function):
         return torch.zeros_like(g) + Reversed.apply(g, 2.0)
 
 
-class Shifted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
+class Shifted(Cut):
     @staticmethod
     def backward(ctx, g):
         return torch.ones_like(g) + g
@@ -236,16 +232,10 @@ def test_derivatives_of_captured_tensors(how):
     torch.testing.assert_close(results(HOW[how](call), table), wanted)
 
 
-class Product(torch.autograd.Function):
+class Product(Scaled):
     @staticmethod
-    def forward(ctx, x, t):
-        ctx.save_for_backward(x, t)
-        return x * t
-
-    @staticmethod
-    def backward(ctx, g):
-        x, t = ctx.saved_tensors
-        return g * t, g * x
+    def forward(x, by):
+        return x * by
 
 
 @pytest.mark.sample
@@ -279,7 +269,8 @@ def test_transforms_of_values_are_refused(name, how):
             return torch.func.jvp(torch.sin, (s,), (s,))[1]
         return torch.func.vjp(torch.sin, s)[1](s)[0]
 
-    with pytest.raises(Exception):  # noqa: B017, PT011 - eager ones fail in torch
+    words = r"where nothing sees it|no attribute 'dtype'|after its call ended"  # the last two are of eager ones
+    with pytest.raises(Exception, match=words):
         HOW[how](lambda q, k, v: attention(q, k, v, score_mod=fn))(*operands())
 
 

@@ -48,12 +48,12 @@ def expected(
     """
     pieces = sharding.parts == 1 or (method == "pull" and sharding.reach.right == 0 and not positions)
     pace, link = estimates.BACKWARD if backward else estimates.FORWARD, EXCHANGES[method.split("×")[-1]]
+    if method == "pull" and pieces and sharding.reach.left is None and not backward:
+        return estimates.arriving(sharding, heads, head_dim)
     found = estimates.estimate(sharding, heads, head_dim, pace, link, pieces=pieces)
     waited = 0.0
     if sharding.heads > 1:
         waited = exchange_seconds("ulysses", divided_bytes_of(sharding, heads, head_dim), backward)
-    if method == "pull" and pieces and sharding.reach.left is None and not backward:
-        found = estimates.arriving(sharding, heads, head_dim)
     return found._replace(exposed=found.exposed + waited, hidden=found.hidden + max(0.0, waited))
 
 

@@ -108,8 +108,9 @@ def arriving(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> Estim
     h_q, h_k = heads
     size, operations = 4 * h_k * head_dim, 4 * h_q * head_dim / FORWARD.rate
     exposed = hidden = 0.0
-    parts = zip(sharding.by_part, sharding.areas, sharding.needed(True), strict=True)
-    for (pieces, area, needed), pulled in zip(parts, sharding.pulled_of(sharding.needed(True)), strict=True):
+    spans = sharding.needed(True)
+    parts = zip(sharding.by_part, sharding.areas, spans, sharding.pulled_of(spans), strict=True)
+    for pieces, area, needed, pulled in parts:
         rows = sum(piece.rows for piece in pieces)
         work = operations * (area + FORWARD.extra * rows)
         # Own rows are read once, and written where this rank and where others need them.

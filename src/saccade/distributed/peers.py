@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -39,6 +38,7 @@ class PeerMemory:
         self._patience = group_seconds(group, device)
         with torch.cuda.device(device):
             self._copies = torch.cuda.Stream(device)
+        self._driver: Any = import_module("saccade.backends.device.packed_launch").driver()
         self._copying = ctypes.c_void_p(self._copies.cuda_stream)
 
     def rows(self, rank: int, start: int, like: Tensor, n: int) -> Tensor:
@@ -75,7 +75,7 @@ class PeerMemory:
         """Copies lines of `width` bytes, which lie `pitch` apart, from address to address, by a copy engine, whatever
         kernels run: of a part of each row PyTorch would start one, which waits for multiprocessors. In `copied`."""
         if width == pitch:
-            error = _cuda().cuMemcpyAsync(
+            error = self._driver.cuMemcpyAsync(
                 ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(lines * width), self._copying
             )
         else:
@@ -83,7 +83,7 @@ class PeerMemory:
             numbers.source_type = numbers.target_type = _UNIFIED
             numbers.source_device, numbers.target_device = source, target
             numbers.source_pitch = numbers.target_pitch = pitch
-            error = _cuda().cuMemcpy2DAsync_v2(ctypes.byref(numbers), self._copying)
+            error = self._driver.cuMemcpy2DAsync_v2(ctypes.byref(numbers), self._copying)
         if error:
             raise RuntimeError(f"CUDA's driver does not copy {lines} lines of {width} bytes: error {error}")
 
@@ -165,11 +165,6 @@ class _Lines(ctypes.Structure):
 
 _UNIFIED = 4
 """CU_MEMORYTYPE_UNIFIED"""
-
-
-@cache
-def _cuda() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 _memories: dict[str, tuple[Any, PeerMemory]] = {}

@@ -12,7 +12,6 @@ from saccade.scores.codegen.program_cache import cache, pinned, program_of
 from saccade.scores.recording import dynamo
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
 from saccade.scores.recording.recorder import Recording, record
-from saccade.scores.recording.tape import refuse
 from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
 
 
@@ -44,24 +43,14 @@ def bind(score_mod: Any, q: Tensor) -> Score:
         tensors = list(score_mod.tensors)
     else:
         tape, outputs = dynamo.record(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
-        if tape.tensors and _exports():
-            refuse(_STRICT)
         name = kind or f"score({name_of(score_mod)})"
         plan = _plan(name, tuple(tape.steps), outputs, tuple(tape.forms), dtype)
         tensors, numbers = tape.tensors, tape.numbers
     return CompiledScore(*_inputs(plan, [x.to(q.device) if x.dim() == 0 else x for x in tensors], numbers), score_mod)
 
 
-_STRICT = (
-    "torch.export with strict=True does not see where a function reads a tensor that it captures: "
-    "torch.export.export(…, strict=False) does"
-)
-
-
 def bind_predicate(fn: Function, name: str | None) -> CompiledScore:
     tape, outputs = dynamo.record(Predicate(fn), torch.float32, torch.device("cpu"), 1)
-    if tape.tensors and _exports():
-        refuse(_STRICT)
     plan = _plan(name or name_of(fn), tuple(tape.steps), outputs, tuple(tape.forms), torch.float32)
     return CompiledScore(*_inputs(plan, [x.detach() for x in tape.tensors], tape.numbers), fn)
 
@@ -78,12 +67,6 @@ def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, 
     ints = [x for x, whole in zip(picked, integral, strict=True) if whole]
     floats = [x for x, whole in zip(picked, integral, strict=True) if not whole]
     return identity, tensors, ints, floats
-
-
-@compile_constant
-def _exports() -> bool:
-    """Of torch 2.11 Dynamo says that it always exports."""
-    return torch.compiler.is_exporting()
 
 
 @compile_constant

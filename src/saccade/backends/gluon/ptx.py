@@ -145,6 +145,25 @@ def counted(number):
     )
 
 
+@gluon.constexpr_function
+def _wait_text(scope, looks, late):
+    return (
+        f"{{ .reg .pred early; .reg .u32 left; mov.u32 left, {looks}; "
+        f"again: ld.global.acquire.{scope}.s32 $0, [$1]; setp.lt.s32 early, $0, $2; sub.u32 left, left, 1; "
+        "setp.ne.and.u32 early, left, 0, early; @early bra again; "
+        f"setp.eq.u32 early, left, 0; @early {late}; fence.proxy.async; }}"
+    )
+
+
+@gluon.jit
+def _wait(counter, number, SCOPE: gl.constexpr, LOOKS: gl.constexpr, LATE: gl.constexpr):
+    """Until an int32 in global memory is `number` or more, or after so many looks LATE happens; what was written before
+    it is seen after it, by bulk copies too."""
+    text: gl.constexpr = _wait_text(SCOPE, LOOKS, LATE)
+    address = counter.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def wait_until(counter, number):
     """Waits until an int32 in global memory is `number` or more; all that was written before the count is seen after
@@ -153,14 +172,7 @@ def wait_until(counter, number):
     Sequences that overlap, by offsets that are broken, may wait for who never comes: so after 2^22 looks, some seconds,
     the count is taken for reached, by all.
     """
-    text: gl.constexpr = (
-        "{ .reg .pred early; .reg .u32 left; mov.u32 left, 0x400000; "
-        "again: ld.global.acquire.gpu.s32 $0, [$1]; setp.lt.s32 early, $0, $2; sub.u32 left, left, 1; "
-        "setp.ne.and.u32 early, left, 0, early; @early bra again; "
-        "setp.eq.u32 early, left, 0; @early st.global.s32 [$1], 0x3fffffff; fence.proxy.async; }"
-    )
-    address = counter.to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
+    _wait(counter, number, "gpu", "0x400000", "st.global.s32 [$1], 0x3fffffff")
 
 
 @gluon.jit
@@ -168,14 +180,7 @@ def wait_for_copies(done, number):
     """Waits until an int32 in global memory, which the stream of copy engines writes behind its copies, is `number` or
     more; what they brought is seen after it, by bulk copies too. Copies wait for no kernel, so that they come: after
     2^27 looks, a minute or more, the kernel ends with an error."""
-    text: gl.constexpr = (
-        "{ .reg .pred early; .reg .u32 left; mov.u32 left, 0x8000000; "
-        "again: ld.global.acquire.sys.s32 $0, [$1]; setp.lt.s32 early, $0, $2; sub.u32 left, left, 1; "
-        "setp.ne.and.u32 early, left, 0, early; @early bra again; "
-        "setp.eq.u32 early, left, 0; @early trap; fence.proxy.async; }"
-    )
-    address = done.to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(text, "=&r,l,r", [address, number], dtype=gl.int32, is_pure=False, pack=1)
+    _wait(done, number, "sys", "0x8000000", "trap")
 
 
 @gluon.constexpr_function

@@ -119,6 +119,18 @@ _BEHIND = (
 )
 
 
+_STRICT = (
+    "torch.export with strict=True does not see where a function reads a tensor that it captures: "
+    "torch.export.export(…, strict=False) does"
+)
+
+
+@compile_constant
+def _exports() -> bool:
+    """Of torch 2.11 Dynamo says that it always exports."""
+    return torch.compiler.is_exporting()
+
+
 def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
     """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
     follow_functions(Symbol, applied)
@@ -129,6 +141,8 @@ def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, out
         results = fn(*values)
     results = results if outputs > 1 else (results,)
     arguments = tuple([tape.argument(x, True) for x in results])
+    if tape.tensors and _exports():
+        refuse(_STRICT)
     for x in tape.tensors:
         if x.device.type == "meta" and device.type != "meta":
             refuse(_BEHIND)

@@ -119,6 +119,17 @@ COUNT = (
     r"\{ \.reg \.pred chosen; bar\.warp\.sync 0xffffffff; elect\.sync _\|chosen, 0xffffffff; mov\.b32 \$0, 0; "
     r"@chosen atom\.global\.(relaxed|acq_rel|acquire|release)\.gpu\.add\.u32 \$0, \[\$1\], 1; "
 )
+
+
+def _wait(scope: str, looks: str, late: str) -> str:
+    return re.escape(
+        f"{{ .reg .pred early; .reg .u32 left; mov.u32 left, {looks}; "
+        f"again: ld.global.acquire.{scope}.s32 $0, [$1]; setp.lt.s32 early, $0, $2; sub.u32 left, left, 1; "
+        "setp.ne.and.u32 early, left, 0, early; @early bra again; "
+        f"setp.eq.u32 early, left, 0; @early {late}; fence.proxy.async; }}"
+    )
+
+
 TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
     (r"bar\.(sync|arrive) \$1, \d+; mov\.u32 \$0, 0;", _named),
     (r"cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;", _always(_pair(tl.bfloat16))),
@@ -148,24 +159,8 @@ TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
         ),
         _always(_add_one),
     ),
-    (
-        (
-            r"\{ \.reg \.pred early; \.reg \.u32 left; mov\.u32 left, 0x400000; "
-            r"again: ld\.global\.acquire\.gpu\.s32 \$0, \[\$1\]; setp\.lt\.s32 early, \$0, \$2; "
-            r"sub\.u32 left, left, 1; setp\.ne\.and\.u32 early, left, 0, early; @early bra again; "
-            r"setp\.eq\.u32 early, left, 0; @early st\.global\.s32 \[\$1\], 0x3fffffff; fence\.proxy\.async; \}"
-        ),
-        _always(_until),
-    ),
-    (
-        (
-            r"\{ \.reg \.pred early; \.reg \.u32 left; mov\.u32 left, 0x8000000; "
-            r"again: ld\.global\.acquire\.sys\.s32 \$0, \[\$1\]; setp\.lt\.s32 early, \$0, \$2; "
-            r"sub\.u32 left, left, 1; setp\.ne\.and\.u32 early, left, 0, early; @early bra again; "
-            r"setp\.eq\.u32 early, left, 0; @early trap; fence\.proxy\.async; \}"
-        ),
-        _always(_until_copied),
-    ),
+    (_wait("gpu", "0x400000", "st.global.s32 [$1], 0x3fffffff"), _always(_until)),
+    (_wait("sys", "0x8000000", "trap"), _always(_until_copied)),
     (r"cp\.async\.bulk\.wait_group \d+; mov\.u32 \$0, 0;", _written),
     (r"fence\.acq_rel\.gpu; mov\.u32 \$0, 0;", _always(_nothing)),
 )

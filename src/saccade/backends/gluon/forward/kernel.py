@@ -119,8 +119,7 @@ def forward_kernel(
     factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which the score
     function takes tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
     again in the end. used: the rows and the keys that are. rules: the mask, the score, the CapturedTileArgs and the
-    ArrivalArgs. blocks,
-    heads, section: see TileScheduler.
+    ArrivalArgs. blocks, heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
