@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -104,7 +105,9 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def _same_numbers_alone_and_in_company():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats three stacks where there is no GPU
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
@@ -218,6 +221,11 @@ FORWARD_KERNELS = {"gluon": "gluon.forward.kernel", "triton": "triton.forward_ke
 def forward_kernel():
     """A function that gives a backend's forward kernel."""
     return lambda backend: import_module(f"saccade.backends.{FORWARD_KERNELS[backend]}").forward_kernel
+
+
+def pytest_collection_finish():
+    """What is there by now stays: collections of garbage need not look at it."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):

@@ -4,6 +4,7 @@ with TRITON_INTERPRET=1, which Triton reads when it is imported; without it ther
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,31 +18,79 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["*"]
 
 @pytest.fixture(autouse=True, scope="session")
 def _sparing() -> Iterator[None]:
-    """The interpreter without two thirds of its work, which changes nothing: it rebinds the names of triton.language in
-    every call of a device function, where once in a launch does, and it computes for every sum and product of integers
-    whether it overflows, and then asserts that only in its debug mode."""
+    """The interpreter without most of its work, which changes nothing: it rebinds the names of triton.language in
+    every call of a device function, where once in a launch does; it computes for every sum and product of integers
+    whether it overflows, and then asserts that only in its debug mode; and it makes types and shapes anew for each
+    value. The garbage of a few programs is collected together."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    rebind, bound = interpreter._patch_lang, set[str]()
+    rebind, bound, names = interpreter._patch_lang, set[str](), dict[int, set[str]]()
 
     def rebound(fn: Any) -> Any:
-        seen = {x.__name__ for x in fn.__globals__.values() if x is tl or x is tl.core}
-        if bound and seen <= bound:  # inside a launch, whose own scope restores the names
+        scope = fn.__globals__
+        if id(scope) not in names:  # modules stay
+            names[id(scope)] = {x.__name__ for x in scope.values() if x is tl or x is tl.core}
+        if bound and names[id(scope)] <= bound:  # inside a launch, whose own scope restores the names
             return None
-        launch, scope = not bound, rebind(fn)
-        bound.update(seen)
+        launch, patched = not bound, rebind(fn)
+        bound.update(names[id(scope)])
         if launch:
-            restore = scope.restore
-            scope.restore = lambda: (bound.clear(), restore())
-        return scope
+            restore = patched.restore
+            patched.restore = lambda: (bound.clear(), restore())
+        return patched
 
-    options = interpreter.interpreter_builder.options
+    options, thresholds = interpreter.interpreter_builder.options, gc.get_threshold()
     assert not options.debug
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", rebound)
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
+        patch.setattr(interpreter, "_get_np_dtype", numpy_dtypes(interpreter._get_np_dtype))
+        patch.setattr(tl.core.block_type, "__init__", made_once(tl.core.block_type.__init__))
+        patch.setattr(tl.core.tensor, "__init__", shaped_once(tl.core.tensor.__init__))
+        gc.set_threshold(100_000, 20, 100)
         yield
+        gc.set_threshold(*thresholds)
+
+
+def numpy_dtypes(made: Any) -> Any:
+    kept: dict[str, Any] = {}
+
+    def kept_dtype(x: Any) -> Any:
+        name = x.scalar.name
+        if name not in kept:
+            kept[name] = made(x)
+        return kept[name]
+
+    return kept_dtype
+
+
+def made_once(init: Any) -> Any:
+    """block_type(element_ty, shape), of whose equal ones one is made."""
+    kept: dict[Any, dict[str, Any]] = {}
+
+    def kept_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = id(element_ty), *(x if type(x) is int else x.value for x in shape)  # alive: what is kept has it
+        if key not in kept:
+            init(self, element_ty, shape)
+            kept[key] = self.__dict__
+        self.__dict__ = kept[key]
+
+    return kept_init
+
+
+def shaped_once(init: Any) -> Any:
+    """tensor(handle, type): a type has the shape of its tensors."""
+
+    def kept_init(self: Any, handle: Any, type: Any) -> None:
+        if "of_tensors" in type.__dict__:
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = type.of_tensors
+        else:
+            init(self, handle, type)
+            type.of_tensors = self.shape, self.numel, self.dtype
+
+    return kept_init
 
 
 CHECKED = "test_intervals", "test_ranges", "test_sequences"
