@@ -177,7 +177,9 @@ def _seeded(function: Callable[..., Any], device: torch.device) -> Callable[...,
 
     def seeded(*arguments: Any, **keywords: Any) -> Any:
         with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-            torch.manual_seed(1)
+            torch.default_generator.manual_seed(1)
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index or 0].manual_seed(1)
             return function(*arguments, **keywords)
 
     return seeded
