@@ -12,6 +12,8 @@ NEWEST_TORCH := 2.14
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TEST_ARGS ?=
+# Tests start many processes, each of which would compile PyTorch's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-transformers test-torch test-all gate lint types format docs docs-browse dist release-check release clean
