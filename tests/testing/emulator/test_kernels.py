@@ -164,6 +164,7 @@ def test_the_order_of_additions(d: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("rows", [1, 300])
 def test_sections_of_packed_heads(monkeypatch: pytest.MonkeyPatch, rows: int, deterministic: bool) -> None:
@@ -188,6 +189,7 @@ def test_rows_beyond_the_end_reach_no_gradient(table: str, deterministic: bool) 
     assert_near(found, exact)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("heads", [1, 3, 4, 6, 7, 9, 11, 12, 13, 20])
 @pytest.mark.parametrize("d", [64, 128])
 def test_each_item_has_a_program(d: int, heads: int) -> None:
