@@ -67,8 +67,12 @@ class PeerMemory:
     def copied(self, copies: Callable[[], None]) -> Any:
         """Copies, on a stream of their own, after what is on the current one: an event for `end`."""
         self._copies.wait_event(torch.cuda.current_stream(self.device).record_event())
-        with torch.cuda.stream(self._copies):
-            copies()
+        try:
+            with torch.cuda.stream(self._copies):
+                copies()
+        except BaseException:  # the memory that they write, which goes back now, is used again after them
+            self.end(self._copies.record_event())
+            raise
         return self._copies.record_event()
 
     def copy(self, target: int, source: int, lines: int, width: int, pitch: int) -> None:
