@@ -133,6 +133,22 @@ class Shifted(Cut):
         return torch.ones_like(g) + g
 
 
+class Stepped(Cut):
+    """By a division that rounds."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.div(g, 0.25, rounding_mode="floor")
+
+
+class Whole(Cut):
+    """By a conversion that truncates."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.to(torch.int64).to(g.dtype)
+
+
 def no_gradient(s, b, h, i, j):
     with torch.no_grad():
         y = s * 2
@@ -359,7 +375,7 @@ def test_calls_inside_of_a_function():
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("function", [Cut, Shifted])
+@pytest.mark.parametrize("function", [Cut, Shifted, Stepped, Whole])
 def test_a_backward_that_is_no_derivative(function, how):
     with pytest.raises(Exception, match="not linear"):
         HOW[how](lambda q, k, v: attention(q, k, v, score_mod=lambda s, b, h, i, j: function.apply(s)))(*operands())

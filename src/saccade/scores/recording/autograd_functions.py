@@ -193,7 +193,7 @@ def linear(steps: Sequence[Any], gradient: int, first: int, outputs: Sequence[in
         if function.__name__ == "zeros_like" or (function.__name__ in _PASSES and zero[0]):
             zeros.add(place)
         elif any(by):
-            if not _is_linear(function.__name__, by, zero):
+            if not _is_linear(function.__name__, by, zero) or _truncates(function.__name__, positional, dict(named)):
                 return False
             of_it.add(place)
     return all(x in of_it or x in zeros for x in outputs)
@@ -209,6 +209,14 @@ def _is_linear(name: str, by: Sequence[bool], zero: Sequence[bool]) -> bool:
         chosen = slice(1, 3) if name == "where" else slice(0, 3, 2)
         return all(depends or none for depends, none in zip(by[chosen], zero[chosen], strict=True))
     return (name in _PASSES and by[0]) or (name in _QUOTIENTS and by[0] and not any(by[1:]))
+
+
+def _truncates(name: str, positional: Sequence[Any], named: dict[str, Any]) -> bool:
+    """Whether a division rounds, or a conversion is to integers, or to the dtype of something."""
+    if name in _QUOTIENTS:
+        return named.get("rounding_mode", ("constant", "", None))[2] is not None
+    to = [*positional[1:], *named.values()] if name == "to" else []
+    return any(x[0] != "constant" or (isinstance(x[2], torch.dtype) and not x[2].is_floating_point) for x in to)
 
 
 def _is_zero(x: Any) -> bool:
