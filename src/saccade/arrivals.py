@@ -15,7 +15,9 @@ class ArrivalArgs(NamedTuple):
     done: Tensor
     """int32 (1): how many steps of the copies are done"""
     steps: Tensor
-    """int32 (sequences + 1, h_k): how many have to be done before the keys of a head of a sequence are read"""
+    """int32 (sequences + 1, h_k): how many bring all keys of a head of a sequence that come"""
+    coming: Tensor
+    """int32 (sequences + 1): how many keys of a sequence come, its first ones"""
 
 
 class Arrivals(NamedTuple):

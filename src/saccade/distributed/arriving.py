@@ -42,6 +42,8 @@ class Layouts(NamedTuple):
     """Each piece over all its keys."""
     places: Tensor
     """int32 (places, rows): where own rows are among these, some of them more than once; then where others find them"""
+    coming: Tensor
+    """`ArrivalArgs.coming`"""
 
 
 class Step(NamedTuple):
@@ -86,10 +88,12 @@ class ArrivingRows(PulledRows):
         for piece in self.pieces:
             own[piece.document] = own.get(piece.document, 0) + piece.rows
         rows, keys = [x.rows for x in self.pieces], [x.stop for x in self.pieces]
+        coming = [sum(segment.rows for _, segment in segments) for segments in self.of_piece]
         return Layouts(
             Packed.from_lengths([*own.values()], device=device),
             Packed.from_lengths(rows, keys, device=device),
             self._places().to(device),
+            torch.tensor([*coming, 0], dtype=torch.int32, device="cpu").to(device),
         )
 
     def _places(self) -> Tensor:
@@ -155,7 +159,7 @@ class ArrivingRows(PulledRows):
             keys, values = (y.squeeze(2) for y in ys)
             problem = call._replace(k=keys, v=values, tensors=[*layouts.whole.tensors]).problem()
             if tells:
-                arrivals = Arrivals(ArrivalArgs(done, needed), lambda: memory.end(event))
+                arrivals = Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: memory.end(event))
                 problem = replace(problem, arrivals=arrivals)
             else:
                 memory.end(event)

@@ -66,7 +66,7 @@ def farthest(rank: int, seed: int, d: int = 64) -> float:
     keys, values = (y.squeeze(2) for y in ys)
     with emulated(seed):
         problem = check_call(made.shard(q), keys, values, *options).flattened("gluon").problem()
-        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(done, needed), lambda: None))
+        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None))
         out = ops.execute(problem, "gluon", True)[0]
     whole = attention(q, k, v, mask=causal(), layout=Packed.from_lengths([*LENGTHS]), backend="reference")
     return float((out - made.shard(whole)).abs().max().nan_to_num(nan=torch.inf))
@@ -97,7 +97,16 @@ def of_another_head(arrivals, tile):
         wait_for_copies(arrivals.done, step)
 
 
-@pytest.mark.parametrize("wrong", [no_wait, a_step_early, of_another_head], ids=lambda f: f.__name__)
-def test_wrong_waits_are_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "wait_for_keys", wrong)
+@gluon.jit
+def a_tile_late(args, tile, BLOCK_K: gl.constexpr):
+    coming = gl.load(args.arrivals.coming + tile.place // args.h_k)
+    return gl.maximum(tile.hi - coming // BLOCK_K, 0)
+
+
+WRONG = {"wait_for_keys": (no_wait, a_step_early, of_another_head), "tiles_there": (a_tile_late,)}
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, all_ in WRONG.items() for wrong in all_], ids=str)
+def test_wrong_waits_are_noticed(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, name, wrong)
     assert max(farthest(rank, rank) for rank in range(RANKS)) > 0.02

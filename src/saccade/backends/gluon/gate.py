@@ -90,7 +90,7 @@ def compiled(name: str) -> tuple[Any, int]:
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     if "arriving" in row.words:
         numbers = torch.empty(3, 2, dtype=torch.int32)
-        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(counter, numbers), lambda: None))
+        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(counter, numbers, counter), lambda: None))
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     captured = launch.captured_rows(problem)
     score = launch.score_record(problem, distance_tables.empty(problem), captured)

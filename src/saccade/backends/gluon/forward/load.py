@@ -201,8 +201,15 @@ def load_captured(args, pipe, stage, tile, start, full):
 
 
 @gluon.jit
+def tiles_there(args, tile, BLOCK_K: gl.constexpr):
+    """How many tiles of a work item have keys that are there; they are the first, as the last keys are."""
+    coming = gl.load(args.arrivals.coming + tile.place // args.h_k)
+    return gl.maximum(tile.hi - (coming + BLOCK_K - 1) // BLOCK_K, 0)
+
+
+@gluon.jit
 def wait_for_keys(arrivals, tile):
-    """Until the keys and values of a work item have come."""
+    """Until all keys and values of a work item have come."""
     step = gl.load(arrivals.steps + tile.place)
     if step > 0:
         wait_for_copies(arrivals.done, step)
@@ -324,8 +331,9 @@ def load(args, pipe):  # noqa: C901 - most branches are known when this is compi
             args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item, item)
         )
     while more:
+        there = gl.to_tensor(0)
         if args.arrivals is not None:
-            wait_for_keys(args.arrivals, tile)
+            there = tiles_there(args, tile, pipe.shape.BLOCK_K)
         begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
         # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
         # leaves the slot after that one. With one slot, and of many sorted items, it is drawn late, so that the longest
@@ -340,6 +348,9 @@ def load(args, pipe):  # noqa: C901 - most branches are known when this is compi
         block_list, _, _ = block_list_of(args, pipe, at, tile.b, tile.h_k * args.group + tile.in_group, tile.row)
         for j in range(tile.hi - tile.lo):
             start = tile_at(args.mask, block_list, tile.hi, tile.hi - 1 - j) * pipe.shape.BLOCK_K
+            if args.arrivals is not None:  # noqa: SIM102
+                if j == there:
+                    wait_for_keys(args.arrivals, tile)
             if SORTED:  # noqa: SIM102
                 if j == ahead:  # the number comes while keys and values do
                     number = begin_count(counter, "relaxed")
