@@ -61,10 +61,10 @@ class _Gradient(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise Unsupported(_FIRST)
+        raise Unsupported(FIRST_ALONE)
 
 
-_FIRST = (
+FIRST_ALONE = (
     "the fused backends of saccade.attention have first derivatives in reverse mode alone; for second derivatives and "
     'forward mode (torch.func.jvp, jacfwd, linearize, hessian) pass backend="reference", which holds the whole score '
     "matrix"
@@ -112,7 +112,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         Unsupported: a tensor has a tangent; only the reference has derivatives in forward mode.
     """
     if forward_mode() and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise Unsupported(_FIRST)
+        raise Unsupported(FIRST_ALONE)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from saccade import attention, causal
+from saccade import Packed, attention, causal, window
+from saccade.backends import Unsupported
 from saccade.distributed import plan
 from saccade.testing import Case, ranks
 from saccade.testing.mapped_files import mapped_files
@@ -147,3 +150,83 @@ def twice(group):
 
 def test_backward_repeats(pool):
     assert all(pool.run((HERE, "with_files"), 3, "twice"))
+
+
+def whole(heads=2):
+    torch.manual_seed(0)
+    return [torch.randn(40, heads, 8, dtype=torch.float64) for _ in range(3)]
+
+
+def hides_earlier(group):
+    here = plan([25, 15], group, mask=causal(), method="pull")
+    mask, layout = causal() & ~window(3, 0), Packed.from_lengths([25, 15])
+    out = attention(*map(here.shard, whole()), mask=mask, context=here)
+    return float((out - here.shard(attention(*whole(), mask=mask, layout=layout))).abs().max())
+
+
+def test_masks_that_hide_earlier_keys(pool):
+    """The keys of others come first in causal calls, which is their order where rows see all before them."""
+    assert max(pool.run((HERE, "with_files"), 3, "hides_earlier")) < EQUAL
+
+
+def other_derivatives(group):
+    """A tangent and a second derivative by the reference beside one process's, and what else says of them."""
+    here, layout = plan([25, 15], group, mask=causal(), method="pull"), Packed.from_lengths([25, 15])
+    given, tangents = whole(), [x.sin() for x in whole()]
+
+    def tangent(operands, directions, **keywords):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(operands, directions, strict=True)]
+            return forward_ad.unpack_dual(attention(*duals, mask=causal(), **keywords)).tangent
+
+    def second(operands, **keywords):
+        leaves = [x.detach().requires_grad_() for x in operands]
+        out = attention(*leaves, mask=causal(), **keywords)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.cat(torch.autograd.grad(sum(x.square().sum() for x in first), leaves))
+
+    def refusal(derivative, *operands):
+        with pytest.raises(Unsupported, match="first derivatives"), warnings.catch_warnings(action="error"):
+            derivative(*operands, context=here)
+
+    mine, own = ([here.shard(x) for x in xs] for xs in (given, tangents))
+    found = tangent(mine, own, context=here, backend="reference"), second(mine, context=here, backend="reference")
+    right = (
+        tangent(given, tangents, layout=layout, backend="reference"),
+        second(given, layout=layout, backend="reference"),
+    )
+    refusal(tangent, mine, own)
+    refusal(second, mine)
+    rows = torch.cat([40 * i + here.row_indices for i in range(3)])
+    return [float((found[0] - here.shard(right[0])).abs().max()), float((found[1] - right[1][rows]).abs().max())]
+
+
+def test_derivatives_besides_a_backward(pool):
+    assert max(map(max, pool.run((HERE, "with_files"), 2, "other_derivatives"))) < 1e-11
+
+
+def nothing(group):
+    shapes = []
+    for lengths, heads in (([], 2), ([0, 0], 2), ([25, 15], 0)):
+        here = plan(lengths, group, mask=causal(), method="pull")
+        x = torch.zeros(here.rows, heads, 8)
+        shapes.append(tuple(attention(x, x, x, mask=causal(), context=here).shape))
+    return shapes
+
+
+def test_no_documents_and_no_heads(pool):
+    for shapes, rows in zip(pool.run((HERE, "with_files"), 2, "nothing"), (20, 20), strict=True):
+        assert shapes == [(0, 2, 8), (0, 2, 8), (rows, 0, 8)]
+
+
+def without_gradients(group):
+    here = plan([25, 15], group, mask=causal(), method="pull")
+    operands = [here.shard(x).requires_grad_() for x in whole()]
+    with pytest.raises(RuntimeError, match="different exchanges") as error, torch.set_grad_enabled(group.rank() == 0):
+        attention(*operands, mask=causal(), context=here)
+    return str(error.value)
+
+
+def test_one_rank_without_gradients(pool):
+    """Which would not come to the backward."""
+    assert all("with gradients" in text for text in pool.run((HERE, "with_files"), 2, "without_gradients"))

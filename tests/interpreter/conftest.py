@@ -25,16 +25,18 @@ def _sparing() -> Iterator[None]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    rebind, bound, names = interpreter._patch_lang, set[str](), dict[int, set[str]]()
+    rebind, bound = interpreter._patch_lang, set[str]()
+    names = dict[int, tuple[Any, set[str]]]()
 
     def rebound(fn: Any) -> Any:
         scope = fn.__globals__
-        if id(scope) not in names:  # modules stay
-            names[id(scope)] = {x.__name__ for x in scope.values() if x is tl or x is tl.core}
-        if bound and names[id(scope)] <= bound:  # inside a launch, whose own scope restores the names
+        if id(scope) not in names:  # with the scope, so that none that comes later has its number
+            names[id(scope)] = scope, {x.__name__ for x in scope.values() if x is tl or x is tl.core}
+        seen = names[id(scope)][1]
+        if bound and seen <= bound:  # inside a launch, whose own scope restores the names
             return None
         launch, patched = not bound, rebind(fn)
-        bound.update(names[id(scope)])
+        bound.update(seen)
         if launch:
             restore = patched.restore
             patched.restore = lambda: (bound.clear(), restore())
@@ -93,14 +95,9 @@ def shaped_once(init: Any) -> Any:
     return kept_init
 
 
-CHECKED = "test_intervals", "test_ranges", "test_sequences"
-"""Files whose addresses are checked in every run; with `--everything` those of all."""
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _inside(request: pytest.FixtureRequest) -> Iterator[None]:
-    checked = request.config.getoption("--everything") or request.path.stem in CHECKED
-    with addresses_checked() if checked else contextlib.nullcontext():
+def _inside() -> Iterator[None]:
+    with addresses_checked():
         yield
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from saccade import batching, ops
 from saccade.arrivals import ArrivalArgs, Arrivals
-from saccade.autograd import needs_gradient
-from saccade.backends import Outputs
+from saccade.autograd import FIRST_ALONE, needs_gradient
+from saccade.backends import Outputs, Unsupported
 from saccade.bounded_cache import lasting
 from saccade.call import BoundCall
 from saccade.distributed import exchanges
@@ -125,7 +125,7 @@ class ArrivingRows(PulledRows):
         for i in sorted(range(len(self.pieces)), key=lambda i: -self.pieces[i].stop):
             rows = sum(segment.rows for _, segment in self.of_piece[i])
             at_once = min(heads, max(least, -(-STEP_BYTES // (rows * head_bytes)))) if rows * head_bytes else heads
-            for first in range(0, heads, at_once) if rows else ():
+            for first in range(0, heads, at_once) if rows * heads else ():
                 steps.append(Step(i, first, min(first + at_once, heads)))
                 needed[i, first : first + at_once] = len(steps)
         return Steps(steps, needed.to(device))
@@ -220,7 +220,7 @@ library.define(
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     *flat, name, stage, keep = arguments
     exchange: Any = exchanges.named(name)
-    (out, lse, top), keys_values = exchange.begun(FlatCall(*flat), stage)
+    (out, lse, top), keys_values = exchange.begun(FlatCall(*flat), exchanges.with_gradients(stage) if keep else stage)
     kept = keys_values if keep else [x.new_empty(0) for x in keys_values]
     return out, lse, lse.new_empty(0) if top is None else top, *kept
 
@@ -262,6 +262,10 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tenso
     return exchange.gradients(dout, dlse, out, lse, keys, values, FlatCall(*flat), stage)
 
 
+def _no_second(ctx: Any, *_: Any) -> Any:
+    raise Unsupported(FIRST_ALONE)
+
+
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     call = FlatCall(*arguments[4:-2])
     dsink = dout.new_empty(0) if call.sink is None else torch.empty_like(call.sink)
@@ -273,3 +277,4 @@ for _name, _kernel, _fake in (("arriving", _forward, _fake_forward), ("arriving_
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
     batching.register(library, _name, batching.one_by_one(getattr(torch.ops.saccade_distributed, _name)))
 torch.library.register_autograd("saccade_distributed::arriving", _gradient, setup_context=_setup, lib=library)
+torch.library.register_autograd("saccade_distributed::arriving_back", _no_second, lib=library)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade import arguments, ops, scores
+from saccade.autograd import forward_mode
 from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
 from saccade.descale import EIGHT_BITS
@@ -18,7 +19,7 @@ from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.exchanges import moved
 from saccade.distributed.heads import heads_error
 from saccade.distributed.once import constant
-from saccade.distributed.pieces import reach_of
+from saccade.distributed.pieces import reach_of, sees_all_before
 from saccade.distributed.row_values import padded
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout
@@ -71,13 +72,18 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
     stage = PIECES if pieces else KEYS
-    if pieces and plan.arriving is not None and reach_of(options.mask) == (None, 0):
+    if pieces and plan.arriving is not None and sees_all_before(options.mask):
         exchange, stage = plan.arriving, CAUSAL
-        if not torch._C._are_functorch_transforms_active():
+        if not _derives_otherwise(options):
             return _while_keys_come(exchange, q, k, v, options)
     if exchange is not None:
         k, v = (_user_order(x, given) for x in exchange(stage, _to_rows(given, k), _to_rows(given, v)))
     return _run(plan, _bound(q, k, v, layout, options), options)
+
+
+def _derives_otherwise(options: Options) -> bool:
+    """Whether a call has derivatives besides that of a backward."""
+    return options.backend == "reference" or forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def _while_keys_come(exchange: ArrivingRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:

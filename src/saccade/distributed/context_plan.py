@@ -280,9 +280,9 @@ class ContextPlan:
 
     @once
     def _pieces_layout(self, device: str) -> Packed:
-        pieces = self.pieces or [Piece(0, 0, 0)]
+        pieces = self.pieces
         lengths = [x.rows for x in pieces], [x.rows for x in self.sharding.seen(pieces)]
-        return Packed.from_lengths(*lengths, device=device)
+        return Packed.from_lengths(*(x or [0] for x in lengths), device=device)
 
     @once
     def pieces_exchange(self) -> RowExchange:

@@ -79,8 +79,7 @@ class _Moved(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(operator: Any, exchange: str, stage: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        # Ranks of which one has no backward are in different exchanges.
-        return tuple(below(operator, list(xs), exchange, f"{stage}, with gradients"))
+        return tuple(below(operator, list(xs), exchange, with_gradients(stage)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -107,6 +106,11 @@ def _derivative(name: str) -> Any:
         return list(apply(_Moved, operator, exchange, stage, *xs))
 
     return derivative
+
+
+def with_gradients(stage: str) -> str:
+    """Ranks of which one has no backward are in different exchanges."""
+    return f"{stage}, with gradients"
 
 
 def back(stage: str) -> str:

@@ -82,6 +82,17 @@ def reach_of(mask: Mask | None) -> Reach:
     return EVERYTHING
 
 
+def sees_all_before(mask: Mask | None) -> bool:
+    """Whether a row sees the keys of its document up to its own, all of them and no other, as far as can be told.
+
+    >>> from saccade import causal, window
+    >>> sees_all_before(causal() & window(None, 3)), sees_all_before(causal() & ~window(3, 0))
+    (True, False)
+    """
+    parts = mask.parts if isinstance(mask, masks.And) else (mask,)
+    return reach_of(mask) == (None, 0) and all(isinstance(part, masks.Window) for part in parts)
+
+
 def _both(a: Reach, b: Reach) -> Reach:
     least = (x if y is None else y if x is None else min(x, y) for x, y in zip(a, b, strict=True))
     return Reach(*least)
