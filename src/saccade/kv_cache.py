@@ -122,7 +122,7 @@ def append_kv(
     _check(k_cache, v_cache, places, k_new, v_new, q)
     found = _factors(descale, places, k_cache, k_new)
     if rotary is not None:
-        _check_rotary(rotary, k_new)
+        check_rotary(rotary, k_new)
         if k_new.dtype in EIGHT_BITS:
             raise ValueError(
                 f"rotary takes rows of 16 bits or more, got {k_new.dtype}: give the rows before quantization"
@@ -294,7 +294,11 @@ def _factors(descale: Any, places: Paged | CacheSlots, k_cache: Tensor, k_new: T
     return factors(descale, k_cache.device, False, shape)
 
 
-def _check_rotary(rotary: Any, k_new: Tensor) -> None:
+def check_rotary(rotary: Any, k_new: Tensor) -> None:
+    """
+    Raises:
+        TypeError, ValueError: no tables of angles for these rows.
+    """
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         raise TypeError(f"rotary must be two tensors, (cos, sin), got {arguments.told(rotary)}")
     cos, sin = rotary

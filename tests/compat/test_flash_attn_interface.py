@@ -171,14 +171,60 @@ def test_positions_without_angles():
 
 
 def test_rows_of_the_page_table(device):
-    """cache_batch_idx says which row is whose; numbers out of range are clamped."""
+    """cache_batch_idx says which row is whose."""
     k_cache, v_cache, table, used = pages(device)
     q = torch.randn(4, 2, 4, 16, device=device, dtype=k_cache.dtype)
-    row = torch.tensor([2, 0, 2, 99], device=device).int()
+    row = torch.tensor([2, 0, 2, 2], device=device).int()
     given = {"cache_seqlens": used[[2, 0, 1, 1]], "causal": True}
     found = flash_attn_with_kvcache(q, k_cache, v_cache, page_table=table, cache_batch_idx=row, **given)
     wanted = flash_attn_with_kvcache(q, k_cache, v_cache, page_table=table[[2, 0, 2, 2]], **given)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_rows_that_are_not_there(device, paged, wrong):
+    """New keys are not written to another's: a CPU says so, a GPU omits them."""
+    k_cache, v_cache, table, used = pages(device)
+    if not paged:
+        k_cache, v_cache = k_cache[:3], v_cache[:3]
+    before = k_cache.clone()
+    q, new = (torch.ones(2, 1, h, 16, device=device, dtype=k_cache.dtype) for h in (4, k_cache.shape[2]))
+    row = torch.tensor([1, wrong], device=device).int()
+    given = {"cache_seqlens": used[:2], "cache_batch_idx": row, "page_table": table if paged else None}
+    if device == "cpu":
+        with pytest.raises(ValueError, match="cache_batch_idx must be from 0 to 2"):
+            flash_attn_with_kvcache(q, k_cache, v_cache, new, new, **given)
+        assert torch.equal(k_cache, before)
+        return
+    flash_attn_with_kvcache(q, k_cache, v_cache, new, new, **given)
+    assert (k_cache != before).flatten(2).any(-1).sum() == 1  # one row
+
+
+ANGLES = torch.rand(9, 8)
+
+
+@pytest.mark.parametrize(
+    ("starts", "angles", "complaint"),
+    [
+        ([-1, 0], ANGLES, "rotary_seqlens must be from 0 to 8"),
+        ([0, 9], ANGLES, "rotary_seqlens must be from 0 to 8"),
+        ([1.0, 1.5], ANGLES, "rotary_seqlens must be int32"),
+        ([1], ANGLES, "rotary_seqlens must be int32"),
+        ([[1], [1]], ANGLES, "rotary_seqlens must be int32"),
+        ([1, 1], torch.rand(9, 9), "2 pairs <= 16"),
+        ([1, 1], torch.rand(9), "2 pairs <= 16"),
+        ([1, 1], torch.ones(9, 8).int(), "one float dtype"),
+    ],
+    ids=["negative", "beyond", "floats", "one", "column", "pairs", "vector", "integers"],
+)
+def test_positions_and_angles_that_are_wrong(starts, angles, complaint):
+    cache = torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    given = {"rotary_cos": angles, "rotary_sin": angles, "rotary_seqlens": torch.tensor(starts), "causal": True}
+    with pytest.raises(ValueError, match=complaint):
+        flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=2, **given)
+    assert not cache[0].any()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -101,8 +101,9 @@ def test_out_is_written_in_place(made, monkeypatch):
         assert torch.equal(out.to(wanted.dtype), wanted), name
     assert (held[[0, -1]] == 7).all()
     assert (held[..., shape[2] :] == 7).all()
-    with pytest.raises(ValueError, match="out must be"):
-        varlen_attn_out(held, made.q, made.k, made.v, *arguments(made), enable_gqa=True)
+    for wrong in (held, torch.empty_like(wanted, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="out must be"):
+            varlen_attn_out(wrong, made.q, made.k, made.v, *arguments(made), enable_gqa=True)
 
 
 def test_wrong_calls(made):

@@ -112,7 +112,7 @@ def varlen_attn_out(
 
     Raises:
         RuntimeError: an operand requires a gradient.
-        ValueError: as `varlen_attn`, or `out` has another shape or device.
+        ValueError: as `varlen_attn`, or `out` has another shape or device, or integers.
 
     >>> offsets, x = torch.tensor([0, 3, 10]), torch.randn(10, 2, 16)
     >>> out = torch.empty_like(x)
@@ -149,9 +149,10 @@ def _attend(
             f"varlen_attn: {query.shape[1]} query heads and {key.shape[-2]} key heads need enable_gqa=True, or be equal"
         )
     shape = (*query.shape[:-1], value.shape[-1])
-    if out is not None and (out.shape != shape or out.device != query.device):
+    if out is not None and (out.shape != shape or out.device != query.device or not out.is_floating_point()):
         raise ValueError(
-            f"varlen_attn_out: out must be {shape} on {query.device}, got {tuple(out.shape)} on {out.device}"
+            f"varlen_attn_out: out must be {shape}, of floats, on {query.device}, got {tuple(out.shape)}, {out.dtype}, "
+            f"on {out.device}"
         )
     return_lse = return_aux is not None and bool(return_aux.lse)
     direct = out if out is not None and _writable(out, query, key, value) else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments
+from saccade import arguments, repeats
 from saccade.backends import Rotary
 from saccade.backends.cpu.append import rotated
 from saccade.compat.flash_attn.call import Terms, attend
@@ -16,7 +16,7 @@ from saccade.compat.flash_attn.gradients import without_gradients
 from saccade.compat.flash_attn.lengths import of_rows, row_numbers
 from saccade.compat.flash_attn.masks import bounds
 from saccade.descale import EIGHT_BITS, Descale
-from saccade.kv_cache import append_kv
+from saccade.kv_cache import append_kv, check_rotary
 from saccade.layouts import Paged
 from saccade.partial import Partial
 
@@ -91,11 +91,33 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> No
     dims, form = (4, "(b, s_q, h_q, d)") if terms.cu_seqlens_q is None else (3, "(t_q, h_q, d) with cu_seqlens_q")
     if q.dim() != dims:
         raise ValueError(f"q must be {form}, got {tuple(q.shape)}")
+    b = _sequences(q, terms)
+    if terms.cache_leftpad is not None:
+        _check_numbers("cache_leftpad", terms.cache_leftpad, b)
     if terms.rotary_seqlens is not None:
-        arguments.tensors(rotary_seqlens=terms.rotary_seqlens)
+        _check_numbers("rotary_seqlens", terms.rotary_seqlens, b)
     k, v, cos, sin, *_ = terms
     if not (k is v is cos is sin is terms.cu_seqlens_k_new is None):
         _check_new(terms)
+
+
+def _sequences(q: Tensor, terms: CacheTerms) -> int:
+    return q.shape[0] if terms.cu_seqlens_q is None else len(terms.cu_seqlens_q) - 1
+
+
+def _check_numbers(name: str, x: Any, b: int, stop: int | None = None) -> None:
+    """A number for each sequence, below `stop`, as far as the host may read them.
+
+    Raises:
+        ValueError, TypeError: others.
+    """
+    arguments.tensors(**{name: x})
+    if x.shape != (b,) or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 or int64 (b,), got {x.dtype} {tuple(x.shape)} for {b} sequences")
+    if stop is None or x.device.type != "cpu" or not b or repeats.watched():
+        return
+    if not 0 <= int(x.min()) <= int(x.max()) < stop:
+        raise ValueError(f"{name} must be from 0 to {stop - 1}, got {x.tolist()}")
 
 
 def _check_new(terms: CacheTerms) -> None:
@@ -116,13 +138,16 @@ def _check_angles(k_cache: Tensor, before: Paged, terms: CacheTerms) -> None:
     """A later position would take the last row's angles; flash-attn refuses by these sizes too.
 
     Raises:
-        ValueError: fewer rows of angles than the cache has room for.
+        ValueError: fewer rows of angles than the cache has room for, or a first position without any.
     """
-    arguments.tensors(rotary_cos=terms.rotary_cos, rotary_sin=terms.rotary_sin)
+    assert terms.k is not None
+    check_rotary((terms.rotary_cos, terms.rotary_sin), terms.k)
     for name in ("rotary_cos", "rotary_sin"):
         angles, room = getattr(terms, name), before.block_table.shape[-1:].numel() * k_cache.shape[1]
-        if angles.dim() == 2 and angles.shape[0] < room:
+        if angles.shape[0] < room:
             raise ValueError(f"{name} needs a row for each of the {room} keys of a sequence, got {tuple(angles.shape)}")
+    if terms.rotary_seqlens is not None and terms.rotary_cos is not None:
+        _check_numbers("rotary_seqlens", terms.rotary_seqlens, before.sequences, len(terms.rotary_cos))
 
 
 def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tensor]:
@@ -130,10 +155,9 @@ def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tenso
 
     cache_batch_idx says which row of the cache is whose, or which row of the page table.
     """
-    b = q.shape[0] if terms.cu_seqlens_q is None else len(terms.cu_seqlens_q) - 1
-    table = terms.page_table
+    b, table = _sequences(q, terms), terms.page_table
     if terms.cache_batch_idx is not None:
-        table = _rows_of(table, terms.cache_batch_idx)
+        table = _rows_of(table, terms.cache_batch_idx, b, len(k_cache))
     if table is None:
         if b > k_cache.shape[0]:
             raise ValueError(f"{b} sequences need as many rows of the cache, got k_cache {tuple(k_cache.shape)}")
@@ -146,17 +170,19 @@ def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tenso
     return table, used
 
 
-def _rows_of(table: Tensor | None, row: Tensor) -> Tensor:
-    """Rows of the page table, or of the cache; numbers out of range are clamped, as pages are."""
-    arguments.tensors(cache_batch_idx=row)
-    if row.dim() != 1 or row.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cache_batch_idx must be int32 or int64 (b,), got {row.dtype} {tuple(row.shape)}")
+def _rows_of(table: Tensor | None, row: Any, b: int, rows: int) -> Tensor:
+    """Rows of the page table, or of the cache. A row that is not there, on a GPU, has pages that are not there: nothing
+    is written to them."""
     if table is None:
+        _check_numbers("cache_batch_idx", row, b, rows)
         return row[:, None]
     arguments.tensors(page_table=table)
     if table.dim() != 2 or not len(table):
         raise ValueError(f"with cache_batch_idx, the page table must be (rows, width), got {tuple(table.shape)}")
-    return table[row.long().clamp(0, len(table) - 1)]
+    rows = len(table)
+    _check_numbers("cache_batch_idx", row, b, rows)
+    pages = table[row.long().clamp(0, rows - 1)]
+    return pages if row.device.type == "cpu" else pages.where(((row >= 0) & (row < rows))[:, None], -1)
 
 
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, before: Paged, terms: CacheTerms) -> Tensor:
