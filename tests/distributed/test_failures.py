@@ -92,6 +92,24 @@ def test_a_score_function_that_raises_on_one_rank(broken_pool, ranks):
     assert 1 < seconds < 5
 
 
+def going_on(group):
+    """Rank 1 has a row too many in its first call; then every rank goes on as if nothing had been."""
+    made = plan(LENGTHS, group, mask=causal(), timeout=2.0)
+    x = made.shard(torch.randn(21, HEADS, 16))
+    start = time.perf_counter()
+    wrong = [heard(attention, *[torch.cat([x, x[:1]])] * 3, context=made) if made.rank == 1 else heard(call, made)]
+    time.sleep(max(0.0, start + 3 - time.perf_counter()))  # all are out of it
+    return wrong + [heard(call, made) for _ in range(2)]
+
+
+def test_a_rank_that_goes_on_after_an_error_of_its_own(broken_pool):
+    """What the others had sent for the call that it missed is not taken for that of the next one."""
+    ((failed, _), *others), ((missed, _), *mine) = broken_pool.run((HERE, "going_on"), 2)
+    assert "another rank has failed" in failed
+    assert missed.startswith("rank 1 has")
+    assert all("another rank has failed" in text or "in different exchanges" in text for text, _ in others + mine)
+
+
 def ending(group):
     """Rank 1 ends between two calls, as a process that is out of memory does."""
     made = plan(LENGTHS, group, mask=causal())

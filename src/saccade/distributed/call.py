@@ -56,6 +56,13 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
     """This rank's rows of the result. Everything that may be wrong is found before anything is exchanged."""
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.told(plan)}")
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or q.device.type != "cpu":
+        return _attention(plan, q, k, v, options)
+    with plan.counted():
+        return _attention(plan, q, k, v, options)
+
+
+def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     arguments.operands(q, k, v)
     arguments.flags(return_lse=options.return_lse, return_max_scores=options.return_max_scores)
     given = _layout(plan, options.layout, q)

@@ -61,6 +61,7 @@ class Transport:
         mine, device = f"plan {self.plan}, {stage}, rows of {_named(xs, 1)}", xs[0].device
         if device.type == "cpu":
             ranks.note(mine)
+            mine += f", exchange {ranks.exchanges}"  # that of a call which this rank missed is another
             if self._equal(group, mine, stage, xs):
                 return group
         elif ranks.known(mine) and not self.debug:
