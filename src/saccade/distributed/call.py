@@ -21,6 +21,7 @@ from saccade.distributed.heads import heads_error
 from saccade.distributed.once import constant
 from saccade.distributed.pieces import reach_of, sees_all_before
 from saccade.distributed.row_values import padded
+from saccade.distributed.transport import counted
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout
 from saccade.layouts.validate import counts_from_first, sink_error
@@ -58,7 +59,7 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
         raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.told(plan)}")
     if torch.compiler.is_compiling() or not isinstance(q, Tensor) or q.device.type != "cpu":
         return _attention(plan, q, k, v, options)
-    with plan.counted():
+    with counted(plan.rows_transport(), plan.heads_transport()):
         return _attention(plan, q, k, v, options)
 
 

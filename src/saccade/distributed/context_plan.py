@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.distributed import cost, picture
-from saccade.distributed.agreement import agreement_of
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.exchanges import Exchange, moved
 from saccade.distributed.groups import Ranks
@@ -358,20 +356,6 @@ class ContextPlan:
         """Between the ranks that divide heads."""
         ranks = self.ranks
         return self._transport(ranks.heads_group, ranks.rank % ranks.heads, ranks.heads)
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """A call that fails before its exchange counts as one: the other ranks are in theirs, and what they sent for it
-        is not for the call after it."""
-        transports = (x for x in (self.rows_transport(), self.heads_transport()) if x.group_name and x.size > 1)
-        groups = [agreement_of(x.group("attention")) for x in transports]
-        begun = [x.exchanges for x in groups]
-        try:
-            yield
-        except Exception:
-            for x, count in zip(groups, begun, strict=True):
-                x.exchanges = max(x.exchanges, count + 1)
-            raise
 
     def part_rows(self) -> list[int]:
         """The rows of each rank of this part."""

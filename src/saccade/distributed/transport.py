@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -122,6 +123,20 @@ class Transport:
             f"rank {self.rank} of {self.size}: {stage}, exchange {ranks.exchanges} of its group, of {_named(xs)}, "
             f"failed; another rank has failed, or is not in the same call: {error}\nWhere ranks were last:\n{places}"
         )
+
+
+@contextmanager
+def counted(*transports: Transport) -> Iterator[None]:
+    """A call that fails before its exchange counts as one: the other ranks are in theirs, and what they sent for it is
+    not for the call after it."""
+    groups = [agreement_of(x.group("attention")) for x in transports if x.group_name and x.size > 1]
+    begun = [x.exchanges for x in groups]
+    try:
+        yield
+    except Exception:
+        for x, count in zip(groups, begun, strict=True):
+            x.exchanges = max(x.exchanges, count + 1)
+        raise
 
 
 def _named(xs: Sequence[Tensor], first: int = 0) -> str:
