@@ -120,7 +120,7 @@ def _of_ranks(
 def _refuse(others: dict[str, Any], cache: Any, offsets: Tensor | None) -> None:
     if others.get("output_attentions"):
         raise ValueError('saccade never holds the attention weights: output_attentions=True needs "eager"')
-    if not REFUSED.keys().isdisjoint(others) and (given := [name for name in REFUSED if others.get(name) is not None]):
+    if others and (given := [name for name in REFUSED if others.get(name) is not None]):
         raise ValueError(f'the attention function of saccade does not take {", ".join(given)}: use "eager"')
     if cache is not None and offsets is None:
         raise ValueError(f"a cache ({type(cache).__name__}) is for sequences end to end: give cu_seq_lens_q")
