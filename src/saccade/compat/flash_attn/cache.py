@@ -171,16 +171,16 @@ def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tenso
 
 
 def _rows_of(table: Tensor | None, row: Any, b: int, rows: int) -> Tensor:
-    """Rows of the page table, or of the cache. A row that is not there, on a GPU, has pages that are not there: nothing
-    is written to them."""
-    if table is None:
-        _check_numbers("cache_batch_idx", row, b, rows)
-        return row[:, None]
-    arguments.tensors(page_table=table)
-    if table.dim() != 2 or not len(table):
-        raise ValueError(f"with cache_batch_idx, the page table must be (rows, width), got {tuple(table.shape)}")
-    rows = len(table)
+    """Rows of the page table, or of the cache, which has so many. A row that is not there, on a GPU, has pages that are
+    not there: nothing is written to them."""
+    if table is not None:
+        arguments.tensors(page_table=table)
+        if table.dim() != 2 or not len(table):
+            raise ValueError(f"with cache_batch_idx, the page table must be (rows, width), got {tuple(table.shape)}")
+        rows = len(table)
     _check_numbers("cache_batch_idx", row, b, rows)
+    if table is None:
+        return row[:, None]
     pages = table[row.long().clamp(0, rows - 1)]
     return pages if row.device.type == "cpu" else pages.where(((row >= 0) & (row < rows))[:, None], -1)
 
