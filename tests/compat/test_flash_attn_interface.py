@@ -185,13 +185,13 @@ def test_rows_of_the_page_table(device):
 @pytest.mark.parametrize("wrong", [-1, 3])
 def test_rows_that_are_not_there(device, paged, wrong):
     """New keys are not written to another's: a CPU says so, a GPU omits them."""
-    k_cache, v_cache, table, used = pages(device)
+    k_cache, v_cache, table, _ = pages(device)
     if not paged:
         k_cache, v_cache = k_cache[:3], v_cache[:3]
     before = k_cache.clone()
     q, new = (torch.ones(2, 1, h, 16, device=device, dtype=k_cache.dtype) for h in (4, k_cache.shape[2]))
     row = torch.tensor([1, wrong], device=device).int()
-    given = {"cache_seqlens": used[:2], "cache_batch_idx": row, "page_table": table if paged else None}
+    given = {"cache_seqlens": torch.full_like(row, 5), "cache_batch_idx": row, "page_table": table if paged else None}
     if device == "cpu":
         with pytest.raises(ValueError, match="cache_batch_idx must be from 0 to 2"):
             flash_attn_with_kvcache(q, k_cache, v_cache, new, new, **given)

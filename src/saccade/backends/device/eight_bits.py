@@ -142,12 +142,11 @@ class WordRows:
 @triton.jit
 def in_words(x, WORD: tl.constexpr):
     """The same tensor in words of WORD bytes, 1, 2 or 4; its rows start at multiples of 16."""
-    if WORD == 1:
-        return x
-    else:
-        word = tl.int16 if WORD == 2 else tl.int32
-        ptr = x.ptr.to(tl.pointer_type(word), bitcast=True)
-        return WordRows(ptr, x.stride_b, x.stride_h, x.stride_s, x.unit // WORD, x.wide)
+    ptr = x.ptr
+    if WORD > 1:
+        ptr = ptr.to(tl.pointer_type(tl.int16 if WORD == 2 else tl.int32), bitcast=True)
+    # Also of bytes: returned as it came, a NamedTuple's constexprs would be tensors on Triton 3.6.
+    return WordRows(ptr, x.stride_b, x.stride_h, x.stride_s, x.unit // WORD, x.wide)
 
 
 @triton.jit

@@ -72,6 +72,7 @@ def features() -> Iterator[str]:
     yield from (f"triton {words}" for words in WIDE_ROWS)
     yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:4], "append", "slots"))
     yield "triton paged 8bit d64/32 prompt"
+    yield "triton paged 8bit d16/16 few"
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
     yield from (f"triton quantize {words}" for words in QUANTIZE)
     yield from (

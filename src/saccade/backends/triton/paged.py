@@ -293,14 +293,16 @@ one ptxas serialises the products on 3.6 (C7515), whatever the tile."""
 
 def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
     """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
-    query each; `singles` over pages of 1; a chunk of a prompt over pages of 64; 4 or 16 drafts, whose mask must be
-    asked; or merges, of few parts and of many. `latent`: 16 heads of queries on one of keys."""
+    query each; `singles` over pages of 1; `few` rows, or a chunk of a prompt, over pages of 64, which have whole tiles;
+    4 or 16 drafts, whose mask must be asked; or merges, of few parts and of many. `latent`: 16 heads of queries on one
+    of keys."""
     forms = {
         "prompt": (1, 64 if latent else 512, 64),
         "fixed": (128, 1, 16),
         "drafts": (4, 4, 16),
         "drafts16": (4, 16, 16),
         "singles": (4, 1, 1),
+        "few": (4, 4, 64),
     }
     b, s_q, size = forms.get(word, (4, 1, 16))
     mask = prefix(7) | window(30, 2) if word.startswith("drafts") else causal()
