@@ -22,13 +22,15 @@ from rank_cells import Cell, cells, methods, predicted
 TABLES = Path(__file__).with_name("tables")
 
 
-def rows() -> list[dict[str, Any]]:
-    """Of the last run of each cell, by number of ranks, in the order of files."""
+def rows(gpu: str = "") -> list[dict[str, Any]]:
+    """Of the last run of each cell, by number of ranks, on GPUs of which the name has that word."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for file in sorted(TABLES.glob("*/*-ranks-*.jsonl")):
+    for file in sorted(TABLES.glob("*/*-ranks-*.jsonl"), key=lambda file: file.name):
         runs: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
+            if gpu not in row["gpu"]:
+                continue
             row["provider"] = "pull" if row["provider"] == "saccade" else row["provider"]
             runs[row["cell"], row["ranks"], row["run"]].append(row)
         found |= {(cell, ranks): of_run for (cell, ranks, _), of_run in runs.items()}
@@ -50,8 +52,8 @@ class Pair(tuple[str, float, float]):
 
 
 def pairs() -> Iterator[Pair]:
-    for row in rows():
-        if row["provider"] in methods(row["ranks"]) and not _is_past(row) and "H200" in row["gpu"]:
+    for row in rows("H200"):
+        if row["provider"] in methods(row["ranks"]) and not _is_past(row):
             seed = "" if row["seed"] is None else f" {row['seed']}"
             name = f"{row['ranks']} {row['provider']} {row['cell']}{seed} {row['mode']}"
             share = predicted(cell_of(row), row["provider"], row["ranks"], row["mode"] == "backward")
