@@ -51,9 +51,9 @@ class Work(NamedTuple):
 
 
 @triton.jit
-def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: tl.constexpr):
+def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr):
     item, work = tl.program_id(0), Work(heads, section, packs)
-    b, h_k, in_group, row = tile_scheduler.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1)
+    b, h_k, in_group, row = tile_scheduler.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1, BY_BLOCKS)
     _, _, there, _ = sequences.extent(span_q, b, s_q)
     place = found + item * 4
     tl.store(place, b)
@@ -118,16 +118,21 @@ def test_places_of_programs(last_first: bool) -> None:
     assert len({(h, place) for _, h, _, place in found.tolist()}) == many * heads
 
 
-@pytest.mark.parametrize("section", [0, 100, 10_000])
-def test_lists_of_work_items(section: int) -> None:
-    """The Hopper forward's items: each block of each head once, and its list where `tile_of`, the last rows first, has
-    that block."""
+@pytest.mark.parametrize("section", [0, 6, 100, 10_000])
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_lists_of_work_items(section: int, by_blocks: bool) -> None:
+    """The Hopper forward's items: each block of each head once, as many heads in turns as a section has, and its list
+    where `tile_of`, the last rows first, has that block."""
     heads, packs, (problem, blocks) = 6, 3, packed(180)
     spans = sequences.spans(problem, sequences.table(problem, 0, BLOCK))
     total = int(blocks.sum())
     tiles, items = torch.full((2, total * heads, 4), -1, dtype=torch.int32)
     places_kernel[(total * heads,)](tiles, spans[0], heads, 180, BLOCK, True)
-    items_kernel[(total * heads,)](items, *spans, heads, section, packs, 180, 180, BLOCK)
+    items_kernel[(total * heads,)](items, *spans, heads, section, packs, 180, 180, BLOCK, by_blocks)
+    for b, n in enumerate(blocks.tolist()):
+        turns = [h for sequence, h, *_ in items.tolist() if sequence == b]
+        at_once = min(heads, packs * max(1, section // max(1, n if by_blocks else [*LENGTHS, 0][b])))
+        assert turns[: n * at_once] == [*range(at_once)] * n
     wanted = {(b, h, start, n // heads) for n, (b, h, start, _) in enumerate(tiles.tolist())}
     assert {tuple(item) for item in items.tolist()} == wanted
     assert len(wanted) == total * heads
@@ -158,7 +163,7 @@ def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
     spans = sequences.spans(problem, sequences.table(problem, 0, BLOCK))
     total = int(spans[0].tiles[0, 0])
     items = torch.full((total * heads, 4), -1, dtype=torch.int32)
-    items_kernel[(total * heads,)](items, *spans, heads, 0, 1, 180, 180, BLOCK)
+    items_kernel[(total * heads,)](items, *spans, heads, 0, 1, 180, 180, BLOCK, False)
     for b, _, row, place in items.tolist():
         assert 0 <= b <= 2
         assert 0 <= row <= 180

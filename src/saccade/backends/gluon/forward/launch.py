@@ -50,6 +50,10 @@ SHORT_GAIN = 1.1
 """Two consumers work where a program has so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at 1.125
 0.93 to 1.01 (docs/findings/gluon.md)."""
 
+LATE_ROUNDS = 16
+"""Items of each program up to which it draws late where keys come: 3 % faster at 8, 0.5 to 1.5 % slower at 31
+(docs/findings/distributed.md)."""
+
 
 def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
@@ -225,8 +229,9 @@ def prepare(
     if packed:
         blocks = sequences.slots(problem, 0, rows * config.consumers)
         section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
-        if problem.arrivals is not None:  # one key head after the other, as they come
-            section = 0
+        if problem.arrivals is not None:  # few key heads in turns, as they come
+            section = processors // packs
+    items = blocks * b * h_k * packs
     numbers = blocks, b * h_k * packs, section, h_k, problem.group, s_q, s_k
     dv_parts, dv_last = parts_of_out(d_v, config, q.element_size())
     sizes = {
@@ -235,10 +240,10 @@ def prepare(
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
-        "OUT_COLUMNS": config.out_columns, "SORTED": is_sorted(problem),
+        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late(problem, items / processors),
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
-    grid = min(blocks * b * h_k * packs * key_splits(problem, processors), processors), 1, 1
+    grid = min(items * key_splits(problem, processors), processors), 1, 1
     return TMALaunch(forward_kernel, grid, shapes, numbers, constants, OPTIONS)
 
 
@@ -247,6 +252,12 @@ def is_sorted(problem: Problem) -> bool:
     operands, whose tiles take too little time to hide what the producer does beside them."""
     causal = problem.mask is not None and problem.mask.kind == "causal"
     return causal and problem.descale is None and not problem.layout.tensors
+
+
+def draws_late(problem: Problem, rounds: float) -> bool:
+    """Whether programs, which have so many items each, draw the next when one is nearly done. Packed sequences take
+    longer to open, which pays where keys come, the longest sequences first, and items are few."""
+    return rounds <= LATE_ROUNDS if problem.arrivals is not None else is_sorted(problem)
 
 
 def packed_sequences(problem: Problem) -> int | None:

@@ -110,7 +110,7 @@ def open_item(args, pipe, item, drawn):
         pipe.slots.put(at, PART, part)
     if is_packed(args.used_q):
         b, h_k, in_group, row = packed_place(
-            args.scheduler, item, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK
+            args.scheduler, item, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK, args.arrivals is not None
         )
     else:
         b, h_k, in_group, row = args.scheduler.place(item, ROWS, PACK)

@@ -31,7 +31,8 @@ class TileScheduler:
     heads: gl.tensor
     """packs of heads in all"""
     section: gl.tensor
-    """packs whose blocks take turns; of packed sequences how many keys fit the L2 cache together"""
+    """packs whose blocks take turns; of packed sequences how many keys fit the L2 cache together, or, where keys come
+    while the kernel runs, how many blocks of rows there are for a first item of all programs"""
     h_k: gl.tensor
     packs: gl.tensor
     """of each key head"""
@@ -75,16 +76,19 @@ def packed_list(scheduler, item, span_q, row, there, ROWS: tl.constexpr):
 
 
 @triton.jit
-def packed_place(scheduler, item, span_q, s_q, span_k, s_k, ROWS: tl.constexpr, PACK: tl.constexpr):
+def packed_place(
+    scheduler, item, span_q, s_q, span_k, s_k, ROWS: tl.constexpr, PACK: tl.constexpr, BY_BLOCKS: tl.constexpr
+):  # fmt: skip
     """The same as TileScheduler.place, of packed sequences: one after the other in the order of their table, each with
-    sections of its own."""
+    sections of its own. BY_BLOCKS: these have so many blocks, not keys."""
     entry = span_q.tiles + 2 + 2 * (item // scheduler.heads)
     b = tl.load(entry)
     rest = item - tl.load(entry + 1) * scheduler.heads
     _, _, there, _ = extent(span_q, b, s_q)
     _, _, _, keys = extent(span_k, b, s_k)
     blocks = tl.maximum((there + ROWS - 1) // ROWS, 1)
-    section = tl.maximum(scheduler.section // tl.maximum(keys, 1), 1) * scheduler.packs
+    length = blocks if BY_BLOCKS else tl.maximum(keys, 1)
+    section = tl.maximum(scheduler.section // length, 1) * scheduler.packs
     section = tl.minimum(section, scheduler.heads)
     number = rest // (blocks * section)
     rest -= number * (blocks * section)
