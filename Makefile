@@ -40,10 +40,11 @@ test-transformers: .venv/dev.stamp .venv/transformers-4 .venv/transformers-5  ##
 test-all:  ## the tests that need no GPU, and whole matrices where the others draw a sample
 	$(MAKE) test test-transformers TEST_ARGS="--everything $(TEST_ARGS)"
 
-# Features are left to the newest, whose compiler spills most: GPU tests compile them on the oldest.
+# Features are left to the newest, whose compiler spills most; the oldest reads those of Triton's kernels.
 gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton
 	$(BIN)/python -W ignore -m saccade.testing.gate configs features
 	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m saccade.testing.gate gluon configs
+	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m saccade.testing.gate triton configs features read
 
 # A CUDA build of torch brings the one Triton that it requires; a CPU build brings none.
 .venv/triton: .venv/dev.stamp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,9 +48,23 @@ def _dies(key: str) -> None:
     os.abort()
 
 
+def test_a_kernel_that_triton_does_not_take_is_not_read(monkeypatch):
+    knobs = pytest.importorskip("triton", reason="the extra [triton]").knobs
+    row = "triton spread_rows 16bit d128/128"
+    assert str(gate.read(row)) == f"read  {row}"
+    assert knobs.runtime.add_stages_inspection_hook is None
+
+    def wrong(key: str) -> None:
+        raise TypeError("initial value for `stride` is of type int32[]")
+
+    monkeypatch.setattr(gate, "_gate", lambda backend: SimpleNamespace(compiled=wrong))
+    with pytest.raises(TypeError, match="initial value"):
+        gate.read(row)
+
+
 def test_rows_are_chosen_by_words():
     pytest.importorskip("triton", reason="the extra [triton]")
     assert sorted(keys()) == sorted([*keys(["configs"]), *keys(["features"]), *keys(["combinations"])])
     assert set(keys(["triton"])) == {row for row in keys() if row.startswith("triton ")}
-    with pytest.raises(SystemExit, match="no cuda, but gluon, triton, configs, features, combinations"):
+    with pytest.raises(SystemExit, match="no cuda, but gluon, triton, configs, features, combinations, read"):
         list(keys(["cuda"]))

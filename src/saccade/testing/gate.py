@@ -1,11 +1,12 @@
 """The compile gate: every shipped tile config compiles for Hopper on a machine without a GPU, and fits.
 
-    python -m saccade.testing.gate [gluon | triton] [configs | features | combinations]
+    python -m saccade.testing.gate [gluon | triton] [configs | features | combinations] [read]
 
 Triton compiles without a GPU, and ptxas, which comes with it, reports registers, spills and warnings. A kernel is
 fit to ship if ptxas warns of nothing, if it spills no more than its config row says, with the reason, if its shared
 memory is within what Hopper gives one program, if no mbarrier shares its place with anything else, and if no
-instruction changes a uniform register that none has written.
+instruction changes a uniform register that none has written. `read` stops where Triton has read a kernel, which takes a
+tenth of the time: whether this Triton takes what another one does.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Fit:
 
 BACKENDS = "gluon", "triton"
 PARTS = "configs", "features", "combinations"
+READ = "read"
 
 
 def keys(words: Sequence[str] = ()) -> Iterator[str]:
@@ -71,8 +73,9 @@ def keys(words: Sequence[str] = ()) -> Iterator[str]:
     `configs`: every row of the shipped tables, and the formulas' configs for other dtypes and sizes. `features`: what
     else a call may have. `combinations`: several features in one kernel; they take longest, and CI omits them.
     """
-    if unknown := set(words) - {*BACKENDS, *PARTS}:
-        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {', '.join(BACKENDS + PARTS)}")
+    if unknown := set(words) - {*BACKENDS, *PARTS, READ}:
+        known = ", ".join((*BACKENDS, *PARTS, READ))
+        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {known}")
     for backend in [word for word in BACKENDS if word in words] or BACKENDS:
         for part in [word for word in PARTS if word in words] or PARTS:
             yield from getattr(_gate(backend), part)()
@@ -87,20 +90,64 @@ def fit(key: str) -> Fit:
     """Compiles one row, past Triton's cache, which keeps no log of ptxas."""
     import triton
     from triton import knobs
+
+    knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled, allowed_spill = _compiled(key)
+    if not triton.__version__.startswith(TIMED):
+        allowed_spill += UNTIMED_SPILL
+    return _fit(key, compiled, log.getvalue(), allowed_spill)
+
+
+def _compiled(key: str) -> tuple[Any, int]:
+    from triton import knobs
     from triton.runtime import driver
 
     target: Any = NamedTarget(CAPABILITY)
     driver.set_active(target)
     knobs.compilation.always_compile = True
-    knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled, allowed_spill = _gate(key.split()[0]).compiled(key)
-    if not triton.__version__.startswith(TIMED):
-        allowed_spill += UNTIMED_SPILL
-    return _read(key, compiled, log.getvalue(), allowed_spill)
+    return _gate(key.split()[0]).compiled(key)
 
 
-def _read(key: str, compiled: Any, log: str, allowed_spill: int) -> Fit:
+@dataclass(frozen=True)
+class Read:
+    """A row whose kernel Triton has read; its errors are raised."""
+
+    key: str
+    ok: bool = True
+
+    def __str__(self) -> str:
+        return f"read  {self.key}"
+
+
+class _HasRead(Exception):
+    pass
+
+
+def read(key: str) -> Read:
+    """Compiles one row as far as Triton's first IR."""
+    from triton import knobs
+
+    def stop(*_: Any) -> None:
+        raise _HasRead
+
+    def stages(*given: Any) -> Any:  # later Tritons ask for a key first
+        if given:
+            given[1].update(dict.fromkeys([*given[1]][1:], stop))
+        return READ, READ
+
+    runtime: Any = knobs.runtime
+    runtime.add_stages_inspection_hook = stages
+    try:
+        _compiled(key)
+    except _HasRead:
+        return Read(key)
+    finally:
+        runtime.add_stages_inspection_hook = None
+    raise RuntimeError(f"{key}: Triton compiled it without asking for its stages")
+
+
+def _fit(key: str, compiled: Any, log: str, allowed_spill: int) -> Fit:
     if not re.search(r"ptxas\S* info", log):
         raise RuntimeError(f"{key}: no log of ptxas in what Triton printed:\n{log}")
 
@@ -132,7 +179,8 @@ def main() -> None:
 
     print(f"triton {triton.__version__}, sm_{CAPABILITY}a")
     failed = total = 0
-    for key, found in in_processes(fit, keys(sys.argv[1:]), os.cpu_count() or 1):
+    work: Any = read if READ in sys.argv[1:] else fit
+    for key, found in in_processes(work, keys(sys.argv[1:]), os.cpu_count() or 1):
         died = isinstance(found, Died)
         print(f"FAIL  {key}  {found}" if died else found, flush=True)
         total += 1
