@@ -163,9 +163,10 @@ def balanced(lengths: tuple[int, ...], ranks: int, reach: Reach) -> list[list[Pi
 
 def _right_rows(line: Line, low: int, high: int, rows: int, share: int) -> int:
     """How many of a rank's rows are those after the hole; the others are those before it."""
+    hole = line.area(high) - line.area(low)
 
     def area(right: int) -> int:
-        return line.area(low) - line.area(low - rows + right) + line.area(high + right) - line.area(high)
+        return line.area(high + right) - line.area(low - rows + right) - hole
 
     least, most = max(0, rows - low), min(rows, line.rows - high)
     return line.snapped(area, share, least, most, lambda right: (low - rows + right, high + right))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ def _made(asked: Request) -> ContextPlan:
     chosen, word, why = _method(asked._replace(method="gather") if pairs and method == "auto" else asked)
     if pairs:
         _check_pairs(lengths, chosen)
-    sharding = (PairSharding if pairs else Sharding)(lengths, chosen.parts, chosen.heads, reach)
+    sharding = _sharded(PairSharding if pairs else Sharding, lengths, chosen.parts, chosen.heads, reach)
     each = None if pairs or rows == "balanced" else _rows_of_each(asked, sharding)
     made = ContextPlan(sharding, chosen, word, why, batch, heads, head_dim, timeout, debug, each)
     if ranks.rows_group or ranks.heads_group:
@@ -151,6 +152,12 @@ def _made(asked: Request) -> ContextPlan:
             )
         made.prepare()
     return made
+
+
+@lru_cache(maxsize=1)
+def _sharded(kind: type[Sharding], *of: Any) -> Sharding:
+    """The last one is kept: `auto` has made what it then takes."""
+    return kind(*of)
 
 
 def _rows_of_each(asked: Request, sharding: Sharding) -> int:
@@ -267,7 +274,9 @@ def _method(asked: Request) -> tuple[Ranks, str, str]:
         many = f"dropout needs a power of two of heads for each rank, not {heads[0] // ranks.size}"
         return ranks, sharing, f"{many}; {why}"
     pieces = sharing == "pull" and batch is None
-    gathered = (batch or 1) * gathered_bytes(Sharding(lengths, ranks.parts, 1, reach), heads, head_dim, pieces)
+    gathered = (batch or 1) * gathered_bytes(
+        _sharded(Sharding, lengths, ranks.parts, 1, reach), heads, head_dim, pieces
+    )
     divided = (batch or 1) * divided_bytes(sum(lengths), ranks.size, heads, head_dim)
     times = exchange_seconds(sharing, gathered), exchange_seconds("ulysses", divided)
     told = (
