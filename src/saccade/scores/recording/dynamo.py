@@ -131,14 +131,31 @@ def _exports() -> bool:
     return torch.compiler.is_exporting()
 
 
+@compile_constant
+def _effects(allowed: bool) -> bool:
+    """Whether Dynamo lets what runs again, as a checkpoint does, enter and leave a mode; and from now on does."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    except AttributeError:  # a break of the graph left this to Python
+        return allowed
+    before, tracer.allow_side_effects_in_hop = tracer.allow_side_effects_in_hop, allowed
+    return before
+
+
 def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
     """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
     follow_functions(Symbol, applied)
     tape = Tape(Symbol, dtype, device, reads_numbers=False)
     tape.graded = torch.is_grad_enabled()
     values = [symbol(tape, i) for i in range(5)]
+    before = _effects(True)  # the mode is left again, and the function has none of its own
     with Follower():
+        _effects(before)
         results = fn(*values)
+        _effects(True)
+    _effects(before)
     results = results if outputs > 1 else (results,)
     arguments = tuple([tape.argument(x, True) for x in results])
     if tape.tensors and _exports():

@@ -133,6 +133,11 @@ class Tape:
             if lifts and not (keeps_zero and x == 0):
                 return self._number(x)
             return "constant", "int" if isinstance(x, int) else "float", _text(x)
+        if isinstance(x, (torch.SymInt, torch.SymFloat)):
+            raise Refused(
+                "a number is made of a size that torch.export leaves open: give that dimension a size, or count from "
+                "the end, as in table[-1]"
+            )
         if hasattr(x, "item"):  # numpy's
             return self.argument(x.item(), lifts, keeps_zero)
         return "constant", str(kind), x
