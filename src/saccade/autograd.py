@@ -18,9 +18,15 @@ from saccade.descale import EIGHT_BITS
 from saccade.flat_call import FlatCall, savable
 
 
-# At the operators' Autograd key torch.func has already peeled one level off, so these are single-level functions:
-# the plain ones would start the peeling again. Tensors come one by one: those in a list would get no gradient.
-class _Attention(torch.autograd.function._SingleLevelFunction):
+class SingleLevel(torch.autograd.function._SingleLevelFunction):
+    """At the operators' Autograd key torch.func has already peeled one level off: plain functions would start the
+    peeling again."""
+
+    _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key  # which torch gives to plain ones alone
+
+
+# Tensors come one by one: those in a list would get no gradient.
+class _Attention(SingleLevel):
     @staticmethod
     def forward(call: FlatCall, *tensors: Tensor):
         return below(torch.ops.saccade.forward.default, *call, True)
@@ -47,7 +53,7 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
         return (None, *gradients, *[None] * len(call.tensors))
 
 
-class _Gradient(torch.autograd.function._SingleLevelFunction):
+class _Gradient(SingleLevel):
     """The backward operator's own autograd: differentiating it is an error, not silence."""
 
     @staticmethod

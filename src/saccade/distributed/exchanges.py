@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import batching
-from saccade.autograd import apply, below, forward_mode, needs_gradient
+from saccade.autograd import SingleLevel, apply, below, forward_mode, needs_gradient
 
 _numbers = count()
 
@@ -74,7 +74,7 @@ def _fake_backward(dys: list[Tensor], exchange: str, stage: str) -> list[Tensor]
     return [dy.new_empty(_exchanges[exchange].shape(tuple(dy.shape), True)) for dy in dys]
 
 
-class _Moved(torch.autograd.function._SingleLevelFunction):
+class _Moved(SingleLevel):
     """An operator, whose derivative is the other one: see `saccade.autograd`."""
 
     @staticmethod
