@@ -185,18 +185,22 @@ def register(library: torch.library.Library, name: str, rule: Callable[..., tupl
 
 
 def _looped(operator: Any, info: Any, in_dims: Any, arguments: Sequence[Any]) -> tuple[Any, Any]:
-    """One call for each example."""
-    if not info.batch_size:
-        raise ValueError("vmap of this call takes one example or more, got a batch of 0")
-    results = [operator(*_example(arguments, in_dims, i)) for i in range(info.batch_size)]
-    stacked = [
-        [torch.stack(each) for each in zip(*parts, strict=True)] if isinstance(parts[0], list) else torch.stack(parts)
+    """One call for each example; of no example the shapes of one of zeros."""
+    results = [operator(*_example(arguments, in_dims, i)) for i in range(max(1, info.batch_size))]
+
+    def stacked(each: Sequence[Tensor]) -> Tensor:
+        return torch.stack([*each])[: info.batch_size]
+
+    found = [
+        [stacked(each) for each in zip(*parts, strict=True)] if isinstance(parts[0], list) else stacked(parts)
         for parts in zip(*results, strict=True)
     ]
-    return tuple(stacked), tuple([0] * len(x) if isinstance(x, list) else 0 for x in stacked)
+    return tuple(found), tuple([0] * len(x) if isinstance(x, list) else 0 for x in found)
 
 
 def _example(x: Any, dim: Any, i: int) -> Any:
     if isinstance(x, (list, tuple)):
         return [_example(y, one, i) for y, one in zip(x, dim, strict=True)]
-    return x if dim is None else x.select(dim, i)
+    if dim is None:
+        return x
+    return x.select(dim, i) if x.shape[dim] else x.new_zeros([n for at, n in enumerate(x.shape) if at != dim % x.dim()])

@@ -65,7 +65,7 @@ def runs_directly(*tensors: Tensor | None) -> bool:
     """
     if repeats.watched() or needs_gradient(*tensors):
         return False
-    return all(x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors)
+    return all(x is None or (type(x) in _PLAIN and not (x.is_neg() or x.is_meta)) for x in tensors)
 
 
 def execute(problem: Problem, backend: str, lse: bool) -> Outputs:

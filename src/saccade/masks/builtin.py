@@ -231,13 +231,12 @@ def documents(ids: Tensor) -> Mask:
         return Documents(nothing, nothing, nothing, nothing.bool())
     # Sorting brings a document's tokens together in order of position; a run of equal ids is a document.
     ordered, place = ids.long().sort(dim=1, stable=True)
-    starts = torch.ones_like(ordered, dtype=torch.bool)
-    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    number = starts.long().cumsum(1) - 1
-    count = torch.zeros_like(number).scatter_add_(1, number, torch.ones_like(number))
-    first = torch.full_like(number, ids.shape[1]).scatter_reduce_(1, number, place, "amin")
-    last = torch.zeros_like(number).scatter_reduce_(1, number, place, "amax")
-    compact = torch.empty_like(number).scatter_(1, place, number)
+    # Nothing is written in place: selective checkpoints may keep any of these.
+    number = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).long().cumsum(1)
+    count = torch.zeros_like(number).scatter_add(1, number, torch.ones_like(number))
+    first = torch.full_like(number, ids.shape[1]).scatter_reduce(1, number, place, "amin")
+    last = torch.zeros_like(number).scatter_reduce(1, number, place, "amax")
+    compact = torch.empty_like(number).scatter(1, place, number)
     start, stop = first.gather(1, compact), last.gather(1, compact) + 1
     solid = stop - start == count.gather(1, compact)
     return Documents(compact.int(), start.int(), stop.int(), solid)
