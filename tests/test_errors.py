@@ -199,7 +199,7 @@ UNSUPPORTED = {
     ),
     "a GPU's backend": (lambda: attention(Q, K, V, backend="triton"), "triton: "),
     "a GPU's Spec": (lambda: plan("bf16 d128 sm90", backend="cpu"), "cpu: runs on cpu, not on sm90"),
-    "no device of ours": (lambda: attention(*(x.to("meta") for x in (Q, K, V))), "not on meta"),
+    "no device of ours": (lambda: plan(*(x.to("meta") for x in (Q, K, V))), "not on meta"),
     "too wide": (lambda: plan("bf16 d513 sm90", backend="triton"), "up to 512, not 513"),
     "an older GPU": (lambda: plan("bf16 d64 aligned sm80", backend="gluon"), "gluon: runs on sm90, not on sm80"),
     "a newer GPU": (lambda: plan("bf16 d64 aligned sm100", backend="gluon"), "gluon: runs on sm90, not on sm100"),

@@ -110,7 +110,7 @@ def _compiled(key: str) -> tuple[Any, int]:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadKernel:
     """A row whose kernel Triton has read; its errors are raised."""
 
     key: str
@@ -124,7 +124,7 @@ class _HasRead(Exception):
     pass
 
 
-def read(key: str) -> Read:
+def read(key: str) -> ReadKernel:
     """Compiles one row as far as Triton's first IR."""
     from triton import knobs
 
@@ -141,7 +141,7 @@ def read(key: str) -> Read:
     try:
         _compiled(key)
     except _HasRead:
-        return Read(key)
+        return ReadKernel(key)
     finally:
         runtime.add_stages_inspection_hook = None
     raise RuntimeError(f"{key}: Triton compiled it without asking for its stages")
