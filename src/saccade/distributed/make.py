@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import marshal
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -138,10 +137,13 @@ class Request(NamedTuple):
 def _made(asked: Request) -> ContextPlan:
     lengths, batch, ranks, heads, head_dim, reach, method, rows, timeout, debug = asked
     pairs = rows == "pairs"
-    chosen, word, why = _method(asked._replace(method="gather") if pairs and method == "auto" else asked)
+    shared = Sharding(lengths, ranks.parts, 1, reach)
+    chosen, word, why = _method(asked._replace(method="gather") if pairs and method == "auto" else asked, shared)
     if pairs:
         _check_pairs(lengths, chosen)
-    sharding = _sharded(PairSharding if pairs else Sharding, lengths, chosen.parts, chosen.heads, reach)
+    sharding = (PairSharding if pairs else Sharding)(lengths, chosen.parts, chosen.heads, reach)
+    if sharding == shared:  # which has the pieces, if `auto` compared methods
+        sharding = shared
     each = None if pairs or rows == "balanced" else _rows_of_each(asked, sharding)
     made = ContextPlan(sharding, chosen, word, why, batch, heads, head_dim, timeout, debug, each)
     if ranks.rows_group or ranks.heads_group:
@@ -152,12 +154,6 @@ def _made(asked: Request) -> ContextPlan:
             )
         made.prepare()
     return made
-
-
-@lru_cache(maxsize=1)
-def _sharded(kind: type[Sharding], *of: Any) -> Sharding:
-    """The last one is kept: `auto` has made what it then takes."""
-    return kind(*of)
 
 
 def _rows_of_each(asked: Request, sharding: Sharding) -> int:
@@ -251,9 +247,9 @@ def _heads(heads: Any) -> tuple[int, int] | None:
     return h_q, h_k
 
 
-def _method(asked: Request) -> tuple[Ranks, str, str]:
-    """The ranks as the method groups them, its name, and why."""
-    lengths, batch, ranks, heads, head_dim, reach, method, *_ = asked
+def _method(asked: Request, shared: Sharding) -> tuple[Ranks, str, str]:
+    """The ranks as the method groups them, its name, and why. shared: the rows where no rank divides heads."""
+    lengths, batch, ranks, heads, head_dim, _, method, *_ = asked
     if heads is not None and ranks.heads > 1 and (error := heads_error(ranks.heads, *heads)):
         raise ValueError(f"{error}: use method='gather', or a smaller last dimension of the mesh")
     if ranks.heads > 1 and ranks.parts > 1:
@@ -274,9 +270,7 @@ def _method(asked: Request) -> tuple[Ranks, str, str]:
         many = f"dropout needs a power of two of heads for each rank, not {heads[0] // ranks.size}"
         return ranks, sharing, f"{many}; {why}"
     pieces = sharing == "pull" and batch is None
-    gathered = (batch or 1) * gathered_bytes(
-        _sharded(Sharding, lengths, ranks.parts, 1, reach), heads, head_dim, pieces
-    )
+    gathered = (batch or 1) * gathered_bytes(shared, heads, head_dim, pieces)
     divided = (batch or 1) * divided_bytes(sum(lengths), ranks.size, heads, head_dim)
     times = exchange_seconds(sharing, gathered), exchange_seconds("ulysses", divided)
     told = (

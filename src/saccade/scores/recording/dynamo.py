@@ -17,7 +17,7 @@ from saccade.scores.recording.autograd_functions import followed
 from saccade.scores.recording.compile_constant import compile_constant, word_of
 from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
 from saccade.scores.recording.recorder import refusal
-from saccade.scores.recording.tape import Refused, Tape, is_itself, refuse, target_dtype
+from saccade.scores.recording.tape import Refused, Tape, any_size, is_itself, refuse, target_dtype
 
 
 class Symbol(Tensor):
@@ -170,9 +170,8 @@ def stand_in_tape(steps: Any, forms: Any, dtype: torch.dtype) -> Tape:
     """A tape of the same program, whose tensors and numbers have no values."""
     tape = Tape(Symbol, dtype, torch.device("cpu"))
     tape.steps, tape.lines, tape.forms = list(steps), [None] * len(steps), list(forms)
-    # Any sizes do: no program depends on them.
     tape.tensors = [
-        torch.zeros((), dtype=kind, device="cpu").expand([1 if one else 11 + 6 * i for i, one in enumerate(ones)])
+        torch.zeros((), dtype=kind, device="cpu").expand([1 if one else any_size(i) for i, one in enumerate(ones)])
         for kind, ones in forms
     ]
     kinds: dict[int, str] = {}

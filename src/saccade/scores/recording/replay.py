@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from saccade.scores.recording.recorder import error_text, line_of
 from saccade.scores.recording.shapes import broadcast_shape
-from saccade.scores.recording.tape import WIDEST, Refused, Tape, element, read
+from saccade.scores.recording.tape import WIDEST, Refused, Tape, any_size, element, read
 
 
 class Row:
@@ -304,16 +304,12 @@ def _reshaped(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return _picked(row.values, places)
 
 
-def concrete(shape: Iterable[Any]) -> list[int]:
-    """With numbers for sizes that torch.export leaves open, which are not 1. Any do: no program depends on them."""
-    return [n if isinstance(n, int) else 11 + 6 * i for i, n in enumerate(shape)]
-
-
 def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Zeros for the five arguments, in these shapes, and for a tape's tensors and numbers."""
     dtypes = [tape.dtype, *[torch.int64] * 4]
     tile = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in zip(shapes, dtypes, strict=True)]
-    tensors = [torch.zeros((), dtype=x.dtype, device="cpu").expand(concrete(x.shape)) for x in tape.tensors]
+    sizes = ([n if isinstance(n, int) else any_size(i) for i, n in enumerate(x.shape)] for x in tape.tensors)
+    tensors = [torch.zeros((), dtype=x.dtype, device="cpu").expand(n) for x, n in zip(tape.tensors, sizes, strict=True)]
     kinds = [
         source.dtype if source is not None else torch.int64 if isinstance(x, int) else torch.get_default_dtype()
         for x, source in zip(tape.numbers, tape.sources, strict=True)

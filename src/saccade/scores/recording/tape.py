@@ -240,6 +240,11 @@ _SAME_VALUE = frozenset(("contiguous", "__pos__", "positive"))
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def any_size(i: int) -> int:
+    """Of dimension i of a captured tensor, for a size that is not known, and not 1: no program depends on it."""
+    return 11 + 6 * i
+
+
 def is_itself(name: str, args: Any, kwargs: Any, dtype_of: Any) -> bool:
     """Whether torch returns the value itself, which then keeps its derivative where gradients are off too."""
     if name == "to" and len(args) == 2 and not kwargs:
