@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -68,3 +69,12 @@ def test_rows_are_chosen_by_words():
     assert set(keys(["triton"])) == {row for row in keys() if row.startswith("triton ")}
     with pytest.raises(SystemExit, match="no cuda, but gluon, triton, configs, features, combinations, read"):
         list(keys(["cuda"]))
+
+
+@pytest.mark.parametrize("row", ["triton spread_rows 16bit d128/128", "triton rank_sums 16bit d128/128"])
+def test_rows_move_16_bytes_at_a_time(row):
+    """Masks that Triton does not see through move 2."""
+    pytest.importorskip("triton", reason="the extra [triton]")
+    compiled, _ = gate._compiled(row)
+    moves = set(re.findall(r"(?:ld|st)\.global(?:\.\w+)*", compiled.asm["ptx"]))
+    assert moves == {"ld.global.b32", "ld.global.v4.b32", "st.global.v4.b32"}  # the first are of tables

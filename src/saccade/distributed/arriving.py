@@ -28,9 +28,9 @@ from saccade.distributed.transport import Transport
 from saccade.flat_call import SCHEMA, FlatCall, savable
 from saccade.layouts import Packed
 
-STEP_BYTES, MOST_COPIES = 4 << 20, 96
-"""Of keys and values a step brings so many bytes, or those of one head, unless that takes more copies. Each costs the
-copy engine some 3 µs beside its bytes, and the host, which starts the kernel behind them, as much."""
+COPY_BYTES, MOST_COPIES = 2 << 20, 96
+"""A copy brings so many bytes in the mean of a step, or those of one head, unless that takes more copies. Each costs
+the copy engine some 5 µs beside its bytes, and the host, which starts the kernel behind them, 3."""
 
 
 class Layouts(NamedTuple):
@@ -112,7 +112,7 @@ class ArrivingRows(PulledRows):
         return places
 
     def steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
-        """Of rows with so many heads, each of so many bytes with its values."""
+        """Of rows with so many heads, each of so many bytes with its value."""
         key = heads, head_bytes, device
         if key not in self._steps:
             self._steps[key] = lasting(lambda: self._made_steps(*key))
@@ -121,43 +121,41 @@ class ArrivingRows(PulledRows):
     def _made_steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
         steps: list[Step] = []
         needed = torch.zeros(len(self.pieces) + 1, heads, dtype=torch.int32, device="cpu")
-        least = -(-heads * 2 * sum(map(len, self.of_piece)) // MOST_COPIES)
+        least = -(-heads * sum(map(len, self.of_piece)) // MOST_COPIES)
         for i in sorted(range(len(self.pieces)), key=lambda i: -self.pieces[i].stop):
-            rows = sum(segment.rows for _, segment in self.of_piece[i])
-            at_once = min(heads, max(least, -(-STEP_BYTES // (rows * head_bytes)))) if rows * head_bytes else heads
+            rows, copies = sum(segment.rows for _, segment in self.of_piece[i]), len(self.of_piece[i])
+            size = rows * head_bytes
+            at_once = min(heads, max(least, -(-COPY_BYTES * copies // size))) if size else heads
             for first in range(0, heads, at_once) if rows * heads else ():
                 steps.append(Step(i, first, min(first + at_once, heads)))
                 needed[i, first : first + at_once] = len(steps)
         return Steps(steps, needed.to(device))
 
-    def begun(self, call: FlatCall, stage: str) -> tuple[Outputs, list[Tensor]]:
-        """The results, and the keys and values of all."""
-        layouts, xs = self.layouts(call.q.device), [rows_of(call.k).contiguous(), rows_of(call.v).contiguous()]
-        heads = xs[0].shape[1]
-        steps, needed = self.steps(heads, sum(map(row_bytes, xs)) // max(heads, 1), call.q.device)
-        ys = [x.new_empty(self.needed, *x.shape[1:]) for x in xs]
-        regions = self._regions(xs, stage)
-        for x, y, lent in zip(xs, ys, regions(self.transport.rank), strict=True):
-            _spread(x, [y] * (len(layouts.places) - 1) + [lent], layouts.places)
+    def begun(self, call: FlatCall, stage: str) -> tuple[Outputs, Tensor]:
+        """The results, and the keys of all, each beside its value: (keys, h_k, d + d_v), which one copy brings."""
+        layouts, heads = self.layouts(call.q.device), call.k.shape[1]
+        both = call.k.new_empty(self.needed, heads, call.k.shape[2] + call.v.shape[2])
+        size = row_bytes(both)
+        steps, needed = self.steps(heads, size // max(heads, 1), call.q.device)
+        regions = self._regions([both], stage)
+        (lent,) = regions(self.transport.rank)
+        _spread(call.k, call.v, [both] * (len(layouts.places) - 1) + [lent], layouts.places)
         self._barrier(regions, stage)
         memory, done = regions.memory, torch.zeros(1, dtype=torch.int32, device=call.q.device)
         tells = memory.tells()
 
         def copies() -> None:
-            into, of_ranks = _addresses(ys), [_addresses(regions(i)) for i in range(self.transport.size)]
-            sizes = [row_bytes(x) for x in xs]
+            here, there = both.data_ptr(), [regions(i)[0].data_ptr() for i in range(self.transport.size)]
             for number, (i, first, stop) in enumerate(steps, 1):
+                at, width = first * size // heads, (stop - first) * size // heads
                 for rank, (source, target, n) in self.of_piece[i]:
-                    for y, theirs, size in zip(into, of_ranks[rank], sizes, strict=True):
-                        at, width = first * size // heads, (stop - first) * size // heads
-                        memory.copy(y + target * size + at, theirs + source * size + at, n, width, size)
+                    memory.copy(here + target * size + at, there[rank] + source * size + at, n, width, size)
                 if tells:
                     memory.tell(done, number)
 
         event = memory.copied(copies)
         try:
-            keys, values = (y.squeeze(2) for y in ys)
-            problem = call._replace(k=keys, v=values, tensors=[*layouts.whole.tensors]).problem()
+            problem = self._whole(call, both).problem()
             if tells:
                 arrivals = Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: memory.end(event))
                 problem = replace(problem, arrivals=arrivals)
@@ -167,31 +165,32 @@ class ArrivingRows(PulledRows):
         finally:
             memory.end(event)
             memory.read(self.transport.timeout)
-        return results, [keys, values]
+        return results, both
+
+    def _whole(self, call: FlatCall, both: Tensor) -> FlatCall:
+        """The call of own rows over all keys."""
+        d, tensors = call.k.shape[2], self.layouts(call.q.device).whole.tensors
+        return call._replace(k=both[..., :d], v=both[..., d:], tensors=[*tensors])
 
     def gradients(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor, call: FlatCall,
-        stage: str,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, both: Tensor, call: FlatCall, stage: str
+    ) -> tuple[Tensor, ...]:
         """dq, dk, dv and dsink."""
-        whole = call._replace(k=keys, v=values, tensors=[*self.layouts(call.q.device).whole.tensors])
+        whole = self._whole(call, both)
         dq, dk, dv, dsink, _ = torch.ops.saccade.backward.default(dout, dlse, out, lse, *whole, [])
         dk, dv = (x.squeeze(2) for x in self.backward([rows_of(dk), rows_of(dv)], stage))
         return dq, dk, dv, dsink
 
 
-def _spread(x: Tensor, targets: list[Tensor], table: Tensor) -> None:
-    if x.device.type == "cuda":
+def _spread(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: Tensor) -> None:
+    if keys.device.type == "cuda":
         kernel: Any = import_module("saccade.backends.triton.spread_rows")
-        kernel.spread_rows(x, targets, table)
+        kernel.spread_rows(keys.contiguous(), values.contiguous(), targets, table)
         return
+    both = torch.cat((keys, values), -1)
     for target, places in zip(targets, table, strict=True):
         there = places >= 0
-        target[places[there]] = x[there]
-
-
-def _addresses(xs: Sequence[Tensor]) -> list[int]:
-    return [x.data_ptr() for x in xs]
+        target[places[there]] = both[there]
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -209,10 +208,10 @@ def attention(exchange: ArrivingRows, stage: str, call: BoundCall, backend: str)
 
 library.define(
     f"arriving({SCHEMA}, str exchange, str stage, bool keep)"
-    " -> (Tensor out, Tensor lse, Tensor max_scores, Tensor keys, Tensor values)"
+    " -> (Tensor out, Tensor lse, Tensor max_scores, Tensor both)"
 )
 library.define(
-    "arriving_back(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor keys, Tensor values, "
+    "arriving_back(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor both, "
     f"{SCHEMA}, str exchange, str stage) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
 )
 
@@ -220,46 +219,41 @@ library.define(
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     *flat, name, stage, keep = arguments
     exchange: Any = exchanges.named(name)
-    (out, lse, top), keys_values = exchange.begun(FlatCall(*flat), exchanges.with_gradients(stage) if keep else stage)
-    kept = keys_values if keep else [x.new_empty(0) for x in keys_values]
-    return out, lse, lse.new_empty(0) if top is None else top, *kept
+    (out, lse, top), both = exchange.begun(FlatCall(*flat), exchanges.with_gradients(stage) if keep else stage)
+    return out, lse, lse.new_empty(0) if top is None else top, both if keep else both.new_empty(0)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     *flat, name, _, keep = arguments
     call = FlatCall(*flat)
-    needed = exchanges.named(name).shape
-    return *ops.fake_forward(*flat, True), *(
-        x.new_empty(needed(tuple(x.shape), False) if keep else 0) for x in (call.k, call.v)
-    )
+    shape = exchanges.named(name).shape((*call.k.shape[:2], call.k.shape[2] + call.v.shape[2]), False)
+    return *ops.fake_forward(*flat, True), call.k.new_empty(shape if keep else 0)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     *flat, name, ctx.stage, _ = inputs
-    call, (out, lse, top, keys, values) = FlatCall(*flat), output
+    call, (out, lse, top, both) = FlatCall(*flat), output
     ctx.exchange, ctx.static = exchanges.named(name), call.static()
-    ctx.mark_non_differentiable(top, keys, values)
+    ctx.mark_non_differentiable(top, both)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, keys, values, *call[:3], *savable([call.sink, *call.tensors]))
+    ctx.save_for_backward(out, lse, both, *call[:3], *savable([call.sink, *call.tensors]))
 
 
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    out, lse, keys, values, *tensors = ctx.saved_tensors
+    out, lse, both, *tensors = ctx.saved_tensors
     call = FlatCall.of_tensors(tensors, 0, ctx.static)
     dout = torch.zeros_like(out) if dout is None else dout
     stage = exchanges.back(ctx.stage)
-    found = torch.ops.saccade_distributed.arriving_back(
-        dout, dlse, out, lse, keys, values, *call, ctx.exchange.name, stage
-    )
+    found = torch.ops.saccade_distributed.arriving_back(dout, dlse, out, lse, both, *call, ctx.exchange.name, stage)
     # Lists of tensors, and lists of nothing, want lists.
     rest = ([None] * len(x) if not x or isinstance(x[0], Tensor) else None for x in call[4:])
     return (*found[:3], found[3] if call.sink is not None else None, *rest, None, None, None)
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    out, lse, keys, values, *flat, name, stage = arguments
+    out, lse, both, *flat, name, stage = arguments
     exchange: Any = exchanges.named(name)
-    return exchange.gradients(dout, dlse, out, lse, keys, values, FlatCall(*flat), stage)
+    return exchange.gradients(dout, dlse, out, lse, both, FlatCall(*flat), stage)
 
 
 def _no_second(ctx: Any, *_: Any) -> Any:
@@ -267,7 +261,7 @@ def _no_second(ctx: Any, *_: Any) -> Any:
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    call = FlatCall(*arguments[4:-2])
+    call = FlatCall(*arguments[3:-2])
     dsink = dout.new_empty(0) if call.sink is None else torch.empty_like(call.sink)
     return (*(x.new_empty(x.shape) for x in call[:3]), dsink)
 

@@ -39,10 +39,13 @@ MEMORY = 3.3e12
 """Bytes a second that kernels read and write."""
 COPIES = Link(30e-6, 370e9, MEMORY)
 """`pull`: keys and values, or the sums of their gradients; a kernel writes all that a rank needs, its own too."""
-BESIDE = Link(30e-6, 280e9)
-"""Copies of some heads beside a call, and what begins before it: two launches and a barrier."""
+BESIDE = Link(30e-6, 200e9)
+"""Copies of 2 MB beside a call, each of 5 µs and its bytes at 370 GB/s, and what begins before it: a launch and a
+barrier."""
 SLOWED = 0.06
 """What kernels lose beside copies."""
+ITEM = 128 * 132
+"""Rows of a forward's work item, times multiprocessors, each of which works on one."""
 COLLECTIVE = Link(124e-6, 101e9, returned=1.8)
 """`gather`, with packing."""
 HEADS = Link(177e-6, 155e9, returned=1.17)
@@ -116,7 +119,8 @@ def arriving(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> Estim
         # Own rows are read once, and written where this rank and where others need them.
         first = BESIDE.seconds + size * (rows * 2 + sum(span.rows for span in needed) - pulled) / MEMORY
         copies = size * pulled / BESIDE.rate
-        exposed = max(exposed, first + max(work + SLOWED * copies, copies + work / h_k))
+        item = operations / h_q * ITEM * max((piece.stop for piece in pieces), default=0)  # after the last copy
+        exposed = max(exposed, first + max(work + SLOWED * copies, copies + item))
         hidden = max(hidden, first + work)
     return found._replace(exposed=exposed, hidden=hidden) if sharding.parts > 1 else found
 

@@ -29,7 +29,7 @@ LENGTHS, RANKS, HEADS = (300, 40, 0, 500, 7), 3, (4, 2)
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(arriving, "STEP_BYTES", 1)
+    monkeypatch.setattr(arriving, "COPY_BYTES", 1)
     yield
     inline_asm.engine.bring = lambda number: None
 
@@ -44,28 +44,25 @@ def farthest(rank: int, seed: int, d: int = 64) -> float:
     exchange = made.arriving
     assert exchange is not None
     layouts, (steps, needed) = exchange.layouts(q.device), exchange.steps(HEADS[1], 4 * d, q.device)
-    ys = [torch.full((exchange.needed, HEADS[1], 1, d), torch.nan).bfloat16() for _ in range(2)]
-    for y, x in zip(ys, (k, v), strict=True):
-        arriving._spread(
-            made.shard(x)[:, :, None], [y] * (len(layouts.places) - 1) + [torch.zeros_like(y)], layouts.places
-        )
+    both = torch.full((exchange.needed, HEADS[1], 2 * d), torch.nan).bfloat16()
+    here = [both] * (len(layouts.places) - 1)
+    arriving._spread(made.shard(k), made.shard(v), [*here, torch.zeros_like(both)], layouts.places)
     done, brought = torch.zeros(1, dtype=torch.int32), []
 
     def bring(number: int) -> None:
         while len(brought) < number:
             i, first, stop = steps[len(brought)]
             for owner, (source, target, n) in exchange.of_piece[i]:
-                for y, x in zip(ys, (k, v), strict=True):
-                    found = others[owner].shard(x)[source : source + n, first:stop, None]
-                    y[target : target + n, first:stop] = found
+                for at, x in ((0, k), (d, v)):
+                    found = others[owner].shard(x)[source : source + n, first:stop]
+                    both[target : target + n, first:stop, at : at + d] = found
             brought.append(number)
             done.fill_(len(brought))
 
     inline_asm.engine.bring = bring
     options: Any = (causal(), None, layouts.whole, None, None, 0.0, True, False, None, "gluon", None)
-    keys, values = (y.squeeze(2) for y in ys)
     with emulated(seed):
-        problem = check_call(made.shard(q), keys, values, *options).flattened("gluon").problem()
+        problem = check_call(made.shard(q), both[..., :d], both[..., d:], *options).flattened("gluon").problem()
         problem = replace(problem, arrivals=Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None))
         out = ops.execute(problem, "gluon", True)[0]
     whole = attention(q, k, v, mask=causal(), layout=Packed.from_lengths([*LENGTHS]), backend="reference")

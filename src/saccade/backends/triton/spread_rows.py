@@ -1,4 +1,4 @@
-"""A rank's rows, read once, to where its own call needs them and to where others find them: one launch."""
+"""A rank's keys and values, read once, to where its own call needs them and to where others find them: one launch."""
 
 # pyright: reportCallIssue=false
 
@@ -19,35 +19,42 @@ ELEMENTS = 4096
 """Of a program."""
 
 
-def spread_rows(x: Tensor, targets: Sequence[Tensor], table: Tensor) -> None:
-    """Writes each row of x to row `table[i, row]` of targets[i], for every i; -1 is none. The adjoint of `rank_sums`.
+def spread_rows(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: Tensor) -> None:
+    """Writes each row, a head's key beside its value, to row `table[i, row]` of targets[i], for every i; -1 is none.
 
-    >>> here, there = torch.zeros(2, 1), torch.zeros(1, 1)
-    >>> spread_rows(torch.tensor([[1.0], [2.0]]), [here, there], torch.tensor([[1, 0], [-1, 0]], dtype=torch.int32))
-    ... # doctest: +SKIP
+    >>> keys, values = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
+    >>> here, there = torch.zeros(2, 1, 2), torch.zeros(1, 1, 2)
+    >>> table = torch.tensor([[1, 0], [-1, 0]], dtype=torch.int32)
+    >>> spread_rows(keys[..., None], values[..., None], [here, there], table)  # doctest: +SKIP
     >>> here, there  # doctest: +SKIP
-    (tensor([[2.], [1.]]), tensor([[2.]]))
+    (tensor([[[2., 4.]], [[1., 3.]]]), tensor([[[2., 4.]]]))
+
+    Args:
+        keys, values: (rows, h_k, d) and (rows, h_k, d_v), contiguous, of one dtype.
+        targets: (…, h_k, d + d_v) each, contiguous.
     """
-    if x.numel():
-        with on_device(x):
-            aligned = (y.data_ptr() % 16 == 0 for y in (x, *targets))
-            key = x.dtype, x.device, x.shape, len(targets), *aligned
-            launch = _launches.get_or_make(key, lambda: prepare(x, len(targets)))
-            launch(x.device.index, (x, tuple(targets), table, x.shape[0]))
+    if keys.numel() or values.numel():
+        with on_device(keys):
+            aligned = (x.data_ptr() % 16 == 0 for x in (keys, values, *targets))
+            key = keys.dtype, keys.device, keys.shape, values.shape, len(targets), *aligned
+            launch = _launches.get_or_make(key, lambda: prepare(keys, values, len(targets)))
+            launch(keys.device.index, (keys, values, tuple(targets), table, keys.shape[0]))
 
 
 _launches: BoundedCache[Any, Launch] = BoundedCache(256)
 
 
-def prepare(x: Tensor, places: int) -> Launch:
-    width = x.shape[1:].numel()
+def prepare(keys: Tensor, values: Tensor, places: int) -> Launch:
+    heads, d, d_v = keys.shape[1], keys.shape[2], values.shape[2]
+    width = heads * max(d, d_v)
     block = min(next_power_of_2(width), ELEMENTS)
     rows = ELEMENTS // block
-    grid = -(-x.shape[0] // rows), -(-width // block), 1
-    return Launch(spread_rows_kernel, grid, (width, places, block, rows))
+    grid = -(-keys.shape[0] // rows), -(-width // block), 2
+    return Launch(spread_rows_kernel, grid, (heads, d, d_v, places, block, rows))
 
 
 def compiled(dtype: torch.dtype, d: int) -> Any:
     """The kernel as the compile gate sees it: three places, eight heads."""
     x, table = torch.empty(9, 8, d, dtype=dtype), torch.zeros(3, 9, dtype=torch.int32)
-    return prepare(x, 3).warmup((x, (x,) * 3, table, 9))
+    both = torch.empty(9, 8, 2 * d, dtype=dtype)
+    return prepare(x, x, 3).warmup((x, x, (both,) * 3, table, 9))
