@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from saccade import Packed, ScoreMod, alibi, attention, causal, mask_mod, relative_bias
 from saccade.distributed import plan
+from saccade.testing.mapped_files import mapped_files
 from saccade.testing.ranks import mesh_of
 
 HERE = str(Path(__file__))
@@ -136,3 +140,33 @@ def dropped(group, way):
 @pytest.mark.parametrize("way", ["gather", "ulysses"])
 def test_dropout_is_in_the_graph(pool, way):
     assert pool.run((HERE, "dropped"), 2, way) == [(True, True)] * 2
+
+
+def by_inductor(group, method, lengths, folder):
+    """How far a compiled layer and its gradients are from the same one that is not, when a rank compiles after another
+    with one folder of graphs."""
+    torch._dynamo.reset()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    with mapped_files() if method == "pull" else nullcontext():
+        here = plan(lengths, group, mask=causal(), method=method, timeout=200)
+        given = [torch.randn(here.rows, 2, 16, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+        def layer(q, k, v):
+            return 2 * attention(q * 2, k * 2, v * 2, mask=causal(), context=here)
+
+        end = time.monotonic() + 60
+        while group.rank() and not [*Path(folder).glob("fxgraph/*/*")] and time.monotonic() < end:
+            time.sleep(0.1)
+        differences = []
+        for run in (torch.compile(layer, fullgraph=True), layer):
+            out = run(*given)
+            differences.append([out, *torch.autograd.grad(out.square().sum(), given)])
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        return max(float((x - y).detach().abs().sum()) for x, y in zip(*differences, strict=True))
+
+
+@pytest.mark.parametrize(("method", "lengths"), [("pull", [64]), ("gather", [1])], ids=["cache", "no rows"])
+def test_by_inductor(pool, method, lengths, tmp_path):
+    """Graphs on disk are of exchanges with the same sizes; and a rank without rows is in every exchange, though its
+    graph reads nothing of them."""
+    assert max(pool.run((HERE, "by_inductor"), 2, method, lengths, str(tmp_path), seconds=280)) < 1e-12

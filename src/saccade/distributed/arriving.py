@@ -270,5 +270,6 @@ for _name, _kernel, _fake in (("arriving", _forward, _fake_forward), ("arriving_
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
     batching.register(library, _name, batching.one_by_one(getattr(torch.ops.saccade_distributed, _name)))
+    exchanges.met(_name)
 torch.library.register_autograd("saccade_distributed::arriving", _gradient, setup_context=_setup, lib=library)
 torch.library.register_autograd("saccade_distributed::arriving_back", _no_second, lib=library)

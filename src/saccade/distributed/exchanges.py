@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from saccade import batching
 from saccade.autograd import SingleLevel, apply, below, forward_mode, needs_gradient
@@ -20,8 +21,10 @@ class Exchange(ABC):
     """A linear map of the tensors of all ranks, and its adjoint. Called, it is differentiable; an operator knows it by
     its name."""
 
-    def __init__(self) -> None:
-        self.name = str(next(_numbers))
+    def __init__(self, *sizes: int) -> None:
+        """sizes: all that `shape` depends on besides its arguments. They are part of the name, as torch.compile keeps
+        graphs on disk by what operators are given, for ranks and runs whose exchanges have other sizes."""
+        self.name = " ".join(map(str, (next(_numbers), *sizes)))
         _exchanges[self.name] = self
 
     @abstractmethod
@@ -72,6 +75,11 @@ def _fake_forward(xs: list[Tensor], exchange: str, stage: str) -> list[Tensor]:
 
 def _fake_backward(dys: list[Tensor], exchange: str, stage: str) -> list[Tensor]:
     return [dy.new_empty(_exchanges[exchange].shape(tuple(dy.shape), True)) for dy in dys]
+
+
+def met(name: str) -> None:
+    """Compiled graphs keep an operator of which nobody reads, as a rank does of no rows: the others wait for it."""
+    has_side_effect(getattr(torch.ops.saccade_distributed, name).default)
 
 
 class _Moved(SingleLevel):
@@ -138,4 +146,5 @@ for _name, _kernel, _fake in (
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     library.impl(_name, _derivative(_name), "Autograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
+    met(_name)
     batching.register(library, _name, _batch_rule(_name))

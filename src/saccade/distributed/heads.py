@@ -39,10 +39,10 @@ class HeadExchange(Exchange):
     their order; of heads that one rank has each it is the inverse."""
 
     def __init__(self, rows: Sequence[int], h: int, h_q: int, transport: Transport) -> None:
-        super().__init__()
         self.rows, self.h, self.transport = list(rows), h, transport
         self.heads = [heads_of(i, transport.size, h, h_q) for i in range(transport.size)]
         self.own = self.heads[transport.rank][1]
+        super().__init__(self.rows[transport.rank], sum(self.rows), h, self.own)
 
     def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
         (x,) = xs

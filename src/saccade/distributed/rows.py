@@ -50,11 +50,11 @@ class RowExchange(Exchange):
     row is the sum over the ranks that had it, in their order, so that its bits repeat."""
 
     def __init__(self, owned: Sequence[list[Piece]], needed: Sequence[list[Piece]], transport: Transport) -> None:
-        super().__init__()
         rank = transport.rank
         self.transport = transport
         self.rows = sum(piece.rows for piece in owned[rank])
         self.needed = sum(piece.rows for piece in needed[rank])
+        super().__init__(self.rows, self.needed)
         self.sent = [segments(owned[rank], wanted) for wanted in needed]
         self.received = [segments(pieces, needed[rank]) for pieces in owned]
         self.own = self.sent[rank]
