@@ -53,9 +53,9 @@ SLOWED = 0.06
 """What kernels lose beside copies."""
 ITEM = 128 * 132
 """Rows of a forward's work item, times multiprocessors, each of which works on one."""
-COLLECTIVE = Link(124e-6, 101e9, returned=1.8, growth=1.3)
+COLLECTIVE = Link(124e-6, 101e9, returned=1.85, growth=1.3)
 """`gather`, with packing."""
-HEADS = Link(177e-6, 155e9, returned=1.17, growth=1.1)
+HEADS = Link(177e-6, 155e9, returned=1.2, growth=1.1)
 """`ulysses`: all exchanges of a call together, with packing."""
 INFINIBAND = Link(60e-6, 45e9)
 """Assumed: nine tenths of 400 Gb/s for each GPU."""
@@ -103,11 +103,11 @@ def estimate(
     size = 4 * h_k * head_dim  # bytes of a key and its value
     moved = [0.0] * len(work)
     if len(work) > 1:
-        near, far = rows_moved(sharding, host or len(work), needed)
-        links = (
-            (link.over(min(host or len(work), len(work))), near),
-            *([(beyond, far)] if host is not None and host < len(work) else []),
-        )
+        within = min(host or len(work), len(work))
+        near, far = rows_moved(sharding, within, needed)
+        links = [(link.over(within), near)]
+        if within < len(work):
+            links.append((beyond, far))
         back = pace.factor > 1
         moved = [max(way.took(size * most[i], size * keys[i], back) for way, most in links) for i in range(len(work))]
     exposed = max(a + b for a, b in zip(work, moved, strict=True))
