@@ -29,7 +29,7 @@ class SingleLevel(torch.autograd.function._SingleLevelFunction):
 class _Attention(SingleLevel):
     @staticmethod
     def forward(call: FlatCall, *tensors: Tensor):
-        return below(torch.ops.saccade.forward.default, *call, True)
+        return below(call.operator("forward"), *call, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -48,7 +48,7 @@ class _Attention(SingleLevel):
         call = FlatCall.of_tensors(tensors, ctx.captures, ctx.static)
         dout = torch.zeros_like(out) if dout is None else dout
         needs = ctx.needs_input_grad[1 : 5 + ctx.captures]
-        *gradients, dcaptures = torch.ops.saccade.backward.default(dout, dlse, out, lse, *call, needs[4:])
+        *gradients, dcaptures = call.operator("backward")(dout, dlse, out, lse, *call, needs[4:])
         gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
         return (None, *gradients, *[None] * len(call.tensors))
 
@@ -58,7 +58,7 @@ class _Gradient(SingleLevel):
 
     @staticmethod
     def forward(arguments: tuple[Any, ...], *tensors: Tensor):
-        *gradients, dcaptures = below(torch.ops.saccade.backward.default, *arguments)
+        *gradients, dcaptures = below(FlatCall(*arguments[4:-1]).operator("backward"), *arguments)
         return (*gradients, *dcaptures)
 
     @staticmethod
@@ -156,7 +156,7 @@ def forward(*arguments: Any) -> Any:
 
 def _forward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.saccade.forward.default(*arguments)
+        return FlatCall(*arguments[:-1]).operator("forward")(*arguments)
 
 
 def forward_out(out: Tensor, *arguments: Any) -> Any:
@@ -164,7 +164,7 @@ def forward_out(out: Tensor, *arguments: Any) -> Any:
     refuse_tangents(*tensors)
     refuse_gradients(*tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.saccade.forward_out.default(out, *arguments)
+        return FlatCall(*arguments[:-1]).operator("forward_out")(out, *arguments)
 
 
 def backward(*arguments: Any) -> Any:
@@ -178,4 +178,4 @@ def backward(*arguments: Any) -> Any:
 
 def _backward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.saccade.backward.default(*arguments)
+        return FlatCall(*arguments[4:-1]).operator("backward")(*arguments)

@@ -29,9 +29,9 @@ def forward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     call, dims = FlatCall(*flat), FlatCall(*in_dims[:-1])
     lengths = _lengths(call, dims)
     if lengths is None:
-        return _looped(torch.ops.saccade.forward, info, in_dims, arguments)
+        return _looped(call.operator("forward"), info, in_dims, arguments)
     at, b, fold = _fold(info, call, dims)
-    results = torch.ops.saccade.forward(*_folded(call, dims, fold, at, lengths), lse)
+    results = call.operator("forward")(*_folded(call, dims, fold, at, lengths), lse)
     return _unfolded(results, (at, 0, 0), info.batch_size, b)
 
 
@@ -41,11 +41,11 @@ def backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     call, dims = FlatCall(*flat), FlatCall(*in_dims[4:-1])
     lengths = _lengths(call, dims)
     if lengths is None or call.sink is not None or any(wanted):
-        return _looped(torch.ops.saccade.backward, info, in_dims, arguments)
+        return _looped(call.operator("backward"), info, in_dims, arguments)
     at, b, fold = _fold(info, call, dims)
     # dout, dlse, out and lse
     saved = (None if x is None else fold(x, *how) for x, *how in zip(saved, in_dims, (at, 0, at, 0), strict=False))
-    results = torch.ops.saccade.backward(*saved, *_folded(call, dims, fold, at, lengths), wanted)
+    results = call.operator("backward")(*saved, *_folded(call, dims, fold, at, lengths), wanted)
     gradients, out_dims = _unfolded(results[:4], (at, at, at, 0), info.batch_size, b)
     return (*gradients, results[4]), (*out_dims, [None] * len(results[4]))
 
@@ -117,7 +117,7 @@ def forward_out(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
             f"vmap: out {tuple(arguments[0].shape)} is one tensor for a batch of {info.batch_size} calls: map over it "
             "too, or omit it"
         )
-    return _looped(torch.ops.saccade.forward_out, info, in_dims, arguments)
+    return _looped(FlatCall(*arguments[1:-1]).operator("forward_out"), info, in_dims, arguments)
 
 
 def _lengths(call: FlatCall, dims: FlatCall) -> int | None:

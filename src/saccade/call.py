@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class BoundCall(NamedTuple):
             tensors += self.descale.tensors
         ints = [*self.layout.ints, *([] if mask is None else mask.ints), *(score.ints if score else [])]
         floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
-        numbers = len(floats) > 0 and compiling
+        numbers = compiling and _is_any_symbolic(floats)
         if numbers:
             one = torch.ones((), dtype=torch.float64, device="cpu")
             tensors, floats = [*tensors, torch.stack([one * x for x in floats])], []
@@ -86,6 +87,13 @@ class BoundCall(NamedTuple):
         )
         captures = score.tensors if score else ()
         return FlatCall(*self[:4], captures, tensors, header.text, ints, floats)
+
+
+def _is_any_symbolic(floats: Sequence[float]) -> bool:
+    """Whether torch.compile computes one of them, rather than to know it."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports sympy
+
+    return not all(has_static_value(x) for x in floats)
 
 
 def check_call(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from saccade import layouts, masks, scores
@@ -32,8 +33,8 @@ class Header(NamedTuple):
     """Its state is the last of the tensors, and p the second of the floats."""
     max_scores: bool = False
     numbers: bool = False
-    """The floats of mask and score are a tensor, the last tensor but dropout's: torch.compile makes constants of an
-    operator's floats."""
+    """The floats of mask and score, which torch.compile computes, are a tensor on the host, the last one but dropout's:
+    an operator's floats would be constants."""
 
     def programs(self) -> list[Any]:
         """What a backward has to keep alive besides tensors."""
@@ -70,6 +71,12 @@ class FlatCall(NamedTuple):
     @property
     def parsed(self) -> Header:
         return Header.parse(self.header)
+
+    def operator(self, name: str) -> Any:
+        """The registered operator for this call. A CUDA graph would replay the numbers that the host had when it was
+        captured: the overload `numbers` is for calls that torch.compile leaves out of its graphs."""
+        overloads = getattr(torch.ops.saccade, name)
+        return overloads.numbers if self.header.endswith(" numbers") else overloads.default
 
     @property
     def view_layout(self) -> Layout:

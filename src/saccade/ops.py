@@ -26,12 +26,15 @@ from saccade.problem import Problem
 from saccade.scores import Traced
 
 library = torch.library.Library("saccade", "DEF")
-library.define(f"forward({SCHEMA}, bool lse) -> (Tensor out, Tensor lse, Tensor max_scores)")
-library.define(f"forward_out(Tensor(a!) out, {SCHEMA}, bool lse) -> (Tensor lse, Tensor max_scores)")
-library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}, bool[] wanted)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
-)
+OVERLOADS = {"": (), ".numbers": (torch.Tag.cudagraph_unsafe,)}
+for _overload, _tags in OVERLOADS.items():
+    for _name, _schema in {
+        "forward": f"({SCHEMA}, bool lse) -> (Tensor out, Tensor lse, Tensor max_scores)",
+        "forward_out": f"(Tensor(a!) out, {SCHEMA}, bool lse) -> (Tensor lse, Tensor max_scores)",
+        "backward": f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}, bool[] wanted)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    }.items():
+        library.define(_name + _overload + _schema, tags=_tags)
 
 
 def run(call: BoundCall, backend: str, lse: bool) -> Outputs:
@@ -43,15 +46,16 @@ def run(call: BoundCall, backend: str, lse: bool) -> Outputs:
         return execute(call.problem(), backend, lse)
     flat = call.flattened(backend)
     if call.out is None:
-        return torch.ops.saccade.forward.default(*flat, bool(lse))
-    return call.out, *torch.ops.saccade.forward_out.default(call.out, *flat, bool(lse))
+        return flat.operator("forward")(*flat, bool(lse))
+    return call.out, *flat.operator("forward_out")(call.out, *flat, bool(lse))
 
 
 def gradients(
     call: BoundCall, backend: str, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call by its results, in the layout's order; for those who have an autograd of their own."""
-    return torch.ops.saccade.backward.default(dout, dlse, out, lse, *call.flattened(backend), [])[:3]
+    flat = call.flattened(backend)
+    return flat.operator("backward")(dout, dlse, out, lse, *flat, [])[:3]
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -252,11 +256,13 @@ _OPERATORS: tuple[tuple[Any, ...], ...] = (
     ("forward_out", _forward_out, autograd.forward_out, _fake_forward_out, batching.forward_out),
     ("backward", _backward, autograd.backward, _fake_backward, batching.backward),
 )
-for _name, _kernel, _derivative, _fake, _batched in _OPERATORS:
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    library.impl(_name, _derivative, "Autograd")
-    torch.library.register_fake(f"saccade::{_name}", _fake, lib=library)
-    torch.library.register_vmap(f"saccade::{_name}", _batched, lib=library)
+for _overload in OVERLOADS:
+    for _name, _kernel, _derivative, _fake, _batched in _OPERATORS:
+        library.impl(_name + _overload, _kernel, "CompositeExplicitAutograd")
+        library.impl(_name + _overload, _derivative, "Autograd")
+        torch.library.register_fake(f"saccade::{_name}{_overload}", _fake, lib=library)
+        torch.library.register_vmap(f"saccade::{_name}{_overload}", _batched, lib=library)
 after_import("torch.utils.flop_counter", flops.register)  # which imports triton
 if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
-    library.impl("backward", batching.of_older_vmap(batching.backward), "Batched")
+    for _overload in OVERLOADS:
+        library.impl("backward" + _overload, batching.of_older_vmap(batching.backward), "Batched")
