@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from saccade.kept_memory import capturing, keep
+
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
@@ -148,20 +150,11 @@ def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -
     A CUDA graph computes it in every replay from the tensors' values then, as it outlives the cache. A result belongs
     to the stream that computed it.
     """
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     versions = [version(x) for x in tensors]
-    if capturing or None in versions:
+    if capturing() or None in versions:
         return make()
     stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
-    return _derived.get_or_make((key, stream, tuple(versions)), lambda: lasting(make), tensors)
-
-
-def lasting(make: Callable[[], Value]) -> Value:
-    """The result of `make`, to be kept: in inference mode too its tensors are such that any later call may use."""
-    if not torch.is_inference_mode_enabled():
-        return make()
-    with torch.inference_mode(False), torch.no_grad():
-        return make()
+    return _derived.get_or_make((key, stream, tuple(versions)), lambda: keep(make), tensors)
 
 
 def version(x: Tensor) -> Hashable | None:

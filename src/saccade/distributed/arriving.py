@@ -16,7 +16,6 @@ from saccade import batching, ops
 from saccade.arrivals import ArrivalArgs, Arrivals
 from saccade.autograd import FIRST_ALONE, needs_gradient
 from saccade.backends import Outputs, Unsupported
-from saccade.bounded_cache import lasting
 from saccade.call import BoundCall
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import library
@@ -26,6 +25,7 @@ from saccade.distributed.rows import Segment, numbers
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
 from saccade.flat_call import SCHEMA, FlatCall, savable
+from saccade.kept_memory import keep
 from saccade.layouts import Packed
 
 COPY_BYTES, MOST_COPIES = 2 << 20, 96
@@ -80,7 +80,7 @@ class ArrivingRows(PulledRows):
 
     def layouts(self, device: torch.device) -> Layouts:
         if device not in self._layouts:
-            self._layouts[device] = lasting(lambda: self._made_layouts(device))
+            self._layouts[device] = keep(lambda: self._made_layouts(device))
         return self._layouts[device]
 
     def _made_layouts(self, device: torch.device) -> Layouts:
@@ -115,7 +115,7 @@ class ArrivingRows(PulledRows):
         """Of rows with so many heads, each of so many bytes with its value."""
         key = heads, head_bytes, device
         if key not in self._steps:
-            self._steps[key] = lasting(lambda: self._made_steps(*key))
+            self._steps[key] = keep(lambda: self._made_steps(*key))
         return self._steps[key]
 
     def _made_steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:

@@ -7,13 +7,11 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from saccade.bounded_cache import lasting
+from saccade.kept_memory import keep
 from saccade.scores.recording.compile_constant import callable_of, compile_constant
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Value = TypeVar("Value")
 
 
 def once(make: Method) -> Method:
@@ -27,17 +25,10 @@ def once(make: Method) -> Method:
                     f"torch.compile is the first to need {name}{arguments} of {self!r}: give plan(…, heads=(h_q, h_k)) "
                     "or call what is compiled once without it"
                 )
-            self._kept[key] = plainly(lambda: make(self, *arguments))
+            self._kept[key] = keep(lambda: make(self, *arguments))
         return self._kept[key]
 
     return wraps(make)(kept)  # pyright: ignore[reportReturnType]
-
-
-def plainly(make: Callable[[], Value]) -> Value:
-    """What is made of numbers alone and kept, as if in no mode and inside of no transform: nothing fake, nothing that
-    ends with torch.func.grad, no inference tensor."""
-    with torch._C._DisableFuncTorch(), _disable_current_modes():
-        return lasting(make)
 
 
 @compile_constant

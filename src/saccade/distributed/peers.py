@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from saccade.bounded_cache import lasting
+from saccade.kept_memory import keep
 
 
 class PeerMemory:
@@ -187,6 +187,6 @@ def memory_of(group: Any, size: int, device: torch.device) -> PeerMemory:
             )
         if found is not None and device.type == "cuda":
             torch.cuda.synchronize(device)  # others may free their memory when this rank takes part in the next line
-        memory = lasting(lambda: opened(max(1 << 20, 1 << (size - 1).bit_length()), group, device))
+        memory = keep(lambda: opened(max(1 << 20, 1 << (size - 1).bit_length()), group, device))
         _memories[group.group_name] = found = group, memory
     return found[1]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.bounded_cache import lasting
 from saccade.distributed.peers import PeerMemory, memory_of, row_bytes
 from saccade.distributed.pieces import Piece
 from saccade.distributed.rows import RowExchange, Segment, sums_dtype
 from saccade.distributed.transport import Transport
+from saccade.kept_memory import keep
 
 Range = tuple[int, int]
 """The first row, and how many."""
@@ -105,7 +105,7 @@ class RowSums:
         """(layers, rows) int32: which row of a rank's is part of a sum, -1 for none, in the order of ranks; and the
         rank of each layer."""
         if device not in self._tables:
-            self._tables[device] = lasting(lambda: self._made(device))
+            self._tables[device] = keep(lambda: self._made(device))
         return self._tables[device]
 
     def _made(self, device: torch.device) -> tuple[Tensor, list[int]]:

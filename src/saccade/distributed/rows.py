@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from saccade.distributed.exchanges import Exchange
-from saccade.distributed.once import plainly
 from saccade.distributed.pieces import Piece
 from saccade.distributed.transport import Transport
+from saccade.kept_memory import keep
 
 
 class Segment(NamedTuple):
@@ -67,7 +67,7 @@ class RowExchange(Exchange):
     def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """For each rank, which own rows it needs, and where its rows are among those needed here."""
         if device not in self._indices:
-            self._indices[device] = plainly(
+            self._indices[device] = keep(
                 lambda: (
                     [numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
                     [numbers([(s.target, s.rows) for s in part], device) for part in self.received],

@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from saccade import hardware
 from saccade.backends.device import recorder, stable_keys
 from saccade.backends.device.recorder import hooked
+from saccade.kept_memory import relaxed_capture
 from saccade.problem import Problem
 
 stable_keys.install()
@@ -48,7 +49,8 @@ class Launch:
         stages = self.stages
         while True:
             try:
-                return self.kernel[self.grid](*arguments, *self.constants, **self._options(stages))
+                with relaxed_capture():
+                    return self.kernel[self.grid](*arguments, *self.constants, **self._options(stages))
             except OutOfResources:
                 if self.least_stages is None or stages <= self.least_stages:
                     raise

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -25,6 +24,7 @@ from saccade.backends.device.launch import run
 from saccade.backends.device.packed_launch import Encoding
 from saccade.backends.device.recorder import hooked
 from saccade.backends.gluon import shim
+from saccade.kept_memory import capturing, keep, relaxed_capture
 from saccade.problem import strides
 
 ELEMENTS = {
@@ -62,7 +62,8 @@ class TMALaunch:
             self._note(operands, arguments, *scale)
         if self.compiled is None:
             options = {**self.constants, **self.options}
-            self.keep(self.kernel[self.grid](*self._arguments(operands, arguments, *scale), **options))
+            with relaxed_capture():
+                self.keep(self.kernel[self.grid](*self._arguments(operands, arguments, *scale), **options))
             return
         constants = self.constants.values()
         if self.encoded is None or hooked():
@@ -150,12 +151,11 @@ _counters: dict[tuple[int, int], Tensor] = {}
 def counter(device: torch.device) -> Tensor:
     """Two zeros for one launch on the current stream. Every launch leaves zeros, and those of one stream follow one
     another, so they share; a graph, which may be replayed on any stream, has its own."""
-    if torch.cuda.is_current_stream_capturing():
+    if capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     drawn = _counters.get(key)
     if drawn is None:
-        with _disable_current_modes():  # it is no part of the call
-            drawn = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        drawn = _counters[key] = keep(lambda: torch.zeros(2, dtype=torch.int32, device=device))
     recorder.note_counter(drawn, counter)
     return drawn

@@ -16,6 +16,7 @@ from saccade.compat.flash_attn.gradients import without_gradients
 from saccade.compat.flash_attn.lengths import of_rows, row_numbers
 from saccade.compat.flash_attn.masks import bounds
 from saccade.descale import EIGHT_BITS, Descale
+from saccade.kept_memory import capturing, keep
 from saccade.kv_cache import append_kv, check_rotary
 from saccade.layouts import Paged
 from saccade.partial import Partial
@@ -236,7 +237,7 @@ def own_rows(b: int, like: Tensor) -> Tensor:
     """
     device = like.device
     watched = type(like) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if watched or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if watched or capturing():
         return torch.arange(b, dtype=torch.int32, device=device)[:, None]
     return _kept_rows(b, device)
 
@@ -246,7 +247,6 @@ def _kept_rows(b: int, device: torch.device) -> Tensor:
     size = max(256, 1 << max(b - 1, 0).bit_length())
     table = _OWN_ROWS.get((device, size))
     if table is None:
-        with torch.inference_mode(False):
-            table = torch.arange(size, dtype=torch.int32, device="cpu").to(device)[:, None]
+        table = keep(lambda: torch.arange(size, dtype=torch.int32, device="cpu").to(device)[:, None])
         _OWN_ROWS[device, size] = table
     return table[:b]
