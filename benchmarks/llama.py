@@ -1,6 +1,7 @@
-"""A small Llama's training step, eager and compiled: attention by SDPA, its cuDNN kernels, FlexAttention and saccade.
+"""A small Llama's step by SDPA, its cuDNN kernels, FlexAttention and saccade: eager, compiled, or as CUDA graphs.
 
-    python benchmarks/llama.py [--lengths 1024x8,8192x1] [--rounds 12] [--kernels] [--out rows.jsonl]
+    python benchmarks/llama.py [--lengths 1024x8,8192x1] [--modes eager,compiled,reduce-overhead] [--rounds 12]
+        [--kernels] [--out rows.jsonl]
 
 Four layers of width 2048, 16 query heads on 4 key heads of 128, bf16, causal; saccade with a window of 1024 besides.
 The providers of a length take turns, in an order that changes in every round, and start from the same weights; each
@@ -16,7 +17,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ from saccade.bench.machine import Run
 WIDTH, HEADS, KEY_HEADS, D, LAYERS, WORDS = 2048, 16, 4, 128, 4, 32000
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (b, s, h, d), k and v (b, s, h_k, d) -> (b, s, h, d)"""
+MODES: dict[str, dict[str, Any] | None] = {
+    "eager": None,
+    "compiled": {},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+}
+"""What torch.compile takes, or None without it."""
+PROVIDERS = "sdpa", "sdpa-cudnn", "saccade", "saccade-window", "flex"
 
 
 class Block(nn.Module):
@@ -98,18 +106,20 @@ def _flex(s: int) -> Attend:
 class Step:
     """One provider's model, and its step."""
 
-    def __init__(self, name: str, attend: Attend, inputs: tuple[Tensor, ...], compiled: bool) -> None:
+    def __init__(self, name: str, attend: Attend, inputs: tuple[Tensor, ...], mode: str) -> None:
         torch.manual_seed(0)
         with torch.device("cuda"):
             self.model = Llama(attend).to(torch.bfloat16)
         self.name, self.inputs = name, inputs
-        self.run = torch.compile(self.model, fullgraph=True) if compiled else self.model
+        options = MODES[mode]
+        self.run = self.model if options is None else torch.compile(self.model, fullgraph=True, **options)
         self.context: Any = contextlib.nullcontext
         if name == "sdpa-cudnn":
             self.context = lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         self.seconds: list[float] = []
 
     def __call__(self) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
         for p in self.model.parameters():
             p.grad = None
         with self.context():
@@ -126,7 +136,7 @@ class Step:
         self.seconds.append(time.perf_counter() - start)
 
 
-def _steps(s: int, b: int, compiled: bool, names: list[str]) -> Iterator[Step]:
+def _steps(s: int, b: int, mode: str, names: list[str]) -> Iterator[Step]:
     """Those whose loss agrees with SDPA's, the first one."""
     torch._dynamo.reset()  # lengths that change would become symbols
     torch._dynamo.config.recompile_limit = 64
@@ -139,13 +149,13 @@ def _steps(s: int, b: int, compiled: bool, names: list[str]) -> Iterator[Step]:
         "saccade": _saccade,
         "saccade-window": _saccade_window,
     }
-    if compiled:
+    if mode != "eager":
         attends["flex"] = _flex(s)
     expected = None
     for name, attend in attends.items():
         if name not in names:
             continue
-        step = Step(name, attend, inputs, compiled)
+        step = Step(name, attend, inputs, mode)
         loss = step().item()
         expected = loss if expected is None else expected
         if name != "saccade-window" and abs(loss - expected) > 2e-3 * abs(expected):
@@ -166,11 +176,23 @@ def _kernels(step: Step) -> None:
         print(f"  {x.device_time_total / 1e3:8.3f} ms {x.count:4d}  {x.key[:100]}")
 
 
+def _listed(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Words of a list, by commas."""
+
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [x for x in found if x not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(known)}")
+        return found
+
+    return parse
+
+
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--lengths", default="1024x8,8192x1,32768x1")
-    words.add_argument("--providers", default="sdpa,sdpa-cudnn,saccade,saccade-window,flex")
-    words.add_argument("--modes", default="eager,compiled")
+    words.add_argument("--providers", type=_listed(PROVIDERS), default=",".join(PROVIDERS))
+    words.add_argument("--modes", type=_listed(MODES), default="eager,compiled")
     words.add_argument("--rounds", type=int, default=12)
     words.add_argument("--kernels", action="store_true")
     words.add_argument("--out", type=Path)
@@ -179,8 +201,8 @@ def main() -> None:
     run = Run.now(torch.device("cuda"), given.commit)
     for length in given.lengths.split(","):
         s, b = map(int, length.split("x"))
-        for mode in given.modes.split(","):
-            steps = [*_steps(s, b, mode == "compiled", given.providers.split(","))]
+        for mode in given.modes:
+            steps = [*_steps(s, b, mode, given.providers)]
             if given.kernels:
                 for step in steps:
                     _kernels(step)
@@ -194,7 +216,7 @@ def main() -> None:
                 row = {"step": "llama", "provider": step.name, "mode": mode, "s": s, "b": b, "ms": ms, "ms_q1": low}
                 row |= {"ms_q3": high, "ratio": 1e3 * base / ms}
                 told = f"{ms:8.2f} ms  {ms / base / 1e3:.3f} of SDPA's"
-                print(f"{mode:9s} s={s} b={b} {step.name:15s} {told}", flush=True)
+                print(f"{mode:15s} s={s} b={b} {step.name:15s} {told}", flush=True)
                 if given.out is not None:
                     with given.out.open("a") as file:
                         file.write(json.dumps(vars(run) | row) + "\n")
