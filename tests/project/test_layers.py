@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "saccade"
 
 # From the ground up: a module imports from lower layers and from its own folder alone.
 LAYERS = [
+    {"kept_memory"},
     {"after_import", "alignment", "arguments", "arrivals", "bounded_cache", "dispatch_mode", "lazily"},
     {"hardware", "aliasing", "scores", "dropout", "configs", "descale"},
     {"masks"},
