@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 import torch
 from torch import Tensor
 
-from saccade import dispatch, ops, shortcuts
+from saccade import arguments, dispatch, ops, shortcuts
 from saccade.call import check_call
 from saccade.descale import Descale
 from saccade.explanation import Explanation
@@ -92,7 +92,8 @@ def attention(
 
     Args:
         q: (b, h_q, s_q, d) in the order that `layout` says, or packed (t_q, h_q, d); float16, bfloat16, float32, or
-            float64 on the CPU; float8_e4m3fn or float8_e5m2, as k and v then are. Any strides.
+            float64 on the CPU; float8_e4m3fn or float8_e5m2, as k and v then are. Any strides. DTensors, all three sharded
+            alike along batch rows or heads, or replicated; results are DTensors too.
         k: (b, h_k, s_k, d), or a cache of pages (pages, page_size, h_k, d); dtype and device of q, or 8 bits.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
         mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any
@@ -173,7 +174,12 @@ def attention(
     shift = None if descale is None else descale.shift  # of smoothed keys
     if shift is not None and out is not None:
         shift = shift.clone()  # out may be written over it
-    result, lse, max_scores = ops.run(call, backend, return_lse)
+    if arguments.has_dtensor(*call.differentiable()):
+        from saccade.distributed import dtensor  # which imports torch.distributed
+
+        result, lse, max_scores = dtensor.run(call, score_mod, backend, return_lse)
+    else:
+        result, lse, max_scores = ops.run(call, backend, return_lse)
     if found is not None and found.shortcut is None and call.q is q and call.k is k and call.v is v:
         shortcuts.learn(found, call.problem(), call.flattened(backend), backend, flags)
     if shift is not None:
@@ -239,4 +245,7 @@ def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords:
     bound.apply_defaults()
     if bound.arguments.pop("context") is not None:
         raise TypeError("explain and plan are of calls in one process: omit context, and print(context.explain())")
-    return check_call(**bound.arguments, runs=False).problem()
+    call = check_call(**bound.arguments, runs=False)
+    if arguments.has_dtensor(*call.differentiable()):
+        raise TypeError("explain and plan are of calls in one process: pass one rank's part of DTensors, x.to_local()")
+    return call.problem()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _USUAL = {bool, type(None)}
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _FLAGS = (bool, int, type(None), torch.SymBool)
 
 
@@ -94,6 +95,16 @@ def place(device: Any) -> torch.device | None:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as wrong:
         raise ValueError(f"device must be one of torch's, such as 'cpu', got {told(device)}") from wrong
+
+
+def of_torch(name: str, x: Any) -> bool:
+    """Whether it is an object of torch's class of this name, which is not imported to find out."""
+    return any(cls.__name__ == name and cls.__module__.startswith("torch.") for cls in type(x).__mro__)
+
+
+def has_dtensor(*xs: Any) -> bool:
+    """Whether one of them is a DTensor. In the path of small calls."""
+    return not _PLAIN.issuperset(map(type, xs)) and any(of_torch("DTensor", x) for x in xs)
 
 
 def told(x: Any) -> str:

@@ -255,6 +255,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: L
     for tensor in tensors:
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
+    if arguments.has_dtensor(*tensors) and not arguments.has_dtensor(q):
+        raise TypeError("a tensor of layout or mask is a DTensor, and q is not: pass its x.to_local()")
     error = layout.mask_error(mask, q, k) if tensors or (mask is not None and mask.listed) else None
     if sink is not None and not error:
         error = sink_error(sink, layout.canonical(q).shape[1], q.device)

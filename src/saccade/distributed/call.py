@@ -65,6 +65,8 @@ def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> R
 
 def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     arguments.operands(q, k, v)
+    if arguments.has_dtensor(q, k, v, options.sink):
+        raise TypeError("context= takes a rank's rows and the sink as plain tensors, got DTensors: pass x.to_local()")
     arguments.flags(return_lse=options.return_lse, return_max_scores=options.return_max_scores)
     given = _layout(plan, options.layout, q)
     options = options._replace(mask=as_mask(options.mask))

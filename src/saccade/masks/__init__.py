@@ -13,6 +13,7 @@ from saccade.masks.serialize import (
     from_tensors,
     is_kind,
     of_batch_row,
+    of_leaves,
     of_one_sequence,
     of_rows,
     padded,
@@ -25,5 +26,6 @@ __all__ = [
     "Extent", "Interval", "KeyInterval", "Mask", "MaskMod", "Not", "Or", "Positions", "Prefix", "TensorMask", "Window",
     "Written",
     "as_mask", "causal", "documents", "from_tensors", "interval", "is_block_mask", "is_kind", "mask_mod",
-    "of_batch_row", "of_one_sequence", "of_rows", "padded", "pin", "prefix", "programs", "remember", "window",
+    "of_batch_row", "of_leaves", "of_one_sequence", "of_rows", "padded", "pin", "prefix", "programs", "remember",
+    "window",
 ]  # fmt: skip

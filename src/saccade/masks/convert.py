@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import scores
+from saccade import arguments, scores
 from saccade.bounded_cache import BoundedCache
 from saccade.masks.base import Mask, PredicateMask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL
@@ -120,7 +120,7 @@ def of_tensor(t: Tensor) -> Mask:
 
 def is_block_mask(value: Any) -> bool:
     """Whether it is torch's BlockMask, which is not imported to find out."""
-    return any(cls.__name__ == "BlockMask" and cls.__module__.startswith("torch.") for cls in type(value).__mro__)
+    return arguments.of_torch("BlockMask", value)
 
 
 class Blocks:

@@ -107,11 +107,11 @@ def _of_program(word: str, ints: list[int], floats: list[float], tensors: list[T
     return MaskMod.of_tensors(word, ints, floats, tensors)
 
 
-def _of_leaves(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:
+def of_leaves(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:
     """The mask with each leaf changed."""
     match mask:
         case Combined():
-            return type(mask)(tuple(_of_leaves(part, change) for part in mask.parts))
+            return type(mask)(tuple(of_leaves(part, change) for part in mask.parts))
     return change(mask)
 
 
@@ -128,12 +128,12 @@ def of_batch_row(mask: Mask, b: int) -> Mask:
                 return OfRow(leaf, b) if "b" in leaf.indices else leaf
         return leaf
 
-    return _of_leaves(mask, change)
+    return of_leaves(mask, change)
 
 
 def of_rows(mask: Mask, rows: slice | Tensor) -> Mask:
     """The mask of these rows of queries end to end: a sequence's, or (b, s_q) of a padded batch."""
-    return _of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
+    return of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
 
 
 def padded(mask: Mask, starts: Tensor, s_q: int) -> Mask:
@@ -159,7 +159,7 @@ def of_one_sequence(mask: Mask, sequence: Tensor | None, shape: tuple[int, int])
                 return leaf.each(of_rows)
         return leaf
 
-    return _of_leaves(mask, change)
+    return of_leaves(mask, change)
 
 
 def programs(identity: str) -> list[Any]:

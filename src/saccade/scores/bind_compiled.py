@@ -27,6 +27,9 @@ class CompiledScore(Score):
     def indices(self) -> frozenset[str]:
         return frozenset(_indices(self.identity))
 
+    def reading(self, tensors: Sequence[Tensor]) -> CompiledScore:
+        return CompiledScore(self.identity, tensors, self.ints, self.floats, self.fn)
+
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.fn(score, b, h, q_idx, kv_idx).to(score.dtype).expand_as(score)
 

@@ -156,6 +156,10 @@ class Score:
         """The modified score, of its shape and dtype; all arguments broadcast to (b, h, q, k)."""
         raise NotImplementedError
 
+    def reading(self, tensors: Sequence[Tensor]) -> Score:
+        """The same with other tensors in the place of its own, and without the user's own function."""
+        return self
+
     def tile(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The same as a contiguous tensor, which may be score's own memory, without the user's own function."""
         return self(score, b, h, q_idx, kv_idx)
@@ -197,6 +201,9 @@ class Traced(Score):
             )
         numbers = [(ints if integral else floats).pop(0) for integral in program.integral]
         return Traced(program, [tensors.pop(0) for _ in program.ranks], numbers)
+
+    def reading(self, tensors: Sequence[Tensor]) -> Traced:
+        return Traced(self.program, tensors, self.numbers)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """By the user's own function where there is one."""
