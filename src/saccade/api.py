@@ -92,8 +92,8 @@ def attention(
 
     Args:
         q: (b, h_q, s_q, d) in the order that `layout` says, or packed (t_q, h_q, d); float16, bfloat16, float32, or
-            float64 on the CPU; float8_e4m3fn or float8_e5m2, as k and v then are. Any strides. DTensors, all three sharded
-            alike along batch rows or heads, or replicated; results are DTensors too.
+            float64 on the CPU; float8_e4m3fn or float8_e5m2, as k and v then are. Any strides. Or all three
+            DTensors, sharded alike along batch rows or heads, or replicated; results are DTensors too.
         k: (b, h_k, s_k, d), or a cache of pages (pages, page_size, h_k, d); dtype and device of q, or 8 bits.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
         mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any

@@ -104,7 +104,7 @@ def of_torch(name: str, x: Any) -> bool:
 
 def has_dtensor(*xs: Any) -> bool:
     """Whether one of them is a DTensor. In the path of small calls."""
-    return not _PLAIN.issuperset(map(type, xs)) and any(of_torch("DTensor", x) for x in xs)
+    return not set(map(type, xs)) <= _PLAIN and any(of_torch("DTensor", x) for x in xs)
 
 
 def told(x: Any) -> str:
