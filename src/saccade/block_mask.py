@@ -18,6 +18,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     """The mask, with the states of its tiles: for each 64 rows and 64 keys empty, partial or full.
 
     `attention` computes the states itself, and keeps them until the tensors that the mask captures are written to.
+    Those of tensors that were made in inference mode, whose writes torch does not count, hold for one call.
     Compute them here for CUDA graphs, which otherwise compute them in every replay, or to spend that time elsewhere.
     They take one byte for each tile, and for each batch row and head if the mask depends on these.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saccade.bounded_cache import BoundedCache, derived, version
+from saccade.bounded_cache import BoundedCache, derived, versions
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Mask
 from saccade.problem import Problem
 
@@ -30,12 +30,12 @@ def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
     assert mask.listed, mask
     if isinstance(mask, Blocked):
         source = _contents(mask.mask)
-        if _sources.get(mask.states.untyped_storage()._cdata, source) == source:
+        if source is not None and _sources.get(mask.states.untyped_storage()._cdata) == source:
             return mask.states
         mask = mask.mask  # it has changed since its states were computed
         problem = replace(problem, mask=mask, launches={})
     lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
-    numbers = (*mask.ints, *mask.floats, problem.layout.text, *states_shape(problem), *lengths)
+    numbers = (mask.numbers, problem.layout.text, *states_shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
     if mask.by_row or problem.positions is not None:
         return compute(problem)
@@ -44,13 +44,17 @@ def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
 
 def with_states(mask: Mask, states: Tensor, lengths: tuple[int, int]) -> Blocked:
     """The mask with states that were computed of it as it is now."""
-    _sources.put(states.untyped_storage()._cdata, _contents(mask.bound()), [states])
+    bound = mask.bound()
+    if (source := _contents(bound)) is not None:
+        _sources.put(states.untyped_storage()._cdata, source, [states, *bound.tensors])
     return Blocked(mask, states, lengths)
 
 
-def _contents(mask: Mask) -> Hashable:
-    """All that the states of a mask depend on, besides the shape of the call."""
-    return mask.identity, tuple(mask.ints), tuple(mask.floats), tuple(map(version, mask.tensors))
+def _contents(mask: Mask) -> Hashable | None:
+    """All that the states of a mask depend on, besides the shape of the call; None where a tensor's writes are not
+    counted."""
+    written = versions(mask.tensors)
+    return None if written is None else (mask.identity, mask.numbers, written)
 
 
 def states_shape(problem: Problem) -> tuple[int, int, int, int]:

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -39,8 +39,9 @@ class BoundedCache(Generic[Key, Value]):
     """A mapping whose sizes add up to at most `maxsize`; the oldest entry that was not used since goes first.
 
     An entry has size 1 unless `put` says otherwise. It goes with its `owners`: when the memory of a tensor is freed, or
-    any other object dies. A look-up hashes the key once and takes no lock. Values are made outside of the lock, so that
-    two threads may make the same one.
+    any other object dies. **A key never holds the id or address of a thing that is neither part of the value nor an
+    owner**: another thing may have it later. A look-up hashes the key once and takes no lock. Values are made outside
+    of the lock, so that two threads may make the same one.
     """
 
     _caches: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -150,15 +151,22 @@ def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -
     A CUDA graph computes it in every replay from the tensors' values then, as it outlives the cache. A result belongs
     to the stream that computed it.
     """
-    versions = [version(x) for x in tensors]
-    if capturing() or None in versions:
+    if capturing() or (written := versions(tensors)) is None:
         return make()
     stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
-    return _derived.get_or_make((key, stream, tuple(versions)), lambda: keep(make), tensors)
+    return _derived.get_or_make((key, stream, written), lambda: keep(make), tensors)
 
 
-def version(x: Tensor) -> Hashable | None:
-    """Where a tensor's elements are and how often they were written; None if torch does not count that."""
-    if x.is_inference():
-        return None
-    return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version
+def versions(tensors: Iterable[Tensor]) -> Hashable | None:
+    """Where the elements of tensors are and how often they were written; None if torch does not count that of one.
+
+    It says nothing once the memory of one is freed. So an entry that has it, in its key or its value, has the tensors
+    for owners: while it refers to their storages, nothing else has their addresses.
+    """
+    found = []
+    for x in tensors:
+        if x.is_inference():
+            return None
+        place = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
+        found.append((*place, x.dtype, x._version))
+    return tuple(found)

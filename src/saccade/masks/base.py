@@ -11,7 +11,7 @@ interval inside of which everything is visible, so that inner tiles need no mask
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -88,6 +88,11 @@ class Mask:
     def floats(self) -> list[float]:
         """The scalars that are not integers, in the same order."""
         return [value for leaf in self.leaves() for value in leaf._floats()]
+
+    @property
+    def numbers(self) -> Hashable:
+        """Both as a key holds them, by their bits: a function may divide by 0.0, which is equal to -0.0."""
+        return *self.ints, *(x.hex() for x in self.floats)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from saccade import arguments, scores
-from saccade.bounded_cache import BoundedCache
+from saccade.bounded_cache import BoundedCache, versions
+from saccade.kept_memory import capturing, keep
 from saccade.masks.base import Mask, PredicateMask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL
 from saccade.masks.hull import Extent
@@ -141,16 +142,21 @@ _known: BoundedCache[Hashable, Mask] = BoundedCache(256)
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-def _state(block_mask: Any) -> Hashable:
-    """It changes with the function and with the lists; the Mask keeps the function alive."""
-    lists = [getattr(block_mask, name) for name in _LISTS]
-    versions = [None if x is None else (id(x), None if x.is_inference() else x._version) for x in lists]
-    return id(block_mask), id(block_mask.mask_mod), *versions
+def _state(block_mask: Any) -> tuple[Hashable | None, list[Any]]:
+    """All that a BlockMask says, and what has to live meanwhile besides the function, which the Mask holds; None where
+    writes to its lists are not counted."""
+    lists = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
+    sizes = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
+    written = versions(lists)
+    state = None if written is None else (id(block_mask), id(block_mask.mask_mod), *sizes, written)
+    return state, [block_mask, *lists]
 
 
 def remember(block_mask: Any, mask: Mask) -> None:
-    """That a BlockMask is this Mask, as long as the BlockMask lives."""
-    _known.put(_state(block_mask), mask, [block_mask])
+    """That a BlockMask is this Mask, until it changes."""
+    state, owners = _state(block_mask)
+    if state is not None:
+        _known.put(state, mask, owners)
 
 
 def of_block_mask(block_mask: Any) -> Mask:
@@ -158,7 +164,10 @@ def of_block_mask(block_mask: Any) -> Mask:
     all others are masked."""
     if torch.compiler.is_compiling():
         return _of_lists(block_mask)
-    return _known.get_or_make(_state(block_mask), lambda: _of_lists(block_mask), [block_mask])
+    state, owners = _state(block_mask)
+    if state is None or capturing():  # a graph reads the lists in each replay
+        return _of_lists(block_mask)
+    return _known.get_or_make(state, lambda: keep(lambda: _of_lists(block_mask)), owners)
 
 
 def _of_lists(block_mask: Any) -> Mask:

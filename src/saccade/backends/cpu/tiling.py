@@ -190,7 +190,7 @@ def tiling_of(problem: Problem) -> Tiling:
 
     if problem.positions is not None or (mask is not None and mask.by_row):
         return make()
-    numbers = () if mask is None else (mask.identity, *mask.ints, *mask.floats)
+    numbers = () if mask is None else (mask.identity, mask.numbers)
     return derived(("tiling", shape, layout.text, numbers), tensors, make)
 
 

@@ -1,0 +1,135 @@
+"""Masks that change between calls: each call takes what they are then."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from saccade import attention, block_mask, block_sparsity, mask_mod
+from saccade.compat.flex import BlockMask, create_block_mask, flex_attention
+from saccade.masks import as_mask
+
+S, SIZE, LONG = 192, 64, 512
+"""A BlockMask's rows and keys and those of a block; rows and keys whose tiles a CPU looks at."""
+
+
+def by_lists(given):
+    """A BlockMask without partial blocks as a bool tensor."""
+    listed = torch.arange(3) < given.full_kv_num_blocks[0, 0, :, None]
+    blocks = torch.zeros(3, 4, dtype=torch.bool).scatter(1, given.full_kv_indices[0, 0].long(), listed)[:, :3]
+    return blocks.repeat_interleave(SIZE, 0).repeat_interleave(SIZE, 1)
+
+
+def everything(b, h, q_idx, kv_idx):
+    return kv_idx >= 0
+
+
+def counts(*numbers):
+    return torch.tensor([[numbers]], dtype=torch.int32)
+
+
+def assign(given, n):
+    given.full_kv_num_blocks = torch.randint(0, 4, (1, 1, 3), dtype=torch.int32)
+
+
+def copy(given, n):
+    given.full_kv_num_blocks.copy_(counts(n % 3, 1, 2))
+
+
+def resize(given, n):
+    given.full_kv_indices = given.full_kv_indices.flip(-1)[..., : 1 + n % 3]
+    given.full_kv_num_blocks.clamp_(max=1 + n % 3)
+
+
+def change_data(given, n):
+    given.full_kv_num_blocks.data = counts(n % 4, 0, 3)
+
+
+def exchange(given, n):
+    given.kv_num_blocks, given.full_kv_num_blocks = given.full_kv_num_blocks, given.kv_num_blocks
+    given.kv_indices, given.full_kv_indices = given.full_kv_indices, given.kv_indices
+    given.mask_mod = everything if n % 2 else lambda b, h, q_idx, kv_idx: kv_idx < 0  # of the partial ones
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("made_by", [create_block_mask, torch.nn.attention.flex_attention.create_block_mask])
+@pytest.mark.parametrize("change", [assign, copy, resize, change_data])
+def test_lists(change, made_by, inference):
+    with torch.inference_mode(inference):
+        q = torch.randn(1, 1, S, 4)
+        given = made_by(everything, None, None, S, S, device="cpu", BLOCK_SIZE=SIZE)
+        for n in range(16):
+            change(given, n)
+            assert torch.equal(as_mask(given).visible(S, S)[0], by_lists(given))
+            assert torch.allclose(attention(q, q, q, mask=given), attention(q, q, q, mask=by_lists(given)), atol=1e-5)
+
+
+def test_kinds_of_blocks_exchanged():
+    given = create_block_mask(everything, None, None, S, S, device="cpu", BLOCK_SIZE=SIZE)
+    for n in range(4):
+        exchange(given, n)
+        assert as_mask(given).visible(S, S).all() == (n % 2 == 1)
+
+
+def test_lengths():
+    """As decoding loops assign them."""
+    q, k = torch.randn(1, 1, SIZE, 4), torch.randn(1, 1, S, 4)
+
+    def near(b, h, q_idx, kv_idx):
+        return kv_idx <= q_idx + 100
+
+    given = create_block_mask(near, None, None, SIZE, S, device="cpu", BLOCK_SIZE=SIZE)
+    full = flex_attention(q, k, k, block_mask=given)
+    given.seq_lengths = (1, S)
+    assert torch.allclose(attention(q[:, :, :1], k, k, mask=given), full[:, :, :1], atol=1e-6)
+    with pytest.raises(ValueError, match="the call has"):
+        attention(q, k, k, mask=given)
+
+
+def test_size_of_blocks():
+    index = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3).contiguous()
+    given = BlockMask.from_kv_blocks(counts(1, 1, 1), index, BLOCK_SIZE=SIZE, seq_lengths=(S, S))
+    assert int(as_mask(given).visible(S, S).sum()) == S * SIZE
+    given.BLOCK_SIZE = (SIZE, SIZE // 2)
+    assert int(as_mask(given).visible(S, S).sum()) == S * SIZE // 2
+
+
+def first_keys(n):
+    return torch.arange(LONG).expand(LONG, LONG) < n
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_block_mask_of_a_tensor(inference):
+    """Torch counts no writes to tensors that are made in inference mode: their tiles hold for no later call."""
+    with torch.inference_mode(inference):
+        q, seen = torch.randn(1, 1, LONG, 4), first_keys(64).clone()
+        made = block_mask(mask_mod(lambda b, h, q_idx, kv_idx: seen[q_idx, kv_idx]), 1, 1, LONG, LONG)
+        for n in (64, 300, 10):
+            seen.copy_(first_keys(n))
+            assert torch.allclose(attention(q, q, q, mask=made), attention(q, q, q, mask=first_keys(n)), atol=1e-5)
+
+
+def test_states_know_no_tensor_that_died():
+    """Another tensor may have its address, and its number of writes."""
+    seen = first_keys(64).clone()
+    made = block_mask(mask_mod(lambda b, h, q_idx, kv_idx: seen[q_idx, kv_idx]), 1, 1, LONG, LONG)
+    known = block_sparsity._sources
+    assert known.get(made.states.untyped_storage()._cdata) is not None
+    seen = first_keys(300).clone()
+    gc.collect()
+    other = block_mask(as_mask(seen), 1, 1, LONG, LONG)
+    assert known.get(made.states.untyped_storage()._cdata) is None
+    assert known.get(other.states.untyped_storage()._cdata) is not None
+
+
+def test_negative_zero():
+    """It is equal to 0.0, and a quotient by it is not."""
+    q, divisor = torch.randn(1, 1, 8, 4), 0.0
+    mask = mask_mod(lambda b, h, q_idx, kv_idx: ((q_idx + 1) / divisor > 0) | (kv_idx == 0))
+    everything_seen = attention(q, q, q, mask=mask)
+    assert torch.allclose(everything_seen, attention(q, q, q), atol=1e-6)
+    divisor = -0.0
+    first_alone = attention(q, q, q, mask=mask)
+    assert torch.allclose(first_alone, q[:, :, :1].expand_as(q), atol=1e-6)
