@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from saccade import attention, mask_mod
+from saccade import alibi, attention, compose, mask_mod
 from saccade.scores import bind
 from saccade.scores.codegen.arguments import Arguments
 from saccade.scores.codegen.linear import linear_source
@@ -123,3 +123,57 @@ def test_refusals_name_the_function():
             written(function)
     with pytest.raises(ValueError, match=r"add_ writes in place"):
         attention(q, k, v, score_mod=lambda s, b, h, i, j: s.add_(1))
+
+
+ROWS = torch.randint(1, 9, (40, 3), generator=torch.Generator().manual_seed(2))
+QUOTIENTS = {
+    "% number": lambda s, b, h, i, j: j % 8,
+    "// number": lambda s, b, h, i, j: i // 3,
+    "% index": lambda s, b, h, i, j: i % (j + 1),
+    "number //": lambda s, b, h, i, j: 100 // (j + 1),
+    "% table": lambda s, b, h, i, j: (i - j) % ROWS[j, 0],
+    "fmod": lambda s, b, h, i, j: torch.fmod(i, ROWS[j, 1]),
+    "remainder of rows": lambda s, b, h, i, j: (ROWS[i] % ROWS[j]).sum(-1),
+    "place": lambda s, b, h, i, j: ROWS[j % 40, i % 3],
+    "floor": lambda s, b, h, i, j: torch.div(i, ROWS[j, 2], rounding_mode="floor"),
+}
+"""Integers whose divisors no recording knows."""
+
+
+@pytest.mark.parametrize("name", [*QUOTIENTS, *WRAPPING, *ARGUMENTS])
+def test_the_dtype_of_a_result(name):
+    """A function may ask for it before the recording ends, whatever was computed."""
+    function: Any = (QUOTIENTS | WRAPPING | ARGUMENTS)[name]
+    asked = []
+
+    def converted(s, b, h, i, j):
+        result = function(s, b, h, i, j)
+        asked.append(result.dtype)
+        return s + result.to(result.dtype) * 0.01
+
+    s, at = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.int64)
+    bind(converted, torch.zeros(1))
+    assert asked == [function(s, *[at] * 4).dtype] * len(asked)
+
+
+def converted(s, b, h, i, j):
+    return s + (j % 8).to((i // 3).dtype) * 0.1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_quotients_before_a_dtype(backend):
+    def score_after(s, b, h, i, j):
+        return s + (j % 8) * 0.1
+
+    mask, slopes = mask_mod(lambda b, h, i, j: (j % 4).to((i % 4).dtype) <= i), torch.rand(2)
+    q, k, v = operands()
+    right = attention(q, k, v, mask=mask, score_mod=score_after, backend="reference")
+    torch.testing.assert_close(attention(q, k, v, mask=mask, score_mod=converted, backend=backend), right)
+    for score_mod in compose(score_after, alibi(slopes)), compose(alibi(slopes), score_after):
+        check(q, k, v, score_mod=score_mod, backend=backend).assert_ok()
+
+
+def test_quotients_before_a_dtype_compiled():
+    q, k, v = operands()
+    compiled = torch.compile(lambda *rows: attention(*rows, score_mod=converted), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, score_mod=converted))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from saccade.scores.recording.recorder import error_text, line_of
 from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.tape import WIDEST, Refused, Tape, any_size, element, read
+from saccade.scores.recording.tracer import Tracer
 
 
 class Row:
@@ -319,9 +320,15 @@ def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[li
 
 
 def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype of a value, and its shape if it is a row."""
-    run = _Replay(tape, *zeros_like_inputs(tape, [(1, 1)] * 5))
-    with torch.no_grad():
-        run.steps(place - 4)
-    value = run.values[place]
+    """The dtype of a value, and its shape if it is a row: of a run in which no number decides what happens."""
+    tile, tensors, numbers = zeros_like_inputs(tape, [(1, 1)] * 5)
+    values: list[Any] = []
+
+    def run(*inputs: Tensor) -> None:
+        values.extend(inputs[:5])
+        _Replay(tape, values, inputs[5 : 5 + len(tensors)], inputs[5 + len(tensors) :]).steps(place - 4)
+
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), torch.no_grad():
+        Tracer().trace(run, [*tile, *tensors, *numbers])
+    value = values[place]
     return (value.values[0].dtype, value.shape) if isinstance(value, Row) else (value.dtype, ())
