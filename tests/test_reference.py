@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from saccade import attention
+from saccade import Packed, attention, mask_mod
 from saccade.testing.cases import NAMED
 
 # No row of these is without keys: there PyTorch's answer is NaN, and ours zero.
@@ -53,3 +53,20 @@ def test_dtypes(dtype):
     out, lse = attention(made.q, made.k, made.v, backend="reference", return_lse=True, **made.keywords)
     assert out.dtype == made.q.dtype
     assert lse.dtype == (torch.float64 if dtype == "fp64" else torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("b", "s_q", "s_k"), [(1, 3, 0), (1, 0, 3), (0, 2, 2)])
+def test_rows_of_tensors_where_there_are_no_scores(b, s_q, s_k, backend):
+    table = torch.randn(16, 3, requires_grad=True)
+
+    def near(b, h, i, j):
+        return (table[i] * table[j]).sum(-1) < 1
+
+    q, k = torch.randn(b, 2, s_q, 4), torch.randn(b, 2, s_k, 4)
+    keywords = {"mask": mask_mod(near), "score_mod": lambda s, *at: s + (table[at[2]] * table[at[3]]).sum(-1)}
+    out = attention(q, k, k, backend=backend, **keywords)
+    assert out.shape == q.shape
+    assert not torch.autograd.grad(out.sum(), table)[0].any()
+    rows, layout = torch.randn(4, 2, 4), Packed(torch.tensor([0, 4, 4]))  # the last sequence is empty
+    assert attention(rows, rows, rows, layout=layout, backend=backend, **keywords).shape == rows.shape

@@ -186,6 +186,8 @@ def evaluated(fn: Function, *at: Tensor) -> Tensor:
     """What a predicate returns when it runs itself: a bool tensor of the shape of all four indices."""
     if record(Predicate(fn), torch.float32, at[0].device).tape.rows:
         score = torch.zeros(broadcast_shape(*(x.shape for x in at)), device=at[0].device)
+        if not score.numel():  # over which torch.vmap maps no function
+            return score != 0
         return one_by_one(Predicate(fn))(score, *at) != 0
     return fn(*at) != 0
 

@@ -206,8 +206,8 @@ class Traced(Score):
         return Traced(self.program, tensors, self.numbers)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """By the user's own function where there is one."""
-        if self.fn is None:
+        """By the user's own function where there is one; torch.vmap maps none over no scores."""
+        if self.fn is None or (self.rows and not score.numel()):
             return self.tile(score, b, h, q_idx, kv_idx)
         fn = one_by_one(self.fn) if self.rows else self.fn
         return fn(score, b, h, q_idx, kv_idx).to(score.dtype).expand_as(score)
