@@ -10,8 +10,19 @@ import sys
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, attention, merge
-from saccade.testing.non_finite import BREAKS, CALLS, HEAD, ROW, assert_same_kind, nan_row, operands, results
+from saccade import Dense, Packed, Paged, attention, causal, merge, softcap, window
+from saccade.testing.non_finite import (
+    BREAKS,
+    CALLS,
+    HEAD,
+    ROW,
+    assert_endless_sink,
+    assert_same_kind,
+    endless_key,
+    nan_row,
+    operands,
+    results,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 PADDED = {"padded": {"layout": Dense("bhsd", torch.tensor([8]), torch.tensor([10]))}}
@@ -112,6 +123,48 @@ def test_a_sink_of_nan(dtype):
     found, exact = results(given, sink=sink)
     for x, y in zip(found, exact, strict=True):
         assert_same_kind(x, y)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sink_without_end(dtype, backend):
+    for fill in (None, nan_row, endless_key):
+        for keywords in ({}, {"mask": window(2, 1)}, {"score_mod": softcap(3.0), "layout": PADDED["padded"]["layout"]}):
+            given = operands(dtype)
+            if fill is not None:
+                fill(*given)
+            assert_endless_sink(given, backend, fill is None, **keywords)
+    assert_endless_sink(operands(dtype, rows=14, keys=3), backend, mask=causal())  # rows that see no key
+    assert_endless_sink(operands(dtype, keys=0), backend)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_sink_without_end_of_other_layouts(backend):
+    q, k, v = (x[0].transpose(0, 1) for x in operands(torch.float32, rows=12))
+    assert_endless_sink([q, k, v], backend, layout=Packed(torch.tensor([0, 5, 5, 11])))
+    pages = Paged(torch.tensor([[1, 0], [2, 0]]), torch.tensor([7, 3]))
+    for shared in (0, 1):
+        table = Paged(torch.tensor([[1, 0], [1, 2]]), torch.tensor([7, 6]), shared_pages=shared)
+        cache = torch.randn(2, 3, 4, 2, 8)
+        for layout in (pages, table):
+            assert_endless_sink([torch.randn(2, 2, 4, 8), *cache], backend, False, layout=layout)
+
+
+def test_merged_with_a_sink_without_end():
+    q, k, v = operands(torch.float64)
+    sink = torch.tensor([torch.inf, 0.0, -torch.inf, 1.0], dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
+    parts = [
+        attention(q, k[:, :, at], v[:, :, at], return_lse=True, sink=x)
+        for at, x in ((slice(5), sink), (slice(5, 9), None), (slice(9, 12), None))
+    ]
+    merged, whole = merge(*parts), attention(q, k, v, sink=sink, return_lse=True)
+    for x, y in zip(merged, whole, strict=True):
+        torch.testing.assert_close(x, y)
+    dlse = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)[None, :, None].expand(1, 4, 9)
+    found, right = (torch.autograd.grad(x, leaves, [torch.ones_like(q), dlse]) for x in (merged, whole))
+    for x, y in zip(found, right, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -35,6 +35,16 @@ class Scored(NamedTuple):
     key; the sink is no score. It has no gradient."""
 
 
+def finite(x: Tensor) -> Tensor:
+    """The highest number for +inf, which a sink may be, and the LSE with it: a difference of two would be NaN."""
+    return torch.where(x == torch.inf, torch.finfo(x.dtype).max, x)
+
+
+def infinite(lse: Tensor, top: Tensor) -> Tensor:
+    """+inf for an LSE whose `top` is the highest number, the inverse of `finite`; what is NaN stays NaN."""
+    return torch.where(top == torch.finfo(top.dtype).max, lse + torch.inf, lse)
+
+
 def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
     """`lse = log sum_i exp(lse_i)`, `out = sum_i exp(lse_i - lse) out_i`: attention over the union of disjoint keys.
 
@@ -85,7 +95,7 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
                 f"merge needs Partials of one shape, out {layout.order} and lse (b, h, s), got {shapes}; "
                 "say layout=Dense('bshd') or Dense('sbhd') when out is in that order"
             )
-    lses = torch.stack([lse for _, lse in partials])
+    lses = finite(torch.stack([lse for _, lse in partials]))
     top = lses.amax(0).detach()
     top = torch.where(top == -torch.inf, 0, top)
     weights = (lses - top).exp()
@@ -95,5 +105,5 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
     out = torch.zeros_like(first, dtype=dtype)
     for weight, partial in zip(weights, partials, strict=True):
         out = out + weight[..., None] * layout.canonical(partial.out).to(dtype)
-    lse = torch.where(empty, -torch.inf, top + torch.where(empty, 1, total).log())
+    lse = infinite(torch.where(empty, -torch.inf, top + torch.where(empty, 1, total).log()), top)
     return Partial(layout.ordered(out).to(partials[0].out.dtype), lse)

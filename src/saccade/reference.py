@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.partial import finite, infinite
 from saccade.problem import Problem
 
 
@@ -77,7 +78,7 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor,
     score = torch.where(visible, score, -torch.inf)
     largest = _largest(score)
     if problem.sink is not None:  # one more column, whose value is zero
-        column = problem.sink.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)
+        column = finite(problem.sink.to(score.dtype))[:, None, None].expand(*score.shape[:-1], 1)
         score = torch.cat([score, torch.where(in_use, column, -torch.inf)], dim=-1)
 
     top = largest if problem.sink is None else _largest(score)
@@ -86,7 +87,7 @@ def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor,
     total = weight.sum(-1, keepdim=True)
     empty = total == 0
     total = torch.where(empty, 1, total)
-    lse = torch.where(empty, -torch.inf, top + total.log())[..., 0]
+    lse = infinite(torch.where(empty, -torch.inf, top + total.log()), top)[..., 0]
     return (weight / total)[..., : extent.s_k], lse.to(problem.lse_dtype()), largest[..., 0].to(problem.lse_dtype())
 
 

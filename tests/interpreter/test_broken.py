@@ -7,9 +7,20 @@ import math
 import pytest
 import torch
 
-from saccade import Packed, Paged, attention
+from saccade import Packed, Paged, attention, causal, softcap, window
 from saccade.backends.triton import paged as launches
-from saccade.testing.non_finite import BREAKS, CALLS, HEAD, ROW, assert_same_kind, operands, results
+from saccade.testing.non_finite import (
+    BREAKS,
+    CALLS,
+    HEAD,
+    ROW,
+    assert_endless_sink,
+    assert_same_kind,
+    endless_key,
+    nan_row,
+    operands,
+    results,
+)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -75,3 +86,25 @@ def test_packed_sequences():
     broken = torch.arange(20) // 2 == 2
     assert torch.equal(out.isnan().all(-1).all(-1), broken)
     assert torch.equal(lse.isnan(), broken.expand(4, 20))
+
+
+def test_a_sink_without_end(monkeypatch):
+    for fill in (None, nan_row, endless_key):
+        given = operands(torch.float32)
+        if fill is not None:
+            fill(*given)
+        for keywords in ({}, {"mask": window(2, 1)}, {"score_mod": softcap(3.0)}):
+            assert_endless_sink(given, "triton", fill is None, **keywords)
+    assert_endless_sink(operands(torch.float32, rows=14, keys=3), "triton", mask=causal())
+    found = attention(
+        *operands(torch.float32), sink=torch.full((4,), math.inf), return_max_scores=True, backend="triton"
+    )
+    assert not found.out.any()
+    assert found.max_scores.isfinite().all()
+    monkeypatch.setattr(launches, "LEAST_TILES", 1)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 7)
+    cache = torch.randn(2, 5, 16, 2, 16)
+    for splits in (1, 3):
+        for q in (torch.randn(2, 1, 4, 16), torch.randn(2, 3, 4, 16)):
+            layout = Paged(torch.tensor([[1, 0, 3], [1, 2, 4]]), torch.tensor([45, 20]), num_splits=splits)
+            assert_endless_sink([q, *cache], "triton", False, layout=layout)

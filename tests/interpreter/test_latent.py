@@ -110,7 +110,8 @@ def test_parts_that_follow_the_schedule_merge_to_the_whole(
     lens: list[int], heads: tuple[int, int, int], mask: Mask | None, processors: int
 ) -> None:
     h, s_q, h_k = heads
-    problem = replace(latent(lens, h, s_q, mask, h_k), sink=torch.randn(h) if s_q == 3 else None)
+    sink = torch.tensor([torch.inf, *torch.randn(h - 1)]) if s_q == 3 else None
+    problem = replace(latent(lens, h, s_q, mask, h_k), sink=sink)
     cut = launch.Cut.of(problem, processors)
     schedule = scheduled(problem, cut)
     out, lse = merged(problem, cut, schedule)

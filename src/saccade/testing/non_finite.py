@@ -121,3 +121,24 @@ def assert_same_kind(found: Tensor | None, exact: Tensor | None) -> None:
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):
         wrong = kind(found) != kind(exact)
         assert not bool(wrong.any()), f"{kind.__name__} is wrong first at {wrong.nonzero()[0].tolist()}"
+
+
+def assert_endless_sink(given: list[Tensor], backend: str, gradients: bool = True, **keywords: Any) -> None:
+    """With a sink of +inf for the first and the third of four heads, results are the reference's in float64: out and
+    gradients are 0 there, and the LSE is +inf; what is NaN stays NaN."""
+    sink = torch.tensor([torch.inf, 0.5, torch.inf, -1.0])
+    sides = []
+    for name, kind in ((backend, given[0].dtype), ("reference", torch.float64)):
+        leaves = [x.detach().to(given[0].device, kind).requires_grad_(gradients) for x in (*given, sink)]
+        found = attention(*leaves[:3], sink=leaves[3], backend=name, return_lse=True, **keywords)
+        cotangents = [torch.ones_like(found.out), found.lse.detach().isfinite().to(found.lse.dtype)]
+        more = torch.autograd.grad(found, leaves, cotangents) if gradients else ()
+        sides.append([x.detach() for x in (*found, *more)])
+    for x, y in zip(*sides, strict=True):
+        assert_same_kind(x, y)
+        if not x.numel():
+            continue
+        near = torch.where(y.isfinite(), x.double() - y, 0).abs()
+        assert float(near.amax()) <= 0.05 * max(float(y.nan_to_num(0, 0, 0).abs().amax()), 1.0)
+    assert sides[0][1].isposinf().any()
+    assert not gradients or sides[0][5][::2].tolist() == [0.0, 0.0]

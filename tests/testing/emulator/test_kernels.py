@@ -19,7 +19,7 @@ from saccade.backends.gluon.forward import splits
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
 from saccade.testing.emulator import emulated
-from saccade.testing.non_finite import TABLES, assert_near, operands, table_results
+from saccade.testing.non_finite import TABLES, assert_endless_sink, assert_near, operands, table_results
 from saccade.testing.operations import ARGUMENTS, MASKS, WRAPPING
 
 SAMPLE = (
@@ -81,6 +81,27 @@ def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gluon, name, 1)
     monkeypatch.setattr(splits, "LEAST_KEYS", 128)
     right(PAGED, 0)
+
+
+@pytest.mark.parametrize("name", ["dense", "parts", "latent"])
+def test_a_sink_without_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("LEAST_ITEMS", "LEAST_ROWS"):
+        monkeypatch.setattr(gluon, limit, 1)
+    monkeypatch.setattr(splits, "LEAST_KEYS", 128)
+    if name == "dense":
+        given = operands(torch.bfloat16, rows=40, keys=30, d=64)
+        with emulated():
+            assert_endless_sink(given, "gluon", mask=causal())
+        return
+    case = (PAGED if name == "parts" else LATENT).replace(dtype="bf16")
+    given = case.inputs("cpu")
+    given.keywords["sink"] = torch.tensor([torch.inf, *torch.randn(case.h_q - 1)])
+    with emulated():
+        found = attention(given.q, given.k, given.v, backend="gluon", return_lse=True, **given.keywords)
+    right = attention(given.q, given.k, given.v, backend="reference", return_lse=True, **given.keywords)
+    for x, y in zip(found, right, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+    assert not found.out.select(found.out.dim() - 2, 0).any()
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 90, 112), (90, 112), (1, 2, 90, 111)], ids=str)

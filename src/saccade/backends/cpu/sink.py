@@ -22,8 +22,8 @@ def gradient(problem: Problem, saved: Saved, delta: Tensor) -> Tensor | None:
     if problem.sink is None:
         return None
     share = torch.exp(problem.sink.to(saved.lse.dtype)[:, None] - saved.lse)
-    # Rows that are not in use have lse = -inf, and anything in dout.
-    return -torch.where(saved.lse == -torch.inf, 0, share * delta).sum((0, 2)).to(problem.sink.dtype)
+    # Rows that are not in use have lse = -inf, and anything in dout; a sink of +inf, with lse = +inf, has no gradient.
+    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(problem.sink.dtype)
 
 
 def delta(saved: Saved) -> Tensor:

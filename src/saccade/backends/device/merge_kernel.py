@@ -9,7 +9,7 @@ import triton.language as tl
 
 from saccade.backends.device import block_d
 from saccade.backends.device.launch import Launch
-from saccade.backends.device.tiles import head
+from saccade.backends.device.tiles import finite, head, infinite
 from saccade.problem import Problem
 
 FEW_PARTS = 16
@@ -49,7 +49,7 @@ def merge_kernel(
     # [ROWS, SPLITS]
     i = tl.arange(0, SPLITS)[None, :]
     there = known[:, None] & (i < splits)
-    lses = tl.load(part_lse + i * rows.to(tl.int64) + place[:, None], mask=there, other=float("-inf"))
+    lses = finite(tl.load(part_lse + i * rows.to(tl.int64) + place[:, None], mask=there, other=float("-inf")))
     top = tl.max(lses, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(lses - top[:, None]), 1)
@@ -64,7 +64,7 @@ def merge_kernel(
         number = at + tl.arange(0, CHUNK)[None, :]
         part = number * rows.to(tl.int64) + place[:, None]
         found = tl.load(part_lse + part, mask=known[:, None] & (number < splits), other=float("-inf"))
-        weight = tl.exp(found - top[:, None])
+        weight = tl.exp(finite(found) - top[:, None])
         # [ROWS, CHUNK, BLOCK_DV]
         mask = (weight != 0)[:, :, None] & (column < D_V)[None, None, :]
         values = tl.load(parts + part[:, :, None] * D_V + column[None, None, :], mask=mask, other=0.0)
@@ -79,7 +79,7 @@ def merge_kernel(
     mask = written[:, None] & (column < D_V)[None, :]
     tl.store(head(out, batch, h, row)[:, None] + column[None, :], merged.to(out.ptr.dtype.element_ty), mask=mask)
     if lse is not None:
-        tl.store(lse + row_place, tl.where(empty, float("-inf"), top + tl.log(total)), mask=known)
+        tl.store(lse + row_place, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)), mask=known)
     if max_scores is not None:
         tops = tl.load(part_max + i * rows.to(tl.int64) + place[:, None], mask=there, other=float("-inf"))
         # tl.max leaves a NaN out.

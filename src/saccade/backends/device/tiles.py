@@ -8,6 +8,9 @@ import triton.language as tl
 from saccade.backends.device.records import FAR, LOG2E, plain_int
 from saccade.backends.device.sequences import extent
 
+HIGHEST = tl.constexpr(3.4028234663852886e38)
+"""Of float32."""
+
 
 @triton.jit
 def used_length(used, b, s):
@@ -126,12 +129,28 @@ def in_units(x, score):
 
 
 @triton.jit
-def log_sum(top, total, score):
-    """top + log(total), natural; top is in the units of scores."""
-    if score.identity:
-        return (top + tl.log2(total)) / LOG2E
-    else:
-        return top + tl.log2(total) / LOG2E
+def sink_column(sink, h, score):
+    """A head's sink in the units of scores."""
+    return finite(in_units(tl.load(sink + h).to(tl.float32), score))
+
+
+@triton.jit
+def finite(x):
+    """HIGHEST for +inf, which a sink may be, and the LSE with it: a difference of two would be NaN."""
+    return tl.where(x == float("inf"), HIGHEST, x)
+
+
+@triton.jit
+def infinite(lse, top):
+    """+inf for an LSE whose `top` is HIGHEST, the inverse of `finite`; what is NaN stays NaN."""
+    return tl.where(top == HIGHEST, lse + float("inf"), lse)
+
+
+@triton.jit
+def log_sum(top, total, score, sink):
+    """top + log(total), natural; top is in the units of scores, and the sink's, if there is one."""
+    lse = (top + tl.log2(total)) / LOG2E if score.identity else top + tl.log2(total) / LOG2E
+    return lse if sink is None else infinite(lse, top)
 
 
 @triton.jit
@@ -159,7 +178,7 @@ def store_largest(max_scores, place, there, acc, row_max, row_sum, score, live, 
         tl.store(max_scores + place, largest(natural(row_max, score), row_sum, live), mask=there)
         if sink is not None:
             # [block_q]
-            column = tl.zeros_like(row_max) + in_units(tl.load(sink + h).to(tl.float32), score)
+            column = tl.zeros_like(row_max) + sink_column(sink, h, score)
             column = tl.where(carries, column, float("-inf"))
             new_max = tl.maximum(row_max, column)
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)

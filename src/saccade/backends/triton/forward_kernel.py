@@ -41,7 +41,7 @@ from saccade.backends.device.q_block import (
     table_stages,
 )
 from saccade.backends.device.records import LOG2E
-from saccade.backends.device.tiles import in_units, log_sum, store_largest
+from saccade.backends.device.tiles import log_sum, sink_column, store_largest
 
 RAISED = tl.constexpr(256)
 """What probabilities are multiplied by before they are rounded to 8 bits, so that small ones are normal numbers."""
@@ -133,7 +133,7 @@ def forward_kernel(
         row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
         row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
     else:  # one more column, before all others
-        row_max = tl.zeros([shape.BLOCK_Q], tl.float32) + in_units(tl.load(sink + h).to(tl.float32), score)
+        row_max = tl.zeros([shape.BLOCK_Q], tl.float32) + sink_column(sink, h, score)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
     state = acc, row_max, row_sum
@@ -169,5 +169,5 @@ def forward_kernel(
         acc *= block.args.dropout.factor
     store_q(out, block, acc, shape.D_V, shape.BLOCK_DV, shape, kv.column)
     if lse is not None:
-        row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))
+        row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score, sink), float("-inf"))
         tl.store(lse + block.place, row_lse, mask=told)

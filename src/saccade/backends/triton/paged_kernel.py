@@ -22,7 +22,7 @@ from saccade.backends.device.eight_bits import factor_of_block, queries, values,
 from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
-from saccade.backends.device.tiles import head, in_units, log_sum, store_largest, tile_range
+from saccade.backends.device.tiles import head, log_sum, sink_column, store_largest, tile_range
 from saccade.backends.triton.paged_schedule import by_length, sequence_of, share
 from saccade.backends.triton.paged_slices import nothing_yet, of_all_slices, sliced, slices_step, turned
 from saccade.backends.triton.paged_tiles import PagedHead, load_rows, pages_of
@@ -67,7 +67,7 @@ def _nothing_yet(sink, h, part, score, split, shape):
         row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
         row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
         if sink is not None:
-            row_max = tl.where(part == 0, in_units(tl.load(sink + h).to(tl.float32), score), float("-inf"))
+            row_max = tl.where(part == 0, sink_column(sink, h, score), float("-inf"))
             row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
         return tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32), row_max, row_sum
 
@@ -227,5 +227,5 @@ def paged_kernel(
         out_place = head(out, batch, h, first_q + q_idx)[:, None] + columns
         tl.store(out_place, acc.to(out.ptr.dtype.element_ty), mask=stored)
     if lse is not None:
-        row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score), float("-inf"))
+        row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score, sink), float("-inf"))
         tl.store(lse + place, row_lse, mask=q_idx < there)

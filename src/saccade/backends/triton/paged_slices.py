@@ -15,7 +15,7 @@ import triton.language as tl
 from saccade.backends.device.descale import factor_at
 from saccade.backends.device.eight_bits import bytes_of, factor_of_block, in_words, widened
 from saccade.backends.device.q_block import masked_scores, online_softmax
-from saccade.backends.device.tiles import in_units, power
+from saccade.backends.device.tiles import power, sink_column
 from saccade.backends.triton.paged_tiles import keys_of_tile, load_columns, load_rows, pages_of
 
 
@@ -40,7 +40,7 @@ def nothing_yet(sink, h, part, score, shape, WORD: tl.constexpr, SLICES: tl.cons
     row_sum = tl.zeros([SLICES, shape.BLOCK_Q], tl.float32)
     if sink is not None:
         carries = (part == 0) & (tl.arange(0, SLICES) == 0)
-        row_max = tl.where(carries[:, None], in_units(tl.load(sink + h).to(tl.float32), score)[None, :], row_max)
+        row_max = tl.where(carries[:, None], sink_column(sink, h, score)[None, :], row_max)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     zeros = tl.zeros([SLICES, shape.BLOCK_DV // WORD, shape.BLOCK_Q], tl.float32)
     if WORD == 1:

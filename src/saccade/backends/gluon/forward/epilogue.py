@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from saccade.backends.device.descale import factor_at
 from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
 from saccade.backends.device.sequences import is_packed
-from saccade.backends.device.tiles import head, largest, used_length
+from saccade.backends.device.tiles import finite, head, infinite, largest, used_length
 from saccade.backends.gluon.forward.scores import LOWEST_VAST, in_group
 from saccade.backends.gluon.forward.work_tile import FIRST_ROW, PART, THERE
 from saccade.backends.gluon.ptx import fast_log2
@@ -130,7 +130,7 @@ def weights_of_rows(row_max, total, rows, sink, live, part=None):
     top_score = largest(row_max, total, live)
     share = total * 0 + 1
     if sink is not None:
-        column = gl.load(sink + rows.h, mask=live, other=0.0).to(gl.float32)
+        column = finite(gl.load(sink + rows.h, mask=live, other=0.0).to(gl.float32))
         if part is not None:
             column = gl.where(part == 0, column, float("-inf"))
         top = gl.maximum(row_max, column)
@@ -138,7 +138,10 @@ def weights_of_rows(row_max, total, rows, sink, live, part=None):
         total = total * share + gl.exp2((column - top) * LOG2E)
         row_max = top
     seen = live & (total != 0)  # a NaN counts as seen, and stays one
-    lse = gl.where(seen, row_max + fast_log2(gl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
+    lse = row_max + fast_log2(gl.where(seen, total, 1.0)) / LOG2E
+    if sink is not None:
+        lse = infinite(lse, row_max)
+    lse = gl.where(seen, lse, float("-inf"))
     weight = gl.where(seen, share / gl.where(seen, total, 1.0), 0.0)
     if rule.dropout is not None:
         weight *= rule.dropout.factor

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import extent
+from saccade.backends.device.tiles import finite, infinite
 
 
 class Schedule(NamedTuple):
@@ -109,7 +110,7 @@ def merge_kernel(
     stride = tiles.to(tl.int64) * 64
     lses = tl.load(part_lse + row_of_parts + i * stride, mask=i < count, other=float("-inf"))
     top = tl.max(lses, 0)
-    column = tl.full([], float("-inf"), tl.float32) if sink is None else tl.load(sink + h).to(tl.float32)
+    column = tl.full([], float("-inf"), tl.float32) if sink is None else finite(tl.load(sink + h).to(tl.float32))
     top = tl.maximum(top, column)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(lses - top), 0) + tl.exp(column - top)
@@ -132,4 +133,4 @@ def merge_kernel(
     ) * out.unit  # fmt: skip
     tl.store(base + column_v, acc.to(out.ptr.dtype.element_ty))
     if lse is not None:
-        tl.store(lse + place, tl.where(empty, float("-inf"), top + tl.log(total)))
+        tl.store(lse + place, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)))
