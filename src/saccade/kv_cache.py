@@ -62,7 +62,8 @@ def append_kv(
     Formula, with a layout: row `i` of sequence `b` becomes key `p = layout.seqused_k[b] + i`, after those that the
     sequence has. With `slot_mapping`: row `i` becomes row `n % page_size` of page `n // page_size`, `n =
     slot_mapping[i]`. With `rotary=(cos, sin)` each pair (x, y) among the first elements of a key and of a query at
-    position p becomes `(x cos[p] - y sin[p], y cos[p] + x sin[p])`, in float32.
+    position p becomes `(x cos[p] - y sin[p], y cos[p] + x sin[p])`, in float32, or in float64 for
+    float64 rows.
 
     Caches of e4m3 or e5m2 take wider rows as bytes: `byte = round(value / descale)`, rotated before, as `quantize`
     rounds: to nearest, ties to even, the largest number for what is beyond it, NaN for NaN and infinities. Rows of the

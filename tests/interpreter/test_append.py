@@ -15,18 +15,20 @@ from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("interleaved", "dtype"), [(False, torch.float64), (False, torch.float32), (True, torch.float32)]
+)
 @pytest.mark.parametrize("offsets", [None, [0, 0, 5, 9]], ids=str)
-def test_against_operations(offsets, interleaved):
+def test_against_operations(offsets, interleaved, dtype):
     table = torch.tensor([[3, 0, 7], [5, -1, 1 << 30], [1, 2, 6]], dtype=torch.int32)
     layout = Paged(table, torch.tensor([3, 2, 11]), None if offsets is None else torch.tensor(offsets))
-    caches = torch.randn(9, 4, 3, 20).split([12, 8], dim=-1)
+    caches = torch.randn(9, 4, 3, 20, dtype=dtype).split([12, 8], dim=-1)
     copies = [x.clone() for x in caches]
     shape = (3, 4) if offsets is None else (10,)
-    new = torch.randn(*shape, 3, 12), torch.randn(*shape, 3, 8)
-    angles = torch.randn(9, 4)
+    new = torch.randn(*shape, 3, 12, dtype=dtype), torch.randn(*shape, 3, 8, dtype=dtype)
+    angles = torch.randn(9, 4, dtype=dtype)
     rotary = Rotary(angles.cos(), angles.sin(), interleaved)
-    q = torch.randn(*shape, 6, 12)
+    q = torch.randn(*shape, 6, 12, dtype=dtype)
     found = operations.append(Append(*caches, *new, layout, rotary, q))
     wanted = launches.append(Append(*copies, *new, layout, rotary, q))
     for one, other in ((found, wanted), *zip(caches, copies, strict=True)):

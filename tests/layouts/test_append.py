@@ -588,3 +588,18 @@ def test_quantized_rows_in_a_graph(factor, captured):
     append_kv(*wanted, Paged(TABLE, USED - 1), *new, descale=Descale(k=scale if factor == "tensor" else 0.3, v=0.7))
     for found, right in zip(caches, wanted, strict=True):
         assert torch.equal(codes(found.cpu()), codes(right))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_of_float64(interleaved, device):
+    """To its rounding: rows, queries and angles."""
+    caches = torch.zeros(2, PAGES, SIZE, H, D, dtype=torch.float64, device=device)
+    new, q = torch.randn(2, 1, 3, H, D, dtype=torch.float64), torch.randn(1, 3, H, D, dtype=torch.float64)
+    angles = torch.randn(12, 4, dtype=torch.float64)
+    layout = Paged(torch.tensor([[2, 1]], device=device), torch.tensor([3], device=device))
+    tables = angles.cos().to(device), angles.sin().to(device)
+    found = append_kv(*caches, layout, *new.to(device), q=q.to(device), rotary=tables, interleaved=interleaved)
+    positions = torch.arange(3, 6)
+    written = caches[0, [2, 1, 1], [3, 0, 1]].cpu()
+    for x, y in ((written, new[0, 0]), (found[0].cpu(), q[0])):
+        torch.testing.assert_close(x, turned_rows(y, angles, positions, interleaved), rtol=0, atol=1e-14)

@@ -79,9 +79,10 @@ def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
 def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:
     """x (n, h, d) with its pairs turned by the angles of the positions (n)."""
     position = position.clamp(max=rotary.cos.shape[0] - 1)
-    cos, sin = (table[position][:, None].float() for table in (rotary.cos, rotary.sin))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = (table[position][:, None].to(wide) for table in (rotary.cos, rotary.sin))
     pairs = cos.shape[-1]
-    turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
+    turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
     x0, x1 = turned.unflatten(-1, (pairs, 2)).unbind(-1) if rotary.interleaved else turned.chunk(2, dim=-1)
     turns = x0 * cos - x1 * sin, x1 * cos + x0 * sin
     turned = torch.stack(turns, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(turns, dim=-1)

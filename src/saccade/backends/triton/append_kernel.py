@@ -150,6 +150,7 @@ def _copy(made, new, page, row, at, h, column, there, factor, shape):
 def _turn(made, new, page, row, at, h, live, angles, factor, shape):
     """A row of all heads [heads, d], its first pairs by the angles of its position; zero if it is not known."""
     if shape.PAIRS > 0:
+        WIDE: tl.constexpr = tl.float64 if new.ptr.dtype.element_ty == tl.float64 else tl.float32
         # [BLOCK_P]
         pair = tl.arange(0, shape.BLOCK_P)
         one = pair * 2 if shape.INTERLEAVED else pair
@@ -158,12 +159,12 @@ def _turn(made, new, page, row, at, h, live, angles, factor, shape):
         position = tl.minimum(tl.maximum(at.position, 0), plain_int(angles.positions) - 1)
         angle = position.to(tl.int64) * shape.PAIRS + pair
         # [1, BLOCK_P]
-        c = tl.load(angles.cos + angle, mask=pair < shape.PAIRS, other=0.0).to(tl.float32)[None, :]
-        t = tl.load(angles.sin + angle, mask=pair < shape.PAIRS, other=0.0).to(tl.float32)[None, :]
+        c = tl.load(angles.cos + angle, mask=pair < shape.PAIRS, other=0.0).to(WIDE)[None, :]
+        t = tl.load(angles.sin + angle, mask=pair < shape.PAIRS, other=0.0).to(WIDE)[None, :]
         # [heads, BLOCK_P]
         turning = live & inside
-        x = tl.load(_places(new, at.batch, at.i, h, one), mask=turning, other=0.0).to(tl.float32)
-        y = tl.load(_places(new, at.batch, at.i, h, two), mask=turning, other=0.0).to(tl.float32)
+        x = tl.load(_places(new, at.batch, at.i, h, one), mask=turning, other=0.0).to(WIDE)
+        y = tl.load(_places(new, at.batch, at.i, h, two), mask=turning, other=0.0).to(WIDE)
         first = tl.where(at.known, x * c - y * t, 0.0)
         second = tl.where(at.known, y * c + x * t, 0.0)
         if factor is not None:
