@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
 from saccade.block_mask import block_mask as with_states
-from saccade.bounded_cache import lasting
 from saccade.masks import FULL, PARTIAL, TILE, as_mask, is_block_mask, mask_mod, remember
 
 __all__ = [
@@ -152,7 +151,8 @@ def create_block_mask(
     else:
         partial, full = _blocks(blocked.states.expand(B or 1, H or 1, -1, -1), sizes)
         kinds = (partial, full) if separate_full_blocks else (partial | full,)
-        lists = lasting(lambda: [x for kind in kinds for x in _block_lists(kind)])  # writes to them are counted
+        with torch.inference_mode(False), torch.no_grad():  # so that writes to them are counted
+            lists = [x for kind in kinds for x in _block_lists(kind)]
         lengths = Q_LEN, KV_LEN
         result = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=lengths)
     remember(result, blocked)

@@ -155,7 +155,7 @@ def _state(block_mask: Any) -> tuple[Hashable | None, list[Any]]:
 def remember(block_mask: Any, mask: Mask) -> None:
     """That a BlockMask is this Mask, until it changes."""
     state, owners = _state(block_mask)
-    if state is not None:
+    if state is not None and not capturing():  # what a graph writes is not there yet
         _known.put(state, mask, owners)
 
 
