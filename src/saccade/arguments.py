@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,6 +85,19 @@ def number(name: str, x: Any, otherwise: str = "") -> float:
     elif isinstance(x, (str, bytes, complex)) or not hasattr(type(x), "__float__") or getattr(x, "size", 1) != 1:
         raise TypeError(f"{name} must be a number, got {told(x)}")
     return float(x)
+
+
+# Not `n in (1, m)`, which Dynamo answers with False where n is a number and m a symbol that equals it.
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a shape has one element, or as many as the other, in each of the other's last dimensions."""
+    last = to[len(to) - len(shape) :]
+    return len(shape) <= len(to) and all(n == 1 or n == m for n, m in zip(shape, last, strict=True))
+
+
+def is_one_of(shape: Sequence[int], *shapes: Sequence[int]) -> bool:
+    return any(len(x) == len(shape) and all(n == m for n, m in zip(shape, x, strict=True)) for x in shapes)
 
 
 def place(device: Any) -> torch.device | None:

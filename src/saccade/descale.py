@@ -234,7 +234,7 @@ def _expanded(
     fits = by_blocks and x.shape[:2] == (b, h_k) and blocks is not None
     if blocks is not None:
         fits = fits and (x.shape[2] >= blocks if more else x.shape[2] == blocks)
-    if not fits and x.shape not in ((), (h_k,), (b, h_k)):
+    if not fits and not arguments.is_one_of(x.shape, (), (h_k,), (b, h_k)):
         unknown = "which needs the longest sequence's length on the host"
         lengths = unknown if blocks is None else f"n = {blocks} of them"
         raise ValueError(

@@ -210,7 +210,7 @@ def _given(positions: Tensor, x: Tensor) -> Tensor:
     """
     arguments.tensors(positions=positions)
     tokens = x.shape[:-1]
-    fits = positions.dim() == 1 or (positions.dim() == x.dim() - 1 and positions.shape[0] in (1, tokens[0]))
+    fits = positions.dim() > 0 and arguments.broadcasts(positions.shape[:-1], tokens[:-1])
     if not fits or positions.shape[-1] != tokens[-1]:
         forms = " or ".join(str(tuple(form)) for form in dict.fromkeys((tuple(tokens[-1:]), tuple(tokens))))
         raise ValueError(f"positions must be {forms} for x {tuple(x.shape)}, got {tuple(positions.shape)}")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 PACKAGE = Path(__file__).parents[2] / "src" / "saccade"
 FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 MOST_PARAMETERS = {"helper": 12, "kernel": 24}
+
+NO_SYMBOLS = "backends", "testing", "bench", *(f"scores/recording/{x}.py" for x in ("replay", "trace", "tracer"))
+"""What torch.compile and exports never follow: it runs inside of operators, or on small tensors of known shapes."""
 
 
 def nodes(kind: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
@@ -58,3 +62,38 @@ def test_device_functions_assign_no_record():
             if record:
                 assigned.append(f"{name}: {ast.unparse(inner)}")
     assert not assigned
+
+
+def test_sizes_are_not_looked_up():
+    """`n in (1, m)` is False in Dynamo where n is a number and m a symbol that equals it, and symbols have no hash:
+    `arguments.broadcasts` and `arguments.is_one_of` compare sizes and shapes. Names in capitals are numbers."""
+
+    def collection(x: ast.AST) -> TypeGuard[ast.Tuple | ast.List | ast.Set]:
+        return isinstance(x, (ast.Tuple, ast.List, ast.Set))
+
+    def known(x: ast.AST) -> bool:
+        if collection(x):
+            return all(map(known, x.elts))
+        return isinstance(x, ast.Constant) or (isinstance(x, ast.Name) and x.id.isupper())
+
+    def of_shape(x: ast.AST) -> bool:
+        return any(isinstance(y, ast.Attribute) and y.attr == "shape" for y in ast.walk(x))
+
+    def may_be_sizes(x: ast.AST, among: ast.AST) -> bool:
+        """A size or a shape, by what it is or by what it is looked up in: a whole number or a tuple beside others."""
+        if not collection(among):
+            return of_shape(among) and not known(x)
+        whole = any(collection(y) or type(getattr(y, "value", None)) is int for y in among.elts)
+        return not known(among) and (whole or of_shape(x) or of_shape(among))
+
+    found = []
+    for name, node in nodes(ast.AST):
+        if name.startswith(NO_SYMBOLS):
+            continue
+        if isinstance(node, ast.Compare):
+            terms = zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
+            wrong = any(isinstance(op, (ast.In, ast.NotIn)) and may_be_sizes(x, among) for x, op, among in terms)
+        else:
+            wrong = isinstance(node, (ast.Set, ast.SetComp)) and of_shape(node)
+        found += [f"{name}: {ast.unparse(node)}"] if wrong else []
+    assert not found

@@ -133,21 +133,21 @@ def _four(x: Tensor, outer: tuple[int, ...]) -> Tensor:
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Operands with the heads that attention takes; without groups, one head is broadcast to all."""
-    counts = {x.shape[1] for x in (q, k, v)}
-    if grouped or len(counts) == 1:
+    counts = [x.shape[1] for x in (q, k, v)]
+    if grouped or counts[0] == counts[1] == counts[2]:
         return q, k, v
-    if len(counts - {1}) > 1:
+    heads = next((n for n in counts if n != 1), 1)
+    if not all(arguments.broadcasts([n], [heads]) for n in counts):
         raise ValueError(
             f"query has {q.shape[1]} heads and key {k.shape[1]}: heads that share keys need enable_gqa=True; "
             f"with outer dimensions in one, {_shapes(q, k, v)}"
         )
-    (heads,) = counts - {1}
     return q.expand(-1, heads, -1, -1), k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
 
 
 def _mask(mask: Tensor, call: tuple[int, ...]) -> Tensor:
     """A mask that broadcasts to (…, h_q, s_q, s_k), with four dimensions or fewer."""
-    if mask.dim() > len(call) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], call[::-1], strict=False)):
+    if not arguments.broadcasts(mask.shape, call):
         raise ValueError(f"attn_mask must broadcast to (…, h_q, s_q, s_k) = {call}, got {tuple(mask.shape)}")
     if mask.dim() <= 3 or mask.shape[:-3].numel() == 1:
         return mask.reshape(mask.shape[-3:])

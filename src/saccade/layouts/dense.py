@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.arguments import broadcasts
 from saccade.layouts.base import Layout, SequencePlace
 from saccade.layouts.offsets import check_vector, same_vector, shortened
 from saccade.layouts.positions import check_offset
@@ -118,7 +119,7 @@ class Dense(Layout):
                 f"torch's BlockMask mask_mod(fn), got {mask!r}"
             )
         for leaf in leaves:
-            if isinstance(leaf, Documents) and (leaf.ids.shape[0] not in (1, b) or not leaf.ids.shape[1] == s_q == s_k):
+            if isinstance(leaf, Documents) and not (broadcasts(leaf.ids.shape, (b, s_q)) and leaf.length == s_q == s_k):
                 return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
             if leaf.kind == "prefixes" and leaf.tensors[0].shape != (b,):
                 return f"prefix lengths must have shape ({b},), got {tuple(leaf.tensors[0].shape)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,30 +63,25 @@ def of_sequence(positions: Positions, i: int, rows: slice) -> tuple[Offset, Offs
 
 def offset_error(q: Offset | None, k: Offset | None, b: int, rows: int, end_to_end: bool) -> str | None:
     """What is wrong with the shapes of offsets, for b batch rows of so many rows, or b sequences of so many in all."""
-    if isinstance(k, Tensor) and not _is_one_of(k.shape, (b,), (b, 1)):
+    if isinstance(k, Tensor) and not arguments.is_one_of(k.shape, (b,), (b, 1)):
         return f"k_offset must have shape ({b},), got {tuple(k.shape)}"
     if not isinstance(q, Tensor):
         return None
     shape = tuple(q.shape)
     if not end_to_end:
-        if _is_one_of(shape, (b,), (b, 1), (b, rows), (1, rows)):
+        if arguments.is_one_of(shape, (b,), (b, 1), (b, rows), (1, rows)):
             return None
         wanted = f"({b},), an offset for each batch row, or ({b}, {rows}) or (1, {rows}), a position for each row"
         return f"q_offset must be {wanted}; got {shape}"
-    if _is_one_of(shape, (b,)) and b == rows != 1:
+    if arguments.is_one_of(shape, (b,)) and b == rows != 1:
         return (
             f"q_offset {shape} could be an offset for each of {b} sequences or a position for each of {rows} rows: "
             "pass q_offset[:, None] for sequences, or q_offset[None] for rows"
         )
-    if _is_one_of(shape, (b,), (b, 1), (rows,), (1, rows)):
+    if arguments.is_one_of(shape, (b,), (b, 1), (rows,), (1, rows)):
         return None
     wanted = f"({b},) or ({b}, 1), an offset for each sequence, or ({rows},) or (1, {rows}), a position for each row"
     return f"q_offset must be {wanted}; got {shape}"
-
-
-def _is_one_of(shape: Sequence[int], *shapes: Sequence[int]) -> bool:
-    """One number after the other, as torch.compile compares no tuples of symbols."""
-    return any(len(x) == len(shape) and all(m == n for m, n in zip(x, shape, strict=True)) for x in shapes)
 
 
 def reach_error(name: str, x: Offset | None, s: int) -> str | None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from saccade.arguments import broadcasts
 from saccade.masks.base import Mask, WrappedMask
 from saccade.scores import Sizes
 
@@ -46,9 +47,9 @@ class Blocked(WrappedMask):
     def shape_error(self, sizes: Sizes) -> str | None:
         b, h, s_q, s_k, _ = sizes
         blocks, tiles = tuple(self.states.shape), (-(-s_q // TILE), -(-s_k // TILE))
-        if blocks[0] not in (1, b) or blocks[1] not in (1, h) or blocks[2:] != tiles:
+        if not (broadcasts(blocks[:2], (b, h)) and blocks[2:] == tiles):
             return f"a block mask of {blocks} tiles is for another shape than (b, h_q, s_q, s_k) = {(b, h, s_q, s_k)}"
-        if self.lengths not in (None, (s_q, s_k)):
+        if self.lengths is not None and self.lengths != (s_q, s_k):
             return f"a block mask for (s_q, s_k) = {self.lengths} is for another shape than {(s_q, s_k)}"
         return self.mask.shape_error(sizes)
 

@@ -73,7 +73,7 @@ class TensorMask(PredicateMask):
         call, shape = tuple(sizes[:4]), tuple(self.t.shape)
         if not sizes.exact:
             return sequences_shape_error("a mask tensor", (1,) * (4 - len(shape)) + shape, sizes, broadcast=True)
-        if any(n not in (1, m) for n, m in zip(shape, call[4 - len(shape) :], strict=True)):
+        if not arguments.broadcasts(shape, call):
             return f"a mask tensor must broadcast to (b, h_q, s_q, s_k) = {call}, got {shape}"
         return None
 

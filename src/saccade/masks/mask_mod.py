@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade import scores
+from saccade.arguments import broadcasts
 from saccade.masks.base import Mask, PredicateMask, WrappedMask
 from saccade.masks.hull import Extent
 from saccade.scores.recording.compile_constant import knows_inversion
@@ -62,7 +63,7 @@ class MaskMod(PredicateMask):
         form = self.form
         if form is not None and not exact and (error := sequences_shape_error("the BlockMask", form, sizes)):
             return error
-        if form is not None and exact and (form[0] not in (1, b) or form[1] not in (1, h) or form[2:] != (s_q, s_k)):
+        if form is not None and exact and not (broadcasts(form[:2], (b, h)) and form[2:] == (s_q, s_k)):
             return f"the BlockMask is for (b, h_q, s_q, s_k) = {form}, and the call has {(b, h, s_q, s_k)}"
         if max(s_q, s_k) > scores.LONGEST:
             return f"mask functions take lengths up to {scores.LONGEST}, got {s_q} and {s_k}"
@@ -81,7 +82,7 @@ def sequences_shape_error(
     """What is wrong with the shape of a mask for sequences, or None."""
     b, h, s_q, s_k, _ = sizes
     long_enough = (n >= m or (n == 1 and broadcast) for n, m in zip(shape[2:], (s_q, s_k), strict=True))
-    if shape[0] in (1, b) and shape[1] in (1, h) and all(long_enough):
+    if broadcasts(shape[:2], (b, h)) and all(long_enough):
         return None
     return (
         f"{name} over sequences has a row for each query of the longest one, and a column for each of its keys: at "

@@ -34,7 +34,7 @@ def broadcasts(shape: Sequence[int], sizes: Sizes) -> bool:
     sizes_of_shape = (*(1,) * (4 - len(shape)), *shape)
     longer = False, False, not sizes.exact, not sizes.exact
     return len(shape) <= 4 and all(
-        n in (1, m) or (more and n > m) for n, m, more in zip(sizes_of_shape, sizes[:4], longer, strict=True)
+        n == 1 or n == m or (more and n > m) for n, m, more in zip(sizes_of_shape, sizes[:4], longer, strict=True)
     )
 
 

@@ -43,7 +43,7 @@ def _bias(slopes: Tensor, causal: bool, layout: Layout, q: Tensor, k: Tensor) ->
     arguments.tensors(alibi_slopes=slopes, q=q, k=k)
     heads = q.shape[-2]
     b = q.shape[0] if layout.rectangular else layout.sequences
-    if slopes.shape not in ((heads,), (b, heads)) or not slopes.is_floating_point():
+    if not arguments.is_one_of(slopes.shape, (heads,), (b, heads)) or not slopes.is_floating_point():
         got = f"{slopes.dtype} {tuple(slopes.shape)}"
         raise ValueError(f"alibi_slopes must be floats ({heads},) or ({b}, {heads}), got {got}")
     off = 0 if layout.has_pages else offset(layout, q, k)  # indices of a cache's queries are positions

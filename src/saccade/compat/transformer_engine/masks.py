@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.arguments import is_one_of
 from saccade.bounded_cache import derived
 from saccade.compat.transformer_engine.call import Call, WrongCall
 from saccade.dispatch import Unsupported
@@ -183,7 +184,7 @@ def _tokens(masked: Any, b: int, s: int) -> Tensor:
     """Which tokens are masked, (b, s)."""
     if not isinstance(masked, Tensor):
         raise WrongCall(f"attention_mask must be a bool tensor, or two of them, got {type(masked).__name__}")
-    if masked.dtype != torch.bool or masked.shape not in ((b, 1, 1, s), (b, s)):
+    if masked.dtype != torch.bool or not is_one_of(masked.shape, (b, 1, 1, s), (b, s)):
         raise WrongCall(
             f"attention_mask for padding is a bool tensor ({b}, 1, 1, {s}), True where masked, or two of them, for "
             f"queries and keys; got {masked.dtype} {tuple(masked.shape)}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.arguments import broadcasts
 from saccade.compat.alibi import alibi
 from saccade.compat.transformer_engine.call import Call, WrongCall
 from saccade.compat.transformer_engine.masks import Visibility
@@ -48,7 +49,7 @@ def _visible_keys(visible: Visibility, q: Tensor, tensors: dict[str, Tensor]) ->
     b, s_q, s_k = visible.shape
     shape = b, q.shape[-2], s_q, s_k
     for name, x in tensors.items():
-        if x.dim() > 4 or any(n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)):
+        if not broadcasts(x.shape, shape):
             raise WrongCall(f"{name} must broadcast to (b, h_q, s_q, s_k) = {shape}, got {tuple(x.shape)}")
     if visible.keys is None:
         return tensors

@@ -1,0 +1,105 @@
+"""Compiled calls whose batches and lengths change, beside tensors whose sizes do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import attention, bias, block_mask, documents, mask_mod, nn
+from saccade.compat import flex, sdpa
+from saccade.compat.transformer_engine import DotProductAttention
+
+LONGEST, HEADS, D = 64, 4, 8
+VISIBLE = torch.ones(1, 1, LONGEST, LONGEST).tril() == 1
+ADDED = torch.linspace(-2, 2, LONGEST**2).view(1, 1, LONGEST, LONGEST)
+IDS = (torch.arange(LONGEST) // 5)[None]
+OFFSETS = torch.arange(8)
+LAYER = nn.Attention(HEADS * D, HEADS, rotary_base=1e4)
+CORE = DotProductAttention(HEADS, D, attn_mask_type="no_mask", qkv_format="bshd")
+
+
+def _lower(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def heads_of(x: Tensor) -> Any:
+    return [x.unflatten(-1, (HEADS, D)).transpose(1, 2)] * 3
+
+
+def rows_of(x: Tensor) -> Any:
+    return [x.unflatten(-1, (HEADS, D))] * 3
+
+
+def square(t: Tensor, x: Tensor) -> Tensor:
+    """A buffer up to the current length."""
+    return t[..., : x.shape[1], : x.shape[1]]
+
+
+def vector(t: Tensor, x: Tensor, rows: bool) -> Tensor:
+    """Of one row, or of a row for each of the batch's."""
+    return (t.expand(8, LONGEST)[: x.shape[0]] if rows else t)[:, : x.shape[1]]
+
+
+def captures(x: Tensor) -> Tensor:
+    ids = vector(IDS, x, rows=False)
+    mask = mask_mod(lambda b, h, q_idx, kv_idx: (ids[0, q_idx] == ids[0, kv_idx]) | (kv_idx == OFFSETS[b]))
+    return attention(*heads_of(x), mask=mask)
+
+
+def biased(x: Tensor, kind: str) -> Tensor:
+    return CORE(*rows_of(x), core_attention_bias_type=kind, core_attention_bias=square(ADDED, x))
+
+
+def of_sdpa(x: Tensor, mask: Tensor) -> Tensor:
+    return sdpa.scaled_dot_product_attention(*heads_of(x), attn_mask=square(mask, x))
+
+
+FACES = {
+    "tensor": lambda x: attention(*heads_of(x), mask=square(VISIBLE, x)),
+    "bias": lambda x: attention(*heads_of(x), score_mod=bias(square(ADDED, x))),
+    "documents": lambda x: [attention(*heads_of(x), mask=documents(vector(IDS, x, rows))) for rows in (False, True)],
+    "mask_mod": captures,
+    "positions": lambda x: [LAYER(x, positions=vector(IDS, x, rows)) for rows in (False, True)],
+    "sdpa": lambda x: [of_sdpa(x, VISIBLE), of_sdpa(x, ADDED)],
+    "transformer_engine": lambda x: [biased(x, "pre_scale_bias"), biased(x, "post_scale_bias")],
+}
+SIZES = (1, 9), (2, 12), (3, LONGEST)
+"""At the longest the buffer is itself, so that its sizes are numbers beside symbols."""
+
+_BLOCKED = block_mask(mask_mod(_lower), 1, HEADS, LONGEST, LONGEST)
+_BLOCK_MASK = flex.create_block_mask(_lower, None, None, LONGEST, LONGEST, device="cpu")
+BLOCKED = {
+    "block_mask": lambda x: attention(*heads_of(x), mask=_BLOCKED),
+    "BlockMask": lambda x: attention(*heads_of(x), mask=_BLOCK_MASK),
+    "flex": lambda x: flex.flex_attention(*heads_of(x), block_mask=_BLOCK_MASK),
+}
+
+
+def check(face, sizes, dynamic=()):
+    torch._dynamo.reset()
+    compiled = torch.compile(face, backend="aot_eager", fullgraph=True)
+    for b, s in sizes:
+        x = torch.randn(b, s, HEADS * D)
+        for dim in dynamic:
+            torch._dynamo.mark_dynamic(x, dim)
+        torch.testing.assert_close(compiled(x), face(x))
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_sizes_that_dynamo_finds_dynamic(name):
+    check(FACES[name], SIZES)
+
+
+def test_sizes_that_are_marked_dynamic():
+    check(lambda x: {name: face(x) for name, face in FACES.items()}, [(2, 12), (3, 33)], dynamic=(0, 1))
+
+
+def test_batches_of_block_masks_that_are_made_outside():
+    def faces(x: Tensor) -> dict[str, Tensor]:
+        return {name: face(x) for name, face in BLOCKED.items()}
+
+    check(faces, [(b, LONGEST) for b in (1, 2, 3)])
+    check(faces, [(b, LONGEST) for b in (2, 3)], dynamic=(0,))
