@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from saccade import arguments, hardware
-from saccade.block_sparsity import compute_states, with_states
+from saccade import arguments, hardware, ops
+from saccade.block_sparsity import compute_states, states_shape, with_states
+from saccade.call import BoundCall
+from saccade.flat_call import SCHEMA, FlatCall
 from saccade.layouts import Dense
-from saccade.masks import Mask, as_mask
+from saccade.masks import Blocked, Mask, as_mask
 from saccade.problem import Problem
 from saccade.scores import Sizes
+
+ops.library.define(f"tile_states({SCHEMA}) -> Tensor")
 
 
 def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.device | str | None = None) -> Mask:
@@ -51,7 +56,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         raise TypeError("block_mask needs a mask, got None")
     mask = mask.unblocked()
     bound = mask.bound()
-    if error := mask.shape_error(Sizes(b, h, s_q, s_k)):
+    if error := bound.shape_error(Sizes(b, h, s_q, s_k)):
         raise ValueError(error)
     if not mask.listed:
         return mask
@@ -59,11 +64,32 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         raise ValueError(
             f"block_mask cannot keep the tiles of {mask!r}: each call reads the bounds anew; pass the mask itself"
         )
-    place = mask.tensors[0].device if mask.tensors and device is None else torch.empty(0, device=device).device
+    place = bound.tensors[0].device if bound.tensors and device is None else torch.empty(0, device=device).device
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
-    problem = Problem(q, k, k, None, bound, None, Dense(), 1.0)
-    if place.type == "cuda" and hardware.triton_obstacle() is None:
+    call = BoundCall(q, k, k, None, bound, None, Dense(), 1.0, False, None, False, None)
+    if torch.compiler.is_compiling():
+        states = torch.ops.saccade.tile_states.default(*call.flattened("auto"))
+        return Blocked(mask, states, (s_q, s_k), kept=False)
+    return with_states(mask, _states(call.problem()), (s_q, s_k))
+
+
+def _states(problem: Problem) -> Tensor:
+    if problem.q.is_cuda and hardware.triton_obstacle() is None:
         from saccade.backends.device import block_lists
 
-        return with_states(mask, block_lists.states(problem), (s_q, s_k))
-    return with_states(mask, compute_states(problem), (s_q, s_k))
+        return block_lists.states(problem)
+    return compute_states(problem)
+
+
+def _fake_states(*flat: Any) -> Tensor:
+    call = FlatCall(*flat)
+    if call.parsed.numbers:  # whose values say nothing about shapes
+        *tensors, numbers = call.tensors
+        header, floats = call.parsed._replace(numbers=False), [*call.floats, *[0.0] * len(numbers)]
+        call = call._replace(tensors=tensors, header=header.text, floats=floats)
+    problem = call.problem()
+    return problem.q.new_empty(states_shape(problem), dtype=torch.uint8)
+
+
+ops.library.impl("tile_states", lambda *flat: _states(FlatCall(*flat).problem()), "CompositeExplicitAutograd")
+torch.library.register_fake("saccade::tile_states", _fake_states, lib=ops.library)

@@ -30,7 +30,8 @@ def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
     assert mask.listed, mask
     if isinstance(mask, Blocked):
         source = _contents(mask.mask)
-        if source is not None and _sources.get(mask.states.untyped_storage()._cdata) == source:
+        known = mask.kept and source is not None
+        if known and _sources.get(mask.states.untyped_storage()._cdata) == source:
             return mask.states
         mask = mask.mask  # it has changed since its states were computed
         problem = replace(problem, mask=mask, launches={})

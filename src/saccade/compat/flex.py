@@ -155,7 +155,8 @@ def create_block_mask(
             lists = [x for kind in kinds for x in _block_lists(kind)]
         lengths = Q_LEN, KV_LEN
         result = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=lengths)
-    remember(result, blocked)
+    if not torch.compiler.is_compiling():
+        remember(result, blocked)
     return result
 
 

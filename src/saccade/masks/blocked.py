@@ -29,14 +29,16 @@ class Blocked(WrappedMask):
     """uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys): EMPTY, PARTIAL or FULL"""
     lengths: tuple[int, int] | None = None
     """s_q and s_k, where they are known: tiles alone do not say where the last ones end"""
+    kept: bool = True
+    """Whether calls take the states: not those made in compiled code, where torch counts no writes to what they are of"""
 
     @property
     def identity(self) -> str:
-        return self.MARK + self.mask.identity
+        return (self.MARK if self.kept else "") + self.mask.identity
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.mask.tensors, self.states]
+        return [*self.mask.tensors, *([self.states] if self.kept else [])]
 
     def leaves(self) -> Iterator[Mask]:
         return self.mask.leaves()
