@@ -17,6 +17,8 @@ def draw(dice: Dice, program: Program, sizes: Sizes) -> str | None:
         kind = dice.balanced("score", (*READY, *WRITTEN, *WRITTEN, "captured in a score"))
         program.features.add(kind)
         parts.append(one(kind, dice, program, sizes))
+    if parts and dice.chance("hidden by a score", 0.15):  # last: what is computed of -inf may be NaN
+        parts.append(f"lambda s, b, h, i, j: torch.where({hiding(dice)}, s, -torch.inf)")
     if len(parts) < 2:
         program.features |= set() if parts else {"no score"}
         return parts[0] if parts else None
@@ -59,7 +61,7 @@ def wrapped(x: str, dice: Dice, other: object) -> str:
         case 1:
             return f"torch.where((i + j) % {n} == 0, {x}, 0.5 * {x} + {other()})"
         case 2:
-            return f"torch.where((i - j).abs() % {n} != 1, {x}, -torch.inf)"
+            return f"({x}) - ({other()}).abs()"
         case 3:
             return f"({x}).sigmoid() * 4 + {other()}"
         case 4:
@@ -73,12 +75,24 @@ def wrapped(x: str, dice: Dice, other: object) -> str:
         case 8:
             return f"torch.maximum({x}, 0.2 * ({x}) + {other()})"
         case 9:
-            return f"torch.where({other()} > 0, {x}, 0.3 * ({x}))"
+            return f"torch.where((i - j) * {other()} > 0, {x}, 0.3 * ({x}))"
         case 10:
-            return f"0.2 * ({x}).square() - ({x}) * {other()}"
+            return f"0.1 * ({x}).clamp(-9, 9).square() - 0.5 * ({x}) * {other()}"
         case 11:
             return f"torch.erf({x}) + {other()}"
     return f"{x} + {other()}"
+
+
+def hiding(dice: Dice) -> str:
+    """Which keys a score shows: by distances, which become a window, or otherwise."""
+    n, m = dice.number(2, 7), dice.number(0, 60)
+    return dice.among(
+        f"(i - j).abs() % {n} != 1",
+        f"(i - j).abs() <= {m}",
+        f"(i >= j) & (i - j < {m + 1})",
+        "i >= j",
+        f"(h + j) % {n} != 0",
+    )
 
 
 def plain(dice: Dice) -> str:
@@ -98,16 +112,17 @@ def plain(dice: Dice) -> str:
 
 def term(dice: Dice, program: Program, sizes: Sizes, learns: bool) -> str:
     """A value that reads a captured tensor."""
-    n, h, dtype = dice.number(1, 70), sizes.h_q, dice.among("", "", ".bfloat16()", ".half()")
+    n, h, half = dice.number(1, 70), sizes.h_q, "" if learns else dice.among("", "", ".bfloat16()", ".half()")
 
-    def made(shape: str) -> str:
-        return program.captured(shape, learns, dtype)
+    def made(shape: str, change: str = "") -> str:
+        return program.captured(shape, learns, change)
 
+    # Tensors of 16 bits meet nothing but the score, and have no gradient: the oracle would round to 16 bits as torch does.
     match dice.number(0, 8):
         case 0:
-            return f"{made(f'{h}')}[h]"
+            return f"{made(f'{h}', half)}[h]"
         case 1:
-            return f"{made(f'{h}, {2 * n + 1}')}[h, (i - j).clamp(-{n}, {n}) + {n}]"
+            return f"{made(f'{h}, {2 * n + 1}', half)}[h, (i - j).clamp(-{n}, {n}) + {n}]"
         case 2:
             return f"{made(f'{sizes.b}, {h}')}[b, h] * {made(f'{n}')}[j % {n}]"
         case 3:
@@ -119,7 +134,7 @@ def term(dice: Dice, program: Program, sizes: Sizes, learns: bool) -> str:
             return f"{made('()')} * ((i + j) % 3)"
         case 6:
             n = dice.number(1, 16)
-            return f"{made(f'{h}, {n}, {n}')}[h][i % {n}, j % {n}]"
+            return f"{made(f'{h}, {n}, {n}', half)}[h][i % {n}, j % {n}]"
         case 7:
             return f"{made(f'{n}')}[(j - i) % {n}].sigmoid()"
-    return f"{made(f'{n}')}[j.clamp(0, {n - 1})]"
+    return f"{made(f'{n}', half)}[j.clamp(0, {n - 1})]"

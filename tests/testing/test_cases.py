@@ -82,6 +82,11 @@ def test_draws_repeat_and_describe_themselves(seed):
     case.inputs()
 
 
+def test_values_as_wide_as_the_usual_head_dim_are_described():
+    case = Case("", d=96, d_v=64)
+    assert eval(case.describe()) == case
+
+
 def test_draws_differ():
     drawn = [draw(seed) for seed in range(300)]
     for field in ("dtype", "b", "order", "sink", "used", "ids"):

@@ -92,7 +92,8 @@ class Case:
     def describe(self) -> str:
         """The call that builds this Case, for the message of a failing draw."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        words = [f"{name}={value!r}" for name, value in values.items() if value != getattr(_DEFAULT, name)]
+        usual = {field.name: getattr(_DEFAULT, field.name) for field in fields(self)} | {"d_v": self.d}
+        words = [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
         return f"Case({', '.join(words)})"
 
     def replace(self, **changes: Any) -> Case:
