@@ -53,8 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--limit", type=float, default=180, help="seconds that a call may take, or it hangs")
     parser.add_argument("--show", action="store_true", help="print the program of the first call, and run nothing")
+    parser.add_argument("--modes", action="store_true", help="run each call compiled, captured, exported and so on")
     given = parser.parse_args(arguments)
-    draw = partial(calls.draw, given.seed, device=given.device, backend=given.backend)
+    draw = partial(calls.draw, given.seed, device=given.device, backend=given.backend, by_modes=given.modes)
     if given.show:
         print(draw(given.first).text)
         return 0

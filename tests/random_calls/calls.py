@@ -6,7 +6,7 @@ from typing import Any
 
 from saccade.testing.cases import Case
 from saccade.testing.paged import CACHES
-from tests.random_calls import masks, scores
+from tests.random_calls import masks, modes, scores
 from tests.random_calls.dice import Dice
 from tests.random_calls.program import Program, Sizes
 
@@ -39,7 +39,7 @@ def impossible(layout: str, feature: str) -> bool:
     )
 
 
-def draw(seed: int, number: int, device: str, backend: str = "auto") -> Program:
+def draw(seed: int, number: int, device: str, backend: str = "auto", by_modes: bool = False) -> Program:
     """The call of this number; calls whose numbers follow one another have every feature equally often."""
     turn, place = divmod(number, len(LAYOUTS))
     layout = LAYOUTS[place]
@@ -65,7 +65,8 @@ def draw(seed: int, number: int, device: str, backend: str = "auto") -> Program:
     mask = masks.draw(dice, program, sizes, kinds)
     score = scores.draw(dice, program, sizes)
     _count(case, program, use)
-    _call(mask, score, use, backend, dice, program, case)
+    mode = dice.balanced("mode", modes.suiting(program.features, device)) if by_modes else None
+    _call(mask, score, use, backend, mode, dice, program, case)
     return program
 
 
@@ -231,13 +232,15 @@ def _count(case: Case, program: Program, use: str) -> None:
         "gradient of a sink": case.sink and use == "gradient",
         "dropout": case.dropout_p > 0,
         "num_splits": case.splits > 0,
+        "out=": use == "out",
     }
     program.features |= {name for name, holds in found.items() if holds}
 
 
 def _call(
-    mask: str | None, score: str | None, use: str, backend: str, dice: Dice, program: Program, case: Case
-) -> None:
+    mask: str | None, score: str | None, use: str, backend: str, mode: str | None,
+    dice: Dice, program: Program, case: Case,
+) -> None:  # fmt: skip
     """The lines of the call itself."""
     words = {"mask": mask, "score_mod": score}
     if dice.chance("max_scores", 0.25):
@@ -255,7 +258,6 @@ def _call(
         program.add("given['layout'].block_table[:, :pages] = given['layout'].block_table[0, :pages].clone()")
         program.add("given['layout'] = replace(given['layout'], shared_pages=pages)")
     if use == "out":
-        program.features.add("out=")
         dtype = "torch.float16" if dice.among(True, False) else "torch.bfloat16"
         wide = "q.dtype" if "8-bit q" not in program.features else dtype
         words["out"] = f"torch.zeros(*q.shape[:-1], {case.d_v}, dtype={wide}, device=device)"
@@ -268,6 +270,9 @@ def _call(
         arguments += ", dlse=dlse"
     if use != "gradient":
         arguments += ", backward=False"
+    if mode is not None:
+        program.features.add(mode)
+        arguments += f", function=modes.{mode}"
     if backend != "auto":
         arguments += f", backend={backend!r}"
     program.add(f"report = check({arguments}, **given)")

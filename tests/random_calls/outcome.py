@@ -6,7 +6,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from saccade import Unsupported
 from tests.random_calls.calls import FEATURES, LAYOUTS, impossible
+from tests.random_calls.modes import ALL as ALL_MODES
 from tests.random_calls.program import LONGEST, Program
 
 DOCUMENTED: tuple[tuple[str, str], ...] = ()
@@ -73,16 +75,18 @@ class Tally:
     def failed(self) -> bool:
         return bool(self.failures) or self.kinds["refused"] > max(1, REFUSED * self.calls) or not self.calls
 
+    def modes(self) -> list[str]:
+        """Those in which calls ran."""
+        return sorted({name for _, name in self.cells} & {*ALL_MODES})
+
     def table(self) -> str:
         def count(layout: str, feature: str) -> str:
             n = self.cells[layout, feature]
             return "·" if not n and impossible(layout, feature) else str(n)
 
         width = max(map(len, LAYOUTS)) + 1
-        lines = [" " * 30 + "".join(f"{name:>{width}}" for name in LAYOUTS)]
-        for feature in ("all", *FEATURES):
-            lines.append(f"{feature:30}" + "".join(f"{count(layout, feature):>{width}}" for layout in LAYOUTS))
-        return "\n".join(lines)
+        rows = [(name, [count(layout, name) for layout in LAYOUTS]) for name in ("all", *FEATURES, *self.modes())]
+        return "\n".join(f"{name:30}" + "".join(f"{x:>{width}}" for x in row) for name, row in [("", LAYOUTS), *rows])
 
     def report(self, seconds: float) -> str:
         kinds = ("right", "refused", "wrong", "error", "hang", "crash")
@@ -107,7 +111,7 @@ def failing(program: Program, outcome: Outcome) -> str:
 
 def refusal(error: BaseException) -> str | None:
     """The documented kind of a refusal, without its numbers, or None for an error that is none."""
-    if type(error).__name__ == "Unsupported":
+    if isinstance(error, Unsupported):
         return "; ".join(re.sub(r"\d+", "n", line.strip()) for line in str(error).splitlines()[1:])[:300]
     if not isinstance(error, ValueError):
         return None

@@ -72,6 +72,8 @@ class Program:
         ]
         if "replace(" in body:
             imports.insert(0, "from dataclasses import replace")
+        if "modes." in body:
+            imports.append("from tests.random_calls import modes")
         if "create_block_mask(" in body:
             imports.append("from torch.nn.attention.flex_attention import create_block_mask")
         return "\n".join([f"# {self.title}", *imports, "", body, ""])

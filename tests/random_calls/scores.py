@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tests.random_calls.dice import Dice
 from tests.random_calls.program import Program, Sizes
 
@@ -51,36 +53,24 @@ def one(kind: str, dice: Dice, program: Program, sizes: Sizes) -> str:
     return f"lambda s, b, h, i, j: {text}"
 
 
-def wrapped(x: str, dice: Dice, other: object) -> str:
+def wrapped(x: str, dice: Dice, other: Callable[[], str]) -> str:
     """A function of the score so far, and of other values."""
-    assert callable(other)
-    n = dice.number(2, 7)
-    match dice.number(0, 15):
-        case 0:
-            return f"torch.tanh({x}) * {dice.among(1.5, 4)}"
-        case 1:
-            return f"torch.where((i + j) % {n} == 0, {x}, 0.5 * {x} + {other()})"
-        case 2:
-            return f"({x}) - ({other()}).abs()"
-        case 3:
-            return f"({x}).sigmoid() * 4 + {other()}"
-        case 4:
-            return f"torch.nn.functional.softplus({x}) + {other()}"
-        case 5:
-            return f"({x}) * {other()}"
-        case 6:
-            return f"({x}).clamp(-{n}, {n}) + {other()}"
-        case 7:
-            return f"({x}) / (1 + ({x}).abs()) * {other()}"
-        case 8:
-            return f"torch.maximum({x}, 0.2 * ({x}) + {other()})"
-        case 9:
-            return f"torch.where((i - j) * {other()} > 0, {x}, 0.3 * ({x}))"
-        case 10:
-            return f"0.1 * ({x}).clamp(-9, 9).square() - 0.5 * ({x}) * {other()}"
-        case 11:
-            return f"torch.erf({x}) + {other()}"
-    return f"{x} + {other()}"
+    n, y = dice.number(2, 7), other()
+    return dice.among(
+        f"torch.tanh({x}) * {dice.among(1.5, 4)} + {y}",
+        f"torch.where((i + j) % {n} == 0, {x}, 0.5 * {x} + {y})",
+        f"({x}).abs() - {y}",
+        f"({x}).sigmoid() * 4 + {y}",
+        f"torch.nn.functional.softplus({x}) + {y}",
+        f"({x}) * {y}",
+        f"({x}).clamp(-{n}, {n}) + {y}",
+        f"({x}) / (1 + ({x}).abs()) * {y}",
+        f"torch.maximum({x}, 0.2 * ({x}) + {y})",
+        f"torch.where((i - j) * {y} > 0, {x}, 0.3 * ({x}))",
+        f"0.1 * ({x}).clamp(-9, 9).square() - 0.5 * ({x}) * {y}",
+        f"torch.erf({x}) + {y}",
+        *[f"{x} + {y}"] * 4,
+    )
 
 
 def hiding(dice: Dice) -> str:
@@ -117,7 +107,7 @@ def term(dice: Dice, program: Program, sizes: Sizes, learns: bool) -> str:
     def made(shape: str, change: str = "") -> str:
         return program.captured(shape, learns, change)
 
-    # Tensors of 16 bits meet nothing but the score, and have no gradient: the oracle would round to 16 bits as torch does.
+    # Tensors of 16 bits meet the score alone, and have no gradient: torch's own sums of these are in 16 bits.
     match dice.number(0, 8):
         case 0:
             return f"{made(f'{h}', half)}[h]"

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,11 +23,12 @@ Draw = Callable[[int], Program]
 
 def run(program: Program, number: int) -> Outcome:
     """Runs the text of a call, here."""
-    text, name = program.text, f"<call {number}>"
+    text, name = program.text, f"random_call_{number}"
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
     compiled: list[str] = []
     before = time.monotonic()
-    found: dict[str, Any] = {"__name__": name}
+    sys.modules[name] = module = types.ModuleType(name)  # torch.compile looks for it
+    found = module.__dict__
     try:
         with _listening(compiled):
             exec(compile(text, name, "exec"), found)
@@ -37,7 +39,7 @@ def run(program: Program, number: int) -> Outcome:
         kind = "refused" if reason is not None else "wrong" if wrong else "error"
         message = reason if reason is not None else str(error) if wrong else _told(error)
     finally:
-        del linecache.cache[name]
+        del linecache.cache[name], sys.modules[name]
     backend = found["report"].backend if "report" in found else ""
     lost = kind == "error" and any(word in message for word in ("CUDA error", "AcceleratorError", "CUDA driver error"))
     return Outcome(number, kind, message, backend, bool(compiled), time.monotonic() - before, lost)
