@@ -55,6 +55,7 @@ def compiled(*operands: Tensor, mode: str | None = None, dynamic: bool | None = 
     """torch.compile, run as often as graphs need to be recorded and replayed, backward as well."""
     torch._dynamo.reset()
     torch._inductor.config.fallback_random = True  # the generator of eager calls
+    torch._functorch.config.donated_buffer = False  # `check` differentiates a graph twice
     call = torch.compile(lambda q, k, v: attention(q, k, v, **keywords), mode=mode, dynamic=dynamic, fullgraph=True)
     learned = [x for x in operands if x.requires_grad] if torch.is_grad_enabled() else []
     for _ in range(REPEATS - 1):
