@@ -12,11 +12,12 @@ NEWEST_TORCH := 2.14
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TEST_ARGS ?=
+RANDOM_ARGS ?=
 # Tests start many processes, each of which would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-transformers test-torch test-all gate lint types format docs docs-browse dist release-check release clean
+.PHONY: help install demo test test-transformers test-torch test-all random gate lint types format docs docs-browse dist release-check release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 26
@@ -36,6 +37,10 @@ test-transformers: .venv/dev.stamp .venv/transformers-4 .venv/transformers-5  ##
 	  HF_HUB_OFFLINE=1 PYTHONPATH=.venv/transformers-$$version $(BIN)/python -m pytest -q -n logical \
 	    tests/integrations/transformers $(TEST_ARGS) || exit 1; \
 	done
+
+# On a GPU: RANDOM_ARGS="--device cuda --processes 16 --seed N".
+random: .venv/dev.stamp  ## random calls of the whole API against float64 for three minutes, of a new seed
+	$(BIN)/python -m tests.random_calls --seconds 180 --seed $$(date +%s) $(RANDOM_ARGS)
 
 test-all:  ## the tests that need no GPU, and whole matrices where the others draw a sample
 	$(MAKE) test test-transformers TEST_ARGS="--everything $(TEST_ARGS)"

@@ -45,8 +45,7 @@ def draw(seed: int, number: int, device: str, backend: str = "auto", by_modes: b
     layout = LAYOUTS[place]
     dice = Dice(seed, layout, turn)
     program = Program(f"call {number} of seed {seed}: {layout}", layout)
-    program.add(f'device = "{device}"')
-    program.add(f"_ = torch.manual_seed({number})")
+    program.add(f'device, _ = "{device}", torch.manual_seed({number})')
     use = dice.balanced("use", [*["gradient"] * 5, "out", "out", *["plain"] * 3])
     if impossible(layout, "gradient"):
         use = dice.balanced("use without gradients", ["out", "plain"])
@@ -147,11 +146,9 @@ def _bounds(case: Case) -> tuple[str, ...]:
 def _operands(layout: str, dice: Dice, program: Program, case: Case) -> None:
     """Lines that draw q, k and v, and lay them out."""
     number = dice.number(0, 999)
-    program.add(f"case = {case.replace(name='drawn').describe()}")
-    program.add(f"i = case.inputs(device, seed={number})")
+    program.add(f"i = {case.replace(name='drawn').describe()}.inputs(device, seed={number})")
     program.add("q, k, v, dlse, given = i.q, i.k, i.v, i.dlse, i.keywords")
     if layout == "8-bit pages" or (layout in PAGED and case.d % 8 + case.d_v % 8 and layout != "latent"):
-        program.add("from saccade.testing.paged import spaced  # rows start at multiples of 16 bytes")
         cast = ".to(torch.float8_e4m3fn)" if layout == "8-bit pages" else ""
         program.add(f"k, v = spaced(k{cast}), spaced(v{cast})")
     if layout == "8 bits":
@@ -242,7 +239,7 @@ def _call(
     dice: Dice, program: Program, case: Case,
 ) -> None:  # fmt: skip
     """The lines of the call itself."""
-    words = {"mask": mask, "score_mod": score}
+    words: dict[str, str] = {}
     if dice.chance("max_scores", 0.25):
         program.features.add("max_scores")
         words["return_max_scores"] = "True"
@@ -254,16 +251,18 @@ def _call(
         words["scale"] = str(dice.among(0.2, 1.0, 0.05))
     if case.order == "paged" and dice.chance("shared_pages", 0.25):
         program.features.add("shared_pages")
-        program.add("pages = int(given['layout'].seqused_k.min()) // case.page_size")
+        program.add("pages = int(given['layout'].seqused_k.min()) // k.shape[1]")
         program.add("given['layout'].block_table[:, :pages] = given['layout'].block_table[0, :pages].clone()")
         program.add("given['layout'] = replace(given['layout'], shared_pages=pages)")
     if use == "out":
         dtype = "torch.float16" if dice.among(True, False) else "torch.bfloat16"
         wide = "q.dtype" if "8-bit q" not in program.features else dtype
         words["out"] = f"torch.zeros(*q.shape[:-1], {case.d_v}, dtype={wide}, device=device)"
-    for name, text in words.items():
+    for name, text in {"mask": mask, "score_mod": score}.items():
         if text:
             program.add(f"given[{name!r}] = {text}")
+    if words:
+        program.add(f"given |= {{{', '.join(f'{name!r}: {text}' for name, text in words.items())}}}")
     arguments = "q, k, v"
     if use == "gradient" and dice.chance("dlse", 0.5):
         program.features.add("gradient of the LSE")
@@ -275,5 +274,4 @@ def _call(
         arguments += f", function=modes.{mode}"
     if backend != "auto":
         arguments += f", backend={backend!r}"
-    program.add(f"report = check({arguments}, **given)")
-    program.add("report.assert_ok()")
+    program.add(f"(report := check({arguments}, **given)).assert_ok()")

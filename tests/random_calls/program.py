@@ -72,6 +72,8 @@ class Program:
         ]
         if "replace(" in body:
             imports.insert(0, "from dataclasses import replace")
+        if "spaced(" in body:  # rows of a cache start at multiples of 16 bytes
+            imports.append("from saccade.testing.paged import spaced")
         if "modes." in body:
             imports.append("from tests.random_calls import modes")
         if "create_block_mask(" in body:

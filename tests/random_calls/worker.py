@@ -77,17 +77,23 @@ def _told(error: BaseException) -> str:
 
 
 def serve(pipe: Connection, draw: Draw, threads: int) -> None:
-    """Runs the calls whose numbers come, until None or until the device is lost."""
+    """Says that it is ready, and runs the calls whose numbers come, until the device is lost."""
     import torch
 
     torch.set_num_threads(threads)
     if hardware.triton_version():
         import triton  # noqa: F401  so that the listener hears of the first kernel
-    while (number := pipe.recv()) is not None:
+    pipe.send(None)  # ready
+    lost = False
+    while not lost:
+        number = pipe.recv()
         outcome = run(draw(number), number)
         pipe.send(outcome)
-        if outcome.lost:
-            break
+        lost = outcome.lost
+
+
+STARTING = 300
+"""Seconds that a process may take to start."""
 
 
 class Worker:
@@ -99,10 +105,10 @@ class Worker:
         self.process = context.Process(target=serve, args=(there, draw, threads), daemon=True)
         self.process.start()
         there.close()
-        self.number, self.since = -1, time.monotonic()
+        self.number, self.since, self.ready = -1, 0.0, False
 
     def give(self, number: int) -> None:
-        self.number, self.since = number, time.monotonic()
+        self.number, self.since = number, time.monotonic() + (0 if self.ready else STARTING)
         self.pipe.send(number)
 
     def take(self, limit: float) -> Outcome | None:
@@ -113,7 +119,9 @@ class Worker:
         if not self.pipe.poll():
             return None
         try:
-            return self.pipe.recv()
+            if (outcome := self.pipe.recv()) is None:
+                self.since, self.ready = time.monotonic(), True
+            return outcome
         except (EOFError, ConnectionError):
             self.process.join(5)
             message = f"the process ended with exit code {self.process.exitcode}"
@@ -132,11 +140,12 @@ def outcomes(draw: Draw, numbers: Iterator[int], processes: int, limit: float, t
         limit: seconds that a call may take.
         threads: of each process.
     """
-    idle, busy = [Worker(draw, threads) for _ in range(processes)], []
+    idle: list[Worker | None] = [None] * processes
+    busy: list[Worker] = []
     try:
         while True:
             while idle and (number := next(numbers, None)) is not None:
-                worker = idle.pop()
+                worker = idle.pop() or Worker(draw, threads)
                 worker.give(number)
                 busy.append(worker)
             if not busy:
@@ -148,9 +157,8 @@ def outcomes(draw: Draw, numbers: Iterator[int], processes: int, limit: float, t
                 busy.remove(worker)
                 if outcome.lost:
                     worker.stop()
-                    worker = Worker(draw, threads)
-                idle.append(worker)
+                idle.append(None if outcome.lost else worker)
                 yield outcome
     finally:
-        for worker in [*idle, *busy]:
+        for worker in filter(None, [*idle, *busy]):
             worker.stop()
