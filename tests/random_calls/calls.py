@@ -240,15 +240,13 @@ def _call(
 ) -> None:  # fmt: skip
     """The lines of the call itself."""
     words: dict[str, str] = {}
-    if dice.chance("max_scores", 0.25):
-        program.features.add("max_scores")
-        words["return_max_scores"] = "True"
-    if dice.chance("deterministic", 0.25):
-        program.features.add("deterministic")
-        words["deterministic"] = "True"
-    if dice.chance("scale", 0.25):
-        program.features.add("scale")
-        words["scale"] = str(dice.among(0.2, 1.0, 0.05))
+    scale = str(dice.among(0.2, 1.0, 0.05))
+    for name, word, value in (
+        ("max_scores", "return_max_scores", "True"), ("deterministic", "deterministic", "True"), ("scale", "scale", scale),
+    ):  # fmt: skip
+        if dice.chance(name, 0.25):
+            program.features.add(name)
+            words[word] = value
     if case.order == "paged" and dice.chance("shared_pages", 0.25):
         program.features.add("shared_pages")
         program.add("pages = int(given['layout'].seqused_k.min()) // k.shape[1]")

@@ -55,27 +55,30 @@ class Program:
 
     @property
     def text(self) -> str:
-        lines = [*self.lines]
-        while len(lines) > LONGEST - 8:  # tensors side by side
-            made = [i for i, line in enumerate(lines[1:], 1) if line[0] == "t" and lines[i - 1][0] == "t"]
-            if not made:
-                break
-            shortest = min(made, key=lambda i: len(lines[i - 1] + lines[i]))
-            lines[shortest - 1 : shortest + 1] = ["; ".join(lines[shortest - 1 : shortest + 1])]
-        body = "\n".join(lines)
+        body = "\n".join(self.lines)
         names = sorted(name for name in saccade.__all__ if re.search(rf"\b{name}\(", body))
-        imports = [
-            "import torch",
-            *([f"from saccade import {', '.join(names)}"] if names else []),
-            "from saccade.testing.accuracy import check",
-            "from saccade.testing.cases import Case",
-        ]
-        if "replace(" in body:
-            imports.insert(0, "from dataclasses import replace")
-        if "spaced(" in body:  # rows of a cache start at multiples of 16 bytes
-            imports.append("from saccade.testing.paged import spaced")
-        if "modes." in body:
-            imports.append("from tests.random_calls import modes")
-        if "create_block_mask(" in body:
-            imports.append("from torch.nn.attention.flex_attention import create_block_mask")
+        needed = {
+            "from dataclasses import replace": "replace(" in body,
+            "import torch": True,
+            f"from saccade import {', '.join(names)}": names,
+            "from saccade.testing.accuracy import check": True,
+            "from saccade.testing.cases import Case": True,
+            "from saccade.testing.paged import spaced": "spaced(" in body,
+            "from tests.random_calls import modes": "modes." in body,
+            "from torch.nn.attention.flex_attention import create_block_mask": "create_block_mask(" in body,
+        }
+        imports = [line for line, used in needed.items() if used]
+        body = "\n".join(self._packed(LONGEST - len(imports) - 2))
         return "\n".join([f"# {self.title}", *imports, "", body, ""])
+
+    def _packed(self, most: int) -> list[str]:
+        """The lines, with tensors side by side where they are too many."""
+        lines = [*self.lines]
+        while len(lines) > most:
+            tensors = [bool(re.match(r"t\d+ = ", line)) for line in lines]
+            pairs = [i for i in range(1, len(lines)) if tensors[i - 1] and tensors[i]]
+            if not pairs:
+                break
+            i = min(pairs, key=lambda i: len(lines[i - 1] + lines[i]))
+            lines[i - 1 : i + 1] = ["; ".join(lines[i - 1 : i + 1])]
+        return lines
