@@ -240,12 +240,10 @@ def _call(
 ) -> None:  # fmt: skip
     """The lines of the call itself."""
     words: dict[str, str] = {}
-    scale = str(dice.among(0.2, 1.0, 0.05))
-    for name, word, value in (
-        ("max_scores", "return_max_scores", "True"), ("deterministic", "deterministic", "True"), ("scale", "scale", scale),
-    ):  # fmt: skip
-        if dice.chance(name, 0.25):
-            program.features.add(name)
+    options = {"return_max_scores": "True", "deterministic": "True", "scale": str(dice.among(0.2, 1.0, 0.05))}
+    for word, value in options.items():
+        if dice.chance(word, 0.25):
+            program.features.add(word.removeprefix("return_"))
             words[word] = value
     if case.order == "paged" and dice.chance("shared_pages", 0.25):
         program.features.add("shared_pages")
