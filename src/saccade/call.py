@@ -19,6 +19,7 @@ from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.problem import Problem
 from saccade.scores import Score, Traced
+from saccade.scores.recording.compile_constant import exports
 from saccade.spec import DTYPES
 
 _LEARNED_SCALE = (
@@ -61,6 +62,8 @@ class BoundCall(NamedTuple):
         mask, score, dropout, compiling = self.mask, self.score, self.dropout, torch.compiler.is_compiling()
         if mask is not None and compiling:
             masks.pin(mask.identity)
+        mask_name = "none" if mask is None else mask.identity
+        score_name = "none" if score is None else score.identity
         tensors = [*self.layout.tensors, *([] if mask is None else mask.tensors)]
         if self.descale is not None:
             tensors += self.descale.tensors
@@ -75,10 +78,13 @@ class BoundCall(NamedTuple):
             tensors, floats = [*tensors, dropout.state], [self.scale, dropout.p, *floats[1:]]
         header = Header(
             layout=self.layout.text,
-            mask="none" if mask is None else mask.identity,
-            score="none" if score is None else score.identity,
+            mask=mask_name,
+            score=score_name,
             backend=backend,
             descale="-" if self.descale is None else self.descale.names,
+            carried=scores.written_programs((*masks.program_names(mask_name), score_name))
+            if compiling and exports()
+            else "-",
             dequantized=self.descale is not None and self.descale.backward,
             deterministic=self.deterministic,
             dropout=dropout is not None,

@@ -185,7 +185,7 @@ def _of_packed_rows(factor: Tensor, starts: Tensor, t: int) -> Tensor:
     if not factor.shape[0]:
         return factor.new_ones(1, factor.shape[1], t)
     row = torch.arange(t, device=factor.device)
-    number = torch.searchsorted(starts[1:].to(row.dtype).contiguous(), row, right=True).clamp(max=len(starts) - 2)
+    number = torch.searchsorted(starts[1:].to(row.dtype).contiguous(), row, right=True).clamp(max=starts.shape[0] - 2)
     block = ((row - starts[number]) // BLOCK).clamp(0, factor.shape[2] - 1)
     return factor[number, :, block].T[None]
 

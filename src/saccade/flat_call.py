@@ -26,6 +26,8 @@ class Header(NamedTuple):
     backend: str = "auto"
     descale: str = "-"
     """Which operands have factors, `Factors.names`: these are tensors, before the numbers."""
+    carried: str = "-"
+    """The functions of mask and score, where another process may run the call: `scores.written_programs`."""
     dequantized: bool = False
     """Whether 8-bit operands have the backward of their values."""
     deterministic: bool = False
@@ -42,13 +44,14 @@ class Header(NamedTuple):
 
     @property
     def text(self) -> str:
-        return " ".join([*self[:5], *(name for name, flag in zip(self._fields[5:], self[5:], strict=True) if flag)])
+        return " ".join([*self[:6], *(name for name, flag in zip(self._fields[6:], self[6:], strict=True) if flag)])
 
     @staticmethod
     @lru_cache(maxsize=512)
     def parse(text: str) -> Header:
-        layout, mask, score, backend, descale, *flags = text.split(" ")
-        return Header(layout, mask, score, backend, descale, **dict.fromkeys(flags, True))
+        layout, mask, score, backend, descale, carried, *flags = text.split(" ")
+        scores.read_programs(carried)
+        return Header(layout, mask, score, backend, descale, carried, **dict.fromkeys(flags, True))
 
 
 class FlatCall(NamedTuple):

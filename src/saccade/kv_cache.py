@@ -183,8 +183,8 @@ def _fake_append(*flat: Any) -> Tensor:
     return k_new.new_empty(0) if q is None else layouts.empty_like_rows(q, q.shape[-1])
 
 
-ops.library.impl("append_kv", _append, "CompositeExplicitAutograd")
-ops.library.impl("append_kv", _append_autograd, "Autograd")
+ops.implement("append_kv", _append, "CompositeExplicitAutograd")
+ops.implement("append_kv", _append_autograd, "Autograd")
 torch.library.register_fake("saccade::append_kv", _fake_append, lib=ops.library)
 
 
@@ -306,7 +306,7 @@ def check_rotary(rotary: Any, k_new: Tensor) -> None:
     arguments.tensors(cos=cos, sin=sin)
     if cos.device != k_new.device or sin.device != k_new.device:
         raise ValueError(f"cos and sin must be on k_new's device {k_new.device}, got {cos.device}, {sin.device}")
-    if cos.shape != sin.shape or cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k_new.shape[-1] or not len(cos):
+    if cos.shape != sin.shape or cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k_new.shape[-1] or not cos.shape[0]:
         got = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
         raise ValueError(f"rotary needs cos and sin (positions, pairs), 2 pairs <= {k_new.shape[-1]}, got {got}")
     if not cos.is_floating_point() or cos.dtype != sin.dtype:

@@ -222,13 +222,13 @@ def _positions(layout: Layout, x: Tensor) -> Tensor:
     tokens = torch.arange(x.shape[-2], device=x.device)
     if isinstance(layout, Packed):
         number = torch.searchsorted(layout.cu_seqlens_q[1:].contiguous(), tokens, right=True)
-        starts = layout.cu_seqlens_q[number.clamp(max=len(layout.cu_seqlens_q) - 1)]
+        starts = layout.cu_seqlens_q[number.clamp(max=layout.sequences)]
         tokens = tokens - starts
     offset = layout.q_offset
     if isinstance(offset, Tensor):
         if isinstance(layout, Packed):
             raise ValueError("packed sequences with a q_offset that is a tensor need positions=…")
-        return offset if offset.dim() == 2 and offset.shape[1] == len(tokens) else offset.reshape(-1, 1) + tokens
+        return offset if offset.dim() == 2 and offset.shape[1] == tokens.shape[0] else offset.reshape(-1, 1) + tokens
     return tokens if offset is None else tokens + offset
 
 

@@ -6,7 +6,7 @@ layout, the mask and dropout as `tensors`, one text that says what they are, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -35,6 +35,20 @@ for _overload, _tags in OVERLOADS.items():
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
     }.items():
         library.define(_name + _overload + _schema, tags=_tags)
+
+
+def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Registers a kernel of an operator. In the place of an empty list AOTInductor passes None."""
+    schema = torch._C._get_schema(f"saccade::{name.partition('.')[0]}", name.partition(".")[2])
+    lists = [i for i, argument in enumerate(schema.arguments) if isinstance(argument.type, torch.ListType)]
+
+    def with_lists(*given: Any) -> Any:
+        for i in lists:
+            if given[i] is None:
+                given = *given[:i], [], *given[i + 1 :]
+        return kernel(*given)
+
+    library.impl(name, with_lists, key)
 
 
 def run(call: BoundCall, backend: str, lse: bool) -> Outputs:
@@ -258,8 +272,8 @@ _OPERATORS: tuple[tuple[Any, ...], ...] = (
 )
 for _overload in OVERLOADS:
     for _name, _kernel, _derivative, _fake, _batched in _OPERATORS:
-        library.impl(_name + _overload, _kernel, "CompositeExplicitAutograd")
-        library.impl(_name + _overload, _derivative, "Autograd")
+        implement(_name + _overload, _kernel, "CompositeExplicitAutograd")
+        implement(_name + _overload, _derivative, "Autograd")
         torch.library.register_fake(f"saccade::{_name}{_overload}", _fake, lib=library)
         torch.library.register_vmap(f"saccade::{_name}{_overload}", _batched, lib=library)
 after_import("torch.utils.flop_counter", flops.register)  # which imports triton

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from saccade import arguments
 from saccade.layouts import Dense
@@ -33,6 +34,10 @@ class Scored(NamedTuple):
     """`max_j score[b, h, i, j]`, the largest score that each row sees, after scale and score_mod: natural units,
     float32 (float64 for float64 inputs), (b, h_q, s_q) whatever the layout, packed (h_q, t_q). -inf where a row sees no
     key; the sink is no score. It has no gradient."""
+
+
+for _record in (Partial, Scored):  # torch.export.save keeps what a model returns by a name
+    _register_namedtuple(_record, serialized_type_name=f"saccade.{_record.__name__}")
 
 
 def finite(x: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def _takes_positions(problem: Problem) -> bool:
 def _sequence_of_rows(starts: Tensor, t_q: int) -> Tensor:
     """(t_q,): the sequence of each row of queries end to end; of rows after the last any."""
     rows = torch.arange(t_q, device=starts.device, dtype=starts.dtype)
-    return torch.bucketize(rows, starts[1:], right=True).clamp_(max=len(starts) - 2)
+    return torch.bucketize(rows, starts[1:], right=True).clamp_(max=starts.shape[0] - 2)
 
 
 def _positions_of_rows(problem: Problem, sequence: Tensor | None) -> Tensor:

@@ -244,7 +244,7 @@ def flash_attn_combine(
     (torch.Size([2, 8, 4, 16]), torch.Size([2, 8, 4]))
     """
     arguments.tensors(out_partial=out_partial, lse_partial=lse_partial)
-    if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape or not len(out_partial):
+    if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape or not out_partial.shape[0]:
         shapes = f"{tuple(out_partial.shape)}, {tuple(lse_partial.shape)}"
         raise ValueError(f"out_partial and lse_partial must be (parts, b, s, h, d) and (parts, b, s, h), got {shapes}")
     packed = out_partial.dim() == 4

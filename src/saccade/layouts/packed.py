@@ -80,7 +80,7 @@ class Packed(Layout):
         self._settle_keys()
         for name in ("cu_seqlens_q", "cu_seqlens_k") if self.starts_k is None else ("cu_seqlens_q",):
             check_vector(name, getattr(self, name), "(b + 1,)")
-            if not len(getattr(self, name)):
+            if not getattr(self, name).shape[0]:
                 raise ValueError(f"{name} must hold b + 1 offsets, the first of them 0, got none")
         if self.cu_seqlens_k is not None and self.cu_seqlens_q.shape != self.cu_seqlens_k.shape:
             shapes = [tuple(x.shape) for x in (self.cu_seqlens_q, self.cu_seqlens_k)]
@@ -90,7 +90,7 @@ class Packed(Layout):
         for name in self._optional():
             used = getattr(self, name)
             check_vector(name, used, "(b,)")
-            if len(used) != self.sequences:
+            if used.shape[0] != self.sequences:
                 raise ValueError(f"{name} must have shape ({self.sequences},), got {tuple(used.shape)}")
         check_offset("q_offset", self.q_offset)
         check_offset("k_offset", self.k_offset)
@@ -172,7 +172,7 @@ class Packed(Layout):
 
     @property
     def sequences(self) -> int:
-        return len(self.cu_seqlens_q) - 1
+        return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def kind(self) -> str:
@@ -265,7 +265,7 @@ class Packed(Layout):
         return [SequencePlace(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(ends)]
 
     def _in_use(self, q: Tensor) -> Tensor:
-        return q[self.rows_in_use(len(q))]
+        return q[self.rows_in_use(q.shape[0])]
 
     def rows_in_use(self, t_q: int) -> Tensor:
         """bool (t_q): which rows of q are."""
@@ -287,6 +287,6 @@ def _longest(bound: int | Tensor | None, lengths: Callable[[], Tensor], rows: in
         return rows
     if bound is not None:
         return min(bound, rows)
-    if len(offsets) < 2 or offsets.device.type != "cpu" or torch.compiler.is_compiling() or not has_values(offsets):
+    if torch.compiler.is_compiling() or offsets.device.type != "cpu" or not has_values(offsets) or offsets.shape[0] < 2:
         return rows
     return min(max(int(lengths().max()), 0), rows)

@@ -80,12 +80,12 @@ class Paged(Layout):
                 f"block_table must be an int32 or int64 tensor of shape (b, width), got {described(table)}"
             )
         check_vector("seqused_k", used, "(b,)")
-        if len(used) != self.sequences:
+        if used.shape[0] != self.sequences:
             shapes = tuple(used.shape), tuple(table.shape)
             raise ValueError(f"seqused_k must have shape (b,), got {shapes[0]} with block_table {shapes[1]}")
         if self.cu_seqlens_q is not None:
             check_vector("cu_seqlens_q", self.cu_seqlens_q, "(b + 1,)")
-            if len(self.cu_seqlens_q) != self.sequences + 1:
+            if self.cu_seqlens_q.shape[0] != self.sequences + 1:
                 shapes = tuple(self.cu_seqlens_q.shape), tuple(table.shape)
                 raise ValueError(f"cu_seqlens_q must have shape (b + 1,), got {shapes[0]} with block_table {shapes[1]}")
         check_offset("q_offset", self.q_offset)
@@ -219,7 +219,7 @@ class Paged(Layout):
             return extent.at(Positions(extent.keys - extent.rows, 0, False))
         if positions.by_row and self.cu_seqlens_q is not None and isinstance(positions.q, Tensor):
             rows = self.cu_seqlens_q[:-1, None] + extent.q_idx()  # of a padded batch
-            return extent.at(positions._replace(q=positions.q[rows.clamp(0, max(len(positions.q) - 1, 0))]))
+            return extent.at(positions._replace(q=positions.q[rows.clamp(0, max(positions.q.shape[0] - 1, 0))]))
         return extent.at(positions)
 
     def pairs(self, q: Tensor, k: Tensor) -> int:

@@ -18,6 +18,7 @@ from saccade.masks.serialize import (
     of_rows,
     padded,
     pin,
+    program_names,
     programs,
 )
 
@@ -26,6 +27,6 @@ __all__ = [
     "Extent", "Interval", "KeyInterval", "Mask", "MaskMod", "Not", "Or", "Positions", "Prefix", "TensorMask", "Window",
     "Written",
     "as_mask", "causal", "documents", "from_tensors", "interval", "is_block_mask", "is_kind", "mask_mod",
-    "of_batch_row", "of_leaves", "of_one_sequence", "of_rows", "padded", "pin", "prefix", "programs", "remember",
-    "window",
+    "of_batch_row", "of_leaves", "of_one_sequence", "of_rows", "padded", "pin", "prefix", "program_names", "programs",
+    "remember", "window",
 ]  # fmt: skip

@@ -70,7 +70,7 @@ class Extent(NamedTuple):
         """The number of the key that stands where the row does."""
         if self.p is None or self.k is None:
             off = (self.keys - self.rows)[:, 0]
-            return q_idx + (off[0] if len(off) == 1 else off[b])
+            return q_idx + (off[0] if off.shape[0] == 1 else off[b])
         return at(self.p, b, q_idx) - self.first_key(b)
 
     def diagonals(self) -> Tensor:

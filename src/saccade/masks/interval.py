@@ -89,7 +89,7 @@ class KeyInterval(Mask):
         def those(x: Tensor) -> Tensor:
             if x.dim() == 2:
                 return x
-            return x[None, rows] if isinstance(rows, slice) else x[rows.clamp(max=len(x) - 1)]
+            return x[None, rows] if isinstance(rows, slice) else x[rows.clamp(max=x.shape[0] - 1)]
 
         return self.each(those)
 

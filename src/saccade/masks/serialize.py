@@ -164,7 +164,13 @@ def of_one_sequence(mask: Mask, sequence: Tensor | None, shape: tuple[int, int])
 
 def programs(identity: str) -> list[Any]:
     """What has to be kept alive besides tensors, so that `from_tensors` finds it."""
-    return [scores.program_of(word) for word in re.findall(r"\[([^\]]*)\]", identity)]
+    return [*map(scores.program_of, program_names(identity))]
+
+
+@compile_constant
+def program_names(identity: str) -> list[str]:
+    """The names of the programs in a mask's identity."""
+    return re.findall(r"\[([^\]]*)\]", identity)
 
 
 @compile_constant

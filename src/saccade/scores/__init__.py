@@ -6,6 +6,7 @@ from saccade.scores.callbacks.graph import Graph, data_type
 from saccade.scores.callbacks.score_callback import callback_clear, callback_info, score_callback
 from saccade.scores.capture_checks import Sizes, complaint, short
 from saccade.scores.codegen.program_cache import CacheInfo, cache_clear, cache_info, program_of
+from saccade.scores.codegen.program_text import read_programs, written_programs
 from saccade.scores.codegen.ranges import LONGEST
 from saccade.scores.library import (
     KINDS,
@@ -26,6 +27,6 @@ __all__ = [
     "KINDS", "LONGEST", "CacheInfo", "Graph", "Refused", "Score", "ScoreMod", "Sizes", "Softcap", "Traced", "alibi",
     "bias", "bind", "cache_clear", "cache_info", "callback_clear", "callback_info", "callback_key", "captured",
     "complaint", "compose", "data_type", "evaluated", "from_tensors", "is_kind", "name_of", "predicate", "program_of",
-    "proven", "recorded_predicate", "relative_bias", "score_callback", "short", "softcap", "t5_bias", "t5_buckets",
-    "temperature",
+    "proven", "read_programs", "recorded_predicate", "relative_bias", "score_callback", "short", "softcap", "t5_bias",
+    "t5_buckets", "temperature", "written_programs",
 ]  # fmt: skip

@@ -118,5 +118,5 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def _end_to_end(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> Any:
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if len(lengths) else 0
+    longest = int(lengths.max()) if lengths.shape[0] else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest

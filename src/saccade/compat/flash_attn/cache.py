@@ -103,7 +103,7 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> No
 
 
 def _sequences(q: Tensor, terms: CacheTerms) -> int:
-    return q.shape[0] if terms.cu_seqlens_q is None else len(terms.cu_seqlens_q) - 1
+    return q.shape[0] if terms.cu_seqlens_q is None else terms.cu_seqlens_q.shape[0] - 1
 
 
 def _check_numbers(name: str, x: Any, b: int, stop: int | None = None) -> None:
@@ -148,7 +148,7 @@ def _check_angles(k_cache: Tensor, before: Paged, terms: CacheTerms) -> None:
         if angles.shape[0] < room:
             raise ValueError(f"{name} needs a row for each of the {room} keys of a sequence, got {tuple(angles.shape)}")
     if terms.rotary_seqlens is not None and terms.rotary_cos is not None:
-        _check_numbers("rotary_seqlens", terms.rotary_seqlens, before.sequences, len(terms.rotary_cos))
+        _check_numbers("rotary_seqlens", terms.rotary_seqlens, before.sequences, terms.rotary_cos.shape[0])
 
 
 def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tenso
     """
     b, table = _sequences(q, terms), terms.page_table
     if terms.cache_batch_idx is not None:
-        table = _rows_of(table, terms.cache_batch_idx, b, len(k_cache))
+        table = _rows_of(table, terms.cache_batch_idx, b, k_cache.shape[0])
     if table is None:
         if b > k_cache.shape[0]:
             raise ValueError(f"{b} sequences need as many rows of the cache, got k_cache {tuple(k_cache.shape)}")
@@ -176,9 +176,9 @@ def _rows_of(table: Tensor | None, row: Any, b: int, rows: int) -> Tensor:
     not there: nothing is written to them."""
     if table is not None:
         arguments.tensors(page_table=table)
-        if table.dim() != 2 or not len(table):
+        if table.dim() != 2 or not table.shape[0]:
             raise ValueError(f"with cache_batch_idx, the page table must be (rows, width), got {tuple(table.shape)}")
-        rows = len(table)
+        rows = table.shape[0]
     _check_numbers("cache_batch_idx", row, b, rows)
     if table is None:
         return row[:, None]

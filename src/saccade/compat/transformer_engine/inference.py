@@ -321,7 +321,7 @@ def cached_visibility(call: Call, layer: int | None) -> tuple[CacheStep, Visibil
         raise WrongCall(
             f"queries and new keys of a step must be the same tokens, got {tuple(q.shape)}, {tuple(k.shape)}"
         )
-    sequences = None if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    sequences = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     step = CacheStep(params, layer, call.order, q.shape, sequences, call.num_splits or None)
     left, right = window_bounds(kind, call.window_size)
     mask = None if left is None and right is None else window(left, right)

@@ -137,17 +137,17 @@ def layout_of(
 
 def _check_offsets(call: Call) -> None:
     """Before anything is computed from them."""
-    sizes, device = set(), call.operands[0].device
+    sizes, device = [], call.operands[0].device
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         x = getattr(call, name)
         if x is None:
             continue
-        if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64) or not len(x) or x.device != device:
+        if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64) or not x.shape[0] or x.device != device:
             wanted = f"an int32 or int64 tensor (b + 1,) on {device}"
             raise WrongCall(f"{name} must be {wanted}, got {x.dtype} {tuple(x.shape)} on {x.device}")
-        sizes.add(len(x))
-    if len(sizes) > 1:
-        raise WrongCall(f"cu_seqlens must all have b + 1 elements, got {', '.join(map(str, sorted(sizes)))}")
+        sizes.append(x.shape[0])
+    if any(n != sizes[0] for n in sizes):
+        raise WrongCall(f"cu_seqlens must all have b + 1 elements, got {', '.join(map(str, sizes))}")
 
 
 def _dense(call: Call, kind: str) -> Lengths:

@@ -226,7 +226,7 @@ class DotProductAttention(torch.nn.Module):
         if isinstance(found, Tensor):
             return out
         largest = found.max_scores.movedim(-2, 0).flatten(1)  # (h_q, all rows)
-        return out, largest.amax(1) if largest.numel() else largest.new_zeros(len(largest))
+        return out, largest.amax(1) if largest.numel() else largest.new_zeros(largest.shape[0])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor | Scored:
         tracker = self.get_rng_state_tracker if keywords["dropout_p"] else None

@@ -53,6 +53,12 @@ class _ProgramCache:
                     program.emitted[key] = _in_thread(make)
         return program.emitted[key]
 
+    def adopt(self, identity: str, make: Callable[[], Program]) -> None:
+        """Keeps a Program under the name that graphs of another process have for it."""
+        with self.lock:
+            program = self.by_identity.get(identity) or self.unique(_in_thread(make))
+            pinned[identity] = self.by_identity[identity] = program
+
     def unique(self, program: Program) -> Program:
         return self.by_identity.setdefault(program.identity, program)
 
@@ -84,7 +90,7 @@ def _in_thread(make: Callable[[], T]) -> T:
 cache = _ProgramCache()
 os.register_at_fork(before=cache.lock.acquire, after_in_parent=cache.lock.release, after_in_child=cache.lock.release)
 pinned: dict[str, Program] = {}
-"""Programs that compiled graphs name, which do not keep them alive."""
+"""Programs that compiled and exported graphs name, which do not keep them alive."""
 
 
 def program_of(identity: str) -> Any:

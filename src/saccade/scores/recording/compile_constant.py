@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -17,6 +19,12 @@ def compile_constant(fn: F) -> F:
     which takes as long as torch, for people who compile nothing."""
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
+
+
+@compile_constant
+def exports() -> bool:
+    """Whether torch.export traces. Of torch 2.11 Dynamo says that it always does."""
+    return torch.compiler.is_exporting()
 
 
 def standing_for(fn: Any) -> Any:

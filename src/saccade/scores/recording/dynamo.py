@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from saccade.scores.recording.autograd_functions import followed
-from saccade.scores.recording.compile_constant import compile_constant, word_of
+from saccade.scores.recording.compile_constant import compile_constant, exports, word_of
 from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
 from saccade.scores.recording.recorder import refusal
 from saccade.scores.recording.tape import Refused, Tape, any_size, is_itself, refuse, target_dtype
@@ -126,12 +126,6 @@ _STRICT = (
 
 
 @compile_constant
-def _exports() -> bool:
-    """Of torch 2.11 Dynamo says that it always exports."""
-    return torch.compiler.is_exporting()
-
-
-@compile_constant
 def _effects(allowed: bool) -> bool:
     """Whether Dynamo lets what runs again, as a checkpoint does, enter and leave a mode; and from now on does."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -158,7 +152,7 @@ def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, out
     _effects(before)
     results = results if outputs > 1 else (results,)
     arguments = tuple([tape.argument(x, True) for x in results])
-    if tape.tensors and _exports():
+    if tape.tensors and exports():
         refuse(_STRICT)
     for x in tape.tensors:
         if x.device.type == "meta" and device.type != "meta":

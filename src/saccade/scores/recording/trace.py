@@ -12,7 +12,7 @@ The recording runs again on small tensors, of the shapes of a tile with broadcas
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,20 +43,17 @@ class Raw:
     """One run of the function as a graph, its nodes sorted: `tile` depends on score or indices, `tensor` on captured
     tensors alone, `number` on numbers alone."""
 
-    def __init__(self, recording: Recording) -> None:
-        tape, tracer = recording.tape, Tracer()
-
-        def watch(line: tuple[str, int] | None) -> None:
-            tracer.line = line_of(line)
-
-        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-            tensors, numbers = inputs[5 : 5 + len(tape.tensors)], inputs[5 + len(tape.tensors) :]
-            return tuple(replay(tape, recording.outputs, inputs[:5], tensors, numbers, watch))
-
-        tile, tensors, numbers = zeros_like_inputs(tape, TILE_SHAPES.values())
+    def __init__(
+        self,
+        run: Callable[..., tuple[Any, ...]],
+        tile: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        numbers: Sequence[Tensor],
+        tracer: Tracer | None = None,
+    ) -> None:
         self.inputs = len(tensors), len(numbers)
         with torch.no_grad():
-            graph = tracer.trace(run, [*tile, *tensors, *numbers])
+            graph = (tracer or Tracer()).trace(run, [*tile, *tensors, *numbers])
         self.module = fx.GraphModule(torch.nn.Module(), graph)
         _constants_from_nothing(self.module.graph)
         self.module.graph.eliminate_dead_code()
@@ -133,8 +130,17 @@ def trace(recording: Recording) -> Raw:
     Raises:
         Refused: the recording cannot become a graph; says what to write instead.
     """
+    tape, tracer = recording.tape, Tracer()
+
+    def watch(line: tuple[str, int] | None) -> None:
+        tracer.line = line_of(line)
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        tensors, numbers = inputs[5 : 5 + len(tape.tensors)], inputs[5 + len(tape.tensors) :]
+        return tuple(replay(tape, recording.outputs, inputs[:5], tensors, numbers, watch))
+
     try:
-        return Raw(recording)
+        return Raw(run, *zeros_like_inputs(tape, TILE_SHAPES.values()), tracer)
     except Refused:
         raise
     except Exception as failed:
