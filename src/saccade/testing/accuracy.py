@@ -16,9 +16,9 @@ Rounding has no direction, so a result that is a factor too large fails even whe
 x - exact along exact, sum (x - exact) exact, may be twice that of eager, plus eps/2 times the root of the sum of
 squares over rows, each sum terms |exact|, plus a quarter of their sum.
 
-Some backends round more, and the tolerance allows for it: the CPU's bfloat16 products are bfloat16, P is rounded to 8
-bits where q has 8, and tensor cores add products of such numbers in fewer bits; on a GPU the values of score functions
-have 11 bits, as its tanh has. See `call_slice.Precision`.
+Some backends round more, and the tolerance allows for it: P is rounded to 8 bits where q has 8, and tensor
+cores add products of such numbers in fewer bits; on a GPU the values of score functions have 11 bits, as its tanh has.
+See `call_slice.Precision`.
 
 `terms` adds roundings as independent errors: by the root of the sum of squares. The sum of absolute values would bound
 the worst case, but it grows with the length where errors grow with its root: at s = 1024 in bfloat16 such a tolerance

@@ -44,10 +44,9 @@ BEYOND = 16.0
 class Precision(NamedTuple):
     """The dtypes that a backend computes in between. What it multiplies and what it returns have the inputs' dtype."""
 
-    products: torch.dtype
-    """What `q k^T` and `dout v^T` leave in."""
     scores: torch.dtype
-    """Everything from there on: scale, functions, the softmax, the LSE, `p (dp - delta)`."""
+    """What `q k^T` and `dout v^T` leave in, and everything from there on: scale, functions, the softmax, the LSE,
+    `p (dp - delta)`."""
     functions: torch.dtype
     """What values of score functions are good to."""
     exp: float = 0.0
@@ -62,16 +61,15 @@ class Precision(NamedTuple):
         """Of the dtypes of q, and of k and v."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         if backend == "reference" or (kv in EIGHT_BITS and backend == "cpu"):  # read as float32
-            return cls(wide, wide, wide)
+            return cls(wide, wide)
         if dtype in EIGHT_BITS:
             p, functions = torch.float8_e4m3fn, torch.float16 if backend != "triton" else wide
-            return cls(wide, wide, functions, 0.0, p, TENSOR_CORE_SUMS)
+            return cls(wide, functions, 0.0, p, TENSOR_CORE_SUMS)
         half = dtype in (torch.float16, torch.bfloat16)
-        if device.type == "cpu":  # PyTorch has no product of bfloat16 there that leaves in float32
-            # And PyTorch's own kernel takes exponentials to 14 bits for 16-bit inputs.
-            return cls(dtype if dtype == torch.bfloat16 else wide, wide, wide, 2**-14 if half else 0.0)
+        if device.type == "cpu":  # PyTorch's own kernel takes exponentials to 14 bits for 16-bit inputs
+            return cls(wide, wide, 2**-14 if half else 0.0)
         # tanh in one instruction has 11 bits.
-        return cls(wide, wide, torch.float16 if half and backend != "triton" else wide)
+        return cls(wide, torch.float16 if half and backend != "triton" else wide)
 
 
 class CheckedCall(NamedTuple):
@@ -182,7 +180,7 @@ class CallSlice(NamedTuple):
 
     def terms(self, exact: Results) -> Results:
         """The roundings that reach an element, in units of eps/2 of the inputs' dtype; here they are squared until the
-        end. `fine` is the square of one rounding of a score, `coarse` of a product that leaves in fewer bits.
+        end. `fine` is the square of one rounding of a score.
 
         A matrix product x y passes on the roundings of x, and rounds its n partial sums, `more` of n altogether, in the
         dtype of the LSE: x_term y^2 + more(n) (x^2 y^2 + (x y)^2). P and ds are rounded to the inputs' dtype before
@@ -192,9 +190,7 @@ class CallSlice(NamedTuple):
         problem = self.problem
         dtype, sums = problem.out_dtype, problem.lse_dtype()
         eps = torch.finfo(dtype).eps
-        fine, of_functions = ((torch.finfo(x).eps / eps) ** 2 for x in self.precision[1:3])
-        products, scores, *_ = self.precision
-        coarse = 0 if products == scores else (torch.finfo(products).eps / eps) ** 2
+        fine, of_functions = ((torch.finfo(x).eps / eps) ** 2 for x in self.precision[:2])
         # Below these a rounding is absolute: results are as small as their dtype can tell, exponentials become zero.
         smallest = torch.finfo(dtype).smallest_normal ** 2
         least = max(torch.finfo(dtype).smallest_normal, 2 / eps * torch.finfo(sums).smallest_normal) ** 2
@@ -218,7 +214,7 @@ class CallSlice(NamedTuple):
 
         score = q @ k.mT * problem.scale
         far = FAR if problem.sink is None else math.inf  # beside a sink of their size they are numbers like others
-        score_term = coarse * score**2 + (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
+        score_term = (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
         slope, slope_term = score.new_ones(()), score.new_zeros(())
         if problem.score is not None:
             modified, slope = self._modified(score)
@@ -251,7 +247,7 @@ class CallSlice(NamedTuple):
             dlse = torch.where(masked, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
             p_term = p_term + p**2 * of_p
             dp, delta = dout @ v.mT * kept, (dout * out).sum(-1, keepdim=True)
-            dp_term = coarse * dp**2 + (fine + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
+            dp_term = (fine + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
             row_term = (
                 fine * (delta**2 + dlse**2)
                 + more_v * delta**2

@@ -71,5 +71,4 @@ def _forward(problem: Problem, lse: bool) -> Outputs:
 def _backward(problem: Problem, saved: Saved) -> Gradients:
     if sdpa.runs_backward(problem, saved):
         return *sdpa.backward(problem, saved), ()
-    # PyTorch's kernel made the LSE of scores that nothing rounded to bfloat16: not those that the tiles compute again.
-    return tiled.backward(problem, saved, foreign=sdpa.runs_forward(problem) and not problem.max_scores)
+    return tiled.backward(problem, saved)

@@ -12,10 +12,27 @@ AMX_COLUMNS = 32
 """bfloat16 numbers in a row of an AMX tile."""
 
 
-def exp(x: Tensor) -> Tensor:
-    """exp(x), in place. PyTorch's own is up to 30 times as slow where x is -inf or far below zero, as masked scores are
-    (its vector library leaves the fast path there). exp2 is not."""
-    return x.mul_(math.log2(math.e)).exp2_()
+LARGE = 1 << 13
+"""A shift of scores beyond which float32 has no digits left for what is subtracted from it."""
+
+
+FEW = 32
+"""Rows of a product for which its other operand stays bfloat16."""
+SPREAD = 4
+"""A sum of weights, of which the largest is one, that has no weight that is most of it."""
+
+
+def exp_less(score: Tensor, shift: Tensor, alone: bool = False) -> Tensor:
+    """exp(score - shift), in place, of scores (n, m, keys) and a shift (n, m, 1).
+
+    PyTorch's own exp is up to 30 times as slow where it is of -inf or far below zero, as masked scores are (its vector
+    library leaves the fast path there). exp2 is not. One pass subtracts and multiplies, unless some row is so large
+    that it must cancel first, or each row is `alone`, with bits that no other row changes.
+    """
+    log2_e = math.log2(math.e)
+    if not alone and shift.nan_to_num(0, 0, 0).abs().max().item() <= LARGE:
+        return torch.add(shift * -log2_e, score, alpha=log2_e, out=score).exp2_()
+    return score.sub_(shift).mul_(log2_e).exp2_()
 
 
 def product(a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -33,6 +50,22 @@ def product(a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None)
     if part_of_tile and not math.isfinite(out.sum(dtype=torch.float32).item()):
         out.copy_(product(a.float(), b.float(), alpha))
     return out
+
+
+def wide_product(a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """alpha a b, which leaves in float32, or float64, where b is bfloat16 too.
+
+    It is a product of float32, but for few rows, for which to convert b takes longer than the product: a second product
+    of bfloat16 then finds what the first one lost when it was rounded.
+    """
+    if b.dtype == torch.bfloat16 and a.shape[1] <= FEW and alpha:
+        a = a.to(b.dtype)
+        rounded = product(a, b, alpha)
+        rest = torch.baddbmm(rounded, a, b, beta=-1, alpha=alpha)
+        if math.isfinite(rest.sum(dtype=torch.float32).item()):
+            return rest.float().add_(rounded)
+    wide = torch.float32 if a.dtype == torch.bfloat16 else a.dtype
+    return product(a.to(wide), b.to(wide), alpha, out)
 
 
 class Scratch:
@@ -55,41 +88,55 @@ class Scratch:
 
 
 class OnlineSoftmax:
-    """The online softmax over parts of the keys: `acc = sum exp(score - top) v`, `total = sum exp(score - top)`.
+    """The online softmax over parts of the keys: `total = sum exp(score - top)`, and `out = sum exp(score - top) v`
+    divided by it.
 
     Scores are float32, or float64, whatever v is. A row that has seen nothing has `top = -inf` and `total = 0`; NaN
-    stays NaN.
+    stays NaN. Where v is bfloat16, weights are divided by their sum before they are rounded to it, so that the product
+    is `out` and is rounded once. But the weight of the largest score is one, without a rounding, until it is divided:
+    where that may be most of a row, and where `alone` forbids a row to depend on others, it waits for a wide product.
     """
 
-    def __init__(self, scratch: Scratch) -> None:
-        self.scratch = scratch
-        self.acc: Any = None
+    def __init__(self, scratch: Scratch, alone: bool = False) -> None:
+        self.scratch, self.alone = scratch, alone
+        self.mean: Any = None
         self.top: Any = None
         self.total: Any = None
 
     def add(self, score: Tensor, v: Tensor | None = None, keep: Tensor | None = None) -> None:
-        """score (n, m, keys), overwritten, with v (n, keys, d_v), None where `acc` is not asked for; `keep` is 1 where
+        """score (n, m, keys), overwritten, with v (n, keys, d_v), None where `out` is not asked for; `keep` is 1 where
         dropout keeps, else 0."""
         top = score.amax(-1, keepdim=True)
         if self.top is not None:
             top = torch.maximum(top, self.top)
         shift = torch.where(top == -torch.inf, 0, top)
-        weight = exp(score.sub_(shift))
+        weight = exp_less(score, shift, self.alone)
         total = weight.sum(-1, keepdim=True)
-        acc = None
+        share = 1 / _positive(total)
+        mean = None
         if v is not None:
             if keep is not None:
                 weight.mul_(keep)
-            acc = product(self.scratch.cast("weight", weight, v.dtype), v).to(score.dtype)
+            if v.dtype != weight.dtype and not self.alone and not bool((total < SPREAD).any()):
+                weight = self.scratch.cast("weight", weight.mul_(share), v.dtype)
+                mean = product(weight, v).to(score.dtype)
+            else:
+                mean = wide_product(weight, v).mul_(share)
         if self.top is not None:
-            rescale = (self.top - shift).exp_()
-            total += self.total * rescale
-            if acc is not None:
-                acc += self.acc * rescale
-        self.acc, self.top, self.total = acc, top, total
+            before = self.total * (self.top - shift).exp_()
+            share = _positive(before + total)
+            if mean is not None:
+                mean = mean.mul_(total / share).add_(self.mean * (before / share))
+            total += before
+        self.mean, self.top, self.total = mean, top, total
 
     def out(self) -> Tensor:
-        return self.acc / torch.where(self.total == 0, 1, self.total)
+        return self.mean
 
     def lse(self) -> Tensor:
         return self.top + self.total.log()
+
+
+def _positive(total: Tensor) -> Tensor:
+    """1 for the sum of a row that sees nothing."""
+    return torch.where(total == 0, 1, total)

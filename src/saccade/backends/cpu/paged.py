@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade import masks
 from saccade.backends import Outputs
 from saccade.backends.cpu import sink
-from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, product
+from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
 from saccade.descale import by_row
 from saccade.layouts import Paged
@@ -77,7 +77,7 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
             continue
         # Rows and keys that only fill a tile take the index of a neighbour, at which functions may read tensors.
         q_idx = (torch.arange(block.height, device="cpu") - block.first + block.rows.start).clamp(0, s_q - 1)
-        stream = OnlineSoftmax(scratch)
+        stream = OnlineSoftmax(scratch, alone=_fixed(problem))
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
         rows[:, filled] = _rows(problem, q, b, block.rows).to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
@@ -85,8 +85,8 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
             kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys), device="cpu")
             k, v = (_tile(problem, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
-            score = product(rows, k.mT, problem.scale, scratch("product", (*rows.shape[:2], len(kv_idx)), products))
-            score = scratch.cast("score", score, lse.dtype).view(1, h_q, block.height, -1)
+            score = scratch("score", (*rows.shape[:2], len(kv_idx)), lse.dtype)
+            score = wide_product(rows, k.mT, problem.scale, score).view(1, h_q, block.height, -1)
             if problem.score is not None:
                 p = extent.q_position(b_idx, q_idx[:, None])
                 score = problem.score.tile(score, b_idx, h_idx, p, extent.k_position(b_idx, kv_idx.clamp(max=keys - 1)))

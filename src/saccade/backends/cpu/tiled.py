@@ -3,8 +3,10 @@
 A tile holds whole score rows where they fit, as PyTorch's matrix products are fast only on large operands; longer rows
 are streamed with the online softmax. Memory is a few tiles for each thread, whatever the lengths.
 
-A product's operands and result are bfloat16 where this CPU multiplies those, each rounded once; everything else is
-float32: scale, score functions, masks, the softmax, and the gradient of the scores.
+In bfloat16 a score is not rounded: PyTorch has no product of bfloat16 on a CPU that leaves in float32, so that the two
+whose results are scores, q k^T and dout v^T, are products of float32. The others, whose results are rows, are of
+bfloat16 where this CPU multiplies those. Everything else is float32: scale, score functions, masks, the softmax, and
+the gradient of the scores. Where all scores are small enough, all products are bfloat16 (`worker.scores_dtype`).
 """
 
 from __future__ import annotations
@@ -17,32 +19,31 @@ from torch import Tensor
 
 from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink, thread_pool
-from saccade.backends.cpu.online_softmax import OnlineSoftmax, exp, product
+from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, tiling_of
-from saccade.backends.cpu.worker import Worker
+from saccade.backends.cpu.worker import Worker, scores_dtype
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
 ALONE = 1 << 18
 """Scores of a call that one thread does in less time than it takes to wake another."""
-LARGE = 1 << 13
-"""An LSE beyond which float32 does not tell it from the largest score well enough."""
 
 
 def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v), lse (b, h_q, s_q) if it is asked for or a sink needs it, and max_scores if asked for."""
-    tiling = tiling_of(problem)
+    tiling, scores = tiling_of(problem), scores_dtype(problem)
     out = problem.empty_out().zero_()
     row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype(), device="cpu")
     top = torch.full_like(row_lse, -torch.inf) if problem.max_scores else None
     want_lse = lse or problem.sink is not None
 
     def start_worker() -> Callable[[list[list[Tile]]], None]:
-        worker = Worker(problem, tiling)
+        worker = Worker(problem, tiling, scores)
 
         def run(groups: list[list[Tile]]) -> None:
             for tiles in groups:
-                k, v = worker.keys(problem.k, tiles[0]), worker.keys(problem.v, tiles[0])
+                k = worker.keys(problem.k, tiles[0], scores)
+                v = worker.keys(problem.v, tiles[0], worker.products)
                 for tile in tiles:
                     softmax = _softmax(worker, tile, k, v)
                     if softmax is None:
@@ -67,9 +68,9 @@ def forward(problem: Problem, lse: bool) -> Outputs:
 
 def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineSoftmax | None:
     """Of a tile's rows, with v or for `top` and `total` alone; None where nothing is visible."""
-    softmax = OnlineSoftmax(worker.scratch)
-    q = worker.queries(worker.problem.q, tile, worker.products)
+    q = worker.queries(worker.problem.q, tile, worker.scores)
     pieces = worker.pieces(tile)
+    softmax = OnlineSoftmax(worker.scratch)
     for piece in pieces:
         score, _ = worker.score(q, k, piece)
         if v is None:
@@ -79,16 +80,14 @@ def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineS
     return softmax if pieces else None
 
 
-def backward(problem: Problem, saved: Saved, foreign: bool = False) -> Gradients:
+def backward(problem: Problem, saved: Saved) -> Gradients:
     """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk
     and dv in float32.
 
-    With dropout the factor 1 / (1 - p) waits for the sums, where nothing rounds it to bfloat16. An LSE is `foreign` if
-    it is that of other scores than the tiles compute.
+    With dropout the factor 1 / (1 - p) waits for the sums, where nothing rounds it to bfloat16.
     """
-    tiling = tiling_of(problem)
+    tiling, scores = tiling_of(problem), scores_dtype(problem)
     call = _Backward(problem, saved)
-    call.own_sums |= foreign and tiling.shape.products == torch.bfloat16
     workers = _workers(tiling)
     items, captures = _backward_items(tiling, workers), call.zeros()
     captured = sum(x.numel() for x in captures if x is not None)
@@ -97,7 +96,7 @@ def backward(problem: Problem, saved: Saved, foreign: bool = False) -> Gradients
     sums = [_Sums([], [])] * len(items)
 
     def start_worker() -> Callable[[int], None]:
-        worker = Worker(problem, tiling)
+        worker = Worker(problem, tiling, scores)
 
         def run(number: int) -> None:
             sums[number] = call.run(worker, items[number], captures if workers == 1 else call.zeros())
@@ -155,43 +154,44 @@ class _Backward:
     def run(self, worker: Worker, item: _Item, captures: list[Tensor | None]) -> _Sums:
         """Adds to `captures`; stores dk and dv where no other item has the same heads."""
         tiles, problem = item.tiles, self.problem
-        k, v = worker.keys(problem.k, tiles[0]), worker.keys(problem.v, tiles[0])
+        k, v = (worker.keys(x, tiles[0], worker.scores) for x in (problem.k, problem.v))
         sums = _Sums([torch.zeros_like(x, dtype=worker.inside) for x in (k, v)], captures)
-        v_ones = _with_ones(v)
+        keys = k, worker.keys(problem.k, tiles[0], worker.products), _with_ones(v)
         for tile in tiles:
             if pieces := worker.pieces(tile):
-                self._tile(worker, tile, pieces, (k, v_ones), sums)
+                self._tile(worker, tile, pieces, keys, sums)
         if not (item.first and item.last):
             return sums
         self._store(tiles[0], sums.dk_dv)
         return _Sums([], captures)
 
-    def _tile(self, worker: Worker, tile: Tile, pieces: list[Tile], keys: tuple[Tensor, Tensor], sums: _Sums) -> None:
-        """One block of rows against its keys, k and v `_with_ones`: dq, and what it adds to the sums."""
-        (k, v_ones), (dk, dv) = keys, sums.dk_dv
-        q = worker.queries(self.problem.q, tile, worker.products)
-        dout = worker.queries(self.saved.dout, tile, worker.products)
+    def _tile(self, worker: Worker, tile: Tile, pieces: list[Tile], keys: tuple[Tensor, ...], sums: _Sums) -> None:
+        """One block of rows against its keys: dq, and what it adds to the sums. k is for scores and for dq, and v
+        `_with_ones`."""
+        (k, k_of_dq, v_ones), (dk, dv) = keys, sums.dk_dv
+        q, dout = (worker.queries(x, tile, worker.products) for x in (self.problem.q, self.saved.dout))
+        q_of_score = worker.queries(self.problem.q, tile, worker.scores)
         delta = worker.queries(self.delta[..., None], tile, worker.inside) / self.rescale
         shift, share = self._shift(worker, tile, k)
-        dout_delta = _with_delta(dout, delta)
+        dout_delta = _with_delta(worker.queries(self.saved.dout, tile, worker.scores), delta)
         dq = torch.zeros_like(q, dtype=worker.inside)
         for piece in pieces:
-            score, modification = worker.score(q, k, piece, derivative=True)
-            p = exp(score.sub_(shift))
+            score, modification = worker.score(q_of_score, k, piece, derivative=True)
+            p = exp_less(score, shift)
             if share is not None:
                 p.mul_(share)
             ds = _dp_less_delta(worker, dout_delta, v_ones[:, piece.keys], delta)
             keep, dropped = worker.dropout_mask(piece), p
             if keep is not None:
                 ds, dropped = torch.where(keep != 0, ds, -delta), keep.mul_(p)
-            dv[:, piece.keys] += product(worker.scratch.cast("product", dropped, worker.products).mT, dout)
+            dv[:, piece.keys] += product(worker.scratch.cast("p", dropped, worker.products).mT, dout)
             ds = ds.mul_(p)
             if modification is not None:
                 ds = modification.apply_slope(ds, sums.captures)
             ds = worker.scratch.cast("dp", ds, worker.products)
             dk[:, piece.keys] += product(ds.mT, q)
-            dq += product(ds, k[:, piece.keys])
-        worker.store(self.dq, dq.mul_(self.problem.scale * self.rescale), tile)
+            dq += product(ds, k_of_dq[:, piece.keys], self.problem.scale * self.rescale)
+        worker.store(self.dq, dq, tile)
 
     def _shift(self, worker: Worker, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """p = exp(score - shift) share, (n, m, 1) each. The LSE is the shift where float32 is fine enough for it; else
@@ -254,7 +254,7 @@ def _with_delta(dout: Tensor, delta: Tensor) -> Tensor:
 def _dp_less_delta(worker: Worker, dout: Tensor, v: Tensor, delta: Tensor) -> Tensor:
     """dout v^T - delta, (n, m, keys), of what the two functions above return."""
     dp = worker.product(dout, v.mT, "dp")
-    return worker.scratch.cast("wide", dp, worker.inside) if dp.dtype == torch.bfloat16 else dp.sub_(delta)
+    return dp if v.dtype == torch.bfloat16 else dp.sub_(delta)
 
 
 def _workers(tiling: Tiling) -> int:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from saccade.backends.cpu import score_mods
-from saccade.backends.cpu.online_softmax import Scratch, product
-from saccade.backends.cpu.tiling import MASK_TILES_BYTES, Tile, Tiling, mask_tiles
+from saccade.backends.cpu.online_softmax import FEW, Scratch, product, wide_product
+from saccade.backends.cpu.tiling import MASK_TILES_BYTES, Tile, Tiling, mask_tiles, products_dtype
 from saccade.block_sparsity import compute_states, states_of
 from saccade.problem import Problem
 from saccade.scores import Score
 
+HARMLESS = 1.0
+"""Up to this score bfloat16 rounds it by no more than a probability, which is rounded anyway."""
 MOSTLY = 0.85
 """The share of visited scores above which PyTorch's kernel, which visits all, is the faster one in float32."""
 
@@ -37,16 +39,40 @@ class Modification(NamedTuple):
         return ds.mul_(slope)
 
 
+def scores_dtype(problem: Problem) -> torch.dtype:
+    """Of the operands of products that leave scores, q k^T and dout v^T: float32 for bfloat16 where that would round
+    scores of more than HARMLESS, by |score| <= |q| |k| |scale| of the rows and keys in use."""
+    products = products_dtype(problem.q.dtype)
+    few = problem.group * problem.q.shape[2] <= FEW  # for which to find a bound takes longer than the product
+    if products != torch.bfloat16 or few or not min(problem.q.numel(), problem.k.numel()):
+        return products
+    if problem.score is not None:
+        return problem.lse_dtype()
+    # The first rows and keys say so most of the time.
+    small = all(_score_bound(problem, most) <= HARMLESS for most in (8, max(problem.q.shape[2], problem.k.shape[2])))
+    return products if small else problem.lse_dtype()
+
+
+def _score_bound(problem: Problem, most: int) -> float:
+    """Of the scores of the first so many rows and keys."""
+    bound, extent = abs(problem.scale), problem.extent
+    for x, used in (problem.q, extent.rows), (problem.k, extent.keys):
+        norms = torch.linalg.vector_norm(x[:, :, :most], dim=-1, dtype=problem.lse_dtype())
+        out_of_use = torch.arange(norms.shape[2], device="cpu") >= used
+        bound *= norms.masked_fill(norms.isnan() | out_of_use[:, None], 0).max().item()  # a NaN has no rounding
+    return bound
+
+
 class Worker:
     """A Problem with its Tiling, and the memory of one thread.
 
     A tensor of query rows becomes (n, m, d): n = batch rows x key heads, m = group x rows. Operands and results of
-    matrix products have the dtype `products`, all else `inside`.
+    matrix products that leave scores have the dtype `scores`, those of other products `products`, all else `inside`.
     """
 
-    def __init__(self, problem: Problem, tiling: Tiling) -> None:
+    def __init__(self, problem: Problem, tiling: Tiling, scores: torch.dtype = torch.float32) -> None:
         self.problem, self.tiling, self.scratch = problem, tiling, Scratch()
-        self.products, self.inside = tiling.shape.products, problem.lse_dtype()
+        self.scores, self.products, self.inside = scores, tiling.shape.products, problem.lse_dtype()
         self.placed = problem.layout.positioned
         self.bias = score_mods.bias(problem) if problem.score is not None and not self.placed else None
         self.rescale = 1.0 if problem.dropout is None else problem.dropout.rescale
@@ -63,9 +89,9 @@ class Worker:
         # They were made for the first of the batch rows and heads that share them.
         return [piece._replace(batch=tile.batch, heads=tile.heads) for piece in tiling.pieces[place]]
 
-    def keys(self, x: Tensor, tile: Tile) -> Tensor:
-        """All keys of the tile's heads, (n, s_k, d), in the products' dtype."""
-        return x[tile.batch, tile.heads].to(self.products).flatten(0, 1)
+    def keys(self, x: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """All keys of the tile's heads, (n, s_k, d)."""
+        return x[tile.batch, tile.heads].to(dtype).flatten(0, 1)
 
     def queries(self, x: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
         """(n, m, d)"""
@@ -80,13 +106,16 @@ class Worker:
         return x.unflatten(1, (-1, self.problem.group))[tile.batch, tile.heads, :, tile.rows]
 
     def product(self, a: Tensor, b: Tensor, name: str, alpha: float = 1.0) -> Tensor:
-        return product(a, b, alpha, self.scratch(name, (a.shape[0], a.shape[1], b.shape[2]), self.products))
+        """alpha a b, of operands of the dtype `scores`, in memory of this name."""
+        shape = a.shape[0], a.shape[1], b.shape[2]
+        if self.scores == self.inside or a.shape[1] <= FEW:
+            return wide_product(a, b, alpha, self.scratch(name, shape, self.inside))
+        return self.scratch.cast(name, product(a, b, alpha, self.scratch(name, shape, self.scores)), self.inside)
 
     def score(self, q: Tensor, k: Tensor, tile: Tile, derivative: bool = False) -> tuple[Tensor, Modification | None]:
         """The modified scores (n, m, keys), -inf where they are masked; and the Modification if its derivative is asked
         for and is not one."""
-        product = self.product(q, k[:, tile.keys].mT, "product", self.problem.scale)
-        score = self.scratch.cast("score", product, self.inside)
+        score = self.product(q, k[:, tile.keys].mT, "score", self.problem.scale)
         place, modify, modification = tile.place(self.problem.group), self.problem.score, None
         tile_score = score.view([x.stop - x.start for x in place])
         if self.bias is not None and not derivative:
