@@ -10,7 +10,6 @@ from torch import Tensor
 
 from saccade import Paged, append_kv, attention, causal, softcap, window
 from saccade.testing import check
-from saccade.testing.call_slice import Precision
 from saccade.testing.error_tally import worst_row_error
 
 H_Q, H_K, D = 8, 2, 64
@@ -83,8 +82,7 @@ def test_random_steps(name, device, steps):
     world = WORLDS[name]
     pages = max(world.batches) * world.width + 3
     pool = torch.randn(2, pages, world.page_size, H_K, D, device=device).bfloat16()
-    left, precision = world.left, Precision.of(torch.bfloat16, torch.bfloat16, torch.device(device), "auto")
-    of_scores = max(torch.finfo(dtype).eps for dtype in precision[:2])
+    left, of_scores = world.left, torch.finfo(torch.float16).eps  # a GPU's tanh has so many bits
     keywords = {
         "mask": causal() if left is None else window(left, 0),
         "score_mod": None if world.cap is None else softcap(world.cap),

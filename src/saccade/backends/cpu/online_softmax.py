@@ -112,21 +112,20 @@ class OnlineSoftmax:
         shift = torch.where(top == -torch.inf, 0, top)
         weight = exp_less(score, shift, self.alone)
         total = weight.sum(-1, keepdim=True)
-        share = 1 / _positive(total)
         mean = None
         if v is not None:
             if keep is not None:
                 weight.mul_(keep)
             if v.dtype != weight.dtype and not self.alone and not bool((total < SPREAD).any()):
-                weight = self.scratch.cast("weight", weight.mul_(share), v.dtype)
+                weight = self.scratch.cast("weight", weight.div_(total), v.dtype)
                 mean = product(weight, v).to(score.dtype)
             else:
-                mean = wide_product(weight, v).mul_(share)
+                mean = wide_product(weight, v).div_(_positive(total))
         if self.top is not None:
             before = self.total * (self.top - shift).exp_()
-            share = _positive(before + total)
+            both = _positive(before + total)
             if mean is not None:
-                mean = mean.mul_(total / share).add_(self.mean * (before / share))
+                mean = mean.mul_(total / both).add_(self.mean * (before / both))
             total += before
         self.mean, self.top, self.total = mean, top, total
 

@@ -4,9 +4,9 @@ A tile holds whole score rows where they fit, as PyTorch's matrix products are f
 are streamed with the online softmax. Memory is a few tiles for each thread, whatever the lengths.
 
 In bfloat16 a score is not rounded: PyTorch has no product of bfloat16 on a CPU that leaves in float32, so that the two
-whose results are scores, q k^T and dout v^T, are products of float32. The others, whose results are rows, are of
-bfloat16 where this CPU multiplies those. Everything else is float32: scale, score functions, masks, the softmax, and
-the gradient of the scores. Where all scores are small enough, all products are bfloat16 (`worker.scores_dtype`).
+whose results are tiles, q k^T and dout v^T, are products of float32, but for scores so small that they may be rounded
+(`worker.scores_dtype`). The others, whose results are rows, are of bfloat16 where this CPU multiplies those. Everything
+else is float32: scale, score functions, masks, the softmax, and the gradient of the scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink, thread_pool
-from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product
+from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, tiling_of
 from saccade.backends.cpu.worker import Worker, scores_dtype
 from saccade.layouts import empty_like_rows
@@ -154,9 +154,9 @@ class _Backward:
     def run(self, worker: Worker, item: _Item, captures: list[Tensor | None]) -> _Sums:
         """Adds to `captures`; stores dk and dv where no other item has the same heads."""
         tiles, problem = item.tiles, self.problem
-        k, v = (worker.keys(x, tiles[0], worker.scores) for x in (problem.k, problem.v))
+        k, v = worker.keys(problem.k, tiles[0], worker.scores), worker.keys(problem.v, tiles[0], worker.wide)
         sums = _Sums([torch.zeros_like(x, dtype=worker.inside) for x in (k, v)], captures)
-        keys = k, worker.keys(problem.k, tiles[0], worker.products), _with_ones(v)
+        keys = k, worker.keys(problem.k, tiles[0], worker.products), v
         for tile in tiles:
             if pieces := worker.pieces(tile):
                 self._tile(worker, tile, pieces, keys, sums)
@@ -166,21 +166,22 @@ class _Backward:
         return _Sums([], captures)
 
     def _tile(self, worker: Worker, tile: Tile, pieces: list[Tile], keys: tuple[Tensor, ...], sums: _Sums) -> None:
-        """One block of rows against its keys: dq, and what it adds to the sums. k is for scores and for dq, and v
-        `_with_ones`."""
-        (k, k_of_dq, v_ones), (dk, dv) = keys, sums.dk_dv
+        """One block of rows against its keys, k for scores, k for dq, and v: dq, and what it adds to the sums."""
+        (k, k_of_dq, v), (dk, dv) = keys, sums.dk_dv
         q, dout = (worker.queries(x, tile, worker.products) for x in (self.problem.q, self.saved.dout))
         q_of_score = worker.queries(self.problem.q, tile, worker.scores)
+        dout_of_dp = worker.queries(self.saved.dout, tile, worker.wide)
         delta = worker.queries(self.delta[..., None], tile, worker.inside) / self.rescale
         shift, share = self._shift(worker, tile, k)
-        dout_delta = _with_delta(worker.queries(self.saved.dout, tile, worker.scores), delta)
         dq = torch.zeros_like(q, dtype=worker.inside)
         for piece in pieces:
             score, modification = worker.score(q_of_score, k, piece, derivative=True)
             p = exp_less(score, shift)
             if share is not None:
                 p.mul_(share)
-            ds = _dp_less_delta(worker, dout_delta, v_ones[:, piece.keys], delta)
+            ds = wide_product(dout_of_dp, v[:, piece.keys].mT, out=worker.scratch("dp", p.shape, worker.inside)).sub_(
+                delta
+            )
             keep, dropped = worker.dropout_mask(piece), p
             if keep is not None:
                 ds, dropped = torch.where(keep != 0, ds, -delta), keep.mul_(p)
@@ -188,9 +189,11 @@ class _Backward:
             ds = ds.mul_(p)
             if modification is not None:
                 ds = modification.apply_slope(ds, sums.captures)
-            ds = worker.scratch.cast("dp", ds, worker.products)
-            dk[:, piece.keys] += product(ds.mT, q)
-            dq += product(ds, k_of_dq[:, piece.keys], self.problem.scale * self.rescale)
+            rounded = worker.scratch.cast("ds", ds, worker.products)
+            dk[:, piece.keys] += product(rounded.mT, q)
+            # Of several pieces each would be rounded, and their sum again.
+            ds, multiply = (rounded, product) if len(pieces) == 1 else (ds, wide_product)
+            dq += multiply(ds, k_of_dq[:, piece.keys], self.problem.scale * self.rescale)
         worker.store(self.dq, dq, tile)
 
     def _shift(self, worker: Worker, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -228,33 +231,6 @@ class _Backward:
         pairs = zip(captures, self.captures, strict=True)
         of_captures = [None if x is None else x.mul_(self.rescale).to(capture.dtype) for x, capture in pairs]
         return self.dq, self.dk, self.dv, sink.gradient(self.problem, self.saved, self.delta), of_captures
-
-
-COLUMNS = 4
-"""How many bfloat16 numbers a float32 takes, and one zero more, as products of pairs want an even number of them."""
-
-
-def _with_ones(v: Tensor) -> Tensor:
-    """v (n, keys, d_v), and in bfloat16 the ones that `_with_delta` needs."""
-    return torch.nn.functional.pad(v, (0, COLUMNS), value=1.0) if v.dtype == torch.bfloat16 else v
-
-
-def _with_delta(dout: Tensor, delta: Tensor) -> Tensor:
-    """dout (n, m, d_v), and in bfloat16 columns whose sum is -delta (n, m, 1): what cancels must do so before the
-    product is rounded."""
-    if dout.dtype != torch.bfloat16:
-        return dout
-    columns, rest = [dout], -delta
-    for _ in range(COLUMNS - 1):
-        columns.append(rest.bfloat16())
-        rest = rest - columns[-1]
-    return torch.cat([*columns, torch.zeros_like(columns[-1])], dim=-1)
-
-
-def _dp_less_delta(worker: Worker, dout: Tensor, v: Tensor, delta: Tensor) -> Tensor:
-    """dout v^T - delta, (n, m, keys), of what the two functions above return."""
-    dp = worker.product(dout, v.mT, "dp")
-    return dp if v.dtype == torch.bfloat16 else dp.sub_(delta)
 
 
 def _workers(tiling: Tiling) -> int:

@@ -40,17 +40,22 @@ class Modification(NamedTuple):
 
 
 def scores_dtype(problem: Problem) -> torch.dtype:
-    """Of the operands of products that leave scores, q k^T and dout v^T: float32 for bfloat16 where that would round
-    scores of more than HARMLESS, by |score| <= |q| |k| |scale| of the rows and keys in use."""
+    """Of the operands of q k^T: float32 for bfloat16 where that would round scores of more than HARMLESS, by
+    |score| <= |q| |k| |scale| of the rows and keys in use."""
     products = products_dtype(problem.q.dtype)
-    few = problem.group * problem.q.shape[2] <= FEW  # for which to find a bound takes longer than the product
-    if products != torch.bfloat16 or few or not min(problem.q.numel(), problem.k.numel()):
+    if products != torch.bfloat16 or not min(problem.q.numel(), problem.k.numel()):
         return products
-    if problem.score is not None:
-        return problem.lse_dtype()
+    if (dtype := wide_dtype(problem)) == products or problem.score is not None:
+        return dtype
     # The first rows and keys say so most of the time.
     small = all(_score_bound(problem, most) <= HARMLESS for most in (8, max(problem.q.shape[2], problem.k.shape[2])))
-    return products if small else problem.lse_dtype()
+    return products if small else dtype
+
+
+def wide_dtype(problem: Problem) -> torch.dtype:
+    """Of the operands of wide products, which take few rows of bfloat16 as they are."""
+    few = problem.group * problem.q.shape[2] <= FEW
+    return products_dtype(problem.q.dtype) if few else problem.lse_dtype()
 
 
 def _score_bound(problem: Problem, most: int) -> float:
@@ -66,13 +71,14 @@ def _score_bound(problem: Problem, most: int) -> float:
 class Worker:
     """A Problem with its Tiling, and the memory of one thread.
 
-    A tensor of query rows becomes (n, m, d): n = batch rows x key heads, m = group x rows. Operands and results of
-    matrix products that leave scores have the dtype `scores`, those of other products `products`, all else `inside`.
+    A tensor of query rows becomes (n, m, d): n = batch rows x key heads, m = group x rows. Operands of q k^T have the
+    dtype `scores`, those of dout v^T `wide`, operands and results of other products `products`, and all else `inside`.
     """
 
     def __init__(self, problem: Problem, tiling: Tiling, scores: torch.dtype = torch.float32) -> None:
         self.problem, self.tiling, self.scratch = problem, tiling, Scratch()
-        self.scores, self.products, self.inside = scores, tiling.shape.products, problem.lse_dtype()
+        self.scores, self.wide = scores, wide_dtype(problem)
+        self.products, self.inside = tiling.shape.products, problem.lse_dtype()
         self.placed = problem.layout.positioned
         self.bias = score_mods.bias(problem) if problem.score is not None and not self.placed else None
         self.rescale = 1.0 if problem.dropout is None else problem.dropout.rescale
@@ -105,17 +111,16 @@ class Worker:
     def _rows(self, x: Tensor, tile: Tile) -> Tensor:
         return x.unflatten(1, (-1, self.problem.group))[tile.batch, tile.heads, :, tile.rows]
 
-    def product(self, a: Tensor, b: Tensor, name: str, alpha: float = 1.0) -> Tensor:
-        """alpha a b, of operands of the dtype `scores`, in memory of this name."""
-        shape = a.shape[0], a.shape[1], b.shape[2]
-        if self.scores == self.inside or a.shape[1] <= FEW:
-            return wide_product(a, b, alpha, self.scratch(name, shape, self.inside))
-        return self.scratch.cast(name, product(a, b, alpha, self.scratch(name, shape, self.scores)), self.inside)
-
     def score(self, q: Tensor, k: Tensor, tile: Tile, derivative: bool = False) -> tuple[Tensor, Modification | None]:
         """The modified scores (n, m, keys), -inf where they are masked; and the Modification if its derivative is asked
         for and is not one."""
-        score = self.product(q, k[:, tile.keys].mT, "score", self.problem.scale)
+        k = k[:, tile.keys]
+        score = self.scratch("score", (q.shape[0], q.shape[1], k.shape[1]), self.inside)
+        if self.scores == self.wide:
+            score = wide_product(q, k.mT, self.problem.scale, score)
+        else:
+            rounded = self.scratch("rounded", score.shape, self.scores)
+            score.copy_(product(q, k.mT, self.problem.scale, rounded))
         place, modify, modification = tile.place(self.problem.group), self.problem.score, None
         tile_score = score.view([x.stop - x.start for x in place])
         if self.bias is not None and not derivative:
