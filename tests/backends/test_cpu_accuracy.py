@@ -3,12 +3,15 @@ the scores."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from saccade import Paged, attention, causal, mask_mod, softcap
+from saccade import Paged, attention, causal, hardware, mask_mod, softcap
 
+PROCESSORS = "amx", "avx512_bf16", "none"
 ALLOWED = 1.2
 """Error over that of PyTorch's kernel."""
 FORMS = {
@@ -38,39 +41,42 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> torch.Tensor
     return torch.stack([(x.double() - y).square().mean().sqrt() for x, y in zip(found, exact, strict=True)])
 
 
-def shares(s: int, d: int, spread: float, form: str, rows: int | None = None) -> torch.Tensor:
-    tensors, keywords = operands(s, d, spread, rows), FORMS[form]
-    seen = None
-    if "mask" in keywords:
-        seen = torch.ones(s, s, dtype=torch.bool).tril() if form == "causal" else (torch.arange(s) // 128) % 3 != 1
-        seen = seen.expand(1, 1, s, s)
+@pytest.fixture(params=FORMS)
+def shares(request, monkeypatch):
+    """The errors of out, dq, dk and dv over those of PyTorch's kernel, (processors, 4), of s, d and a spread."""
 
-    def native(q, k, v):
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    def find(s: int, d: int, spread: float) -> torch.Tensor:
+        tensors, seen = operands(s, d, spread), None
+        if request.param == "causal":
+            seen = torch.ones(1, 1, s, s, dtype=torch.bool).tril()
+        elif request.param == "pieces":
+            seen = ((torch.arange(s) // 128) % 3 != 1).expand(1, 1, s, s)
+        native = partial(scaled_dot_product_attention, attn_mask=seen)
+        exact, found = results(native, [x.double() for x in tensors]), []
+        for processor in PROCESSORS:
+            monkeypatch.setattr(hardware, "cpu_bf16", lambda processor=processor: processor)
+            found.append(results(partial(attention, backend="cpu", **FORMS[request.param]), tensors))
+        return torch.stack([errors(x, exact) for x in found]) / errors(results(native, tensors), exact)
 
-    exact = results(native, [x.double() for x in tensors])
-    found = results(lambda q, k, v: attention(q, k, v, backend="cpu", **keywords), tensors)
-    return errors(found, exact) / errors(results(native, tensors), exact)
+    return find
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spread", [1, 8, 40])
 @pytest.mark.parametrize("d", [64, 128])
-def test_errors_are_those_of_pytorch(d, spread, form, processor):
-    assert shares(512, d, spread, form).max() <= ALLOWED
+def test_errors_are_those_of_pytorch(d, spread, shares):
+    assert shares(512, d, spread).max() <= ALLOWED
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spread", [1, 8, 40])
 @pytest.mark.parametrize("d", [64, 128])
-def test_errors_of_long_rows(d, spread, form, processor):
-    assert shares(2048, d, spread, form).max() <= ALLOWED
+def test_errors_of_long_rows(d, spread, shares):
+    assert shares(2048, d, spread).max() <= ALLOWED
 
 
 @pytest.mark.parametrize("spread", [1 / 16, 1 / 4, 2, 4])
-def test_errors_between(spread, processor):
-    assert shares(256, 64, spread, "plain").max() <= ALLOWED
+def test_errors_between(spread, shares):
+    assert shares(256, 64, spread).max() <= ALLOWED
 
 
 @pytest.mark.parametrize("spread", [1, 8, 40])

@@ -179,9 +179,8 @@ class _Backward:
             p = exp_less(score, shift)
             if share is not None:
                 p.mul_(share)
-            ds = wide_product(dout_of_dp, v[:, piece.keys].mT, out=worker.scratch("dp", p.shape, worker.inside)).sub_(
-                delta
-            )
+            dp = worker.scratch("dp", p.shape, worker.inside)
+            ds = wide_product(dout_of_dp, v[:, piece.keys].mT, out=dp).sub_(delta)
             keep, dropped = worker.dropout_mask(piece), p
             if keep is not None:
                 ds, dropped = torch.where(keep != 0, ds, -delta), keep.mul_(p)
