@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
 import torch
 
-from saccade import Paged, Partial, append_kv, attention, block_mask, causal, explain, merge
+from saccade import Paged, Partial, append_kv, attention, block_mask, causal, explain, merge, softcap, temperature
 from saccade.compat import flex
 from saccade.compat.torch_varlen import varlen_attn
 from saccade.compat.transformer_engine import DotProductAttention, InferenceParams
@@ -28,6 +29,34 @@ WRONG_TYPES = {
         lambda: attention(Q, K, V, deterministic="yes"),
         "deterministic must be True or False, got 'yes'",
     ),
+    "return_lse of 1": (TypeError, lambda: attention(Q, Q, Q, return_lse=1), "return_lse must be True or False, got 1"),
+    "return_max_scores of 0": (TypeError, lambda: attention(Q, Q, Q, return_max_scores=0), "or False, got 0"),
+    "deterministic of 1": (TypeError, lambda: attention(Q, Q, Q, deterministic=1), "must be True or False, got 1"),
+    "scale of True": (TypeError, lambda: attention(Q, Q, Q, scale=True), "scale must be a number, got True"),
+    "scale of a bool": (
+        TypeError,
+        lambda: attention(Q, Q, Q, scale=torch.tensor(True)),
+        "scale must be a number, got t",
+    ),
+    "dropout_p of True": (
+        TypeError,
+        lambda: attention(Q, Q, Q, dropout_p=True),
+        "dropout_p must be a number, got True",
+    ),
+    "cap of True": (TypeError, lambda: softcap(True), "cap must be a number, got True"),
+    "cap of 0": (ValueError, lambda: softcap(torch.tensor(0.0)), "softcap needs a positive, finite cap, got 0.0"),
+    "temperature of 0": (
+        ValueError,
+        lambda: temperature(torch.tensor([1.0, 0.0])),
+        "temperature needs positive, finite temperatures, got [1.0, 0.0]",
+    ),
+    "scale of NaN": (
+        ValueError,
+        lambda: attention(Q, Q, Q, scale=math.nan),
+        "scale must be a number, or None for 1/sqrt(d), got nan",
+    ),
+    "scale of NaN in a tensor": (ValueError, lambda: attention(Q, Q, Q, scale=torch.tensor(math.nan)), "got nan"),
+    "flex's flags": (TypeError, lambda: flex.flex_attention(Q, Q, Q, return_lse=1), "return_lse must be True or False"),
     "dropout_p": (TypeError, lambda: attention(Q, Q, Q, dropout_p="0.1"), "dropout_p must be a number, got '0.1'"),
     "scale beyond floats": (
         ValueError,

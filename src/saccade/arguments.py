@@ -10,7 +10,7 @@ from torch import Tensor
 
 _USUAL = {bool, type(None)}
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-_FLAGS = (bool, int, type(None), torch.SymBool)
+_FLAGS = (bool, type(None), torch.SymBool)
 
 
 def tensors(**named: Any) -> None:
@@ -67,9 +67,11 @@ def number(name: str, x: Any, otherwise: str = "") -> float:
     """A number, or a tensor of one that needs no gradient.
 
     Raises:
-        TypeError: no number.
+        TypeError: no number; True and False are none.
         ValueError: several, or one that needs a gradient; `otherwise` says what to do then.
     """
+    if isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool"):
+        raise TypeError(f"{name} must be a number, got {told(x)}")
     if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         try:
             return float(x)

@@ -142,7 +142,7 @@ def check_call(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; with 1 every probability would be zero")
     if out is not None:
         _check_out(out, q, v, layout)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else arguments.number("scale", scale, _LEARNED_SCALE)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _checked_scale(scale)
     found = None
     if k.dtype in EIGHT_BITS or descale is not None:
         found = _check_descale(descale, q, k, v, layout)
@@ -155,6 +155,13 @@ def check_call(
     if dropout_p:
         dropout = Dropout.draw(dropout_p, q.device) if runs else Dropout.planned(dropout_p)
     return BoundCall(q, k, v, sink, mask, score, layout, scale, deterministic, dropout, return_max_scores, out, found)
+
+
+def _checked_scale(scale: Any) -> float:
+    scale = arguments.number("scale", scale, _LEARNED_SCALE)
+    if scale != scale:
+        raise ValueError("scale must be a number, or None for 1/sqrt(d), got nan: every result would be NaN")
+    return scale
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:

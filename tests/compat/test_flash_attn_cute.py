@@ -237,3 +237,16 @@ def test_compiled():
         out, lse = function(x, slopes)
         found.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), x)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_offsets_by_position():
+    """As callers of versions without qv write them."""
+    x, offsets = torch.randn(10, 2, 16), torch.tensor([0, 4, 10], dtype=torch.int32)
+    right, _ = flash_attn_varlen_func(x, x, x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
+    assert torch.equal(flash_attn_varlen_func(x, x, x, offsets, offsets, 6, 6, causal=True)[0], right)
+    named = {"max_seqlen_q": 6, "max_seqlen_k": 6, "causal": True}
+    assert torch.equal(flash_attn_varlen_func(x, x, x, offsets, offsets, **named)[0], right)
+    used = torch.tensor([3, 6], dtype=torch.int32)
+    for more in ((used, used), (6, 6, 4), (6, 6, used)):  # seqused_q and seqused_k in others, and what comes after
+        with pytest.raises(TypeError, match="as in seqused_q="):
+            flash_attn_varlen_func(x, x, x, offsets, offsets, *more, causal=True)

@@ -278,3 +278,18 @@ def test_flops_are_those_of_the_sequences():
     with FlopCounterMode(display=False) as counter:
         attention(q, k, v, layout=packed())
     assert counter.get_total_flops() == 2 * 4 * (3 * 3 + 7 * 7) * (8 + 6)
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+def test_nested_beside_a_mask_of_the_longest(order):
+    rows = [torch.randn(n, 2, 8) for n in (2, 4, 3)]
+    seen = torch.rand(4, 4) > 0.3
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    nested = nested.transpose(1, 2) if order == "bhsd" else nested
+    out = attention(nested, nested, nested, mask=seen, layout=Dense(order))
+    for found, x in zip(out.unbind(), rows, strict=True):
+        x, n = x.transpose(0, 1)[None], len(x)
+        right = attention(x, x, x, mask=seen[:n, :n])[0]
+        torch.testing.assert_close(found if order == "bhsd" else found.transpose(0, 1), right)
+    with pytest.raises(ValueError, match=r"at least \(sequences, h_q, queries, keys\) = \(3, 2, 4, 4\)"):
+        attention(nested, nested, nested, mask=seen[:3], layout=Dense(order))

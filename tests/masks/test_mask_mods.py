@@ -257,6 +257,7 @@ def test_copies(copied):
         (lambda: mask_mod(3), TypeError, "needs a function of (b, h, q_idx, kv_idx), got 3"),
         (lambda: mask_mod(lambda b, h, q_idx, kv_idx: q_idx.sum() > 3), ValueError, "sum"),
         (lambda: mask_mod(lambda q_idx, kv_idx: q_idx >= kv_idx), ValueError, "(b, h, q_idx, kv_idx)"),
+        (lambda: mask_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) * 1.0), ValueError, "got torch.float32"),
         (lambda: mask_mod(lambda b, h, q_idx, kv_idx: True), ValueError, "a mask function one of bools; got True"),
         (lambda: attention(*operands(), mask=torch.zeros(S, S)), TypeError, "score_mod=bias(t)"),
         (lambda: attention(*operands(), mask=odd_even), TypeError, "mask_mod(fn)"),

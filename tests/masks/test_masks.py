@@ -206,6 +206,20 @@ def test_equality_is_of_values_and_of_the_same_tensors():
     assert len({causal(), causal(), window(1, 0)}) == 2
 
 
+def test_masks_and_tensors():
+    seen = torch.rand(6, 6) > 0.5
+    diagonal = causal().visible(6, 6)[0]
+    for mask, right in (
+        (causal() & seen, diagonal & seen), (seen & causal(), diagonal & seen),
+        (causal() | seen, diagonal | seen), (seen | causal(), diagonal | seen),
+        (~(seen & causal()), ~(diagonal & seen)),
+    ):  # fmt: skip
+        assert torch.equal(mask.visible(6, 6)[0], right)
+    for wrong in (torch.ones(6, 6), lambda b, h, q_idx, kv_idx: q_idx > kv_idx):
+        with pytest.raises(TypeError, match=r"a mask tensor must be bool|mask_mod"):
+            causal() & wrong
+
+
 @pytest.mark.parametrize("number", [1, 1.0, "causal", None])
 def test_a_mask_combines_with_masks_alone(number):
     with pytest.raises(TypeError):

@@ -164,6 +164,9 @@ def flash_attn_varlen_func(
     >>> out.shape, lse is None
     (torch.Size([10, 2, 16]), True)
     """
+    if isinstance(qv, Tensor) and qv.dim() == 1 and not qv.is_floating_point():
+        offsets = qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        qv, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) = None, _by_position(*offsets)
     _refuse(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod_bwd=score_mod_bwd, aux_tensors=aux_tensors,
         aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors, seqlen_k_per_split=seqlen_k_per_split,
@@ -180,6 +183,25 @@ def flash_attn_varlen_func(
     return _attend_ragged(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), (seqused_q, seqused_k), terms
     )
+
+
+def _by_position(cu_q: Tensor, cu_k: Any, most_q: Any, most_k: Any, more: Any) -> tuple[Any, Any, Any, Any]:
+    """Offsets and the longest lengths of calls that give them after v, where other versions have no qv.
+
+    Raises:
+        TypeError: something else than bounds follows, as seqused_q in yet others.
+    """
+    if most_q is None:  # the bounds are keywords, if they are there
+        return cu_q, cu_k, most_k, more
+    for x in (most_q, most_k):
+        if isinstance(x, Tensor) and x.dim():
+            raise TypeError(
+                "after cu_seqlens_q and cu_seqlens_k by position come max_seqlen_q and max_seqlen_k, two integers; got "
+                f"{arguments.told(x)}: give it by its name, as in seqused_q=…"
+            )
+    if more is not None:
+        raise TypeError(f"give what follows max_seqlen_k by its name, as in seqused_q=…; got {arguments.told(more)}")
+    return cu_q, cu_k, most_q, most_k
 
 
 def _attend_ragged(

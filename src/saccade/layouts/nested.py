@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import Layout
+from saccade.layouts.offsets import has_values
 from saccade.layouts.packed import Packed
 
 _RAGGED = {"bhsd": 2, "bshd": 1}
@@ -50,6 +51,16 @@ def unwrap(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tens
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise ValueError("nested k and v must have the same offsets")
     q_rows, k_rows, v_rows = (x.values() if ragged_dim == 1 else x.values().transpose(0, 1) for x in (q, k, v))
-    bounds = q_rows.shape[0], k_rows.shape[0]
+    bounds = _longest(q, q_rows), _longest(k, k_rows)
     places = {"q_offset": layout.q_offset, "k_offset": layout.k_offset}
     return q_rows, k_rows, v_rows, Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order, **places)
+
+
+def _longest(x: Any, rows: Tensor) -> int:
+    """The longest sequence, where the host knows it: torch keeps that of tensors that are made from several. Else a
+    bound."""
+    if torch.compiler.is_compiling():
+        return rows.shape[0]
+    if x.offsets().device.type == "cpu" and has_values(x.offsets()):
+        return int(x.offsets().diff().max()) if len(x.offsets()) > 1 else 0
+    return rows.shape[0] if x._maybe_max_seqlen is None else x._maybe_max_seqlen

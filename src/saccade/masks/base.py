@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -127,11 +127,24 @@ class Mask:
         for x in self.bound().tensors:
             torch.autograd.graph.increment_version(x)
 
-    def __and__(self, other: Mask) -> Mask:
-        return COMBINATIONS["&"](self.unblocked(), other.unblocked()) if isinstance(other, Mask) else NotImplemented
+    def __and__(self, other: Any) -> Mask:
+        return self._combined("&", other)
 
-    def __or__(self, other: Mask) -> Mask:
-        return COMBINATIONS["|"](self.unblocked(), other.unblocked()) if isinstance(other, Mask) else NotImplemented
+    def __or__(self, other: Any) -> Mask:
+        return self._combined("|", other)
+
+    def __rand__(self, other: Any) -> Mask:
+        return self._combined("&", other)
+
+    def __ror__(self, other: Any) -> Mask:
+        return self._combined("|", other)
+
+    def _combined(self, sign: str, other: Any) -> Mask:
+        """With a mask, or with what `attention` takes for one. Both signs are commutative."""
+        if other is None:
+            return NotImplemented
+        other = other if isinstance(other, Mask) else COMBINATIONS["mask"](other)
+        return COMBINATIONS[sign](self.unblocked(), other.unblocked())
 
     def __invert__(self) -> Mask:
         return COMBINATIONS["~"](self.unblocked())

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade import arguments, scores
 from saccade.bounded_cache import BoundedCache, versions
 from saccade.kept_memory import capturing, keep
-from saccade.masks.base import Mask, PredicateMask
+from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL
 from saccade.masks.hull import Extent
 from saccade.masks.mask_mod import Written, sequences_shape_error
@@ -189,3 +189,6 @@ def mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> Tensor:
     place = torch.where(listed, index, states.shape[3])  # after the end
     wider = torch.nn.functional.pad(states, (0, 1))
     return wider.scatter(3, place[:, :, : states.shape[2]], value)[..., :-1]
+
+
+COMBINATIONS["mask"] = as_mask  # pyright: ignore[reportArgumentType] (of None alone it is None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from saccade import arguments
 from saccade.scores.codegen.ranges import LONGEST
@@ -46,7 +47,7 @@ def softcap(cap: float | Tensor) -> Softcap | ScoreMod:
             no dimensions is read in each call, and gets a gradient if it requires one.
 
     Raises:
-        ValueError: a cap that is not positive and finite.
+        ValueError: a cap that is not positive and finite, as far as the host knows a tensor's number.
 
     Source: Gemma 2 report, arXiv 2408.00118, section 2.
 
@@ -55,11 +56,22 @@ def softcap(cap: float | Tensor) -> Softcap | ScoreMod:
     """
     if isinstance(cap, Tensor):
         _check("softcap", cap, "a cap, a float or a float tensor of no dimensions", lambda: cap.dim() == 0)
+        _check_positive("softcap needs a positive, finite cap", cap)
         return Ready("softcap", _softcap, cap)
     cap = arguments.number("cap", cap)
     if not 0 < cap < math.inf:
         raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
     return Softcap(cap)
+
+
+def _check_positive(wanted: str, x: Tensor) -> None:
+    """Where the host has the numbers: it waits for no device, and compiled code takes others."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter):
+        return
+    if torch._C._len_torch_dispatch_stack() or is_functorch_wrapped_tensor(x):
+        return
+    if not bool(((x > 0) & x.isfinite()).all()):
+        raise ValueError(f"{wanted}, got {x.tolist()}")
 
 
 def _softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, cap: Tensor) -> Tensor:
@@ -259,13 +271,14 @@ def temperature(t: Tensor) -> ScoreMod:
         t: (h_q), positive; it gets a gradient if it requires one.
 
     Raises:
-        ValueError: not one float for each head.
+        ValueError: not one float for each head; on a CPU, one that is not positive and finite.
 
     >>> q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
     >>> attention(q, k, v, score_mod=temperature(torch.tensor([0.5, 2.0]))).shape
     torch.Size([1, 2, 8, 4])
     """
     _check("temperature", t, "one temperature for each query head, (h_q)", lambda: t.dim() == 1)
+    _check_positive("temperature needs positive, finite temperatures", t)
     return Ready("temperature", _temperature, t, heads=0)
 
 

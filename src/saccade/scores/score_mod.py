@@ -16,6 +16,7 @@ from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import program_of
 from saccade.scores.recording.compile_constant import compile_constant
 from saccade.scores.recording.shapes import broadcast_shape
+from saccade.scores.recording.tape import refuse
 
 Function = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""
@@ -84,7 +85,10 @@ class Predicate:
         self.fn = fn
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.fn(b, h, q_idx, kv_idx)
+        seen = self.fn(b, h, q_idx, kv_idx)
+        if isinstance(seen, Tensor) and seen.dtype.is_floating_point:
+            refuse(f"a mask function returns bools, True where a query sees a key, such as x > 0; got {seen.dtype}")
+        return seen
 
 
 def one_by_one(fn: Function) -> Function:

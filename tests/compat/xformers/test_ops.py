@@ -201,6 +201,14 @@ def test_wrong_calls():
         memory_efficient_attention(q, k, v, output_dtype=torch.float64)
     with pytest.raises(ValueError, match=re.escape("(1, t, …)")):
         memory_efficient_attention(q, k, v, attn_bias.BlockDiagonalMask.from_seqlens([9], device="cpu"))
+    mask = attn_bias.BlockDiagonalMask.from_seqlens([4, 5], device="cpu")
+    for rows, keys in ((9, 12), (12, 9), (9, 8)):
+        given = operands("cpu", rows, keys, b=1)
+        with pytest.raises(
+            ValueError,
+            match=re.escape(f"of 9 rows and 9 keys, tensors are (1, t, …), with as many; got query (1, {rows},"),
+        ):
+            memory_efficient_attention(*given, mask)
     with pytest.raises(ValueError, match="as many keys as rows"):
         attn_bias.BlockDiagonalCausalFromBottomRightMask.from_seqlens([3], [2], device="cpu")
 

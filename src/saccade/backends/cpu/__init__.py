@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
 from saccade.backends.cpu import packed, paged, sdpa, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
@@ -37,7 +35,6 @@ def workspace(spec: Spec) -> str:
 
 
 def run_forward(problem: Problem, lse: bool) -> Outputs:
-    problem = _without_nan(problem)
     if problem.layout.ragged_keys:
         return packed.forward(problem, lse, _forward)
     if problem.layout.has_pages:
@@ -47,17 +44,9 @@ def run_forward(problem: Problem, lse: bool) -> Outputs:
 
 
 def run_backward(problem: Problem, saved: Saved) -> Gradients:
-    problem = _without_nan(problem)
     if problem.layout.ragged_keys:
         return packed.backward(problem, saved, _backward)
     return _backward(problem, saved)
-
-
-def _without_nan(problem: Problem) -> Problem:
-    """The Problem with a scale of NaN in q instead: as a factor of matrix products some libraries take it for zero."""
-    if problem.scale == problem.scale:
-        return problem
-    return replace(problem, q=torch.full_like(problem.q, torch.nan), scale=1.0)
 
 
 def _forward(problem: Problem, lse: bool) -> Outputs:

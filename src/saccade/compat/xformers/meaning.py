@@ -138,7 +138,12 @@ _SEQUENCES: dict[str, tuple[Callable[[Any, Mask | None], Meaning], _Visible]] = 
 def _check_rows(attn_bias: Any, q: Tensor, k: Tensor) -> None:
     """By the numbers that the host has: nothing waits for the device."""
     rows, keys = attn_bias.q_seqinfo.seqstart_py[-1], attn_bias.k_seqinfo.seqstart_py[-1]
-    if q.shape[0] == k.shape[0] == 1 and rows <= q.shape[1] and (hasattr(attn_bias, "page_size") or keys <= k.shape[1]):
+    here, there = q.shape[1], k.shape[1]
+    if _SEQUENCES[type(attn_bias).__name__][0] is _packed:
+        fits = (rows, keys) == (here, there)
+    else:  # the keys of others lie in more memory
+        fits = rows <= here and (keys <= there or hasattr(attn_bias, "page_size"))
+    if q.shape[0] == k.shape[0] == 1 and fits:
         return
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}"
     raise ValueError(

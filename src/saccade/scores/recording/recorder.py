@@ -182,6 +182,8 @@ class _Recorder(TorchFunctionMode):
         if name in _RANDOM and kwargs.get("training", True):
             raise Refused(refusal(name) or "")
         if StandIn in types:
+            if name == "broadcast_tensors":  # every value is one number for each score already
+                return tuple(args[0]) if isinstance(args[0], (tuple, list)) else args
             return self._step(name, func, args, kwargs)
         if name == "_set_grad_enabled":
             return self._set_grad_mode(func, args, kwargs)
@@ -265,7 +267,11 @@ def refusal(name: str) -> str | None:
         return _BRANCHES
     if name in _RANDOM:
         return f"{name} draws random numbers: dropout_p of attention drops probabilities at random"
-    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+    if name == "__setitem__":
+        return "x[…] = … writes in place; write a new value, such as x = torch.where(condition, value, x)"
+    if name in _WRITES:
+        return f"x {_WRITES[name]}= … writes in place; write a new value, such as x = x {_WRITES[name]} …"
+    if name.endswith("_") and not name.endswith("__"):
         return f"{name} writes in place; write a new value, such as x = x.{name.strip('_')}(…)"
     if name in ("shape", "size", "dim", "ndim", "numel", "__len__"):
         return _SHAPE
@@ -276,7 +282,8 @@ _SHAPE = (
     "the shape of the score and the indices is not known: a function is given one value of each, whatever tile a "
     "kernel works on; capture lengths as numbers"
 )
-_WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in (*ARITHMETIC, "lshift", "rshift"))))
+_SIGNS = "+", "-", "*", "/", "/", "//", "%", "**", "&", "|", "^", "<<", ">>"
+_WRITES = {f"__i{name}__": sign for name, sign in zip((*ARITHMETIC, "lshift", "rshift"), _SIGNS, strict=True)}
 
 
 def name_of_place(place: int) -> str:

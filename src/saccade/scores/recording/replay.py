@@ -162,6 +162,11 @@ def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = function.__name__
     if name in _SAME_SHAPE:
         return args[0]
+    if name in _MATRICES:
+        raise Refused(
+            f"{name} multiplies matrices, and the score and the indices are one value each: write a * b; rows of "
+            "captured tensors have products, table[q_idx] @ other[kv_idx]"
+        )
     if name in ("clamp", "clip"):
         x, low, high = [*args, None, None][:3]
         assert x is not None
@@ -204,6 +209,10 @@ _REDUCES: dict[str, Callable[[Any, Any], Any]] = {
     "vector_norm": torch.add, "linalg_vector_norm": torch.add,
 }  # fmt: skip
 _PRODUCTS = frozenset(("dot", "vdot", "inner", "matmul", "__matmul__", "mv", "linalg_vecdot", "vecdot"))
+_MATRICES = _PRODUCTS | {
+    "__rmatmul__", "mm", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "einsum", "linear", "outer", "ger", "tensordot",
+    "kron", "multi_dot", "chain_matmul",
+}  # fmt: skip
 _JOINS = frozenset(("stack", "cat", "concat", "hstack"))
 _SHAPES = frozenset((
     "reshape", "view", "unsqueeze", "squeeze", "flatten", "transpose", "permute", "expand", "flip", "roll", "unflatten",
