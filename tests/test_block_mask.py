@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from saccade import attention, block_mask, causal, mask_mod
 from saccade.compat import flex
@@ -70,7 +71,7 @@ def test_a_compiled_create_block_mask():
     compiled = torch.compile(flex.create_block_mask, backend="aot_eager")
     found, wanted = (
         make(lambda b, h, i, j: (i >= j) & (IDS[i] == IDS[j]), None, None, 256, 256, device="cpu")
-        for make in (compiled, torch.nn.attention.flex_attention.create_block_mask)
+        for make in (compiled, create_block_mask)
     )
     assert torch.equal(found.to_dense(), wanted.to_dense())
     assert found.sparsity() == wanted.sparsity()

@@ -16,8 +16,6 @@ from saccade.masks import Blocked, Mask, as_mask
 from saccade.problem import Problem
 from saccade.scores import Sizes
 
-ops.library.define(f"tile_states({SCHEMA}) -> Tensor")
-
 
 def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.device | str | None = None) -> Mask:
     """The mask, with the states of its tiles: for each 64 rows and 64 keys empty, partial or full.
@@ -69,7 +67,8 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
     call = BoundCall(q, k, k, None, bound, None, Dense(), 1.0, False, None, False, None)
     if torch.compiler.is_compiling():
-        states = torch.ops.saccade.tile_states.default(*call.flattened("auto"))
+        flat = call.flattened("auto")
+        states = flat.operator("tile_states")(*flat)
         return Blocked(mask, states, (s_q, s_k), kept=False)
     return with_states(mask, _states(call.problem()), (s_q, s_k))
 
@@ -92,5 +91,9 @@ def _fake_states(*flat: Any) -> Tensor:
     return problem.q.new_empty(states_shape(problem), dtype=torch.uint8)
 
 
-ops.library.impl("tile_states", lambda *flat: _states(FlatCall(*flat).problem()), "CompositeExplicitAutograd")
-torch.library.register_fake("saccade::tile_states", _fake_states, lib=ops.library)
+for _overload, _tags in ops.OVERLOADS.items():
+    ops.library.define(f"tile_states{_overload}({SCHEMA}) -> Tensor", tags=_tags)
+    ops.library.impl(
+        "tile_states" + _overload, lambda *flat: _states(FlatCall(*flat).problem()), "CompositeExplicitAutograd"
+    )
+    torch.library.register_fake("saccade::tile_states" + _overload, _fake_states, lib=ops.library)

@@ -30,7 +30,7 @@ class Blocked(WrappedMask):
     lengths: tuple[int, int] | None = None
     """s_q and s_k, where they are known: tiles alone do not say where the last ones end"""
     kept: bool = True
-    """Whether calls take the states: not in compiled code, where torch counts no writes to what they are made of"""
+    """Whether calls take the states: not those of compiled code, where torch counts no writes to a mask's tensors"""
 
     @property
     def identity(self) -> str:
