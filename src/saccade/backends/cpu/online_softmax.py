@@ -95,10 +95,11 @@ class OnlineSoftmax:
     stays NaN. Where v is bfloat16, weights are divided by their sum before they are rounded to it, so that the product
     is `out` and is rounded once. But the weight of the largest score is one, without a rounding, until it is divided:
     where that may be most of a row, and where `alone` forbids a row to depend on others, it waits for a wide product.
+    Scores that are `bounded`, near zero, need no largest one: `top` is 0.
     """
 
-    def __init__(self, scratch: Scratch, alone: bool = False) -> None:
-        self.scratch, self.alone = scratch, alone
+    def __init__(self, scratch: Scratch, alone: bool = False, bounded: bool = False) -> None:
+        self.scratch, self.alone, self.bounded = scratch, alone, bounded
         self.mean: Any = None
         self.top: Any = None
         self.total: Any = None
@@ -106,7 +107,7 @@ class OnlineSoftmax:
     def add(self, score: Tensor, v: Tensor | None = None, keep: Tensor | None = None) -> None:
         """score (n, m, keys), overwritten, with v (n, keys, d_v), None where `out` is not asked for; `keep` is 1 where
         dropout keeps, else 0."""
-        top = score.amax(-1, keepdim=True)
+        top = score.new_zeros(*score.shape[:2], 1) if self.bounded else score.amax(-1, keepdim=True)
         if self.top is not None:
             top = torch.maximum(top, self.top)
         shift = torch.where(top == -torch.inf, 0, top)

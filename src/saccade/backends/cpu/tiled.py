@@ -70,7 +70,8 @@ def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineS
     """Of a tile's rows, with v or for `top` and `total` alone; None where nothing is visible."""
     q = worker.queries(worker.problem.q, tile, worker.scores)
     pieces = worker.pieces(tile)
-    softmax = OnlineSoftmax(worker.scratch)
+    bounded = worker.scores != worker.wide and not worker.problem.max_scores
+    softmax = OnlineSoftmax(worker.scratch, bounded=bounded)
     for piece in pieces:
         score, _ = worker.score(q, k, piece)
         if v is None:
