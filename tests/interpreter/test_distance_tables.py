@@ -30,6 +30,12 @@ def learned(kind: str) -> Any:
             return relative_bias(near)
         case "short":
             return relative_bias(near[:, :9])
+        case "one":
+            return relative_bias(near[:, :1])
+        case "shared":
+            return relative_bias(near[:1, :3])
+        case "constants":  # no read by distance, though each score reads
+            return lambda s, b, h, i, j: s * far[h, (i * j).clamp(0, 0)] + near[0, (j - i).clamp(3, 3)]
         case "difference":
             return lambda s, b, h, i, j: s - near[0, (j - i).clamp(-9, 2) + 9] + far[h, (i - j).clamp(-1, 3) + 1]
         case "product":
@@ -38,8 +44,9 @@ def learned(kind: str) -> Any:
 
 
 def report(kind: str, s_q: int, s_k: int, mask: str) -> Report:
+    """With a sink: else what is added to all scores of a row has no gradient."""
     q, k, v = (torch.randn(2, h, s, 16) for h, s in ((2, s_q), (1, s_k), (1, s_k)))
-    return check(q, k, v, mask=MASKS[mask], score_mod=learned(kind), backend="triton")
+    return check(q, k, v, mask=MASKS[mask], score_mod=learned(kind), sink=torch.randn(2), backend="triton")
 
 
 CALLS = [
@@ -60,6 +67,14 @@ CALLS = [
 def test_against_the_oracle(kind: str, s_q: int, s_k: int, mask: str) -> None:
     """Forward and backward, with remainders of rows and keys; by head, by batch row, and beside another read."""
     report(kind, s_q, s_k, mask).assert_ok()
+
+
+@pytest.mark.parametrize(
+    ("kind", "s_q", "s_k"), [("one", 100, 170), ("one", 20, 9), ("shared", 9, 20), ("constants", 20, 30)]
+)
+def test_few_distances(kind: str, s_q: int, s_k: int) -> None:
+    """Of one distance every tile lies beyond the reach on both sides, and counts once."""
+    report(kind, s_q, s_k, "full").assert_ok()
 
 
 def test_a_wrong_table_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from saccade import attention, causal, mask_mod, prefix, relative_bias, window
+from saccade import attention, causal, compose, mask_mod, prefix, relative_bias, window
 from saccade.backends.device import distance_tables
 from saccade.problem import Problem
 from saccade.testing import operations
@@ -107,6 +107,18 @@ def reaching(d: int, s_q: int, s_k: int, mask: str, backend: str) -> Report:
 @pytest.mark.parametrize(("d", "s_q", "s_k"), [(64, 700, 600), (128, 600, 700), (256, 400, 500)])
 def test_tiles_beyond_the_reach(d: int, s_q: int, s_k: int, mask: str, backend: str) -> None:
     reaching(d, s_q, s_k, mask, backend).assert_ok()
+
+
+@pytest.mark.parametrize("radius", [0, 1, 2])
+@pytest.mark.parametrize(("d", "s_q", "s_k", "heads"), [(64, 300, 200, 4), (128, 50, 40, 1), (192, 127, 127, 4)])
+def test_few_distances(d: int, s_q: int, s_k: int, heads: int, radius: int, backend: str) -> None:
+    """Of one distance no tile is in reach, and all lie on both sides of it. With a sink its gradient is not zero."""
+    q, k, v = operands(4, 2, s_q, s_k, d)
+    table = torch.randn(heads, 2 * radius + 1, device="cuda", requires_grad=True)
+    sink = torch.randn(4, device="cuda")
+    check(q, k, v, score_mod=relative_bias(table), sink=sink, backend=backend).assert_ok()
+    constant = compose(relative_bias(table), lambda s, b, h, i, j: s + table[0, (i * j).clamp(0, 0)])
+    check(q, k, v, score_mod=constant, sink=sink, backend=backend).assert_ok()
 
 
 @pytest.mark.parametrize("ends", [(150.0, 0.0), (0.0, -150.0)], ids=["low", "high"])

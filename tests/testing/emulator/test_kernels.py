@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, window
+from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, relative_bias, window
 from saccade.backends import gluon
 from saccade.backends.gluon.backward import capture
 from saccade.backends.gluon.forward import splits
@@ -74,6 +74,17 @@ def test_tables_end_with_the_last_head(score: str) -> None:
     case = Case("", b=1, h_q=3, h_k=1, s_q=40, s_k=40, d=128, score=score)
     for seed in range(3):
         right(case, seed)
+
+
+@pytest.mark.parametrize("radius", [0, 1, 2])
+@pytest.mark.parametrize(("s_q", "s_k", "heads"), [(40, 50, 1), (300, 200, 2)])
+def test_short_tables(radius: int, s_q: int, s_k: int, heads: int) -> None:
+    """Of one distance no tile is in reach. With a sink its gradient is not zero."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, s, 64, dtype=torch.bfloat16) for h, s in ((2, s_q), (1, s_k), (1, s_k)))
+    table = torch.randn(heads, 2 * radius + 1, requires_grad=True)
+    with emulated():
+        check(q, k, v, backend="gluon", score_mod=relative_bias(table), sink=torch.randn(2)).assert_ok()
 
 
 def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,9 @@ def core_from(tiles, core):
 def in_reach(tiles, block, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr):
     """The tiles of keys without those that the main kernel has added up."""
     first, end = keys_in_reach(block.args, block.start // NEAR_Q * NEAR_Q, NEAR_Q, NEAR_K)
-    end = tl.maximum(first, end)
+    # Levels are read where the core begins and ends, of an empty one too: it stays among the keys.
+    first = within(first, tiles.first, tiles.end)
+    end = within(end, first, tiles.end)
     return TileRange(
         within(tiles.first, first, end),
         within(tiles.core, first, end),

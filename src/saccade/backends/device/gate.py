@@ -16,6 +16,7 @@ from saccade.backends.device import (
     block_lists,
     captured_gradients,
     distance_tables,
+    level_sums,
     masks,
     row_totals,
     sequences,
@@ -23,6 +24,7 @@ from saccade.backends.device import (
 )
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
+from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.recompute import recompute_launch
 from saccade.backends.device.records import runtime_int
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
@@ -115,7 +117,9 @@ def _score(words: list[str]) -> Any:
         return scores.alibi(torch.ones(2))
     if "bias" in words:
         return scores.bias(torch.ones(1, 2, 512, 512, dtype=torch.bfloat16))
-    return scores.relative_bias(torch.ones(2, 257)) if "relative_bias" in words else None
+    reach = {"relative_bias": 128, "one_distance": 0}
+    tables = (scores.relative_bias(torch.ones(2, 2 * n + 1)) for word, n in reach.items() if word in words)
+    return next(tables, None)
 
 
 def device_mask(problem: Problem, by_keys: bool = False) -> masks.DeviceMask:
@@ -128,7 +132,8 @@ def device_mask(problem: Problem, by_keys: bool = False) -> masks.DeviceMask:
 
 
 SHARED = (
-    "order", "captured_gradients", "row_totals", "tile_states", "block_list", "packed_tile_states", "packed_block_list",
+    "order", "captured_gradients", "level_sums", "row_totals", "tile_states", "block_list", "packed_tile_states",
+    "packed_block_list",
 )  # fmt: skip
 
 
@@ -148,6 +153,10 @@ def compiled(kernel: str, problem: Problem) -> Any:
         launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), adding, *NEVER)
         saved = replace(saved, dlse=None)
         arguments = *captured_gradients.tensors(problem, saved), sums, *arguments
+    elif kernel == "level_sums":
+        levels = LevelSums(torch.empty(1, 2, 4, 2, 128), 128, 128)
+        launch = level_sums.launch(problem, levels, in_any_order, [True], False)
+        arguments = level_sums.arguments(problem, levels, [torch.empty(2, 1)])
     elif kernel == "row_totals":
         launch = recompute_launch(row_totals_kernel, problem)
         arguments = *row_totals.tensors(problem, saved, saved), *arguments

@@ -33,7 +33,8 @@ def has_plateaus(program: Program) -> bool:
 
 def plateau_source(program: Program, options: EmitOptions) -> str:
     """`reach`: low and high, the distances up to which and from which on every read has one place; and `level`: what is
-    added to a score at one row and one key."""
+    added to a score at one row and one key. Where every read has one place at all distances, they are all up to low and
+    none is from high on: a kernel finds each distance on one side, or in reach."""
     graph = program.value_decomposed.graph
     level = Emitter(program, options)
     for x in graph.nodes:
@@ -44,7 +45,8 @@ def plateau_source(program: Program, options: EmitOptions) -> str:
     text = level.float(level.value(outputs_of(graph)[0]))
     reach = Emitter(program, options)
     lows, highs = zip(*(reach.table_reach(n) for n in range(len(program.distance_reads))), strict=True)
-    ends = _nested("tl.minimum", lows), _nested("tl.maximum", highs)
+    low = _nested("tl.minimum", lows)
+    ends = low, _nested("tl.maximum", (low, *highs))
     sources = (
         reach.function("reach", _REACH, f"return {', '.join(f'{x}.to(tl.int32)' for x in ends)}"),
         level.function("level", _LEVEL, f"return {text}"),

@@ -14,6 +14,7 @@ from torch import fx
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, limits_of
+from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.tape import Refused
 from saccade.scores.recording.trace import K, Q
 
@@ -76,7 +77,7 @@ class Reads:
         i = int(str(node.args[0].target)[1:])
         if i == self.options.brought:
             return self.keep(f"data[{self._behind(len(self._tables))}].to(tl.float32)", "float", (Q, K))
-        dtype, shape = self.program.dtypes[i], tuple(node.meta["val"].shape) or (1, 1)
+        dtype, shape = self.program.dtypes[i], self.place_shape(at)
         self.used[f"t{i}"] = f"data[{self.start(i)}]"
         places = " + ".join(filter(None, (f"t{i}", self.place(i, at))))
         # Where no index is moved the compiler sees which elements lie side by side.
@@ -142,6 +143,11 @@ class Reads:
             terms.append((value.shape.count(1), text))
         # What fewer elements share is added first.
         return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
+
+    def place_shape(self, at: Sequence[Any]) -> tuple[int, ...]:
+        """The shape of `place`, to which indices that are always 0 add nothing."""
+        values = map(self.value, at)
+        return broadcast_shape((1, 1), *(value.shape for value in values if value.span != (0, 0)))
 
     def inside(self, tensor: int, at: Sequence[Any], *names: str) -> str:
         """Whether those of the indices are below the tensor's sizes."""

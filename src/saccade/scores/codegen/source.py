@@ -17,7 +17,6 @@ from saccade.scores.codegen.distances import by_distance
 from saccade.scores.codegen.emitter import Emitter
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.reads import EmitOptions
-from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.trace import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
@@ -67,10 +66,11 @@ def level_scatter_source(program: Program, options: EmitOptions, wanted: Sequenc
 
 
 def _place(program: Program, options: EmitOptions, read: Read, name: str) -> str:
-    """`place(data, score, …)`: where a read reads, in a contiguous tensor."""
+    """`place(data, score, …)`: where a read by distance reads, in a contiguous tensor, for each of kv_idx."""
     emitter = Emitter(program, options)
-    text = emitter.place(read.tensor, read.at, contiguous=True)
-    return emitter.function(name, PARAMETERS, f"return {text or 'kv_idx * 0'}")
+    text = emitter.place(read.tensor, read.at, contiguous=True) or "0"
+    each = "" if emitter.place_shape(read.at) == (Q, K) else " + kv_idx * 0"
+    return emitter.function(name, PARAMETERS, f"return {text}{each}")
 
 
 def reads_tiles(program: Program) -> bool:
@@ -109,8 +109,8 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
             inside = emitter.inside(read.tensor, at, "q_idx", "kv_idx")
             emitter.lines.append(f"tl.store({place}, g{n}.to({target}.dtype.element_ty), mask={inside})")
             continue
-        shape = broadcast_shape((1, 1), *(emitter.value(x).shape for x in at))
-        if options.indices != "rows" and by_distance(at):
+        shape = emitter.place_shape(at)
+        if shape == (Q, K) and options.indices != "rows" and by_distance(at):
             places.append(_place(program, options, replace(read, at=at), f"place{n}"))
             emitter.lines.append("near, far = distances(q_idx, kv_idx)")
             ways = (f"place{n}(data, score, b, h, {part} * 0, {part})" for part in ("near", "far"))
