@@ -6,10 +6,11 @@ import gc
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 
-from saccade.bounded_cache import BoundedCache, derived
+from saccade.bounded_cache import BoundedCache, derived, derived_from_values
 
 
 def test_what_was_not_asked_for_goes_first():
@@ -83,6 +84,28 @@ def test_a_fork_while_another_thread_holds_the_lock():
     done.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_derived_from_values_until_they_differ():
+    """Writes by numpy are not counted."""
+    array, count = np.arange(4), []
+    x = torch.from_numpy(array)
+
+    def total() -> int:
+        count.append(1)
+        return int(x.sum())
+
+    assert [derived_from_values("total", [x], total) for _ in range(2)] == [6, 6]
+    assert len(count) == 1
+    array[0] = 5
+    assert [derived_from_values("total", [x], total) for _ in range(2)] == [11, 11]
+    assert len(count) == 2
+    with torch.inference_mode():
+        y = torch.ones(1)
+        assert [derived_from_values("inference", [y], lambda: len(count)) for _ in range(2)] == [2, 2]
+        y += 1
+        count.append(1)
+        assert derived_from_values("inference", [y], lambda: len(count)) == 3
 
 
 def test_derived_until_a_write():

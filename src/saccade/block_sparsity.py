@@ -1,8 +1,8 @@
 """Block sparsity: which tiles of a mask are empty, partial or full.
 
-The states are uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys); a tile has 64 rows and 64 keys. They are computed
-once for a mask and a shape, and nothing of the size s_q s_k is ever in memory. Each backend derives what its own tiles
-need; `backends/device/block_lists.py` derives lists.
+The states are uint8 (b or 1, h_q or 1, tiles of rows, tiles of keys); a tile has 64 rows and 64 keys. Nothing of the
+size s_q s_k is ever in memory. Each backend derives what its own tiles need; `backends/device/block_lists.py` derives
+lists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saccade.bounded_cache import BoundedCache, derived, versions
+from saccade.bounded_cache import BoundedCache, derived_from_values, versions
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Mask
 from saccade.problem import Problem
 
@@ -23,8 +23,9 @@ _sources: BoundedCache[int, Hashable] = BoundedCache(1 << 16)
 """The contents of masks when their states were computed, by the storage of the states."""
 
 
-def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
-    """The tile states of a mask: its own if they still hold, cached ones, or new ones."""
+def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> tuple[Tensor, bool]:
+    """The tile states of a mask: its own if they still hold, cached ones, or new ones; and whether they outlive the
+    call, so that what is made of them may be kept."""
     mask = problem.mask
     assert mask is not None
     assert mask.listed, mask
@@ -32,15 +33,16 @@ def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> Tensor:
         source = _contents(mask.mask)
         known = mask.kept and source is not None
         if known and _sources.get(mask.states.untyped_storage()._cdata) == source:
-            return mask.states
+            return mask.states, True
         mask = mask.mask  # it has changed since its states were computed
         problem = replace(problem, mask=mask, launches={})
     lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (mask.numbers, problem.layout.text, *states_shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
     if mask.by_row or problem.positions is not None:
-        return compute(problem)
-    return derived(key, [*mask.tensors, *problem.layout.tensors], lambda: compute(problem))
+        return compute(problem), False
+    tensors = [*mask.tensors, *problem.layout.tensors]
+    return derived_from_values(key, tensors, lambda: compute(problem)), not tensors
 
 
 def with_states(mask: Mask, states: Tensor, lengths: tuple[int, int]) -> Blocked:

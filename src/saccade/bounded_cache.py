@@ -143,6 +143,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=BoundedCache._renew_locks)
 
 _derived: BoundedCache[Any, Any] = BoundedCache(64)
+_compared: BoundedCache[Any, tuple[list[Tensor], Any]] = BoundedCache(1 << 28)
 
 
 def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
@@ -155,6 +156,24 @@ def derived(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -
         return make()
     stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
     return _derived.get_or_make((key, stream, written), lambda: keep(make), tensors)
+
+
+def derived_from_values(key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+    """The result of `make`, cached as long as the tensors hold what they held.
+
+    Not all writes are counted: those of compiled code, of a CUDA graph's replay and of numpy are not. So a CPU compares
+    the values with copies, and what depends on tensors of a GPU is made in each call.
+    """
+    if not tensors:
+        return derived(key, (), make)
+    if not all(x.is_cpu for x in tensors):
+        return make()
+    key = key, *((x.data_ptr(), x.shape, x.dtype) for x in tensors)
+    copies, value = _compared.get(key, (None, None))
+    if copies is None or not all(map(torch.equal, copies, tensors)):
+        copies, value = keep(lambda: ([x.detach().clone() for x in tensors], make()))
+        _compared.put(key, (copies, value), size=1 + sum(x.nbytes for x in copies))
+    return value
 
 
 def versions(tensors: Iterable[Tensor]) -> Hashable | None:

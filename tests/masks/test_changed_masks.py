@@ -133,3 +133,34 @@ def test_negative_zero():
     divisor = -0.0
     first_alone = attention(q, q, q, mask=mask)
     assert torch.allclose(first_alone, q[:, :, :1].expand_as(q), atol=1e-6)
+
+
+def test_writes_by_compiled_code():
+    """Inductor writes a later tensor into the memory of an earlier one, which torch does not count."""
+    ids = torch.ones(LONG, dtype=torch.int64)
+    q = torch.randn(1, 2, LONG, 16)
+
+    def twice(q, x):
+        ids = torch.cumsum(x, 0)
+        first = attention(q, q, q, mask=mask_mod(lambda b, h, i, j: ids[i] == ids[j]))
+        other = ids * (2 * first[0, 0, :, 0] > -1e30).int() // 64
+        return first, attention(q, q, q, mask=mask_mod(lambda b, h, i, j: other[i] == other[j]))
+
+    for found, right in zip(torch.compile(twice)(q, ids), twice(q, ids), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.gpu
+def test_writes_by_replays_of_a_graph():
+    """Eager calls between the replays of a graph that writes what a mask captures."""
+    q = torch.randn(1, 2, LONG, 64, device="cuda", dtype=torch.float16)
+    source = torch.zeros(LONG, dtype=torch.int64, device="cuda")
+    ids, graph = torch.zeros_like(source), torch.cuda.CUDAGraph()
+    mask = mask_mod(lambda b, h, i, j: ids[i] == ids[j])
+    with torch.cuda.graph(graph):
+        ids.copy_(source)
+    for tokens in (512, 64, 128, 100):
+        source.copy_(torch.arange(LONG) // tokens)
+        graph.replay()
+        right = attention(q, q, q, mask=mask, backend="reference")
+        torch.testing.assert_close(attention(q, q, q, mask=mask), right, atol=1e-2, rtol=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade import hardware
 from saccade.block_sparsity import states_shape
-from saccade.bounded_cache import BoundedCache, derived
+from saccade.bounded_cache import BoundedCache, derived_from_values
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Interval, Mask
 from saccade.problem import Problem
 
@@ -176,7 +176,8 @@ class Tiling:
 
 
 def tiling_of(problem: Problem) -> Tiling:
-    """The Tiling of a call, cached as long as mask, numbers, shape and the tensors of mask and layout are the same."""
+    """The Tiling of a call, cached as long as shape, mask, numbers and what the tensors of mask and layout hold are the
+    same."""
     mask, layout, shape = problem.mask, problem.layout, TilingShape.of(problem)
     tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
     if not tensors and (mask is None or not mask.listed) and not layout.positioned:
@@ -191,7 +192,7 @@ def tiling_of(problem: Problem) -> Tiling:
     if problem.positions is not None or (mask is not None and mask.by_row):
         return make()
     numbers = () if mask is None else (mask.identity, mask.numbers)
-    return derived(("tiling", shape, layout.text, numbers), tensors, make)
+    return derived_from_values(("tiling", shape, layout.text, numbers), tensors, make)
 
 
 @lru_cache(maxsize=256)

@@ -91,7 +91,7 @@ class Worker:
         first_b, first_h = tile.batch.start if tiling.by_batch else 0, tile.heads.start if tiling.by_head else 0
         place = first_b, first_h, tile.rows.start
         if place not in tiling.pieces:
-            tiling.pieces[place] = tiling.split(tiling.runs(states_of(self.problem, compute_states), tile))
+            tiling.pieces[place] = tiling.split(tiling.runs(states_of(self.problem, compute_states)[0], tile))
         # They were made for the first of the batch rows and heads that share them.
         return [piece._replace(batch=tile.batch, heads=tile.heads) for piece in tiling.pieces[place]]
 

@@ -70,7 +70,7 @@ def states_launch(problem: Problem, states: Tensor, table: Tensor | None) -> tup
 
 def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
     """For each q block its tiles of keys, or `by_keys` for each kv block its tiles of rows."""
-    tile_states = block_sparsity.states_of(problem, states)
+    tile_states, outlives = block_sparsity.states_of(problem, states)
     b, h = tile_states.shape[:2]
     lengths = problem.q.shape[2], problem.k.shape[2]
     blocks = block_q, block_k
@@ -92,7 +92,8 @@ def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -
             launch(problem.q.device.index, arguments)
         return index, count
 
-    index, count = derived(("lists", *blocks, by_keys, *lengths), [tile_states], write_lists)
+    key = "lists", *blocks, by_keys, *lengths
+    index, count = derived(key, [tile_states], write_lists) if outlives else write_lists()
     strides = h * outers if b > 1 else 0, outers if h > 1 else 0, inners
     return BlockLists(index, count, *map(runtime_int, strides))
 
