@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -193,3 +194,36 @@ def test_models_shrink(case):
     assert max(small.s_q, small.s_k) == 128
     assert small.mask.startswith(case.mask.split("(")[0])
     assert case.smaller(10**6) == case
+
+
+NARROW = torch.randn(4, 13, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def of_16_bits(s, b, h, i, j, table=None):
+    table = NARROW if table is None else table
+    return s + table[h, i % 13].sigmoid() * table[h, j % 13] * ((i + j) % 3)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.02, False)])
+def test_functions_of_16_bits_may_be_computed_in_more(dtype, factor, right):
+    """As a GPU does; a CPU takes torch's dtypes."""
+    wide = partial(of_16_bits, table=factor * NARROW.float())
+    found = ratios(changed(score_mod=wide), dtype, score_mod=of_16_bits, return_max_scores=True)
+    assert (max(found.values()) <= 1) == right, found
+    assert max(ratios(attention, dtype, score_mod=of_16_bits, return_max_scores=True).values()) <= 1
+
+
+def test_each_operation_of_a_function_rounds():
+    """The same product in another order."""
+    factors = [1.1 ** (i - 9.5) for i in range(20)]
+
+    def product(factors, s, b, h, i, j):
+        y = 0.01 * (i + 0.3 * j + 1)
+        for x in factors:
+            y = y * x
+        return 0.01 * s + y
+
+    changed_order = changed(score_mod=partial(product, factors[::-1]))
+    keywords = {"score_mod": partial(product, factors), "return_max_scores": True}
+    assert max(ratios(changed_order, "fp16", **keywords).values()) <= 1

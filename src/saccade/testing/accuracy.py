@@ -1,7 +1,9 @@
 """The one tolerance policy: how far from the exact answer a backend may be.
 
-`exact` is the oracle in float64 on the same inputs, or on what 8-bit ones stand for. `eager` is the oracle in the dtype
-of the backend's scores, float32 for inputs of 16 bits and less, with results rounded as the backend rounds them.
+`exact` is the oracle in float64 on the same inputs, or on what 8-bit ones stand for; score functions compute everything
+in float64. `eager` is the oracle in the dtype of the backend's scores, float32 for inputs of 16 bits and less, with
+results rounded as the backend rounds them; score functions have torch's dtypes, so where these are of 16 bits a backend
+may compute them in as few or in more.
 `terms` are the values that are rounded on the way to an element. A tensor x passes when
 
     max |x - exact| <= 2 (max |eager - exact| + eps/2 max terms)

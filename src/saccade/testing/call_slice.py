@@ -163,7 +163,7 @@ class CallSlice(NamedTuple):
     precision: Precision
 
     def exact(self) -> Results:
-        return self._wide(torch.float64)._oracle()
+        return self._exactly()._oracle()
 
     def eager(self) -> Results:
         problem = self.problem
@@ -195,7 +195,7 @@ class CallSlice(NamedTuple):
         smallest = torch.finfo(dtype).smallest_normal ** 2
         least = max(torch.finfo(dtype).smallest_normal, 2 / eps * torch.finfo(sums).smallest_normal) ** 2
 
-        problem, dout, dlse = self._wide(torch.float64)[2:5]
+        problem, dout, dlse = self._exactly()[2:5]
         problem = problem.dequantized()
         q, k, v = reference.operands(problem)
         p = reference.probability(problem, q, k)[0].detach()
@@ -218,6 +218,8 @@ class CallSlice(NamedTuple):
         slope, slope_term = score.new_ones(()), score.new_zeros(())
         if problem.score is not None:
             modified, slope = self._modified(score)
+            if isinstance(problem.score, ShiftedScore):
+                of_functions = max(of_functions, fine * problem.score.operations)
             # Where a function bends or jumps, a score's rounding does more than its derivative says.
             error = eps / 2 * score_term.sqrt()
             ends = torch.stack([torch.stack(self._modified(score + side * error)) for side in (-1, 1)])
@@ -296,7 +298,7 @@ class CallSlice(NamedTuple):
 
     def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """The modified score, and its derivative by the score."""
-        function = self.problem.score
+        function = self._exactly().problem.score
         assert function is not None
         score = score.detach().requires_grad_()
         modified = function(score, *self.indices())
@@ -317,6 +319,13 @@ class CallSlice(NamedTuple):
     def _of_groups(self, x: Tensor) -> Tensor:
         """(1, h_q, s, d) summed over the query heads of each key head"""
         return x.unflatten(1, (-1, self.problem.group)).sum(2)
+
+    def _exactly(self) -> CallSlice:
+        """The same numbers in float64, those that a score function makes too."""
+        wide = self._wide(torch.float64)
+        score = wide.problem.score
+        score = score.widened() if isinstance(score, ShiftedScore) else score
+        return wide._replace(problem=replace(wide.problem, score=score))
 
     def _wide(self, dtype: torch.dtype) -> CallSlice:
         """The same numbers in another dtype."""

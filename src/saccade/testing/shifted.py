@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from saccade import scores
 from saccade.dropout import Dropout
@@ -36,15 +40,57 @@ class ShiftedDropout(Dropout):
         return super().keep_at(b + self.b, h + self.h, p, r)
 
 
+class _Widened(TorchFunctionMode):
+    """Functions of floats in float64, whatever torch would compute in less, but for what converts or writes them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _AS_GIVEN and not (name.endswith("_") and not name.endswith("__")):
+            args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        return func(*args, **kwargs or {})
+
+
+_AS_GIVEN = frozenset(
+    ("__get__", "__set__", "__setitem__", "to", "type", "type_as", "float", "double", "half", "bfloat16")
+)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+@contextmanager
+def _widely() -> Iterator[None]:
+    """Where what torch computes of floats, captured tensors and indices is good to float64."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widened():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
 class ShiftedScore(scores.Score):
     """A score modification as some batch rows and heads see it, from b and h on."""
 
-    def __init__(self, score: scores.Score, b: int, h: int) -> None:
-        self.score, self.b, self.h = score, b, h
+    def __init__(self, score: scores.Score, b: int, h: int, exact: bool = False) -> None:
+        self.score, self.b, self.h, self.exact = score, b, h, exact
         self.kind, self.identity = score.kind, score.identity
 
+    def widened(self) -> ShiftedScore:
+        """The same in float64 throughout. As it is written, its numbers have the dtypes that torch gives them."""
+        return ShiftedScore(self.score, self.b, self.h, exact=True)
+
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.score(score, b + self.b, h + self.h, q_idx, kv_idx)
+        with _widely() if self.exact else nullcontext():
+            return self.score(score, b + self.b, h + self.h, q_idx, kv_idx)
+
+    @property
+    def operations(self) -> int:
+        """How many of its operations are of floats, which are rounded one by one."""
+        nodes = self.score.program.core.nodes if isinstance(self.score, scores.Traced) else ()
+        return sum(x.op == "call_function" and x.meta["val"].is_floating_point() for x in nodes)
 
     def captured(self) -> dict[str, Tensor]:
         return captured(getattr(self.score, "fn", None))
