@@ -112,6 +112,16 @@ def test_packed_sequences(per, device):
         assert torch.equal(given if per != "block" else given[:, :, :2], factors)
 
 
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_rows_of_no_sequence(per, smooth_k, device):
+    none, rows = torch.zeros(1, dtype=torch.int32, device=device), torch.randn(300, 2, 16, device=device)
+    used = none[:0]
+    for layout in (Packed(none, none), Packed(none, none, seqused_q=used, seqused_k=used)):
+        made = quantize(rows, rows, rows, per=per, smooth_k=smooth_k, layout=layout)
+        assert not any(x.float().count_nonzero() for x in (made.q, made.k, made.v))
+
+
 @hypothesis.given(data=st.data())
 def test_any_shape(data):
     draw = data.draw

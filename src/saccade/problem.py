@@ -152,6 +152,13 @@ class Problem:
         return self.mask.by_row or (self.positions is not None and self.positions.by_row)
 
     @property
+    def scoreless(self) -> bool:
+        """Whether there are no rows, no keys or no sequences: tables may be empty then, so that no kernel may run that
+        reads them."""
+        none = self.layout.ragged_keys and not self.layout.sequences
+        return none or not self.q.numel() or not self.k.numel()
+
+    @property
     def keeps_tail(self) -> bool:
         """Whether rows after the last sequence stay as they are in the caller's out: over pages, as servers pad."""
         return self.out is not None and self.layout.has_pages and self.layout.cu_seqlens_q is not None

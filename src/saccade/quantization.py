@@ -223,6 +223,10 @@ def _quantize(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     *fields, side, validate = flat
     call = Quantization(*fields)
     _check_lengths(call, side, validate)
+    if not call.sequences:  # rows of no sequence are zero, and backends look for one
+        codes, descale, shift = _fake_quantize(*flat)
+        codes.view(torch.uint8).zero_()
+        return codes, descale.fill_(1), shift.zero_()
     codes, descale, shift = _backend(call.x).quantize(call)
     return codes, descale, descale.new_empty(0) if shift is None else shift  # an operator's results are tensors
 
@@ -230,6 +234,8 @@ def _quantize(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _mean_of_keys(k: Tensor, starts: Tensor | None, used: Tensor | None, rotate: bool, validate: bool) -> Tensor:
     call = Quantization(k, k.shape[1], starts, used, rotate=rotate)
     _check_lengths(call, "k", validate)
+    if not call.sequences:
+        return _fake_mean_of_keys(k, starts, used, rotate, validate)
     return _backend(k).mean(call)
 
 

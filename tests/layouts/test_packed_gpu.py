@@ -184,3 +184,13 @@ def test_heads_that_share_a_tile() -> None:
     )
     check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, **made.keywords).assert_ok()
     assert explain(made.q, made.k, made.v, **made.keywords).backend in ("gluon", "triton")
+
+
+def test_captured_tensors_of_no_sequence(backend: str) -> None:
+    none = torch.zeros(1, device="cuda", dtype=torch.int32)
+    x = torch.randn(3, 1, 192, device="cuda", dtype=torch.float16, requires_grad=True)
+    table = torch.randn(1100, device="cuda", dtype=torch.float16, requires_grad=True)
+    layout = Packed(none, none, 0, 0)
+    out = attention(x, x, x, score_mod=lambda s, b, h, i, j: s + table[i], layout=layout, backend=backend)
+    for gradient in torch.autograd.grad(out.sum(), (x, table)):
+        assert not gradient.count_nonzero()

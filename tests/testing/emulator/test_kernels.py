@@ -87,6 +87,15 @@ def test_short_tables(radius: int, s_q: int, s_k: int, heads: int) -> None:
         check(q, k, v, backend="gluon", score_mod=relative_bias(table), sink=torch.randn(2)).assert_ok()
 
 
+def test_captured_tensors_of_no_sequence() -> None:
+    none, table = torch.zeros(1, dtype=torch.int32), torch.randn(1100, requires_grad=True)
+    x = torch.randn(3, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    with emulated():
+        score_mod = lambda s, b, h, i, j: s + table[i]  # noqa: E731
+        out = attention(x, x, x, score_mod=score_mod, layout=Packed(none, none, 0, 0), backend="gluon")
+        assert all(not grad.count_nonzero() for grad in torch.autograd.grad(out.sum(), (x, table)))
+
+
 def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, name, 1)

@@ -107,7 +107,7 @@ def _repeatable(captured: Sequence[Tensor], accumulate: Accumulate, many: int) -
 def _accumulate(
     problem: Problem, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool, levels: LevelSums | None
 ) -> Accumulate:
-    if not problem.q.numel() or not problem.k.numel():
+    if problem.scoreless:
         return lambda add, sums: None
     operands, arguments = tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
     scatter = scores.scatter(problem, wanted, alone, fast)

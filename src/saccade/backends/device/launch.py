@@ -12,9 +12,11 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from saccade import hardware
+from saccade.backends import Outputs
 from saccade.backends.device import recorder, stable_keys
 from saccade.backends.device.recorder import hooked
 from saccade.kept_memory import relaxed_capture
+from saccade.layouts import Packed
 from saccade.problem import Problem
 
 stable_keys.install()
@@ -94,6 +96,26 @@ def per_row(problem: Problem, asked: bool) -> Tensor | None:
 def nothing_seen(x: Tensor | None) -> Tensor | None:
     """-inf for every row, in place."""
     return None if x is None else x.fill_(-torch.inf)
+
+
+def without_scores(problem: Problem, out: Tensor, lse: Tensor | None, top: Tensor | None) -> Outputs:
+    """The results of a call without keys or sequences, in their memory."""
+    out = out if problem.keeps_tail else out.zero_()
+    return out, _lse_of_sink(problem, lse), nothing_seen(top)
+
+
+def _lse_of_sink(problem: Problem, lse: Tensor | None) -> Tensor | None:
+    layout = problem.layout
+    if lse is None or problem.sink is None or layout.has_pages:  # a cache has keys, or there is no sequence
+        return nothing_seen(lse)
+    lse.copy_(problem.sink[:, None].expand_as(lse))
+    if isinstance(layout, Packed):
+        return lse.masked_fill_(~layout.rows_in_use(lse.shape[2]), -torch.inf)
+    used = layout.seqused_q
+    if used is not None:
+        rows = torch.arange(lse.shape[2], device=lse.device)
+        lse.masked_fill_(rows >= used[:, None, None], -torch.inf)
+    return lse
 
 
 def multiprocessors(device: torch.device) -> int:

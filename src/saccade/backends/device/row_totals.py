@@ -30,9 +30,7 @@ from saccade.scores import Traced
 def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Saved:
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
     a softcap bounds, are not so large. `fast` is as `scores.record` says."""
-    layout = problem.layout
-    nothing = not problem.q.numel() or not problem.k.numel() or (layout.ragged_keys and not layout.sequences)
-    if not isinstance(problem.score, Traced) or nothing:
+    if not isinstance(problem.score, Traced) or problem.scoreless:
         return saved
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     divided = replace(

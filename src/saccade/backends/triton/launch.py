@@ -16,7 +16,7 @@ from saccade.backends import Outputs, Saved
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient
-from saccade.backends.device.launch import Launch, cached_launch, nothing_seen, on_device, per_row
+from saccade.backends.device.launch import Launch, cached_launch, on_device, per_row, without_scores
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
@@ -35,8 +35,8 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
     q = problem.q
     out = problem.empty_out()
     row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
-    if problem.layout.ragged_keys and not problem.layout.sequences:
-        return out.zero_(), nothing_seen(row_lse), nothing_seen(top)
+    if problem.scoreless:
+        return without_scores(problem, out, row_lse, top)
     if out.numel():
         with on_device(q):
             operands = (operand(problem, name) for name in ("q", "k", "v"))
@@ -48,7 +48,7 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
 
 def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
-    if not problem.q.numel() or not problem.k.numel():
+    if problem.scoreless:
         return None
     tile = _config("dq", problem)
     blocks = -(-problem.q.shape[2] // tile.block_q)
@@ -61,8 +61,7 @@ def backward(
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
-    nothing = problem.layout.ragged_keys and not problem.layout.sequences
-    if nothing or not q.numel() or not k.numel():
+    if problem.scoreless:
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))

@@ -30,9 +30,7 @@ class BackwardCapture(NamedTuple):
     @staticmethod
     def of(problem: Problem, saved: Saved) -> BackwardCapture | None:
         """None where score functions load what they capture."""
-        if not problem.q.numel() or not problem.k.numel():
-            return None
-        if (tile := captured_tile(problem)) is None:
+        if problem.scoreless or (tile := captured_tile(problem)) is None:
             return None
         if not _is_ds(problem, saved, tile.number):
             return BackwardCapture(tile, None, None, False)

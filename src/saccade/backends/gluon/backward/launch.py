@@ -37,7 +37,7 @@ def captured_of(problem: Problem, saved: Saved) -> BackwardCapture | None:
 def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
     config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3])
-    if not config.stays or not problem.q.numel() or not problem.k.numel():
+    if not config.stays or problem.scoreless:
         return None
     blocks = -(-problem.k.shape[2] // config.block_k)
     return LevelSums.of(problem, saved, (config.block_q, config.block_k), blocks, CONSUMER_THREADS)
@@ -51,9 +51,8 @@ def backward(
     assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
     gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
     dq, dk, dv = gradients
-    layout = problem.layout
-    packed = layout.ragged_keys
-    if not q.numel() or not k.numel() or (packed and not layout.sequences):
+    packed = problem.layout.ragged_keys
+    if problem.scoreless:
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)

@@ -16,7 +16,7 @@ from saccade import configs
 from saccade.backends import Outputs
 from saccade.backends.device import block_lists, descale, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
-from saccade.backends.device.launch import cached_launch, multiprocessors, nothing_seen, on_device, per_row
+from saccade.backends.device.launch import cached_launch, multiprocessors, on_device, per_row, without_scores
 from saccade.backends.device.merge_kernel import merge_launch
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs
 from saccade.backends.gluon.captured_tile import CapturedTile, captured_tile
@@ -65,8 +65,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         return out, row_lse, top
     packed = packed_sequences(problem)
     if not k.shape[2] or packed == 0:
-        out = out if problem.keeps_tail else out.zero_()
-        return out, _lse_without_keys(problem, row_lse), nothing_seen(top)
+        return without_scores(problem, out, row_lse, top)
     with on_device(q):
         parts = empty_parts(problem)
         distances = distance_tables.tables(problem, fast=True)
@@ -328,17 +327,3 @@ def score_record(
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
     score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.number)
     return score if problem.scale > LEAST_SCALE else scores.plainly(score)
-
-
-def _lse_without_keys(problem: Problem, lse: Tensor | None) -> Tensor | None:
-    layout = problem.layout
-    if lse is None or problem.sink is None or layout.has_pages:  # a cache has keys, or there is no sequence
-        return nothing_seen(lse)
-    lse.copy_(problem.sink[:, None].expand_as(lse))
-    if isinstance(layout, Packed):
-        return lse.masked_fill_(~layout.rows_in_use(lse.shape[2]), -torch.inf)
-    used = layout.seqused_q
-    if used is not None:
-        rows = torch.arange(lse.shape[2], device=lse.device)
-        lse.masked_fill_(rows >= used[:, None, None], -torch.inf)
-    return lse
