@@ -141,7 +141,7 @@ WRONG_TYPES = {
         lambda: DotProductAttention(4, 8, qkv_format="thd")(
             *(Q[0].transpose(0, 1),) * 3, attn_mask_type="padding", cu_seqlens_q=OFFSETS, cu_seqlens_kv=OFFSETS[1:]
         ),
-        "cu_seqlens must all have b + 1 elements, got 2, 3",
+        "cu_seqlens must all have b + 1 elements, got 3, 2",
     ),
     "a step": (
         TypeError,

@@ -106,7 +106,7 @@ def test_opcheck(order: str) -> None:
     else:
         layout = None
         q, k, v = (torch.randn(10, 2, h, 8) for h in (4, 2, 2))
-    header = f"{order if layout is None else layout.text} causal none auto - max_scores"
+    header = f"{order if layout is None else layout.text} causal none auto - - max_scores"
     tensors = [] if layout is None else layout.tensors
     arguments = q, k, v, None, [], tensors, header, [], [0.3]
     lse = order == "thd"

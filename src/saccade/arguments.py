@@ -70,13 +70,13 @@ def number(name: str, x: Any, otherwise: str = "") -> float:
         TypeError: no number; True and False are none.
         ValueError: several, or one that needs a gradient; `otherwise` says what to do then.
     """
-    if isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool"):
-        raise TypeError(f"{name} must be a number, got {told(x)}")
-    if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+    if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool):
         try:
             return float(x)
         except OverflowError:
             raise ValueError(f"{name} must be a number that a float holds, got one beyond 1.8e308") from None
+    if isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool"):
+        raise TypeError(f"{name} must be a number, got {told(x)}")
     if isinstance(x, Tensor):
         if x.numel() != 1 or x.is_complex():
             raise ValueError(f"{name} must be one number, got {told(x)}")

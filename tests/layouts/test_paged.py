@@ -200,7 +200,7 @@ def test_compiled(name):
 
 def test_operators_are_registered_well():
     (q, k, v), keywords = given_of("mixed")
-    header = f"{keywords['layout'].text} causal none auto -"
+    header = f"{keywords['layout'].text} causal none auto - -"
     arguments = q, k, v, None, [], keywords["layout"].tensors, header, [], [0.1], True
     tests = "test_schema", "test_faketensor"
     torch.library.opcheck(torch.ops.saccade.forward.default, arguments, test_utils=tests)

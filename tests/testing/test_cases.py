@@ -83,7 +83,7 @@ def test_draws_repeat_and_describe_themselves(seed):
 
 
 def test_values_as_wide_as_the_usual_head_dim_are_described():
-    case = Case("", d=96, d_v=64)
+    case = Case("narrow", d=96, d_v=64)
     assert eval(case.describe()) == case
 
 

@@ -55,6 +55,8 @@ class Precision(NamedTuple):
     """The 8-bit dtype that P is rounded to, e4m3 for values of e5m2 too; None is the inputs'."""
     sums: float = 0.0
     """The relative error of each partial sum of a product, where it is more than that of the LSE's dtype."""
+    products: float = 0.0
+    """That of a score, where it leaves its product in fewer bits."""
 
     @classmethod
     def of(cls, dtype: torch.dtype, kv: torch.dtype, device: torch.device, backend: str) -> Precision:
@@ -67,7 +69,8 @@ class Precision(NamedTuple):
             return cls(wide, functions, 0.0, p, TENSOR_CORE_SUMS)
         half = dtype in (torch.float16, torch.bfloat16)
         if device.type == "cpu":  # PyTorch's own kernel takes exponentials to 14 bits for 16-bit inputs
-            return cls(wide, wide, 2**-14 if half else 0.0)
+            # Two products of bfloat16, where rows are few, leave in the bits of both.
+            return cls(wide, wide, 2**-14 if half else 0.0, products=2**-18 if dtype == torch.bfloat16 else 0.0)
         # tanh in one instruction has 11 bits.
         return cls(wide, torch.float16 if half and backend != "triton" else wide)
 
@@ -214,7 +217,8 @@ class CallSlice(NamedTuple):
 
         score = q @ k.mT * problem.scale
         far = FAR if problem.sink is None else math.inf  # beside a sink of their size they are numbers like others
-        score_term = (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
+        coarse = (2 * self.precision.products / eps) ** 2
+        score_term = coarse * score**2 + (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
         slope, slope_term = score.new_ones(()), score.new_zeros(())
         if problem.score is not None:
             modified, slope = self._modified(score)
@@ -249,7 +253,7 @@ class CallSlice(NamedTuple):
             dlse = torch.where(masked, 0, torch.zeros_like(lse) if dlse is None else dlse[..., None])
             p_term = p_term + p**2 * of_p
             dp, delta = dout @ v.mT * kept, (dout * out).sum(-1, keepdim=True)
-            dp_term = (fine + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
+            dp_term = coarse * dp**2 + (fine + more_v) * (dp**2 + dout**2 @ v.mT**2 * kept**2)
             row_term = (
                 fine * (delta**2 + dlse**2)
                 + more_v * delta**2

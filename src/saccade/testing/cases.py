@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,9 +91,8 @@ class Case:
 
     def describe(self) -> str:
         """The call that builds this Case, for the message of a failing draw."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        usual = {field.name: getattr(_DEFAULT, field.name) for field in fields(self)} | {"d_v": self.d}
-        words = [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
+        usual = vars(_DEFAULT) | {"d_v": self.d}
+        words = [f"{name}={value!r}" for name, value in vars(self).items() if value != usual[name]]
         return f"Case({', '.join(words)})"
 
     def replace(self, **changes: Any) -> Case:

@@ -86,7 +86,9 @@ def _plain(x: Any, places: dict[fx.Node, int]) -> Any:
 
 
 def _made(described: dict[str, Any]) -> Program:
-    inputs = [torch.zeros((), dtype=_of("dtype", word)).expand(shape) for word, shape in described["inputs"]]
+    inputs = [
+        torch.zeros((), dtype=_of("dtype", word), device="cpu").expand(shape) for word, shape in described["inputs"]
+    ]
     steps = [(_function(target), args, kwargs) for target, args, kwargs in described["steps"]]
 
     def run(*values: Tensor) -> tuple[Any, ...]:

@@ -337,7 +337,7 @@ def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
         values.extend(inputs[:5])
         _Replay(tape, values, inputs[5 : 5 + len(tensors)], inputs[5 + len(tensors) :]).steps(place - 4)
 
-    with torch._C._DisableFuncTorch(), _disable_current_modes(), torch.no_grad():
+    with torch._C._DisableFuncTorch(), _disable_current_modes():  # torch.no_grad() would be a part of an export
         Tracer().trace(run, [*tile, *tensors, *numbers])
     value = values[place]
     return (value.values[0].dtype, value.shape) if isinstance(value, Row) else (value.dtype, ())
