@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,12 @@ from saccade import (
     explain,
     interval,
     mask_mod,
+    prefix,
+    relative_bias,
     window,
 )
 from saccade.distributed import peers, plan
+from saccade.distributed.agreement import agreement_of
 from saccade.scores import ScoreMod
 
 HERE = str(Path(__file__))
@@ -55,6 +59,46 @@ def of(**keywords):
 def test_keywords(keywords, error, words):
     with pytest.raises(error, match=words):
         attention(*operands(), context=of(), **keywords)
+
+
+LATE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "scale": ({"scale": "x"}, TypeError, "scale must be a number, got 'x'"),
+    "dropout": ({"dropout_p": 2.0}, ValueError, r"dropout_p must be in \[0, 1\), got 2.0"),
+    "flag": ({"deterministic": "yes"}, TypeError, "deterministic must be True or False, got 'yes'"),
+    "backend": ({"backend": "cuda"}, ValueError, "unknown backend 'cuda'"),
+    "support": ({"backend": "cudnn"}, Unsupported, "no backend runs fp32"),
+    "mask": ({"mask": causal() & prefix(torch.ones(3).int())}, ValueError, r"prefix lengths must have shape \(2,\)"),
+    "function": ({"score_mod": lambda *_: 1 / 0}, ValueError, "ZeroDivisionError"),
+    "table": ({"score_mod": relative_bias(torch.zeros(3, 5))}, ValueError, "h_q = 4, got"),
+    "reference": ({"backend": "reference", "scale": "x"}, TypeError, "scale must be a number"),
+}
+
+
+@pytest.mark.parametrize("method", ["gather", "pull", "ulysses"])
+@pytest.mark.parametrize("name", LATE)
+def test_before_anything_is_exchanged(name, method):
+    """Without processes an exchange raises RuntimeError: what is wrong with a call is found before it."""
+    keywords, error, words = LATE[name]
+    with pytest.raises(error, match=words):
+        attention(*operands(), context=of(method=method), **{"mask": causal()} | keywords)
+    with pytest.raises(RuntimeError, match="without processes"):
+        attention(*operands(), context=of(method=method), mask=causal())
+
+
+def of_two_dimensions(group):
+    """What a rank says of calls by a mesh, by whose rows keys go to others, and by whose columns heads."""
+    mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("rows", "heads"))
+    made = plan([8, 4], mesh, mask=causal(), heads=4)
+    x = made.shard(torch.randn(12, 4, 16))
+    for keywords, error, words in LATE.values():
+        with pytest.raises(error, match=words):
+            attention(x, x, x, context=made, **{"mask": causal()} | keywords)
+    return agreement_of(made.heads_transport().group("")).exchanges
+
+
+def test_before_anything_is_exchanged_by_a_mesh(pool):
+    """Calls that fail on all ranks count as one exchange each, so that the ranks stay in step."""
+    assert {*pool.run((HERE, "of_two_dimensions"), 8)} == {len(LATE)}
 
 
 def test_tensor_masks():

@@ -34,7 +34,8 @@ def test_gradients_of_captured_tensors(name: str, function: str) -> None:
     q, k = (torch.randn(shape, requires_grad=True) for shape in (q_shape, k_shape))
     table = torch.randn(4, 1100, requires_grad=True)
     mask = mask_mod(lambda b, h, i, j: (i + j) % 2 == 0)
-    for keywords in ({}, {"deterministic": True}, {"mask": mask}):
+    calls: list[dict[str, Any]] = [{}, {"deterministic": True}, {"mask": mask}]
+    for keywords in calls:
         score_mod = FUNCTIONS[function](table)
         out = attention(q, k, k, score_mod=score_mod, layout=layout, backend="triton", **keywords)
         for x in (out, *torch.autograd.grad(out.sum(), (q, k, table))):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade import arguments, ops, scores
+from saccade import arguments, dispatch, ops, scores
 from saccade.autograd import forward_mode
 from saccade.backends import Unsupported
 from saccade.call import BoundCall, autocast, check_call
@@ -23,7 +22,7 @@ from saccade.distributed.pieces import reach_of, sees_all_before
 from saccade.distributed.row_values import padded
 from saccade.distributed.transport import counted
 from saccade.dropout import Dropout
-from saccade.layouts import Dense, Layout
+from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import counts_from_first, sink_error
 from saccade.masks import KeyInterval, Mask, Window, as_mask
 
@@ -86,9 +85,13 @@ def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, options: Opti
         exchange, stage = plan.arriving, CAUSAL
         if not _derives_otherwise(options):
             return _while_keys_come(exchange, q, k, v, options)
-    if exchange is not None:
-        k, v = (_user_order(x, given) for x in exchange(stage, _to_rows(given, k), _to_rows(given, v)))
-    return _run(plan, _bound(q, k, v, layout, options), options)
+    if exchange is None:
+        return _run(plan, _checked(q, k, v, layout, options), options)
+    own = _to_rows(given, k), _to_rows(given, v)
+    call = _checked(q, *(_user_order(exchange.awaited(x), given) for x in own), layout, options)
+    call = call._replace(k=k, v=v)  # what stood for the result is freed before that comes
+    k, v = (with_rows(_user_order(x, given)) for x in exchange(stage, *own))
+    return _run(plan, call._replace(k=k, v=v), options)
 
 
 def _derives_otherwise(options: Options) -> bool:
@@ -98,14 +101,11 @@ def _derives_otherwise(options: Options) -> bool:
 
 def _while_keys_come(exchange: ArrivingRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     """A causal call that begins with own keys."""
-    call = _bound(q, k, v, exchange.layouts(q.device).own, options)
+    layouts = exchange.layouts(q.device)
+    call = _bound(q, k, v, layouts.own, options)
+    _plan(call._replace(k=exchange.awaited(k), v=exchange.awaited(v), layout=layouts.whole), options.backend)
     out, lse, max_scores = arriving_attention(exchange, BESIDE, call, options.backend)
     return out, lse if options.return_lse else None, max_scores if options.return_max_scores else None
-
-
-def _needed(plan: ContextPlan, *keys_values: Tensor) -> Sequence[Tensor]:
-    """Keys and values that this rank's rows see, (keys, h_k, b, d) and (keys, h_k, b, d_v)."""
-    return keys_values if plan.ranks.parts == 1 else plan.keys_exchange()(KEYS, *keys_values)
 
 
 def _windows(options: Options) -> bool:
@@ -119,17 +119,26 @@ def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, 
     h_q, h_k = rows[0].shape[1], rows[1].shape[1]
     queries, keys = plan.heads_exchange(h_q, h_q), plan.heads_exchange(h_k, h_q)
     first, n = queries.heads[plan.heads_transport().rank]
-    layout = plan.layout(operands[0].device, "sbhd")
-    (both,) = keys(KEYS, torch.cat(rows[1:], dim=-1))
-    (q,) = queries(QUERIES, rows[0])
-    d = operands[1].shape[-1]
-    q, k, v = (_user_order(x, layout) for x in (q, *_needed(plan, both[..., :d], both[..., d:])))
+    layout, needed = plan.layout(operands[0].device, "sbhd"), plan.keys_exchange() if plan.ranks.parts > 1 else None
+    # (keys, h_k, b, d) and (keys, h_k, b, d_v) that this rank's rows see
+    awaited = [keys.awaited(x) for x in rows[1:]]
+    awaited = [queries.awaited(rows[0]), *(awaited if needed is None else map(needed.awaited, awaited))]
+    if options.score_mod is not None:  # which may read by the numbers of heads of others
+        all_heads = (x.new_empty(x.shape[-1]).expand(len(y), *x.shape[1:]) for x, y in zip(rows, awaited, strict=True))
+        _bound(*(_user_order(x, layout) for x in all_heads), layout, options._replace(dropout_p=0.0))
     sink = options.sink if options.sink is None else options.sink[first : first + n]
-    own = options._replace(score_mod=_of_heads(options.score_mod, q, first), sink=sink)
-    call = _bound(q, k, v, layout, own)
+    own = options._replace(score_mod=_of_heads(options.score_mod, awaited[0], first), sink=sink)
+    call = _checked(*(_user_order(x, layout) for x in awaited), layout, own)
     if call.mask is not None and "h" in call.mask.indices:
         raise Unsupported(_by_head_refusal(f"the mask {call.mask!r} depends on the head"))
-    out, lse, max_scores = _run(plan, call, own)
+    call = call._replace(q=rows[0], k=rows[1], v=rows[2])  # what stood for results is freed before these come
+    del awaited
+    (both,) = keys(KEYS, torch.cat(rows[1:], dim=-1))
+    (q,) = queries(QUERIES, rows[0])
+    k, v = both.split([x.shape[-1] for x in operands[1:]], dim=-1)
+    k, v = (k, v) if needed is None else needed(KEYS, k, v)
+    q, k, v = (with_rows(_user_order(x, layout)) for x in (q, k, v))
+    out, lse, max_scores = _run(plan, call._replace(q=q, k=k, v=v), own)
     (out,) = queries.adjoint(RESULT, _to_rows(layout, out))
     out = _user_order(padded(out, plan.padding), given)
 
@@ -151,6 +160,24 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) ->
     )
 
 
+def _checked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> BoundCall:
+    """The call of the operands that it will have, before anything is exchanged: what is wrong with it is found here."""
+    call = _bound(q, k, v, layout, options)
+    if call.dropout is not None and torch._C._functorch.is_batchedtensor(call.dropout.state):  # pyright: ignore[reportAttributeAccessIssue]
+        raise Unsupported(
+            "context: dropout of torch.vmap(…, randomness='different') is not supported over several ranks: 'same' is"
+        )
+    _plan(call, options.backend)
+    return call
+
+
+def _plan(call: BoundCall, backend: str) -> None:
+    """Finds a backend, or raises why none runs the call. Compiled code looks for one when it runs; meta tensors have
+    none."""
+    if not torch.compiler.is_compiling() and not call.q.is_meta:
+        dispatch.plan_of(call.problem(), backend)
+
+
 def _run(plan: ContextPlan, call: BoundCall, options: Options) -> Results:
     if call.dropout is not None:
         call = call._replace(dropout=_common(plan, call.dropout, call.q.shape[-2 if plan.batch is None else 2]))
@@ -159,10 +186,6 @@ def _run(plan: ContextPlan, call: BoundCall, options: Options) -> Results:
 
 def _common(plan: ContextPlan, dropout: Dropout, heads: int) -> Dropout:
     """Rank 0's, as this rank's heads count."""
-    if torch._C._functorch.is_batchedtensor(dropout.state):  # pyright: ignore[reportAttributeAccessIssue]
-        raise Unsupported(
-            "context: dropout of torch.vmap(…, randomness='different') is not supported over several ranks: 'same' is"
-        )
     state, ranks = dropout.state, plan.ranks
     stage = f"the seed of dropout_p={dropout.p}"
     if ranks.parts > 1:

@@ -37,6 +37,10 @@ class Exchange(ABC):
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
         """That of the result of a tensor of this shape."""
 
+    def awaited(self, x: Tensor) -> Tensor:
+        """Memory as that of the result, for checks that come before the exchange."""
+        return x.new_empty(self.shape(tuple(x.shape), False))
+
     def __call__(self, stage: str, *xs: Tensor) -> list[Tensor]:
         return moved(self.name, stage, *xs)
 
