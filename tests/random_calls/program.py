@@ -34,6 +34,7 @@ class Program:
 
     title: str
     layout: str
+    number: int = 0
     lines: list[str] = field(default_factory=list)
     features: set[str] = field(default_factory=set)
     made: int = 0

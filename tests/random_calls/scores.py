@@ -102,17 +102,18 @@ def plain(dice: Dice) -> str:
 
 def term(dice: Dice, program: Program, sizes: Sizes, learns: bool) -> str:
     """A value that reads a captured tensor."""
-    n, h, half = dice.number(1, 70), sizes.h_q, "" if learns else dice.among("", "", ".bfloat16()", ".half()")
+    n, h = dice.number(1, 70), sizes.h_q
+    # Torch adds the gradients of tensors of 16 bits up in 16 bits.
+    dtype = "" if learns else dice.among("", "", ".bfloat16()", ".half()")
 
-    def made(shape: str, change: str = "") -> str:
-        return program.captured(shape, learns, change)
+    def made(shape: str) -> str:
+        return program.captured(shape, learns, dtype)
 
-    # Tensors of 16 bits meet the score alone, and have no gradient: torch's own sums of these are in 16 bits.
     match dice.number(0, 8):
         case 0:
-            return f"{made(f'{h}', half)}[h]"
+            return f"{made(f'{h}')}[h]"
         case 1:
-            return f"{made(f'{h}, {2 * n + 1}', half)}[h, (i - j).clamp(-{n}, {n}) + {n}]"
+            return f"{made(f'{h}, {2 * n + 1}')}[h, (i - j).clamp(-{n}, {n}) + {n}]"
         case 2:
             return f"{made(f'{sizes.b}, {h}')}[b, h] * {made(f'{n}')}[j % {n}]"
         case 3:
@@ -124,7 +125,7 @@ def term(dice: Dice, program: Program, sizes: Sizes, learns: bool) -> str:
             return f"{made('()')} * ((i + j) % 3)"
         case 6:
             n = dice.number(1, 16)
-            return f"{made(f'{h}, {n}, {n}', half)}[h][i % {n}, j % {n}]"
+            return f"{made(f'{h}, {n}, {n}')}[h][i % {n}, j % {n}]"
         case 7:
             return f"{made(f'{n}')}[(j - i) % {n}].sigmoid()"
-    return f"{made(f'{n}', half)}[j.clamp(0, {n - 1})]"
+    return f"{made(f'{n}')}[j.clamp(0, {n - 1})]"

@@ -46,7 +46,7 @@ SEED = 7
 
 
 def test_wrong_numbers_are_told():
-    program = Program("call 0", "bhsd", ["raise AssertionError('the error of out is 2.00 of the tolerance')"])
+    program = Program("call 0", "bhsd", 0, ["raise AssertionError('the error of out is 2.00 of the tolerance')"])
     tally = Tally()
     told = tally.add(program, run(program, 0))
     assert told is not None
@@ -64,7 +64,7 @@ def test_refusals_are_no_failures():
 def test_crashes_and_hangs_are_failures_of_their_calls():
     """And a process that died is replaced."""
     lines = "import os; os.kill(os.getpid(), 9)", "import time; time.sleep(600)"
-    draws = {i: Program(f"call {i}", "bhsd", [line]) for i, line in enumerate(lines)}.__getitem__
+    draws = {i: Program(f"call {i}", "bhsd", i, [line]) for i, line in enumerate(lines)}.__getitem__
     found = {outcome.number: outcome for outcome in outcomes(draws, iter(range(2)), processes=2, limit=1)}
     assert [found[i].kind for i in range(2)] == ["crash", "hang"]
     assert "-9" in found[0].message

@@ -223,7 +223,7 @@ class CallSlice(NamedTuple):
         if problem.score is not None:
             modified, slope = self._modified(score)
             if isinstance(problem.score, ShiftedScore):
-                of_functions = max(of_functions, fine * problem.score.operations)
+                of_functions = max(of_functions, problem.score.roundings() / eps**2)
             # Where a function bends or jumps, a score's rounding does more than its derivative says.
             error = eps / 2 * score_term.sqrt()
             ends = torch.stack([torch.stack(self._modified(score + side * error)) for side in (-1, 1)])

@@ -86,11 +86,14 @@ class ShiftedScore(scores.Score):
         with _widely() if self.exact else nullcontext():
             return self.score(score, b + self.b, h + self.h, q_idx, kv_idx)
 
-    @property
-    def operations(self) -> int:
-        """How many of its operations are of floats, which are rounded one by one."""
-        nodes = self.score.program.core.nodes if isinstance(self.score, scores.Traced) else ()
-        return sum(x.op == "call_function" and x.meta["val"].is_floating_point() for x in nodes)
+    def roundings(self) -> float:
+        """The sum of eps^2 over its operations of floats, each of the dtype that torch gives it."""
+        if not isinstance(self.score, scores.Traced):
+            return 0.0
+        program = self.score.program
+        graphs = program.core, *(module.graph for _, module in (program.before, program.numbers) if module)
+        values = (x.meta.get("val") for graph in graphs for x in graph.nodes if x.op == "call_function")
+        return sum(torch.finfo(x.dtype).eps ** 2 for x in values if isinstance(x, Tensor) and x.is_floating_point())
 
     def captured(self) -> dict[str, Tensor]:
         return captured(getattr(self.score, "fn", None))
