@@ -13,7 +13,7 @@ B, H_Q, H_K, S_Q, S_K, D = 2, 2, 1, 40, 70, 16
 
 OFFSETS = {
     "number": lambda: {"q_offset": 20, "k_offset": -7},
-    "sequence": lambda: {"q_offset": torch.tensor([13, 60]), "k_offset": torch.tensor([-5, 9])},
+    "sequence": lambda: {"q_offset": torch.tensor([-35, 60]), "k_offset": torch.tensor([-5, 9])},
     "row": lambda: {"q_offset": torch.randint(-9, 130, (B, S_Q)), "k_offset": torch.tensor([3, 0])},
 }
 MASKS = {

@@ -33,7 +33,7 @@ B, H_Q, H_K, S_Q, S_K, D = 2, 4, 2, 7, 50, 8
 TABLE = torch.randn(H_Q, 401, dtype=torch.float64)
 
 OFFSETS = {
-    "q": (5, None),
+    "q": (-5, None),
     "k": (None, 3),
     "numbers": (20, -4),
     "sequences": (torch.tensor([3, 30]), torch.tensor([-2, 6])),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, relative_bias, window
+from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, prefix, relative_bias, window
 from saccade.backends import gluon
 from saccade.backends.gluon.backward import capture
 from saccade.backends.gluon.forward import splits
@@ -179,6 +179,16 @@ def test_operations(name: str) -> None:
     )
     with emulated(1):
         check(q, k, v, backend="gluon", **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("n", [50, torch.tensor([50, 0])], ids=["number", "tensor"])
+def test_a_prefix_is_seen_by_rows_before_it(n: int | Tensor, d: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, s, d, dtype=torch.bfloat16) for h, s in ((2, 3), (1, 70), (1, 70)))
+    layout = Dense(q_offset=torch.tensor([-5, -1]))
+    with emulated():
+        check(q, k, v, backend="gluon", mask=prefix(n), layout=layout).assert_ok()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

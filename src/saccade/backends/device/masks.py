@@ -100,7 +100,7 @@ def _anchored_keys(n, q_idx, off):
 
 @triton.jit
 def _anchored_rows(n, kv_idx, off):
-    lo = tl.where(kv_idx < n, 0, kv_idx - off)
+    lo = tl.where(kv_idx < n, -FARTHEST, kv_idx - off)  # rows may stand before position 0
     return lo, lo * 0 + FAR, lo, lo * 0 + FAR
 
 
