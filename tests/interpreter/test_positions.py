@@ -13,7 +13,7 @@ B, H_Q, H_K, S_Q, S_K, D = 2, 2, 1, 40, 70, 16
 
 OFFSETS = {
     "number": lambda: {"q_offset": 20, "k_offset": -7},
-    "sequence": lambda: {"q_offset": torch.tensor([-35, 60]), "k_offset": torch.tensor([-5, 9])},
+    "sequence": lambda: {"q_offset": torch.tensor([13, 60]), "k_offset": torch.tensor([-5, 9])},
     "row": lambda: {"q_offset": torch.randint(-9, 130, (B, S_Q)), "k_offset": torch.tensor([3, 0])},
 }
 MASKS = {
@@ -36,6 +36,12 @@ def test_masks(name, offsets):
     dlse = torch.randn(B, H_Q, S_Q)
     layout = Dense(**OFFSETS[offsets]())
     check(q, k, v, mask=MASKS[name](), layout=layout, dlse=dlse, backend="triton").assert_ok()
+
+
+def test_a_prefix_is_seen_by_tiles_of_rows_before_it():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, s, D) for s in (140, 20, 20))
+    check(q, k, v, mask=prefix(9), layout=Dense(q_offset=-150), backend="triton").assert_ok()
 
 
 @pytest.mark.parametrize("offsets", OFFSETS)
