@@ -21,7 +21,7 @@ from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink, thread_pool
 from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, tiling_of
-from saccade.backends.cpu.worker import Worker, scores_dtype
+from saccade.backends.cpu.worker import Worker, scores_dtype, wide_dtype
 from saccade.layouts import empty_like_rows
 from saccade.problem import Problem
 
@@ -31,7 +31,8 @@ ALONE = 1 << 18
 
 def forward(problem: Problem, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v), lse (b, h_q, s_q) if it is asked for or a sink needs it, and max_scores if asked for."""
-    tiling, scores = tiling_of(problem), scores_dtype(problem)
+    # The LSE and the largest scores are float32, which bfloat16 is not good enough for.
+    tiling, scores = tiling_of(problem), (wide_dtype if lse or problem.max_scores else scores_dtype)(problem)
     out = problem.empty_out().zero_()
     row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype(), device="cpu")
     top = torch.full_like(row_lse, -torch.inf) if problem.max_scores else None
