@@ -88,7 +88,8 @@ def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, options: Opti
     if exchange is None:
         return _run(plan, _checked(q, k, v, layout, options), options)
     own = _to_rows(given, k), _to_rows(given, v)
-    call = _checked(q, *(_user_order(exchange.awaited(x), given) for x in own), layout, options)
+    awaited_k, awaited_v = (_user_order(exchange.awaited(x), given) for x in own)
+    call = _checked(q, awaited_k, awaited_v, layout, options)
     call = call._replace(k=k, v=v)  # what stood for the result is freed before that comes
     k, v = (with_rows(_user_order(x, given)) for x in exchange(stage, *own))
     return _run(plan, call._replace(k=k, v=v), options)
@@ -125,14 +126,16 @@ def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, 
     awaited = [queries.awaited(rows[0]), *(awaited if needed is None else map(needed.awaited, awaited))]
     if options.score_mod is not None:  # which may read by the numbers of heads of others
         all_heads = (x.new_empty(x.shape[-1]).expand(len(y), *x.shape[1:]) for x, y in zip(rows, awaited, strict=True))
-        _bound(*(_user_order(x, layout) for x in all_heads), layout, options._replace(dropout_p=0.0))
+        q, k, v = (_user_order(x, layout) for x in all_heads)
+        _bound(q, k, v, layout, options._replace(dropout_p=0.0))
     sink = options.sink if options.sink is None else options.sink[first : first + n]
     own = options._replace(score_mod=_of_heads(options.score_mod, awaited[0], first), sink=sink)
-    call = _checked(*(_user_order(x, layout) for x in awaited), layout, own)
+    q, k, v = (_user_order(x, layout) for x in awaited)
+    call = _checked(q, k, v, layout, own)
     if call.mask is not None and "h" in call.mask.indices:
         raise Unsupported(_by_head_refusal(f"the mask {call.mask!r} depends on the head"))
     call = call._replace(q=rows[0], k=rows[1], v=rows[2])  # what stood for results is freed before these come
-    del awaited
+    del awaited, q, k, v
     (both,) = keys(KEYS, torch.cat(rows[1:], dim=-1))
     (q,) = queries(QUERIES, rows[0])
     k, v = both.split([x.shape[-1] for x in operands[1:]], dim=-1)

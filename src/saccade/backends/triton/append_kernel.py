@@ -1,6 +1,6 @@
 """New keys and values into the pages of a cache: one program for each new row, with all its heads."""
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
