@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
 
-from saccade import Dense, Spec, Unsupported, attention, explain, plan
+from saccade import Spec, Unsupported, attention, explain, plan
 from saccade.backends import Support
+from saccade.call import Call
 from saccade.dispatch import NAMES, plan_of, planned
 from saccade.dispatch import plan as plan_spec
-from saccade.problem import Problem
 from saccade.scores import bind
 from saccade.testing.cases import NAMED
 
@@ -141,7 +141,7 @@ def test_plans_of_forward_and_backward_are_kept_apart(everywhere):
     """A backend keeps launches in its Plan: those of another backend must not be in it."""
     made = NAMED["causal"].inputs()
     operands = made.q, made.k, made.v
-    problem = Problem(*operands, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
+    problem = Call(*operands, mask=made.keywords["mask"], layout=made.keywords["layout"])
     ahead = plan_of(problem, "auto")
     back = plan_of(problem, "auto", gradient=True)
     assert ahead.launches is not back.launches
@@ -150,20 +150,18 @@ def test_plans_of_forward_and_backward_are_kept_apart(everywhere):
 
 
 def test_planning_changes_nothing(everywhere):
-    """A Problem means what it meant when it came in, its key too; what the score hides is in another one's mask."""
+    """A Call means what it meant when it came in, its key too; what the score hides is in another one's mask."""
     q, k, v = torch.randn(3, 1, 2, 12, 16)
     score = bind(lambda score, b, h, i, j: torch.where(i >= j, score + 1, -math.inf), q)
-    problem = Problem(q, k, v, None, None, score, Dense(), 1.0)
-    before, key = dict(vars(problem)), problem.key
+    problem = Call(q, k, v, score=score)
+    key = problem.key
+    before = dict(vars(problem))
     plan, hidden = planned(problem, "auto")
     assert {name: vars(problem)[name] for name in before} == before
-    assert replace(problem).key == key == problem.key
+    assert problem.replace().key == key == problem.key
     assert (str(problem.spec().mask), plan.spec.mask, hidden.spec().mask) == ("none", "causal", "causal")
     assert hidden.key != key
     assert planned(problem, "reference")[1].mask is None
-    for name in ("mask", "out", "launches"):
-        with pytest.raises(FrozenInstanceError):
-            setattr(problem, name, None)
 
 
 def test_auto_goes_on_where_a_problem_is_refused(everywhere):
@@ -173,7 +171,7 @@ def test_auto_goes_on_where_a_problem_is_refused(everywhere):
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
     everywhere.setattr(import_module("saccade.backends.cpu"), "refusals", lambda *a: ["not today"], raising=False)
     made = NAMED["causal"].inputs()
-    problem = Problem(made.q, made.k, made.v, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
+    problem = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
     assert plan_spec(problem.spec()).backend == "cpu"
     assert plan_of(problem, "auto").backend == "reference"
     with pytest.raises(Unsupported, match="cpu: not today"):
@@ -216,7 +214,7 @@ def test_where_an_operand_lies_is_known_of_each():
     aligned = torch.zeros(1, 2, 16, 8)
     moved = torch.zeros(2 * 16 * 8 + 1)[1:].view(1, 2, 16, 8)
     keys = {
-        Problem(*tensors, None, None, None, Dense(), 1.0).key
+        Call(*tensors).key
         for tensors in ((moved, aligned, aligned), (aligned, moved, aligned), (aligned, aligned, moved))
     }
     assert len(keys) == 3
@@ -230,7 +228,7 @@ def test_auto_leaves_calls_to_what_is_faster(everywhere):
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
     everywhere.setattr(import_module("saccade.backends.cpu"), "outrun", lambda problem: "it is late", raising=False)
     made = NAMED["causal"].inputs()
-    problem = Problem(made.q, made.k, made.v, None, made.keywords["mask"], None, made.keywords["layout"], 1.0)
+    problem = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
     assert plan_of(problem, "auto").backend == "reference"
     assert plan_of(problem, "cpu").backend == "cpu"
     assert plan_of(problem, "auto", gradient=True).backend == "cpu"
@@ -260,5 +258,5 @@ def test_biases_of_every_score_of_few_columns_are_triton_s(d, shape, dtype, slow
     from saccade.backends import gluon
 
     q, k, v = torch.randn(3, 1, 2, 9, d).bfloat16()
-    problem = Problem(q, k, v, None, None, bind(bias(torch.randn(shape, dtype=dtype)), q), Dense(), 1.0)
+    problem = Call(q, k, v, score=bind(bias(torch.randn(shape, dtype=dtype)), q))
     assert (gluon.outrun(problem) is not None) == slower

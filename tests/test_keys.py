@@ -1,4 +1,4 @@
-"""What is kept for a Problem's key serves every Problem of that key: kernels are compiled for nothing else."""
+"""What is kept for a Call's key serves every Call of that key: kernels are compiled for nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor
 from saccade import mask_mod, prefix, window
 from saccade.backends.device import gate
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
-from saccade.layouts import Dense
+from saccade.call import Call
 from saccade.masks import Mask, as_mask
-from saccade.problem import Problem
 
 BOUNDS = [(None, 0), (None, 7), (7, None), (7, 0), (0, 0), (30, 5)]
 WINDOWS = [window(*bounds) for bounds in BOUNDS]
@@ -31,9 +30,9 @@ MASKS: list[Mask | None] = [
 ]
 
 
-def problem_of(mask: Mask | None, d: int = 64) -> Problem:
+def problem_of(mask: Mask | None, d: int = 64) -> Call:
     q, k, v = (torch.zeros(2, 2, s, d, dtype=torch.bfloat16) for s in (65, 70, 70))
-    return Problem(q, k, v, None, as_mask(mask), None, Dense(), 0.3)
+    return Call(q, k, v, mask=as_mask(mask), scale=0.3)
 
 
 def constants(x: Any) -> Any:
@@ -62,7 +61,7 @@ def test_masks_of_one_key_have_one_form() -> None:
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_masks_of_one_key_have_one_plan(d: int) -> None:
-    def planned(problem: Problem) -> BackwardPlan:
+    def planned(problem: Call) -> BackwardPlan:
         q, k, v = problem.q, problem.k, problem.v
         return BackwardPlan.of(problem, q, q, (q, k, v), 132, BackwardConfig.of(d, d))
 

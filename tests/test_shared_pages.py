@@ -28,7 +28,7 @@ from saccade import (
     softcap,
     window,
 )
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.testing import check
 
 H_Q, H_K, D, SIZE, SHARED = 4, 2, 16, 16, 4
@@ -279,7 +279,7 @@ def test_what_pays_on_a_gpu(b: int, rows: int, pages: int, runs: bool) -> None:
     cache = torch.empty(1, 8, 1, 128, dtype=torch.bfloat16).expand(pages, -1, 16, -1)
     q, table = torch.empty(b, 16, rows, 128, dtype=torch.bfloat16), torch.zeros(b, pages, dtype=torch.int32)
     layout = Paged(table, torch.zeros(b, dtype=torch.int32), shared_pages=pages)
-    reason = shared_pages._cost(Problem(q, cache, cache, None, None, None, layout, 1.0))
+    reason = shared_pages._cost(Call.of_views(q, cache, cache, layout))
     assert (reason is None) == runs, reason
     assert runs or ("80 query rows" if rows > 1 else "MB of keys and values less") in str(reason)
 

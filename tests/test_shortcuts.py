@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import Dense, alibi, attention, causal, ops, repeats, scores, shortcuts, softcap, window
-from saccade.backends import Unsupported, cpu
+from saccade.backends import cpu
+from saccade.errors import Unsupported
 
 bind = importlib.import_module("saccade.scores.bind")
 """By name, as the package holds its function."""
@@ -61,7 +62,7 @@ class Repeat:
             score.tensors = [others.pop(0) for _ in score.tensors]
             changes["score"] = score
         assert not others
-        problem = replace(self.problem, **changes, launches={})
+        problem = self.problem.replace(**changes, launches={})
         with torch._C._AutoDispatchBelowAutograd():
             return list(self.function(self.plan, problem, rest))
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 
 from saccade import arguments, dispatch, ops, shortcuts
-from saccade.call import check_call
+from saccade.call import Call, check_call
 from saccade.descale import Descale
 from saccade.explanation import Explanation
 from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
 from saccade.partial import Partial, Scored
-from saccade.problem import Problem
 from saccade.spec import Spec
 
 if TYPE_CHECKING:
@@ -153,13 +153,13 @@ def attention(
     True
     """
     if context is not None:
-        from saccade.distributed import call as in_context  # which imports torch.distributed
-
-        options = in_context.Options(
-            mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,
-            out, descale,
+        if not hasattr(context, "attention"):
+            raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.told(context)}")
+        result, lse, max_scores = context.attention(
+            q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, dropout_p=dropout_p,
+            return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic, backend=backend,
+            out=out, descale=descale,
         )  # fmt: skip
-        result, lse, max_scores = in_context.attention(context, q, k, v, options)
         return _returned(result, lse, max_scores, return_lse, return_max_scores)
     found, flags = None, (return_lse, return_max_scores, deterministic)
     plain = out is descale is None and type(dropout_p) is float and not dropout_p
@@ -168,8 +168,9 @@ def attention(
         if found is not None and found.shortcut and (known := found.shortcut(found)) is not None:
             return known
     call = check_call(
-        q, k, v, mask, score_mod, layout, scale, sink, dropout_p, return_lse, return_max_scores, deterministic, backend,
-        out, descale,
+        q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, dropout_p=dropout_p,
+        return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic, backend=backend,
+        out=out, descale=descale,
     )  # fmt: skip
     shift = None if descale is None else descale.shift  # of smoothed keys
     if shift is not None and out is not None:
@@ -180,8 +181,8 @@ def attention(
         result, lse, max_scores = dtensor.run(call, score_mod, backend, return_lse)
     else:
         result, lse, max_scores = ops.run(call, backend, return_lse)
-    if found is not None and found.shortcut is None and call.q is q and call.k is k and call.v is v:
-        shortcuts.learn(found, call.problem(), call.flattened(backend), backend, flags)
+    if found is not None and found.shortcut is None and all(map(is_, call.given, (q, k, v))):
+        shortcuts.learn(found, call, backend, flags)
     if shift is not None:
         lse = cast(Tensor, lse) + call.scale * shift if return_lse else None
         max_scores = cast(Tensor, max_scores) + call.scale * shift if return_max_scores else None
@@ -234,7 +235,7 @@ def plan(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any
 _SIGNATURE = inspect.signature(attention)
 
 
-def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords: dict[str, Any]) -> Spec | Problem:
+def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords: dict[str, Any]) -> Spec | Call:
     """The call of these arguments of `attention`, or of a Spec's text, to plan."""
     if isinstance(q, str):
         return Spec.parse(q)
@@ -248,4 +249,4 @@ def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords:
     call = check_call(**bound.arguments, runs=False)
     if arguments.has_dtensor(*call.differentiable()):
         raise TypeError("explain and plan are of calls in one process: pass one rank's part of DTensors, x.to_local()")
-    return call.problem()
+    return call

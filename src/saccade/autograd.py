@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,19 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from saccade import shortcuts
-from saccade.backends import Unsupported
+from saccade.call import (
+    eight_bit_gradients,
+    joined,
+    needs_gradient,
+    operator,
+    programs,
+    read_header,
+    savable,
+    split,
+)
 from saccade.descale import EIGHT_BITS
-from saccade.flat_call import FlatCall, savable
+from saccade.errors import Unsupported
+from saccade.layouts import view_layout
 
 
 class SingleLevel(torch.autograd.function._SingleLevelFunction):
@@ -28,13 +39,14 @@ class SingleLevel(torch.autograd.function._SingleLevelFunction):
 # Tensors come one by one: those in a list would get no gradient.
 class _Attention(SingleLevel):
     @staticmethod
-    def forward(call: FlatCall, *tensors: Tensor):
-        return below(call.operator("forward"), *call, True)
+    def forward(flat: Sequence[Any], *tensors: Tensor):
+        return below(operator("forward", flat[6]), *flat, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        call, *tensors = inputs
-        ctx.captures, ctx.static, ctx.programs = len(call.captures), call.static(), call.parsed.programs()
+        flat, *tensors = inputs
+        _, ctx.static = split(flat)
+        ctx.programs = programs(flat[6])
         out, lse, max_scores = output
         ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
         ctx.mark_non_differentiable(max_scores)
@@ -45,12 +57,13 @@ class _Attention(SingleLevel):
         out, lse, *tensors = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (1 + len(tensors))
-        call = FlatCall.of_tensors(tensors, ctx.captures, ctx.static)
+        captures, header, *_ = ctx.static
         dout = torch.zeros_like(out) if dout is None else dout
-        needs = ctx.needs_input_grad[1 : 5 + ctx.captures]
-        *gradients, dcaptures = call.operator("backward")(dout, dlse, out, lse, *call, needs[4:])
+        needs = ctx.needs_input_grad[1 : 5 + captures]
+        flat = joined(tensors, ctx.static)
+        *gradients, dcaptures = operator("backward", header)(dout, dlse, out, lse, *flat, needs[4:])
         gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
-        return (None, *gradients, *[None] * len(call.tensors))
+        return (None, *gradients, *[None] * (len(tensors) - len(needs)))
 
 
 class _Gradient(SingleLevel):
@@ -58,7 +71,7 @@ class _Gradient(SingleLevel):
 
     @staticmethod
     def forward(arguments: tuple[Any, ...], *tensors: Tensor):
-        *gradients, dcaptures = below(FlatCall(*arguments[4:-1]).operator("backward"), *arguments)
+        *gradients, dcaptures = below(operator("backward", arguments[10]), *arguments)
         return (*gradients, *dcaptures)
 
     @staticmethod
@@ -75,16 +88,6 @@ FIRST_ALONE = (
     'forward mode (torch.func.jvp, jacfwd, linearize, hessian) pass backend="reference", which holds the whole score '
     "matrix"
 )
-
-
-def eight_bit_gradients(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why a call of 8-bit operands has no gradients, and what has."""
-    got = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    return (
-        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(); pass Descale(…, "
-        "backward='dequantized') for those of wider q, the sink and captured tensors; or pass the dequantised values, "
-        f"such as k.to(torch.bfloat16) * descale; got {got}"
-    )
 
 
 def apply(function: Any, *arguments: Any) -> Any:
@@ -121,14 +124,6 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         raise Unsupported(FIRST_ALONE)
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-    return False
-
-
 def refuse_gradients(*tensors: Tensor | None) -> None:
     """
     Raises:
@@ -142,33 +137,35 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 
 def forward(*arguments: Any) -> Any:
-    call = FlatCall(*arguments[:-1])
-    tensors = call.differentiable()
+    *flat, _ = arguments
+    operands, captures, others, header = flat[:4], flat[4], flat[5], flat[6]
+    tensors = *operands, *captures
     refuse_tangents(*tensors)
     if needs_gradient(*tensors):
-        if error := call.view_layout.gradient_error:
+        layout, *_, flags = read_header(header)
+        if error := view_layout(layout).gradient_error:
             raise Unsupported(error)
-        if call.k.dtype in EIGHT_BITS and not call.parsed.dequantized:
-            raise Unsupported(eight_bit_gradients(*call[:3]))
-        return apply(_Attention, call, *tensors, *call.tensors)
+        if operands[1].dtype in EIGHT_BITS and "dequantized" not in flags:
+            raise Unsupported(eight_bit_gradients(*operands[:3]))
+        return apply(_Attention, flat, *tensors, *others)
     return shortcuts.forward(arguments, _forward_below)
 
 
 def _forward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return FlatCall(*arguments[:-1]).operator("forward")(*arguments)
+        return operator("forward", arguments[6])(*arguments)
 
 
 def forward_out(out: Tensor, *arguments: Any) -> Any:
-    tensors = out, *FlatCall(*arguments[:-1]).differentiable()
+    tensors = out, *arguments[:4], *arguments[4]
     refuse_tangents(*tensors)
     refuse_gradients(*tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        return FlatCall(*arguments[:-1]).operator("forward_out")(out, *arguments)
+        return operator("forward_out", arguments[6])(out, *arguments)
 
 
 def backward(*arguments: Any) -> Any:
-    tensors = *arguments[:4], *FlatCall(*arguments[4:-1]).differentiable()
+    tensors = *arguments[:8], *arguments[8]
     refuse_tangents(*tensors)
     if needs_gradient(*tensors):
         gradients = apply(_Gradient, arguments, *tensors)
@@ -178,4 +175,4 @@ def backward(*arguments: Any) -> Any:
 
 def _backward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return FlatCall(*arguments[4:-1]).operator("backward")(*arguments)
+        return operator("backward", arguments[10])(*arguments)

@@ -12,40 +12,41 @@ is batched, and no gradient is a sum over batch rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from saccade.flat_call import FlatCall, Header
+from saccade.call import Call, flatten, operator, unflatten
 from saccade.layouts import ORDERS
-from saccade.masks import Blocked
+from saccade.masks import Blocked, Mask, MaskMod
+from saccade.scores import Traced
 
 
 def forward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     """The rule of `saccade::forward`."""
     *flat, lse = arguments
-    call, dims = FlatCall(*flat), FlatCall(*in_dims[:-1])
-    lengths = _lengths(call, dims)
-    if lengths is None:
-        return _looped(call.operator("forward"), info, in_dims, arguments)
-    at, b, fold = _fold(info, call, dims)
-    results = call.operator("forward")(*_folded(call, dims, fold, at, lengths), lse)
+    of_calls, dims = operator("forward", flat[6]), in_dims[:-1]
+    call, backend = unflatten(*_example(flat, dims, 0))
+    if not _folds(call, dims):
+        return _looped(of_calls, info, in_dims, arguments)
+    at, b, fold = _fold(info, call)
+    results = of_calls(*flatten(_folded(call, flat, dims, fold, at), backend), lse)
     return _unfolded(results, (at, 0, 0), info.batch_size, b)
 
 
 def backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     """The rule of `saccade::backward`."""
     saved, flat, wanted = arguments[:4], arguments[4:-1], arguments[-1]
-    call, dims = FlatCall(*flat), FlatCall(*in_dims[4:-1])
-    lengths = _lengths(call, dims)
-    if lengths is None or call.sink is not None or any(wanted):
-        return _looped(call.operator("backward"), info, in_dims, arguments)
-    at, b, fold = _fold(info, call, dims)
+    of_calls, dims = operator("backward", flat[6]), in_dims[4:-1]
+    call, backend = unflatten(*_example(flat, dims, 0))
+    if not _folds(call, dims) or call.sink is not None or any(wanted):
+        return _looped(of_calls, info, in_dims, arguments)
+    at, b, fold = _fold(info, call)
     # dout, dlse, out and lse
     saved = (None if x is None else fold(x, *how) for x, *how in zip(saved, in_dims, (at, 0, at, 0), strict=False))
-    results = call.operator("backward")(*saved, *_folded(call, dims, fold, at, lengths), wanted)
+    results = of_calls(*saved, *flatten(_folded(call, flat, dims, fold, at), backend), wanted)
     gradients, out_dims = _unfolded(results[:4], (at, at, at, 0), info.batch_size, b)
     return (*gradients, results[4]), (*out_dims, [None] * len(results[4]))
 
@@ -117,52 +118,56 @@ def forward_out(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
             f"vmap: out {tuple(arguments[0].shape)} is one tensor for a batch of {info.batch_size} calls: map over it "
             "too, or omit it"
         )
-    return _looped(FlatCall(*arguments[1:-1]).operator("forward_out"), info, in_dims, arguments)
+    return _looped(operator("forward_out", arguments[7]), info, in_dims, arguments)
 
 
-def _lengths(call: FlatCall, dims: FlatCall) -> int | None:
-    """How many of the tensors are used lengths, where the call folds; else None."""
-    header = call.parsed
-    order, *used = header.layout.split(",")
-    others: Any = [dims.sink, *dims.captures, *dims.tensors[len(used) :]]
-    own = any("offset" in name for name in used) or header.dropout or header.descale != "-" or header.dequantized
-    if order not in ORDERS or own or any(dim is not None for dim in others) or not _alike(header):
-        return None
-    return len(used)
+_OPERANDS = 3
+"""The first of the flat arguments; the sink, captured tensors and all other tensors follow."""
 
 
-@lru_cache(maxsize=512)
-def _alike_masks(mask: str) -> bool:
-    """Whether a mask of this identity has no tensor by batch row."""
-    return not any(word in mask for word in ("prefixes", "interval_", "documents", Blocked.MARK))
+def _folds(call: Call, dims: Sequence[Any]) -> bool:
+    """Whether the examples of a call can be batch rows of one; `dims` are those of its flat arguments."""
+    layout, mask, score = call.layout, call.mask, call.score
+    if layout.order not in ORDERS or layout.positioned or call.dropout is not None or call.descale is not None:
+        return False
+    sink, captures, tensors = dims[_OPERANDS : _OPERANDS + 3]
+    others = [sink, *captures, *tensors[len(layout.tensors) :]]
+    if any(dim is not None for dim in others):
+        return False
+    if isinstance(score, Traced) and score.program.by_batch_row:
+        return False
+    return mask is None or not (isinstance(mask, Blocked) or any(map(_by_batch_row, mask.leaves())))
 
 
-def _alike(header: Header) -> bool:
-    """Whether mask and score are the same in every batch row."""
-    programs = (program for program in header.programs() if program is not None)
-    return _alike_masks(header.mask) and not any(program.by_batch_row for program in programs)
+def _by_batch_row(leaf: Mask) -> bool:
+    """Whether a mask may be another one in another batch row."""
+    if isinstance(leaf, MaskMod):
+        return leaf.predicate.program.by_batch_row
+    return "b" in leaf.indices
 
 
 Fold = Callable[..., Tensor]
 
 
-def _fold(info: Any, call: FlatCall, dims: Any) -> tuple[int, int, Fold]:
+def _fold(info: Any, call: Call) -> tuple[int, int, Fold]:
     """The dimension of the batch rows of an example's q, their number, and what folds a tensor's examples into them."""
-    at = ORDERS[call.parsed.layout.split(",")[0]][0]
+    at = ORDERS[call.layout.order][0]
 
     def fold(x: Tensor, dim: int | None, at: int = 0) -> Tensor:
         x = x[None].expand(info.batch_size, *x.shape) if dim is None else x
         return x.movedim(dim or 0, at).flatten(at, at + 1)
 
-    shape = [n for i, n in enumerate(call.q.shape) if i != dims.q]
-    return at, shape[at], fold
+    return at, call.given[0].shape[at], fold
 
 
-def _folded(call: FlatCall, dims: Any, fold: Fold, at: int, lengths: int) -> FlatCall:
-    """The call of all examples, of whose tensors the first `lengths` are used lengths."""
-    q, k, v = (fold(x, dim, at) for x, dim in zip(call[:3], dims[:3], strict=True))
-    used = [fold(x, dim) for x, dim in zip(call.tensors[:lengths], dims.tensors, strict=False)]
-    return call._replace(q=q, k=k, v=v, tensors=[*used, *call.tensors[lengths:]])
+def _folded(call: Call, flat: Sequence[Any], dims: Sequence[Any], fold: Fold, at: int) -> Call:
+    """The call of all examples, of which `call` is one."""
+    q, k, v = (fold(x, dim, at) for x, dim in zip(flat[:_OPERANDS], dims, strict=False))
+    layout: Any = call.layout
+    names = [name for name in ("seqused_q", "seqused_k") if getattr(layout, name) is not None]
+    lengths = zip(names, flat[_OPERANDS + 2], dims[_OPERANDS + 2], strict=False)
+    used = {name: fold(x, dim) for name, x, dim in lengths}
+    return call.replace(given=(q, k, v, None), layout=replace(layout, **used))
 
 
 def _unfolded(results: Sequence[Tensor], places: Sequence[int], size: int, b: int) -> tuple[Any, Any]:

@@ -9,11 +9,8 @@ from torch import Tensor
 
 from saccade import arguments, hardware, ops
 from saccade.block_sparsity import compute_states, states_shape, with_states
-from saccade.call import BoundCall
-from saccade.flat_call import SCHEMA, FlatCall
-from saccade.layouts import Dense
+from saccade.call import SCHEMA, Call, flatten, operator, unflatten
 from saccade.masks import Blocked, Mask, as_mask
-from saccade.problem import Problem
 from saccade.scores import Sizes
 
 
@@ -65,35 +62,32 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         )
     place = bound.tensors[0].device if bound.tensors and device is None else torch.empty(0, device=device).device
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
-    call = BoundCall(q, k, k, None, bound, None, Dense(), 1.0, False, None, False, None)
+    call = Call(q, k, k, mask=bound)
     if torch.compiler.is_compiling():
-        flat = call.flattened("auto")
-        states = flat.operator("tile_states")(*flat)
+        flat = flatten(call, "auto")
+        states = operator("tile_states", flat[6])(*flat)
         return Blocked(mask, states, (s_q, s_k), kept=False)
-    return with_states(mask, _states(call.problem()), (s_q, s_k))
+    return with_states(mask, _states(call), (s_q, s_k))
 
 
-def _states(problem: Problem) -> Tensor:
-    if problem.q.is_cuda and hardware.triton_obstacle() is None:
+def _states(call: Call) -> Tensor:
+    if call.q.is_cuda and hardware.triton_obstacle() is None:
         from saccade.backends.device import block_lists
 
-        return block_lists.states(problem)
-    return compute_states(problem)
+        return block_lists.states(call)
+    return compute_states(call)
+
+
+def _of_flat(*flat: Any) -> Tensor:
+    return _states(unflatten(*flat)[0])
 
 
 def _fake_states(*flat: Any) -> Tensor:
-    call = FlatCall(*flat)
-    if call.parsed.numbers:  # whose values say nothing about shapes
-        *tensors, numbers = call.tensors
-        header, floats = call.parsed._replace(numbers=False), [*call.floats, *[0.0] * len(numbers)]
-        call = call._replace(tensors=tensors, header=header.text, floats=floats)
-    problem = call.problem()
-    return problem.q.new_empty(states_shape(problem), dtype=torch.uint8)
+    call, _ = unflatten(*flat)
+    return call.q.new_empty(states_shape(call), dtype=torch.uint8)
 
 
 for _overload, _tags in ops.OVERLOADS.items():
     ops.library.define(f"tile_states{_overload}({SCHEMA}) -> Tensor", tags=_tags)
-    ops.library.impl(
-        "tile_states" + _overload, lambda *flat: _states(FlatCall(*flat).problem()), "CompositeExplicitAutograd"
-    )
+    ops.library.impl("tile_states" + _overload, _of_flat, "CompositeExplicitAutograd")
     torch.library.register_fake("saccade::tile_states" + _overload, _fake_states, lib=ops.library)

@@ -8,14 +8,13 @@ lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from saccade.bounded_cache import BoundedCache, derived_from_values, versions
+from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Mask
-from saccade.problem import Problem
 
 PAIRS_AT_ONCE = 1 << 22
 
@@ -23,7 +22,7 @@ _sources: BoundedCache[int, Hashable] = BoundedCache(1 << 16)
 """The contents of masks when their states were computed, by the storage of the states."""
 
 
-def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> tuple[Tensor, bool]:
+def states_of(problem: Call, compute: Callable[[Call], Tensor]) -> tuple[Tensor, bool]:
     """The tile states of a mask: its own if they still hold, cached ones, or new ones; and whether they outlive the
     call, so that what is made of them may be kept."""
     mask = problem.mask
@@ -35,7 +34,7 @@ def states_of(problem: Problem, compute: Callable[[Problem], Tensor]) -> tuple[T
         if known and _sources.get(mask.states.untyped_storage()._cdata) == source:
             return mask.states, True
         mask = mask.mask  # it has changed since its states were computed
-        problem = replace(problem, mask=mask, launches={})
+        problem = problem.replace(mask=mask, launches={})
     lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (mask.numbers, problem.layout.text, *states_shape(problem), *lengths)
     key = "states", mask.identity, numbers, str(problem.q.device)
@@ -60,7 +59,7 @@ def _contents(mask: Mask) -> Hashable | None:
     return None if written is None else (mask.identity, mask.numbers, written)
 
 
-def states_shape(problem: Problem) -> tuple[int, int, int, int]:
+def states_shape(problem: Call) -> tuple[int, int, int, int]:
     """b or 1, h_q or 1, tiles of rows and of keys.
 
     Packed sequences are one batch row, in which each has whole tiles of rows, of which the first one of sequence b is
@@ -73,7 +72,7 @@ def states_shape(problem: Problem) -> tuple[int, int, int, int]:
     return batches, heads, layout.tiles(q.shape[2], TILE), -(-k.shape[2] // TILE)
 
 
-def compute_states(problem: Problem) -> Tensor:
+def compute_states(problem: Call) -> Tensor:
     """The states by plain PyTorch operations, on any device, some rows at a time."""
     assert problem.mask is not None
     extent, device = problem.extent, problem.q.device

@@ -9,10 +9,11 @@ from functools import cache, lru_cache
 from typing import Any
 
 from saccade import hardware
-from saccade.backends import Backend, Unsupported
+from saccade.backends import Backend
 from saccade.bounded_cache import BoundedCache
+from saccade.call import Call
+from saccade.errors import Unsupported
 from saccade.masks_from_scores.rewrite import move_to_mask
-from saccade.problem import Problem
 from saccade.spec import Spec
 
 # "auto" takes the first that can and is not `outrun`; cuDNN and the reference run only when they are named.
@@ -50,20 +51,20 @@ def plan(spec: Spec, backend: str = "auto", gradient: bool = False) -> Plan:
     return Plan(spec, _first(spec, spec, backend, gradient))
 
 
-def _first(call: Spec | Problem, spec: Spec, backend: str, gradient: bool) -> str:
+def _first(call: Spec | Call, spec: Spec, backend: str, gradient: bool) -> str:
     """The backend that runs the call."""
     tried = BACKENDS if backend == "auto" else (backend, *BACKENDS) if gradient else (backend,)
     reasons = {name: reasons_against(name, call, gradient) for name in tried}
     able = [name for name, against in reasons.items() if not against]
     if not able:
         raise Unsupported(refusal(spec, reasons))
-    if backend == "auto" and isinstance(call, Problem) and not gradient:
+    if backend == "auto" and isinstance(call, Call) and not gradient:
         return next((name for name in able if outrun(name, call) is None), able[0])
     return able[0]
 
 
-def planned(problem: Problem, backend: str, gradient: bool = False) -> tuple[Plan, Problem]:
-    """`plan(problem.spec(), …)`, by way of the Problem's key, which costs less to make than a Spec; and the Problem as
+def planned(problem: Call, backend: str, gradient: bool = False) -> tuple[Plan, Call]:
+    """`plan(problem.spec(), …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
     the backend takes it, with what its score masks in its mask."""
     problem = move_to_mask(problem, backend)
     key = problem.key, backend, gradient
@@ -73,12 +74,12 @@ def planned(problem: Problem, backend: str, gradient: bool = False) -> tuple[Pla
     return chosen, problem.planned(chosen.launches)
 
 
-def plan_of(problem: Problem, backend: str, gradient: bool = False) -> Plan:
+def plan_of(problem: Call, backend: str, gradient: bool = False) -> Plan:
     """The Plan alone."""
     return planned(problem, backend, gradient)[0]
 
 
-def _plan_of(problem: Problem, backend: str, gradient: bool) -> Plan:
+def _plan_of(problem: Call, backend: str, gradient: bool) -> Plan:
     spec = problem.spec()
     chosen = plan(spec, backend, gradient)
     passed_over = backend == "auto" and not gradient and outrun(chosen.backend, problem) is not None
@@ -87,7 +88,7 @@ def _plan_of(problem: Problem, backend: str, gradient: bool) -> Plan:
     return Plan(spec, _first(problem, spec, backend, gradient))
 
 
-def plan_for(call: Spec | Problem, backend: str = "auto", gradient: bool = False) -> Plan:
+def plan_for(call: Spec | Call, backend: str = "auto", gradient: bool = False) -> Plan:
     """`plan` or `plan_of`."""
     return plan(call, backend, gradient) if isinstance(call, Spec) else plan_of(call, backend, gradient)
 
@@ -100,9 +101,9 @@ def forget() -> None:
     _plans.clear()
 
 
-def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) -> list[str]:
+def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> list[str]:
     """Why this backend does not run this call, or its backward; empty when it does. A Spec does not hold all that a
-    Problem does, such as lengths. Of a device that this machine does not have, what backends declare is all there is to
+    Call does, such as lengths. Of a device that this machine does not have, what backends declare is all there is to
     know."""
     module = _module(backend)
     support = module.GRADIENT if gradient else module.SUPPORT
@@ -116,7 +117,7 @@ def reasons_against(backend: str, call: Spec | Problem, gradient: bool = False) 
     return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []
 
 
-def outrun(backend: str, problem: Problem) -> str | None:
+def outrun(backend: str, problem: Call) -> str | None:
     """Why "auto" leaves a forward that this backend runs to the next one that does, or None."""
     module = _module(backend)
     return module.outrun(problem) if hasattr(module, "outrun") else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from saccade import dispatch, hardware, shared_pages
+from saccade.call import Call
 from saccade.dispatch import Unsupported
 from saccade.masks_from_scores.rewrite import WHOLE_SCORES, move_to_mask, window_and_rest
-from saccade.problem import Problem
 from saccade.spec import Spec
 
 
@@ -24,9 +24,9 @@ class Explanation:
         elsewhere: what is not known of a device that this machine does not have, or None.
     """
 
-    def __init__(self, call: Spec | Problem, backend: str = "auto") -> None:
+    def __init__(self, call: Spec | Call, backend: str = "auto") -> None:
         whole, self.hidden = call, None
-        if isinstance(call, Problem):
+        if isinstance(call, Call):
             split = window_and_rest(call, backend)
             self.hidden = split and split[0]
             call = move_to_mask(call, backend)
@@ -34,12 +34,12 @@ class Explanation:
         calls = {name: whole if name in WHOLE_SCORES else call for name in dispatch.NAMES}
         self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}
         self.outrun: dict[str, str] = {}
-        if isinstance(call, Problem):
+        if isinstance(call, Call):
             able = [name for name, against in self.reasons.items() if not against]
             self.outrun = {name: why for name in able if (why := dispatch.outrun(name, call)) is not None}
         plan = _plan_if_any(call, backend)
         self.shared = None
-        if plan and isinstance(whole, Problem) and whole.layout.shared_pages and plan.backend != "reference":
+        if plan and isinstance(whole, Call) and whole.layout.shared_pages and plan.backend != "reference":
             self.shared = shared_pages.explanation(whole, backend)
         self.backend = plan.backend if plan else None
         self.workspace = plan.module.workspace(self.spec) if plan else None
@@ -105,16 +105,16 @@ def _elsewhere(device: str) -> str:
     return f"{device} is not in this machine{'' if known else ', and no GPU that this version knows'}: {needs}"
 
 
-def _backward_if_any(call: Spec | Problem, backend: str) -> dispatch.Plan | None:
+def _backward_if_any(call: Spec | Call, backend: str) -> dispatch.Plan | None:
     """The Plan of the backward, of 8-bit operands that of their values if they have one."""
-    if isinstance(call, Problem) and call.descale is not None:
+    if isinstance(call, Call) and call.descale is not None:
         if call.layout.gradient_error or not call.descale.backward:
             return None
         call = call.dequantized(call.out_dtype)
     return _plan_if_any(call, backend, gradient=True)
 
 
-def _plan_if_any(call: Spec | Problem, backend: str, gradient: bool = False) -> dispatch.Plan | None:
+def _plan_if_any(call: Spec | Call, backend: str, gradient: bool = False) -> dispatch.Plan | None:
     try:
         return dispatch.plan_for(call, backend, gradient)
     except Unsupported:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from saccade.flat_call import FlatCall
+from saccade.call import unflatten
 
 
 def register() -> None:
@@ -18,7 +18,7 @@ def register() -> None:
 
 
 def forward(*args: Any, **_: Any) -> int:
-    scores, values = _products(FlatCall(*args[:-1]))
+    scores, values = _products(*args[:-1])
     return 2 * (scores + values)
 
 
@@ -27,11 +27,13 @@ def forward_out(out: Any, *args: Any, **_: Any) -> int:
 
 
 def backward(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, **_: Any) -> int:
-    scores, values = _products(FlatCall(*args[:-1]))
+    scores, values = _products(*args[:-1])
     return 2 * (3 * scores + 2 * values)
 
 
-def _products(call: FlatCall) -> tuple[int, int]:
+def _products(*flat: Any) -> tuple[int, int]:
     """Multiply-adds of q k^T and of p v."""
-    pairs = call.layout().pairs(call.q, call.k)
-    return pairs * call.q.shape[-1], pairs * call.v.shape[-1]
+    call, _ = unflatten(*flat)
+    q, k, v, _ = call.given
+    pairs = call.layout.pairs(q, k)
+    return pairs * q.shape[-1], pairs * v.shape[-1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import aliasing, arguments, autograd, batching, layouts, ops
 from saccade.backends import Append, Rotary
+from saccade.call import needs_gradient
 from saccade.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
 from saccade.layouts import CacheSlots, Paged
 
@@ -172,7 +173,7 @@ def _append(
 def _append_autograd(*flat: Any) -> Tensor:
     tensors = *flat[:5], *flat[9:]
     autograd.refuse_tangents(*tensors)
-    if autograd.needs_gradient(*tensors):
+    if needs_gradient(*tensors):
         raise ValueError("append_kv has no gradients: call it inside torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.saccade.append_kv(*flat)

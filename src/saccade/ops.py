@@ -1,7 +1,6 @@
 """The registered operators: schema, fakes and flop formulas around the backends.
 
-`saccade::forward` is opaque to torch.compile. A call passes through its schema as a `FlatCall`: the tensors of the
-layout, the mask and dropout as `tensors`, one text that says what they are, and the runtime numbers.
+`saccade::forward` is opaque to torch.compile. A Call passes through its schema in the form of `call/flatten.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from torch import Tensor
 
 from saccade import aliasing, autograd, batching, dispatch, flops, repeats, shared_pages
 from saccade.after_import import after_import
-from saccade.autograd import needs_gradient, refuse_gradients
+from saccade.autograd import refuse_gradients
 from saccade.backends import Outputs, Saved
-from saccade.call import BoundCall
+from saccade.call import SCHEMA, Call, flatten, needs_gradient, operator, unflatten
 from saccade.descale import EIGHT_BITS
-from saccade.flat_call import SCHEMA, FlatCall
 from saccade.layouts import empty_like_rows
 from saccade.masks import MaskMod
-from saccade.problem import Problem
 from saccade.scores import Traced
 
 library = torch.library.Library("saccade", "DEF")
@@ -51,25 +48,25 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
     library.impl(name, with_lists, key)
 
 
-def run(call: BoundCall, backend: str, lse: bool) -> Outputs:
+def run(call: Call, backend: str, lse: bool) -> Outputs:
     """The results in the layout's order, by the operator or directly. Those that nobody asked for are None or empty."""
     tensors = call.differentiable()
     if backend == "reference" or runs_directly(*tensors):
-        if call.out is not None:
+        if call.given[3] is not None:
             refuse_gradients(*tensors)
-        return execute(call.problem(), backend, lse)
-    flat = call.flattened(backend)
-    if call.out is None:
-        return flat.operator("forward")(*flat, bool(lse))
-    return call.out, *flat.operator("forward_out")(call.out, *flat, bool(lse))
+        return execute(call, backend, lse)
+    out, flat = call.given[3], flatten(call, backend)
+    if out is None:
+        return operator("forward", flat[6])(*flat, bool(lse))
+    return out, *operator("forward_out", flat[6])(out, *flat, bool(lse))
 
 
 def gradients(
-    call: BoundCall, backend: str, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    call: Call, backend: str, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call by its results, in the layout's order; for those who have an autograd of their own."""
-    flat = call.flattened(backend)
-    return flat.operator("backward")(dout, dlse, out, lse, *flat, [])[:3]
+    flat = flatten(call, backend)
+    return operator("backward", flat[6])(dout, dlse, out, lse, *flat, [])[:3]
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -86,7 +83,7 @@ def runs_directly(*tensors: Tensor | None) -> bool:
     return all(x is None or (type(x) in _PLAIN and not (x.is_neg() or x.is_meta)) for x in tensors)
 
 
-def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
+def execute(problem: Call, backend: str, lse: bool) -> Outputs:
     """Plan and run: what the operator does. Results are in the layout's order."""
     key = repeats.key_of(problem, backend, lse)
     if (repeat := repeats.find(key)) is not None:
@@ -118,24 +115,24 @@ def execute(problem: Problem, backend: str, lse: bool) -> Outputs:
     return _ordered(problem, out, row_lse, max_scores)
 
 
-def _planned(plan: dispatch.Plan, problem: Problem, lse: bool) -> Outputs:
+def _planned(plan: dispatch.Plan, problem: Call, lse: bool) -> Outputs:
     return _ordered(problem, *plan.module.run_forward(problem, lse))
 
 
-def _ordered(problem: Problem, out: Tensor, lse: Tensor | None, max_scores: Tensor | None) -> Outputs:
+def _ordered(problem: Call, out: Tensor, lse: Tensor | None, max_scores: Tensor | None) -> Outputs:
     """Results in the layout's order."""
     layout = problem.layout
     lse = None if lse is None else layout.ordered_lse(lse)
     return layout.ordered(out), lse, None if max_scores is None else layout.ordered_lse(max_scores)
 
 
-def _takes_positions(problem: Problem) -> bool:
+def _takes_positions(problem: Call) -> bool:
     """Whether a function of positions is part of the call."""
     leaves = () if problem.mask is None else problem.mask.leaves()
     return isinstance(problem.score, Traced) or any(isinstance(leaf, MaskMod) for leaf in leaves)
 
 
-def _with_tail(problem: Problem, out: Tensor) -> Tensor:
+def _with_tail(problem: Call, out: Tensor) -> Tensor:
     """The result, and of rows that the caller's out keeps those."""
     if not problem.keeps_tail or problem.out is None:
         return out
@@ -143,7 +140,7 @@ def _with_tail(problem: Problem, out: Tensor) -> Tensor:
     return torch.where((rows < problem.layout.cu_seqlens_q[-1])[:, None], out, problem.out)
 
 
-def _out_of_range(problem: Problem, error: IndexError) -> Exception:
+def _out_of_range(problem: Call, error: IndexError) -> Exception:
     """The error for an index that a score or mask function computes; on a GPU such an index is clamped."""
     score, mask = problem.score, problem.mask
     functions = [] if score is None else [(score.kind, score.tensors)]
@@ -155,7 +152,7 @@ def _out_of_range(problem: Problem, error: IndexError) -> Exception:
     return ValueError(f"a captured tensor is read out of range, {error}: {read}; {call}")
 
 
-def _inputs(problem: Problem) -> Iterator[tuple[str, Tensor]]:
+def _inputs(problem: Call) -> Iterator[tuple[str, Tensor]]:
     """All tensors that a call reads, as the user has them."""
     layout, mask, score = problem.layout, problem.mask, problem.score
     yield "q", layout.ordered(problem.q)
@@ -172,34 +169,32 @@ def _inputs(problem: Problem) -> Iterator[tuple[str, Tensor]]:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *flat, lse = arguments
-    call = FlatCall(*flat)
-    problem = call.problem()
-    out, row_lse, max_scores = execute(problem, call.parsed.backend, lse)
-    return out, _or_empty(problem, row_lse if lse else None), _or_empty(problem, max_scores)
+    call, backend = unflatten(*flat)
+    out, row_lse, max_scores = execute(call, backend, lse)
+    return out, _or_empty(call, row_lse if lse else None), _or_empty(call, max_scores)
 
 
 def _forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *flat, lse = arguments
-    call = FlatCall(*flat)
-    problem = call.problem(out=call.view_layout.canonical(out))
-    _, row_lse, max_scores = execute(problem, call.parsed.backend, lse)
-    return _or_empty(problem, row_lse if lse else None), _or_empty(problem, max_scores)
+    call, backend = unflatten(*flat, out=out)
+    _, row_lse, max_scores = execute(call, backend, lse)
+    return _or_empty(call, row_lse if lse else None), _or_empty(call, max_scores)
 
 
-def _or_empty(problem: Problem, x: Tensor | None) -> Tensor:
+def _or_empty(call: Call, x: Tensor | None) -> Tensor:
     """An operator's results are tensors: those that nobody asked for are empty."""
-    return problem.q.new_empty(0, dtype=problem.lse_dtype()) if x is None else x
+    return call.q.new_empty(0, dtype=call.lse_dtype()) if x is None else x
 
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     *flat, wanted = arguments
-    call = FlatCall(*flat)
-    problem = call.problem(max_scores=False)  # which have no gradient
+    given, backend = unflatten(*flat)
+    problem = given.replace(max_scores=False)  # which have no gradient
     if problem.descale is not None:
         problem = problem.dequantized(dout.dtype)
-    layout, backend = problem.layout, call.parsed.backend
+    layout = problem.layout
     dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
     key = repeats.gradient_key_of(problem, saved, backend)
@@ -213,12 +208,12 @@ def _backward(
     dq, dk, dv, dsink, *dcaptures = found
     none = partial(dout.new_empty, 0)
     dsink, *dcaptures = (none() if x is None else x for x in (dsink, *dcaptures))
-    of_operands = zip((dq, dk, dv), call[:3], strict=True)
+    of_operands = zip((dq, dk, dv), given.given[:3], strict=True)
     dq, dk, dv = (none() if x.dtype in EIGHT_BITS else cast(Tensor, dx) for dx, x in of_operands)
     return dq, dk, dv, dsink, dcaptures
 
 
-def _planned_backward(plan: dispatch.Plan, problem: Problem, saved: Saved) -> list[Tensor | None]:
+def _planned_backward(plan: dispatch.Plan, problem: Call, saved: Saved) -> list[Tensor | None]:
     """dq, dk and dv in the layout's order, dsink, and the gradients of captured tensors."""
     *gradients, dsink, dcaptures = plan.module.run_backward(problem, saved)
     return [*map(problem.layout.ordered, gradients), dsink, *dcaptures]
@@ -229,16 +224,14 @@ def _planned_backward(plan: dispatch.Plan, problem: Problem, saved: Saved) -> li
 
 def fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *flat, lse = arguments
-    call = FlatCall(*flat)
-    layout, q = call.view_layout, call.q
-    rows = layout.canonical(q)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    call, _ = unflatten(*flat)
+    layout, q, rows, dtype = call.layout, call.given[0], call.q, call.lse_dtype()
 
     def of_rows(asked: bool) -> Tensor:
         return layout.ordered_lse(q.new_empty(rows.shape[:-1], dtype=dtype)) if asked else q.new_empty(0, dtype=dtype)
 
     out = torch.bfloat16 if q.dtype in EIGHT_BITS else q.dtype
-    return layout.ordered(empty_like_rows(rows, call.v.shape[-1], out)), of_rows(lse), of_rows(call.parsed.max_scores)
+    return layout.ordered(empty_like_rows(rows, call.v.shape[-1], out)), of_rows(lse), of_rows(call.max_scores)
 
 
 def _fake_forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -249,18 +242,15 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     *flat, wanted = arguments
-    call = FlatCall(*flat)
-    layout = call.view_layout
+    call, _ = unflatten(*flat)
     dq, dk, dv = (
-        dout.new_empty(0)
-        if x.dtype in EIGHT_BITS
-        else layout.ordered(empty_like_rows(layout.canonical(x), x.shape[-1]))
-        for x in call[:3]
+        dout.new_empty(0) if x.dtype in EIGHT_BITS else call.layout.ordered(empty_like_rows(x, x.shape[-1]))
+        for x in (call.q, call.k, call.v)
     )
     dsink = dout.new_empty(0) if call.sink is None else torch.empty_like(call.sink)
     dcaptures = [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if asked else dout.new_empty(0)
-        for x, asked in zip(call.captures, wanted, strict=True)
+        for x, asked in zip(flat[4], wanted, strict=True)
     ]
     return dq, dk, dv, dsink, dcaptures
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import arguments, autograd, hardware, layouts, ops
 from saccade.backends import Quantization
+from saccade.call import needs_gradient
 from saccade.descale import BLOCK, EIGHT_BITS, WIDER, Descale
 from saccade.layouts import Dense, Layout, Paged
 from saccade.layouts.offsets import check_offsets, shortened
@@ -200,7 +201,7 @@ def _check(q: Tensor | None, k: Tensor, v: Tensor, layout: Any) -> None:
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:
     autograd.refuse_tangents(*tensors)
-    if autograd.needs_gradient(*tensors):
+    if needs_gradient(*tensors):
         raise ValueError("quantize has no gradients: call it inside torch.no_grad(), or pass x.detach()")
 
 

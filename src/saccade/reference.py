@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.call import Call
 from saccade.partial import finite, infinite
-from saccade.problem import Problem
 
 
-def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def attention(problem: Call) -> tuple[Tensor, Tensor, Tensor]:
     """`out = dropout(softmax(mask(score_mod(scale q k^T)))) v` and `lse = log sum exp`, every step in the dtype of the
     LSE: float32, or float64 for float64 inputs.
 
@@ -32,9 +32,9 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(_rows_in_use(problem), out, 0).to(problem.out_dtype), lse, largest
 
 
-def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _by_sequence(problem: Call) -> tuple[Tensor, Tensor, Tensor]:
     """One sequence after the other; zeros and -inf in rows after the last."""
-    results = [attention(sequence.problem.dequantized()) for sequence in problem.sequences()]
+    results = [attention(sequence.call.dequantized()) for sequence in problem.sequences()]
     dim = 2 if problem.layout.cu_seqlens_q is not None else 0
     done = sum(lse.shape[dim] for _, lse, _ in results)
     rest = problem.q.narrow(dim, done, problem.q.shape[dim] - done)
@@ -47,7 +47,7 @@ def _by_sequence(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(outs, dim).to(problem.out_dtype), torch.cat(lses, dim), torch.cat(tops, dim)
 
 
-def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def operands(problem: Call) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the LSE's dtype, with a head of k and v for every one of q, (b, h_q, s, d), and zero in rows that
     are not in use.
 
@@ -59,7 +59,7 @@ def operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return q, k.repeat_interleave(problem.group, dim=1), v.repeat_interleave(problem.group, dim=1)
 
 
-def probability(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def probability(problem: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(mask(score_mod(scale q k^T))), (b, h_q, s_q, s_k), without the sink's column; lse and the largest score,
     (b, h_q, s_q)."""
     extent, device = problem.extent, q.device
@@ -97,7 +97,7 @@ def _largest(score: Tensor) -> Tensor:
     return score.amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:-1], 1), -torch.inf)
 
 
-def kept(problem: Problem) -> Tensor:
+def kept(problem: Call) -> Tensor:
     """Which probabilities dropout keeps, bool (b, h_q, s_q, s_k)."""
     dropout, q = problem.dropout, problem.q
     assert dropout is not None
@@ -110,11 +110,11 @@ def kept(problem: Problem) -> Tensor:
     return dropout.keep_at(b_idx + problem.first_b, h_idx, p, r)
 
 
-def _rows_in_use(problem: Problem) -> Tensor:
+def _rows_in_use(problem: Call) -> Tensor:
     """(b or 1, 1, s_q, 1)"""
     return (problem.extent.q_idx() < problem.extent.rows)[:, None, :, None]
 
 
-def _keys_in_use(problem: Problem) -> Tensor:
+def _keys_in_use(problem: Call) -> Tensor:
     """(b or 1, 1, 1, s_k)"""
     return (torch.arange(problem.extent.s_k, device=problem.k.device) < problem.extent.keys)[:, None, None]

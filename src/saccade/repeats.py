@@ -5,7 +5,7 @@ loop. A backend with kernels notes what a call allocated and launched (`backends
 of the same key do that. The rule: **a key holds all that the host reads but addresses, and a call of which no key does
 is computed as if it were the first.**
 
-`key_of` makes a key of a Problem. Calls of three tensors are found by shorter ones (`shortcuts.py`).
+`key_of` makes a key of a Call. Calls of three tensors are found by shorter ones (`shortcuts.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.bounded_cache import BoundedCache
+from saccade.call import Call
 from saccade.layouts import Dense
-from saccade.problem import Problem
 from saccade.scores import Traced
 
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -52,7 +52,7 @@ def watched() -> bool:
     )
 
 
-def key_of(problem: Problem, *more: Hashable) -> Hashable | None:
+def key_of(problem: Call, *more: Hashable) -> Hashable | None:
     """What Problems share that allocate and launch the same; None of those that are not kept."""
     layout, mask, score, dropout = problem.layout, problem.mask, problem.score, problem.dropout
     if problem.q.dtype not in _HALF or problem.out is not None or problem.descale is not None or on_host(problem.q):
@@ -79,7 +79,7 @@ def key_of(problem: Problem, *more: Hashable) -> Hashable | None:
     return problem.key, struct.pack(f"{len(floats)}d", *floats), *ints, *shapes, *more
 
 
-def gradient_key_of(problem: Problem, saved: Saved, *more: Hashable) -> Hashable | None:
+def gradient_key_of(problem: Call, saved: Saved, *more: Hashable) -> Hashable | None:
     """The same of a backward."""
     given = saved.dout, saved.dlse, saved.out, saved.lse
     return key_of(problem, "backward", saved.wanted, *map(lies, given), *more)
@@ -93,8 +93,8 @@ def lies(x: Tensor | None) -> Hashable:
     return x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT, address == 0, x.is_neg()
 
 
-def operands_of(problem: Problem) -> list[Tensor]:
-    """The tensors that a Problem without others in its mask and layout has."""
+def operands_of(problem: Call) -> list[Tensor]:
+    """The tensors that a Call without others in its mask and layout has."""
     given = [problem.q, problem.k, problem.v]
     if problem.sink is not None:
         given.append(problem.sink)
@@ -105,7 +105,7 @@ def operands_of(problem: Problem) -> list[Tensor]:
     return given
 
 
-def gradient_operands_of(problem: Problem, saved: Saved) -> list[Tensor]:
+def gradient_operands_of(problem: Call, saved: Saved) -> list[Tensor]:
     """Those of a backward, what is saved first."""
     dlse = [] if saved.dlse is None else [saved.dlse]
     return [saved.dout, *dlse, saved.out, saved.lse, *operands_of(problem)]

@@ -6,18 +6,16 @@ there. Another reads each sequence's own pages. Their results merge by the LSE. 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from saccade import dispatch, masks
 from saccade.backends import Outputs
+from saccade.call import Call
 from saccade.descale import BLOCK, Factors
 from saccade.layouts import Paged, empty_like_rows
 from saccade.layouts.validate import counts_from_first
 from saccade.masks import KeyInterval, MaskMod, Window
-from saccade.problem import Problem
 from saccade.scores import Traced
 
 MOST_ROWS, LEAST_KEYS, LEAST_SAVED = 16, 1024, 100_000_000
@@ -25,7 +23,7 @@ MOST_ROWS, LEAST_KEYS, LEAST_SAVED = 16, 1024, 100_000_000
 and where at least so many bytes of keys and values need not be read again (docs/findings/triton.md)."""
 
 
-def obstacle(problem: Problem) -> str | None:
+def obstacle(problem: Call) -> str | None:
     """Why the plain call runs in the place of two, or None.
 
     The rows of all sequences become rows of one, so nothing in the call may tell sequences apart but lengths and
@@ -50,7 +48,7 @@ def obstacle(problem: Problem) -> str | None:
     return _cost(problem) if problem.q.device.type == "cuda" else None
 
 
-def _cost(problem: Problem) -> str | None:
+def _cost(problem: Call) -> str | None:
     """Why one call is faster than two on a GPU, by shapes alone, as lengths are on the device; or None."""
     layout = problem.layout
     if (rows := -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // layout.sequences)) > MOST_ROWS:
@@ -64,7 +62,7 @@ def _cost(problem: Problem) -> str | None:
     return None
 
 
-def _saved(problem: Problem) -> int:
+def _saved(problem: Call) -> int:
     """Bytes of keys and values that are read once, not once for each sequence."""
     k, v = problem.k, problem.v
     row = k.shape[1] * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
@@ -81,10 +79,10 @@ def _descale_obstacle(descale: Factors, keys: int) -> str | None:
     return None
 
 
-Part = tuple[dispatch.Plan, Problem]
+Part = tuple[dispatch.Plan, Call]
 
 
-def parts(problem: Problem, backend: str) -> list[Part] | None:
+def parts(problem: Call, backend: str) -> list[Part] | None:
     """The two calls that stand for this one, planned; None where the plain call runs, as where no backend takes a part.
     The reference is the definition, and takes the whole."""
     if not problem.layout.shared_pages or backend == "reference" or obstacle(problem) is not None:
@@ -95,17 +93,17 @@ def parts(problem: Problem, backend: str) -> list[Part] | None:
         return None
 
 
-def _shared_keys(problem: Problem) -> int:
+def _shared_keys(problem: Call) -> int:
     return problem.layout.shared_pages * problem.k.shape[2]
 
 
-def split(problem: Problem) -> tuple[Problem, Problem]:
+def split(problem: Call) -> tuple[Call, Call]:
     """The call over the common pages, whose rows are those of one sequence, and the one over each sequence's own."""
     prefix, own = (None, None) if problem.descale is None else _factors(problem.descale, _shared_keys(problem))
     return _over_prefix(problem, prefix), _over_own_pages(problem, own)
 
 
-def _over_prefix(problem: Problem, descale: Factors | None) -> Problem:
+def _over_prefix(problem: Call, descale: Factors | None) -> Call:
     layout, mask = problem.layout, problem.mask
     assert isinstance(layout, Paged)
     table, used, starts, k_first = layout.block_table, layout.seqused_k, layout.cu_seqlens_q, layout.k_offset or 0
@@ -131,10 +129,10 @@ def _over_prefix(problem: Problem, descale: Factors | None) -> Problem:
     k_offset = None if q_offset is None else k_first
     common = Paged(table[:1, : layout.shared_pages], longest, starts, layout.num_splits, q_offset, k_offset)
     q = problem.q if starts is not None else problem.q.transpose(0, 1).flatten(1, 2)[None]
-    return replace(problem, q=q, layout=common, mask=mask, sink=None, out=_buffer(problem, q), descale=descale)
+    return problem.replace(q=q, layout=common, mask=mask, sink=None, out=_buffer(problem, q), descale=descale)
 
 
-def _over_own_pages(problem: Problem, descale: Factors | None) -> Problem:
+def _over_own_pages(problem: Call, descale: Factors | None) -> Call:
     layout, keys = problem.layout, _shared_keys(problem)
     assert isinstance(layout, Paged)
     table, used, starts = layout.block_table, layout.seqused_k, layout.cu_seqlens_q
@@ -146,12 +144,12 @@ def _over_own_pages(problem: Problem, descale: Factors | None) -> Problem:
     # Where there are no further pages, no length below is positive, and none is read.
     own = table[:, layout.shared_pages :] if layout.shared_pages < table.shape[1] else table[:, :1]
     layout = Paged(own, used - keys, starts, layout.num_splits, q_offset, k_offset)
-    return replace(problem, layout=layout, out=_buffer(problem, problem.q), descale=descale)
+    return problem.replace(layout=layout, out=_buffer(problem, problem.q), descale=descale)
 
 
-def _buffer(problem: Problem, q: Tensor) -> Tensor | None:
+def _buffer(problem: Call, q: Tensor) -> Tensor | None:
     """Memory for a part, where a backend would give it another dtype than the result's."""
-    other = problem.out is not None and problem.out_dtype != replace(problem, out=None).out_dtype
+    other = problem.out is not None and problem.out_dtype != problem.replace(out=None).out_dtype
     return empty_like_rows(q, problem.v.shape[3], problem.out_dtype) if other else None
 
 
@@ -159,7 +157,7 @@ def _before(stop: Tensor) -> KeyInterval:
     return KeyInterval(stop, stop, open_start=True)
 
 
-def _takes_positions(problem: Problem) -> bool:
+def _takes_positions(problem: Call) -> bool:
     """Whether the call depends on where rows and keys stand, beyond their distance."""
     leaves = () if problem.mask is None else problem.mask.leaves()
     return isinstance(problem.score, Traced) or not all(isinstance(leaf, Window) for leaf in leaves)
@@ -171,7 +169,7 @@ def _sequence_of_rows(starts: Tensor, t_q: int) -> Tensor:
     return torch.bucketize(rows, starts[1:], right=True).clamp_(max=starts.shape[0] - 2)
 
 
-def _positions_of_rows(problem: Problem, sequence: Tensor | None) -> Tensor:
+def _positions_of_rows(problem: Call, sequence: Tensor | None) -> Tensor:
     """Where each row stands: (1, b s_q) of a batch, (t_q,) of queries end to end."""
     layout, positions, s_q = problem.layout, problem.positions, problem.q.shape[2]
     row = torch.arange(s_q, device=problem.q.device, dtype=torch.int32)
@@ -202,7 +200,7 @@ def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
     return descale.mapped(first), descale.mapped(rest)
 
 
-def forward(problem: Problem, planned: list[Part], lse: bool) -> Outputs:
+def forward(problem: Call, planned: list[Part], lse: bool) -> Outputs:
     """What the plain call's `run_forward` returns, by its `parts`."""
     module = planned[0][0].module
     together = getattr(module, "run_parts", None) if all(plan.module is module for plan, _ in planned) else None
@@ -222,7 +220,7 @@ def forward(problem: Problem, planned: list[Part], lse: bool) -> Outputs:
     return out, torch.logaddexp(lse_a, lse_b), top
 
 
-def explanation(problem: Problem, backend: str) -> str:
+def explanation(problem: Call, backend: str) -> str:
     """One line on what a call with `shared_pages` does."""
     if (reason := obstacle(problem)) is not None:
         return f"shared pages: the plain call runs, {reason}"
@@ -237,7 +235,7 @@ def explanation(problem: Problem, backend: str) -> str:
     )
 
 
-def _run(plan: dispatch.Plan, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+def _run(plan: dispatch.Plan, problem: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     out, lse, top = plan.module.run_forward(problem, True)
     assert lse is not None
     return out, lse, top

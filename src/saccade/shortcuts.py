@@ -1,10 +1,10 @@
 """The way of calls that were made before, from their arguments to the launch.
 
 A call of plain tensors on a GPU is found by a key of its arguments. The key decides all checks of `check_call`, so that
-a call whose key is known has passed them, and all that a Problem's key holds (`repeats.py`). A score function is in the
+a call whose key is known has passed them, and all that a Call's key holds (`repeats.py`). A score function is in the
 key as its recording, **while the proof of that recording holds in this call**; tensors and numbers that it captures are
 read anew, and are operands and parts of the key. Its address is a guess at that recording, whose proof decides as ever.
-Anything else takes the long way: through a BoundCall, a Problem and, with gradients, the operator.
+Anything else takes the long way: through a Call and, with gradients, the operator.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from saccade import dispatch, repeats, scores
 from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.bounded_cache import BoundedCache
-from saccade.flat_call import FlatCall, savable
+from saccade.call import Call, flatten, joined, programs, savable, split, unflatten
 from saccade.layouts import Dense
 from saccade.masks import Window
 from saccade.partial import Partial, Scored
-from saccade.problem import Problem
 from saccade.repeats import PLAIN
 from saccade.scores import Softcap
 
@@ -194,15 +193,19 @@ def _bits(x: Any) -> Hashable:
     return x if type(x) is int else (type(x), struct.pack("d", x))
 
 
-def learn(found: Found, problem: Problem, flat: FlatCall, backend: str, flags: tuple[Any, Any, Any]) -> None:
+def learn(found: Found, call: Call, backend: str, flags: tuple[Any, Any, Any]) -> None:
     """Keeps the shortcut of a call that took the long way, if its launches are known by now."""
     lse, scored, _ = flags
     needs = found.needs_gradient
-    repeat = repeats.kept(repeats.key_of(problem, backend, bool(lse) or needs))
+    repeat = repeats.kept(repeats.key_of(call, backend, bool(lse) or needs))
     if repeat is False or (needs and scored):
         _shortcuts.put(found.key, False)
     elif repeat is not None:
-        kind = _Training(repeat, flat, bool(lse)) if needs else _Inference(repeat, bool(lse), bool(scored))
+        kind = (
+            _Training(repeat, flatten(call, backend), bool(lse))
+            if needs
+            else _Inference(repeat, bool(lse), bool(scored))
+        )
         _shortcuts.put(found.key, kind)
 
 
@@ -227,10 +230,11 @@ class _Training:
     """A call with gradients: an autograd.Function of its own, which takes the registered operator where its backward is
     not one that it has seen."""
 
-    def __init__(self, repeat: Any, flat: FlatCall, lse: bool) -> None:
-        self.repeat, self.static, self.lse = repeat, flat.static(), lse
-        self.sink, self.captures = flat.sink is not None, len(flat.captures)
-        self.programs = flat.parsed.programs()  # which the header names
+    def __init__(self, repeat: Any, flat: Sequence[Any], lse: bool) -> None:
+        self.repeat, self.lse = repeat, lse
+        _, self.static = split(flat)
+        self.sink, self.captures = flat[3] is not None, len(flat[4])
+        self.programs = programs(flat[6])  # which the header names
         self.backwards: dict[Hashable, Any] = {}
 
     def __call__(self, found: Found) -> Any:
@@ -255,22 +259,23 @@ class _Training:
             dq, dk, dv, dsink, *more = repeat(addresses)
             return (dq, dk, dv, dsink, *more) if self.sink else (dq, dk, dv, *more)
         tensors = operands if self.sink else [*operands[:3], None, *operands[3:]]
-        call = FlatCall.of_tensors(tensors, self.captures, self.static)
-        dq, dk, dv, dsink, more = torch.ops.saccade.backward.default(dout, dlse, out, lse, *call, wanted)
+        flat = joined(tensors, self.static)
+        dq, dk, dv, dsink, more = torch.ops.saccade.backward.default(dout, dlse, out, lse, *flat, wanted)
         if key is not None and key not in self.backwards and len(self.backwards) < _MOST_BACKWARDS:
-            repeat = repeats.kept(_gradient_key(call, dout, dlse, out, lse, wanted))
+            repeat = repeats.kept(_gradient_key(flat, dout, dlse, out, lse, wanted))
             self.backwards |= {} if repeat is None else {key: repeat}
         return (dq, dk, dv, dsink, *more) if self.sink else (dq, dk, dv, *more)
 
 
 def _gradient_key(
-    call: FlatCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool]
+    flat: Sequence[Any], dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool]
 ) -> Hashable | None:
     """The key of `repeats` for the backward of a call."""
-    layout = call.view_layout
+    call, backend = unflatten(*flat)
+    layout = call.layout
     rows = None if dlse is None else layout.canonical_lse(dlse)
     saved = Saved(layout.canonical(dout), rows, layout.canonical(out), layout.canonical_lse(lse), tuple(wanted))
-    return repeats.gradient_key_of(call.problem(max_scores=False), saved, call.parsed.backend)
+    return repeats.gradient_key_of(call.replace(max_scores=False), saved, backend)
 
 
 def _lies_of_backward(given: Sequence[Tensor]) -> tuple[Hashable | None, list[int]]:
@@ -334,8 +339,8 @@ def forward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
         return out, row_lse, shortcut.nothing(torch.float32) if top is None else top
     results = otherwise(*arguments)
     if shortcut is None:
-        call = FlatCall(*arguments[:-1])
-        _keep(key, repeats.key_of(call.problem(), call.parsed.backend, lse))
+        call, backend = unflatten(*arguments[:-1])
+        _keep(key, repeats.key_of(call, backend, lse))
     return results
 
 
@@ -357,7 +362,7 @@ def backward(arguments: Sequence[Any], otherwise: Callable[..., Any]) -> Any:
         return dq, dk, dv, dsink, dcaptures
     results = otherwise(*arguments)
     if shortcut is None:
-        _keep(key, _gradient_key(FlatCall(*arguments[4:-1]), dout, dlse, out, lse, wanted))
+        _keep(key, _gradient_key(arguments[4:-1], dout, dlse, out, lse, wanted))
     return results
 
 

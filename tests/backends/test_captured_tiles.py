@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from saccade import Dense, causal, mask_mod, scores
 from saccade.backends import Saved
 from saccade.backends.gluon.backward.launch import captured_of
+from saccade.call import Call
 from saccade.masks import as_mask
-from saccade.problem import Problem
 
 S_Q, S_K = 130, 264
 BF16 = torch.bfloat16
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 def captured(t: Tensor, b: int = 2, d: int = 64, mask: Any = None, wanted: bool = True, **layout: Any) -> Any:
     q, k, v = (torch.zeros(b, 4, s, d, dtype=BF16) for s in (S_Q, S_K, S_K))
     score = scores.bind(scores.ScoreMod(lambda s, b, h, q_idx, kv_idx, t: s + t[b, h, q_idx, kv_idx], t), q)
-    problem = Problem(q, k, v, None, None if mask is None else as_mask(mask), score, Dense("bhsd", **layout), 1.0)
+    problem = Call(q, k, v, mask=None if mask is None else as_mask(mask), score=score, layout=Dense("bhsd", **layout))
     return captured_of(problem, Saved(q, None, q, torch.zeros(b, 4, S_Q), (wanted,)))
 
 

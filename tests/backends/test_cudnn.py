@@ -13,8 +13,8 @@ from saccade import Dense, Unsupported, alibi, attention, bias, causal, explain,
 from saccade.backends import Saved, cudnn
 from saccade.backends.cudnn import graphs, launch
 from saccade.backends.cudnn.callbacks import GraphReplay, score_graph
+from saccade.call import Call
 from saccade.dispatch import BACKENDS, plan_of
-from saccade.problem import Problem
 from saccade.reference import attention as reference
 from saccade.reference import operands, probability
 from saccade.scores import Graph, bind, data_type, score_callback
@@ -56,7 +56,7 @@ def test_refusals_by_name(spec, reason):
 
 def problem(score_mod=None, mask=None, s_q=7, s_k=9, h=4):
     q, k, v = (torch.randn(2, n, s, 8) for n, s in ((h, s_q), (2, s_k), (2, s_k)))
-    return Problem(q, k, v, None, mask, bind(score_mod, q), Dense(), 0.3)
+    return Call(q, k, v, mask=mask, score=bind(score_mod, q), scale=0.3)
 
 
 def test_refusals_of_what_no_spec_says(monkeypatch):
@@ -64,7 +64,7 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert "has no backward for one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
     assert cudnn.refusals(problem(s_q=1, s_k=1), False) == []
     wide = torch.zeros(1, 1, 2, 192)
-    call = Problem(wide, wide, wide, None, None, None, Dense(), 0.3)
+    call = Call(wide, wide, wide, scale=0.3)
     assert cudnn.refusals(call, True) == ["supports head dims up to 128 in the backward on cpu, not 192"]
     assert cudnn.refusals(call, False) == []
     (reason,) = cudnn.refusals(problem(mask=prefix(3)), False)
@@ -264,7 +264,7 @@ class StandIn:
         if not key.bottom_right and mask is not None:
             assert q.shape[2] == k.shape[2]
         used = (given[name].flatten() if name in given else None for name in ("rows", "keys"))
-        call = Problem(q, k, v, None, mask, None, Dense("bhsd", *used), key.scale)
+        call = Call(q, k, v, mask=mask, layout=Dense("bhsd", *used), scale=key.scale)
         if "dout" not in given:
             out, lse, _ = reference(call)
             blind = lse == -torch.inf
@@ -343,7 +343,7 @@ def test_graph_keys_hold_what_no_key_of_a_problem_does(keys):
     tables = (score_callback(added, None, {"bias": torch.zeros(*n, 7, 9)}) for n in ((1, 1), (2, 4)))
     for score_mod, mask in (*((None, mask) for mask in masks), *((table, None) for table in tables)):
         for scale, lse in ((0.3, False), (0.3, True), (0.4, True)):
-            launch.forward(replace(problem(score_mod, mask), scale=scale, launches=launches), lse)
+            launch.forward(problem(score_mod, mask).replace(scale=scale, launches=launches), lse)
     assert len(keys) == len({*keys}) == 18
 
 
@@ -373,7 +373,7 @@ def test_graphs_of_the_frontend(keys):
     for keywords in calls:
         q, k, v = (torch.randn(2, h, 64, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
         score = bind(keywords.pop("score_mod", None), q)
-        call = Problem(q, k, v, None, keywords.get("mask"), score, keywords.get("layout", Dense()), 0.1)
+        call = Call(q, k, v, mask=keywords.get("mask"), score=score, layout=keywords.get("layout", Dense()), scale=0.1)
         out, lse = launch.forward(call, True)
         launch.backward(call, Saved(out, None, out, lse))
     assert len(keys) == 2 * len(calls)

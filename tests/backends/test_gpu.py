@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade import Dense, attention, causal, documents, explain, shortcuts, window
-from saccade.flat_call import Header
+from saccade.call import check_call, flatten
 from saccade.testing.accuracy import check
 from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
 
@@ -168,10 +168,8 @@ def test_tensors_on_a_device_that_is_not_current(backend: str) -> None:
 
 def test_operator_registration(backend: str) -> None:
     q, k, v = (x.requires_grad_() for x in operands(1, 2, 70, 32))
-    header = Header(mask=causal().identity, backend=backend).text
-    torch.library.opcheck(
-        torch.ops.saccade.forward.default, (q, k, v, None, [], [], header, causal().ints, [0.25], True)
-    )
+    flat = flatten(check_call(q, k, v, mask=causal()), backend)
+    torch.library.opcheck(torch.ops.saccade.forward.default, (*flat, True))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -8,17 +8,17 @@ import torch
 from saccade import Paged, causal
 from saccade.backends import gluon
 from saccade.backends.gluon.forward.splits import LEAST_KEYS, key_splits
-from saccade.problem import Problem
+from saccade.call import Call
 
 PROCESSORS = 132
 
 
-def call(b: int, s_q: int, keys: int, num_splits: int | None = None) -> Problem:
+def call(b: int, s_q: int, keys: int, num_splits: int | None = None) -> Call:
     """32 query heads on 8, pages of 64."""
     q = torch.empty(b, 32, s_q, 128, dtype=torch.bfloat16, device="meta")
     cache = torch.empty(b * keys // 64, 8, 64, 128, dtype=torch.bfloat16, device="meta")
     layout = Paged(torch.zeros(b, keys // 64, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), None, num_splits)
-    return Problem(q, cache, cache, None, causal(), None, layout, 1.0)
+    return Call.of_views(q, cache, cache, layout, mask=causal())
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,12 @@ from saccade import Dense, causal, dispatch
 from saccade.call import check_call
 
 knobs.compilation.listener = lambda **what: print(what["src"].name, what["cache_hit"])
-options = dict(sink=None, dropout_p=0.0, return_lse=False, return_max_scores=False, deterministic=False, backend="auto",
-               out=None, score_mod=None)
 calls = ((1, 3, 200, 64), "bhsd", 300), ((4, 128, 16, 64), "bshd", 128), ((1, 1024, 1, 64), "bshd", 17)
 for shape, order, s_k in calls:
     q = torch.zeros(shape).half()
     shape = [s_k if i == (2 if order == "bhsd" else 1) else n for i, n in enumerate(shape)]
     k, v = torch.zeros(2, *shape).half()
-    problem = check_call(q, k, v, causal(), layout=Dense(order), scale=0.3, **options).problem()
+    problem = check_call(q, k, v, mask=causal(), layout=Dense(order), scale=0.3)
     plan, problem = dispatch.planned(problem, "auto")
     plan.module.run_forward(problem, False)
     print(plan.backend, "ran")

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import forward_ad
 
 from saccade import Packed, attention, causal, window
-from saccade.backends import Unsupported
 from saccade.distributed import plan
+from saccade.errors import Unsupported
 from saccade.testing import Case, ranks
 from saccade.testing.mapped_files import mapped_files
 from saccade.testing.ranks import part

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from saccade import plan
+from saccade.call import Call
 from saccade.dispatch import plan_for
-from saccade.layouts import Dense
-from saccade.problem import Problem
 
 
 def test_gradients_are_the_kernels_own():
     x = torch.randn(1, 2, 20, 16)
-    problem = Problem(x, x, x, None, None, None, Dense(), 1.0)
+    problem = Call(x, x, x)
     assert plan_for(problem, "triton").backend == plan_for(problem, "triton", gradient=True).backend == "triton"
     assert plan("fp32 d64 cpu", backend="triton").backend == "triton"

@@ -9,8 +9,8 @@ import torch
 
 from saccade import Dense, Packed, alibi, block_sparsity, causal, mask_mod, window
 from saccade.backends.device import block_lists, sequences
+from saccade.call import Call
 from saccade.masks import EMPTY, FULL, TILE, as_mask
-from saccade.problem import Problem
 from saccade.testing.accuracy import check
 
 S = 90
@@ -57,7 +57,7 @@ def test_lists(tile, by_keys):
     table = torch.rand(7, 6) > 0.5
     mask = causal() & mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q, k = torch.empty(1, 2, s_q, 1), torch.empty(1, 2, s_k, 1)
-    problem = Problem(q, k, k, None, mask, None, Dense(), 1.0)
+    problem = Call(q, k, k, mask=mask)
     held = block_sparsity.compute_states(problem)
     made = block_lists.build(problem, *tile, by_keys)
     whole = torch.zeros(1, s_q + 192, s_k + 128, dtype=torch.bool)
@@ -85,7 +85,7 @@ def test_ranks():
     table = torch.tensor([[True, False, True], [False, False, True], [True, False, True]])
     mask = mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q = torch.empty(1, 1, 192, 1)
-    made = block_lists.build(Problem(q, q, q, None, mask, None, Dense(), 1.0), 64, 64, by_keys=True)
+    made = block_lists.build(Call(q, q, q, mask=mask), 64, 64, by_keys=True)
     assert block_lists.ranks(made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
 
 
@@ -103,12 +103,12 @@ def of_sequence(b, h, q_idx, kv_idx):
 def test_packed_lists(by_keys):
     """The list of each block is that of its sequence alone."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
-    problem = Problem(q, k, k, None, mask_mod(of_sequence) & causal(), None, LAYOUT, 1.0)
+    problem = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence) & causal())
     made = block_lists.build(problem, 64, 32, by_keys)
     entries = iter(sequences.table(problem, by_keys, 32 if by_keys else 64).tolist())
     (total, _), seen = next(entries), set()
     ones = [
-        replace(part.problem, mask=mask_mod(lambda b, h, i, j, n=n: of_sequence(n, h, i, j)) & causal())
+        part.call.replace(mask=mask_mod(lambda b, h, i, j, n=n: of_sequence(n, h, i, j)) & causal())
         for n, part in enumerate(problem.sequences())
     ]
     for number, (b, start) in zip(range(total), entries, strict=False):
@@ -129,7 +129,7 @@ def test_packed_lists(by_keys):
 def test_packed_ranks():
     """Those of each sequence alone; programs without a block come one after the other."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
-    problem = Problem(q, k, k, None, mask_mod(of_sequence), None, LAYOUT, 1.0)
+    problem = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence))
     table, made = sequences.table(problem, 1, 32), block_lists.build(problem, 64, 32, by_keys=True)
     (total, _), *entries = table.tolist()
     found = block_lists.ranks(made, 9, table)
@@ -164,5 +164,5 @@ def test_packed_sequences():
 @pytest.mark.parametrize("name", MASKS)
 def test_states(name):
     q = torch.empty(1, 2, S, 1)
-    problem = Problem(q, q, q, None, as_mask(MASKS[name]), None, Dense(), 1.0)
+    problem = Call(q, q, q, mask=as_mask(MASKS[name]))
     assert torch.equal(block_lists.states(problem), block_sparsity.compute_states(problem))

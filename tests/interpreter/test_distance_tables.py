@@ -11,8 +11,8 @@ from torch import Tensor
 from saccade import Dense, Packed, attention, causal, relative_bias, t5_bias, window
 from saccade.backends.device import distance_tables, level_sums
 from saccade.backends.device.level_sums import LevelSums
+from saccade.call import Call
 from saccade.masks import Mask
-from saccade.problem import Problem
 from saccade.scores import bind
 from saccade.testing.accuracy import Report, check
 
@@ -80,7 +80,7 @@ def test_few_distances(kind: str, s_q: int, s_k: int) -> None:
 def test_a_wrong_table_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = distance_tables.tables
 
-    def moved(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
+    def moved(problem: Call, fast: bool = False) -> tuple[Any, ...]:
         found = fill(problem, fast)
         return (*found[:3], found[3] + 2) if found else ()
 
@@ -94,7 +94,7 @@ def test_a_wrong_reach_is_rejected(ends: tuple[float, float], monkeypatch: pytes
     """By 70 distances: tiles that hold some in reach are taken for others."""
     fill = distance_tables.tables
 
-    def nearer(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
+    def nearer(problem: Call, fast: bool = False) -> tuple[Any, ...]:
         found = fill(problem, fast)
         if found:
             found[0][..., :2] += 70 * torch.tensor(ends)
@@ -121,7 +121,7 @@ def test_a_wrong_reach_is_rejected(ends: tuple[float, float], monkeypatch: pytes
 )
 def test_reach(score_mod: Any, reach: list[list[int]]) -> None:
     q = torch.randn(1, 2, 20, 16)
-    problem = Problem(q, q, q, None, None, bind(score_mod, q), Dense(), 1.0)
+    problem = Call(q, q, q, score=bind(score_mod, q))
     table = distance_tables.tables(problem)[0]
     assert torch.equal(table[0, :, :2], torch.tensor(reach, dtype=torch.float32))
 
@@ -147,7 +147,7 @@ OFFSETS = torch.tensor([0, 5, 20])
 def test_calls_that_have_tables(layout: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of whose distances the host knows the largest, unless a table would be too long."""
     q = torch.randn(1, 2, 20, 16)
-    problem = Problem(q, q, q, None, None, bind(relative_bias(torch.randn(2, 9)), q), layout, 1.0)
+    problem = Call(q, q, q, score=bind(relative_bias(torch.randn(2, 9)), q), layout=layout)
     assert len(distance_tables.empty(problem)) == count * distance_tables.FIELDS
     monkeypatch.setattr(distance_tables, "MOST", 100)
     assert distance_tables.empty(problem) == ()

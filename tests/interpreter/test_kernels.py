@@ -11,9 +11,8 @@ from saccade.backends.device import records
 from saccade.backends.device import scores as device_scores
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import TileConfig
-from saccade.layouts import Dense
+from saccade.call import Call
 from saccade.masks import Mask
-from saccade.problem import Problem
 from saccade.scores import bind
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED, SMALL, Case, draw
@@ -44,7 +43,7 @@ WIDE = Case("", dtype="fp32", b=1, s_q=20, s_k=40, d=8, d_v=300, mask="causal", 
 
 @pytest.mark.parametrize("case", [WIDE, WIDE.replace(order="thd", b=2, ranges=True)], ids=["dense", "ranges"])
 def test_programs_with_some_columns_of_values(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(kernel: str, problem: Problem) -> TileConfig:
+    def config(kernel: str, problem: Call) -> TileConfig:
         return TileConfig(16, 16, 4, 1, columns=256 if kernel in ("forward", "dv") else 0)
 
     monkeypatch.setattr(launch, "_config", config)
@@ -99,9 +98,9 @@ def test_drawn_case(seed: int) -> None:
     assert report.ratio <= 1, f"{case.describe()}\n{report}"
 
 
-def problem_of(mask: Mask | None) -> Problem:
+def problem_of(mask: Mask | None) -> Call:
     q = torch.zeros(1, 1, 8, 8)
-    return Problem(q, q, q, None, mask, None, Dense(), 1.0)
+    return Call(q, q, q, mask=mask)
 
 
 def test_every_mask_and_score_has_a_device_form() -> None:

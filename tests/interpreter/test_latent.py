@@ -15,23 +15,23 @@ from saccade.backends.device import masks, sequences
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.gluon.latent import launch
 from saccade.backends.reference import run_forward
+from saccade.call import Call
 from saccade.masks import Mask, causal, mask_mod, prefix, window
-from saccade.problem import Problem
 
 D, D_V = 24, 16
 
 
-def latent(lens: list[int], h: int, s_q: int, mask: Mask | None, h_k: int = 1) -> Problem:
+def latent(lens: list[int], h: int, s_q: int, mask: Mask | None, h_k: int = 1) -> Call:
     """A call whose sequences have pages in reversed order."""
     width = max(1, -(-max(lens) // 16))
     table = torch.arange(len(lens) * width, dtype=torch.int32).flip(0).view(len(lens), width)
     q = torch.randn(len(lens), h, s_q, D)
     k = torch.randn(table.numel(), h_k, 16, D)
     layout = Paged(table, torch.tensor(lens, dtype=torch.int32))
-    return Problem(q, k, k[..., :D_V], None, mask, None, layout, 1 / math.sqrt(D))
+    return Call.of_views(q, k, k[..., :D_V], layout, mask=mask, scale=1 / math.sqrt(D))
 
 
-def scheduled(problem: Problem, cut: launch.Cut) -> Any:
+def scheduled(problem: Call, cut: launch.Cut) -> Any:
     """The schedule that the kernel writes, on memory full of rubbish."""
     schedule = launch.empty_schedule(problem, cut)
     schedule.starts.fill_(-7)
@@ -40,7 +40,7 @@ def scheduled(problem: Problem, cut: launch.Cut) -> Any:
     return schedule
 
 
-def parts_of(problem: Problem, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def parts_of(problem: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernel for Hopper makes of a schedule: each line of tiles in parts, but for sequences that a line has
     whole. Memory that it leaves has NaN."""
     parts, part_lse = launch.empty_parts(problem, cut)
@@ -48,7 +48,7 @@ def parts_of(problem: Problem, cut: launch.Cut, schedule: Any, out: Tensor, lse:
     part_lse.fill_(torch.nan)
     starts, firsts, b = schedule.starts.tolist(), schedule.firsts.tolist(), problem.layout.sequences
     length = max(-(-starts[b] // cut.lines), 2)
-    whole = [x.problem for x in problem.sequences()]
+    whole = [x.call for x in problem.sequences()]
     for line in range(cut.lines):
         place, end = line * length, min(line * length + length, starts[b])
         while place < end:
@@ -65,11 +65,11 @@ def parts_of(problem: Problem, cut: launch.Cut, schedule: Any, out: Tensor, lse:
     return parts, part_lse
 
 
-def write_part(cut: launch.Cut, problem: Problem, keys: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+def write_part(cut: launch.Cut, problem: Call, keys: tuple[int, int], out: Tensor, lse: Tensor) -> None:
     """The results of one sequence's keys in a range, in tiles of 64 rows."""
     own = mask_mod(lambda b, h, q_idx, kv_idx: (kv_idx >= keys[0]) & (kv_idx < keys[1]))
     mask = own if problem.mask is None else problem.mask & own
-    rows_out, rows_lse, _ = run_forward(replace(problem, mask=mask, sink=None), True)
+    rows_out, rows_lse, _ = run_forward(problem.replace(mask=mask, sink=None), True)
     assert rows_lse is not None
     heads, group, s_q = 64 // cut.rows, problem.group, problem.q.shape[2]
     packs = -(-group // heads)
@@ -83,7 +83,7 @@ def write_part(cut: launch.Cut, problem: Problem, keys: tuple[int, int], out: Te
                 out[tile, i], lse[tile, i] = rows_out[0, h, row], rows_lse[0, h, row]
 
 
-def merged(problem: Problem, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
+def merged(problem: Call, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
     out, lse = problem.empty_out().fill_(torch.nan), torch.full(problem.q.shape[:3], torch.nan)
     parts = parts_of(problem, cut, schedule, out, lse)
     arguments = *parts, TensorArgs.of(out), lse, problem.sink, schedule, *problem.q.shape[1:3]

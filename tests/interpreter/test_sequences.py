@@ -14,7 +14,7 @@ import triton.language as tl
 from saccade import Packed
 from saccade.backends.device import sequences
 from saccade.backends.gluon.forward import tile_scheduler
-from saccade.problem import Problem
+from saccade.call import Call
 
 BLOCK = 16
 
@@ -62,11 +62,11 @@ def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: 
     tl.store(place + 3, tile_scheduler.packed_list(work, item, span_q, row, there, BLOCK))
 
 
-def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple[Any, Problem]:
+def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple[Any, Call]:
     x = torch.zeros(1, 1, t, 16)
     held = None if used is None else torch.tensor(used)
     cu = torch.tensor(offsets, dtype=torch.int32)
-    problem = Problem(x, x, x, None, None, None, Packed(cu, cu, t, t, held, held), 1.0)
+    problem = Call.of_views(x, x, x, Packed(cu, cu, t, t, held, held))
     many = sequences.slots(problem, 0, BLOCK) + 1
     found = torch.full((many, 8), -1, dtype=torch.int32)
     blocks_kernel[(many,)](found, sequences.spans(problem)[0], t, BLOCK)
@@ -92,11 +92,11 @@ def test_blocks_of_rows(seed: int) -> None:
 LENGTHS = [40, 0, 16, 100, 1]
 
 
-def packed(t: int) -> tuple[Problem, torch.Tensor]:
+def packed(t: int) -> tuple[Call, torch.Tensor]:
     """Sequences of LENGTHS, and how many blocks each has; the last one's are behind them."""
     x, offsets = torch.zeros(1, 1, t, 16), torch.tensor([0, *LENGTHS]).cumsum(0)
     ends = torch.tensor([*LENGTHS, t - sum(LENGTHS)])
-    return Problem(x, x, x, None, None, None, Packed(offsets, offsets, t, t), 1.0), (ends + BLOCK - 1) // BLOCK
+    return Call.of_views(x, x, x, Packed(offsets, offsets, t, t)), (ends + BLOCK - 1) // BLOCK
 
 
 @pytest.mark.parametrize("last_first", [False, True])
@@ -151,7 +151,7 @@ def test_broken_offsets_stay_inside() -> None:
 def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
     """No program has a tile before its sequence, nor a place that no table has."""
     heads, x, cu = 2, torch.zeros(1, 1, 180, 16), torch.tensor(offsets, dtype=torch.int32)
-    problem = Problem(x, x, x, None, None, None, Packed(cu, cu, 180, 180), 1.0)
+    problem = Call.of_views(x, x, x, Packed(cu, cu, 180, 180))
     many = sequences.slots(problem, 1, BLOCK) + 1
     found = torch.full((many * heads, 4), -1, dtype=torch.int32)
     span = sequences.spans(problem, sequences.table(problem, 1, BLOCK))[1]
@@ -181,7 +181,7 @@ def test_what_the_hopper_backward_prepares() -> None:
     lse[:, :, 5] = -torch.inf
     out[:, :, 51:] = torch.nan  # beyond the rows in use
     layout = Packed(torch.tensor(offsets), torch.tensor(offsets), t, t, torch.tensor(used), torch.tensor(used))
-    problem = Problem(dout, dout, dout, None, None, None, layout, 1.0)
+    problem = Call.of_views(dout, dout, dout, layout)
     blocks = sequences.slots(problem, 0, BLOCK) + 1
     delta, start = torch.full((2, h_q, blocks, BLOCK), torch.nan)
     dq_accum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)

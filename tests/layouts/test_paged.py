@@ -24,8 +24,8 @@ from saccade import (
     window,
 )
 from saccade.backends import gluon
+from saccade.call import Call, strides
 from saccade.layouts import from_tensors
-from saccade.problem import Problem, strides
 from saccade.testing import check, paged
 from saccade.testing.cases import NAMED, Case
 
@@ -124,7 +124,7 @@ def test_how_caches_lie(cache, dtype):
     given = case.inputs()
     check(given.q, given.k, given.v, **given.keywords).assert_ok()
     layout = given.keywords["layout"]
-    problem = Problem(*map(layout.canonical, (given.q, given.k, given.v)), None, None, None, layout, 1.0)
+    problem = Call(given.q, given.k, given.v, layout=layout)
     assert problem.spec().aligned
     assert cache == "apart" or not given.k.is_contiguous() or not given.v.is_contiguous()
     assert all(m * given.k.element_size() % 16 == 0 for m in strides(problem.k)[:3])
@@ -135,7 +135,7 @@ def test_rows_that_begin_anywhere_are_not_aligned():
     layout = Paged(torch.arange(3)[None], torch.tensor([20]))
     for x in (*both.split(59, dim=-1), both[..., 1:60]):
         q = torch.randn(1, 1, 2, 59).half()
-        problem = Problem(*map(layout.canonical, (q, x, x)), None, None, None, layout, 1.0)
+        problem = Call(q, x, x, layout=layout)
         assert not problem.spec().aligned
         check(q, x, x, layout=layout).assert_ok()
 
@@ -336,7 +336,7 @@ def test_which_calls_come_in_bulk(changes, reason):
     case = Case("", b=4, h_q=8, h_k=2, s_q=600, s_k=700, d=8, order="paged", page_size=16).replace(**changes)
     made = case.inputs()
     layout = made.keywords["layout"]
-    problem = Problem(*map(layout.canonical, (made.q, made.k, made.v)), None, None, None, layout, 1.0)
+    problem = Call(made.q, made.k, made.v, layout=layout)
     found = gluon.refusals(problem, False)
     assert not found if reason is None else reason in "; ".join(found)
     assert gluon.refusals(problem, True) == []

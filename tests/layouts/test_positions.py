@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -24,9 +22,9 @@ from saccade import (
     window,
 )
 from saccade.backends import gluon
+from saccade.call import Call
 from saccade.dropout import Dropout
 from saccade.masks import FARTHEST
-from saccade.problem import Problem
 from saccade.testing.accuracy import check
 
 B, H_Q, H_K, S_Q, S_K, D = 2, 4, 2, 7, 50, 8
@@ -385,7 +383,7 @@ def test_gluon_leaves_the_backward_of_positions_beside_dropout_to_triton():
     """Its warps pass what they are called with through shared memory, where these do not fit."""
     q, k, v = (x.contiguous() for x in operands(dtype=torch.bfloat16))
     layout = Dense(q_offset=3)
-    problem = Problem(q, k, v, None, causal(), None, layout, 1.0, dropout=Dropout(torch.zeros(2).long(), 0.5))
+    problem = Call(q, k, v, mask=causal(), layout=layout, dropout=Dropout(torch.zeros(2).long(), 0.5))
     assert gluon.refusals(problem, True) == ["has no room in shared memory for positions beside dropout"]
     assert not gluon.refusals(problem, False)
-    assert not gluon.refusals(replace(problem, dropout=None), True)
+    assert not gluon.refusals(problem.replace(dropout=None), True)

@@ -24,8 +24,8 @@ from saccade import (
     softcap,
     window,
 )
+from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, convert
-from saccade.problem import Problem
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
 from saccade.testing.scores import halved_from, near_or_third
@@ -114,7 +114,7 @@ def test_states(name):
     """Of tiles, as they are counted pair by pair."""
     mask = as_mask(MASKS[name])
     q, k, v = operands()
-    states = block_sparsity.compute_states(Problem(q, k, v, None, mask, None, Dense(), 1.0))
+    states = block_sparsity.compute_states(Call(q, k, v, mask=mask))
     assert (states.shape[0] > 1) == ("b" in mask.indices)
     assert (states.shape[1] > 1) == ("h" in mask.indices)
     for head in range(4):
@@ -133,7 +133,7 @@ def test_states_are_kept_and_remade():
     ids = IDS.clone()
     mask = mask_mod(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx])
     q, k, v = operands()
-    problem = Problem(q, k, v, None, mask, None, Dense(), 1.0)
+    problem = Call(q, k, v, mask=mask)
     count = []
 
     def make(x):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from saccade import Dense, alibi, attention, block_mask, block_sparsity, causal, mask_mod, softcap, window
+from saccade.call import Call
 from saccade.masks import as_mask
-from saccade.problem import Problem
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
 
@@ -87,7 +87,7 @@ def test_states() -> None:
     from saccade.backends.device import block_lists
 
     for mask in map(as_mask, masks().values()):
-        problem = Problem(q, k, v, None, mask, None, Dense(), 1.0)
+        problem = Call(q, k, v, mask=mask)
         assert torch.equal(block_lists.states(problem), block_sparsity.compute_states(problem))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from saccade import attention, causal, compose, mask_mod, prefix, relative_bias, window
 from saccade.backends.device import distance_tables
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.testing import operations
 from saccade.testing.accuracy import Report, check
 from saccade.testing.cases import NAMED
@@ -126,7 +126,7 @@ def test_few_distances(d: int, s_q: int, s_k: int, heads: int, radius: int, back
 def test_a_wrong_reach_is_rejected(d: int, ends: tuple[float, float], backend: str, monkeypatch) -> None:
     fill = distance_tables.tables
 
-    def nearer(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
+    def nearer(problem: Call, fast: bool = False) -> tuple[Any, ...]:
         found = fill(problem, fast)
         if found:
             found[0][..., :2] += torch.tensor(ends, device="cuda")

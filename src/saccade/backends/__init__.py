@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from saccade.call import Call
 from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged
-from saccade.problem import Problem
 from saccade.spec import FLAGS, Spec
 
 ANY_SCORE = "any function"
@@ -21,10 +21,6 @@ ANY_SCORE = "any function"
 CALLBACKS = "cuDNN's callbacks"
 """In `Support.scores`: those of `score_callback`. Their word in a Spec is `score(name)`, as that of any function:
 `refusals` tells them apart."""
-
-
-class Unsupported(NotImplementedError):
-    """No backend, or not the one that was named, runs this call; the message holds one line of reason for each."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ _NEEDS = {"aligned": "takes aligned rows: pointers and strides of q, k and v at 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What a backward needs besides the Problem; (b, h_q, s_q, …) views."""
+    """What a backward needs besides the Call; (b, h_q, s_q, …) views."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -206,21 +202,21 @@ class Backend(Protocol):
         ...
 
     # One that depends on what no Spec holds, such as lengths and the operations of a score function, has besides:
-    # def refusals(self, problem: Problem, gradient: bool) -> list[str], by what the Problem's key holds.
+    # def refusals(self, problem: Call, gradient: bool) -> list[str], by what the Call's key holds.
 
     # One whose forward of some calls is slower than that of a later one has besides:
-    # def outrun(self, problem: Problem) -> str | None, why "auto" leaves it to that, by what the Problem's key holds.
+    # def outrun(self, problem: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
 
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
-    # def run_parts(self, problem: Problem, parts: Sequence[Problem], lse: bool) -> Outputs: see `shared_pages.py`.
+    # def run_parts(self, problem: Call, parts: Sequence[Call], lse: bool) -> Outputs: see `shared_pages.py`.
 
     def workspace(self, spec: Spec) -> str:
         """One line on the memory that a call needs besides its outputs."""
         ...
 
-    def run_forward(self, problem: Problem, lse: bool) -> Outputs: ...
+    def run_forward(self, problem: Call, lse: bool) -> Outputs: ...
 
-    def run_backward(self, problem: Problem, saved: Saved) -> Gradients: ...
+    def run_backward(self, problem: Call, saved: Saved) -> Gradients: ...
 
 
 def score_workspace(spec: Spec) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from saccade import reference
 from saccade.backends import ANY_SCORE, Outputs, Support
+from saccade.call import Call
 from saccade.layouts import ordered_like
 from saccade.masks import KINDS as MASKS
-from saccade.problem import Problem
 from saccade.spec import Spec
 
 SUPPORT = Support(
@@ -31,6 +31,6 @@ def workspace(spec: Spec) -> str:
     return "several times the score matrix b h_q s_q s_k"
 
 
-def run_forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Call, lse: bool) -> Outputs:
     out, row_lse, max_scores = reference.attention(problem)
     return ordered_like(out, problem.q), row_lse, max_scores

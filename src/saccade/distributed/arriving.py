@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from saccade import batching, ops
 from saccade.arrivals import ArrivalArgs, Arrivals
-from saccade.autograd import FIRST_ALONE, needs_gradient
-from saccade.backends import Outputs, Unsupported
-from saccade.call import BoundCall
+from saccade.autograd import FIRST_ALONE
+from saccade.backends import Outputs
+from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable, split, unflatten
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import library
 from saccade.distributed.peers import row_bytes
@@ -24,7 +23,7 @@ from saccade.distributed.pull import PulledRows
 from saccade.distributed.rows import Segment, numbers
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
-from saccade.flat_call import SCHEMA, FlatCall, savable
+from saccade.errors import Unsupported
 from saccade.kept_memory import keep
 from saccade.layouts import Packed
 
@@ -131,17 +130,18 @@ class ArrivingRows(PulledRows):
                 needed[i, first : first + at_once] = len(steps)
         return Steps(steps, needed.to(device))
 
-    def begun(self, call: FlatCall, stage: str) -> tuple[Outputs, Tensor]:
+    def begun(self, call: Call, backend: str, stage: str) -> tuple[Outputs, Tensor]:
         """The results, and the keys of all, each beside its value: (keys, h_k, d + d_v), which one copy brings."""
-        layouts, heads = self.layouts(call.q.device), call.k.shape[1]
-        both = call.k.new_empty(self.needed, heads, call.k.shape[2] + call.v.shape[2])
+        q, k, v, _ = call.given
+        layouts, heads = self.layouts(q.device), k.shape[1]
+        both = k.new_empty(self.needed, heads, k.shape[2] + v.shape[2])
         size = row_bytes(both)
-        steps, needed = self.steps(heads, size // max(heads, 1), call.q.device)
+        steps, needed = self.steps(heads, size // max(heads, 1), q.device)
         regions = self._regions([both], stage)
         (lent,) = regions(self.transport.rank)
-        _spread(call.k, call.v, [both] * (len(layouts.places) - 1) + [lent], layouts.places)
+        _spread(k, v, [both] * (len(layouts.places) - 1) + [lent], layouts.places)
         self._barrier(regions, stage)
-        memory, done = regions.memory, torch.zeros(1, dtype=torch.int32, device=call.q.device)
+        memory, done = regions.memory, torch.zeros(1, dtype=torch.int32, device=q.device)
         tells = memory.tells()
 
         def copies() -> None:
@@ -155,28 +155,29 @@ class ArrivingRows(PulledRows):
 
         event = memory.copied(copies)
         try:
-            problem = self._whole(call, both).problem()
+            whole = self._whole(call, both)
             if tells:
                 arrivals = Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: memory.end(event))
-                problem = replace(problem, arrivals=arrivals)
+                whole = whole.replace(given=whole.given, arrivals=arrivals)
             else:
                 memory.end(event)
-            results = ops.execute(problem, call.parsed.backend, True)
+            results = ops.execute(whole, backend, True)
         finally:
             memory.end(event)
             memory.read(self.transport.timeout)
         return results, both
 
-    def _whole(self, call: FlatCall, both: Tensor) -> FlatCall:
+    def _whole(self, call: Call, both: Tensor) -> Call:
         """The call of own rows over all keys."""
-        d, tensors = call.k.shape[2], self.layouts(call.q.device).whole.tensors
-        return call._replace(k=both[..., :d], v=both[..., d:], tensors=[*tensors])
+        q, k, _, _ = call.given
+        d = k.shape[2]
+        return call.replace(given=(q, both[..., :d], both[..., d:], None), layout=self.layouts(q.device).whole)
 
     def gradients(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, both: Tensor, call: FlatCall, stage: str
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, both: Tensor, call: Call, stage: str
     ) -> tuple[Tensor, ...]:
         """dq, dk, dv and dsink."""
-        whole = self._whole(call, both)
+        whole = flatten(self._whole(call, both), "auto")
         dq, dk, dv, dsink, _ = torch.ops.saccade.backward.default(dout, dlse, out, lse, *whole, [])
         dk, dv = (x.squeeze(2) for x in self.backward([rows_of(dk), rows_of(dv)], stage))
         return dq, dk, dv, dsink
@@ -198,9 +199,9 @@ def rows_of(x: Tensor) -> Tensor:
     return x.unsqueeze(2)
 
 
-def attention(exchange: ArrivingRows, stage: str, call: BoundCall, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+def attention(exchange: ArrivingRows, stage: str, call: Call, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """out, the LSE and the largest scores, or nothing, of a causal call that is bound as if to own keys alone."""
-    flat, keep = call.flattened(backend), needs_gradient(*call.differentiable())
+    flat, keep = flatten(call, backend), needs_gradient(*call.differentiable())
     return torch.ops.saccade_distributed.arriving(*flat, exchange.name, stage, keep)[:3]
 
 
@@ -219,41 +220,42 @@ library.define(
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     *flat, name, stage, keep = arguments
     exchange: Any = exchanges.named(name)
-    (out, lse, top), both = exchange.begun(FlatCall(*flat), exchanges.with_gradients(stage) if keep else stage)
+    stage = exchanges.with_gradients(stage) if keep else stage
+    (out, lse, top), both = exchange.begun(*unflatten(*flat), stage)
     return out, lse, lse.new_empty(0) if top is None else top, both if keep else both.new_empty(0)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     *flat, name, _, keep = arguments
-    call = FlatCall(*flat)
-    shape = exchanges.named(name).shape((*call.k.shape[:2], call.k.shape[2] + call.v.shape[2]), False)
-    return *ops.fake_forward(*flat, True), call.k.new_empty(shape if keep else 0)
+    _, k, v, *_ = flat
+    shape = exchanges.named(name).shape((*k.shape[:2], k.shape[2] + v.shape[2]), False)
+    return *ops.fake_forward(*flat, True), k.new_empty(shape if keep else 0)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     *flat, name, ctx.stage, _ = inputs
-    call, (out, lse, top, both) = FlatCall(*flat), output
-    ctx.exchange, ctx.static = exchanges.named(name), call.static()
+    (tensors, ctx.static), (out, lse, top, both) = split(flat), output
+    ctx.exchange = exchanges.named(name)
     ctx.mark_non_differentiable(top, both)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, both, *call[:3], *savable([call.sink, *call.tensors]))
+    ctx.save_for_backward(out, lse, both, *tensors[:3], *savable(tensors[3:]))
 
 
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     out, lse, both, *tensors = ctx.saved_tensors
-    call = FlatCall.of_tensors(tensors, 0, ctx.static)
+    flat = joined(tensors, ctx.static)
     dout = torch.zeros_like(out) if dout is None else dout
     stage = exchanges.back(ctx.stage)
-    found = torch.ops.saccade_distributed.arriving_back(dout, dlse, out, lse, both, *call, ctx.exchange.name, stage)
+    found = torch.ops.saccade_distributed.arriving_back(dout, dlse, out, lse, both, *flat, ctx.exchange.name, stage)
     # Lists of tensors, and lists of nothing, want lists.
-    rest = ([None] * len(x) if not x or isinstance(x[0], Tensor) else None for x in call[4:])
-    return (*found[:3], found[3] if call.sink is not None else None, *rest, None, None, None)
+    rest = ([None] * len(x) if not x or isinstance(x[0], Tensor) else None for x in flat[4:])
+    return (*found[:3], found[3] if flat[3] is not None else None, *rest, None, None, None)
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     out, lse, both, *flat, name, stage = arguments
     exchange: Any = exchanges.named(name)
-    return exchange.gradients(dout, dlse, out, lse, both, FlatCall(*flat), stage)
+    return exchange.gradients(dout, dlse, out, lse, both, unflatten(*flat)[0], stage)
 
 
 def _no_second(ctx: Any, *_: Any) -> Any:
@@ -261,9 +263,9 @@ def _no_second(ctx: Any, *_: Any) -> Any:
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    call = FlatCall(*arguments[3:-2])
-    dsink = dout.new_empty(0) if call.sink is None else torch.empty_like(call.sink)
-    return (*(x.new_empty(x.shape) for x in call[:3]), dsink)
+    q, k, v, sink, *_ = arguments[3:-2]
+    dsink = dout.new_empty(0) if sink is None else torch.empty_like(sink)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), dsink)
 
 
 for _name, _kernel, _fake in (("arriving", _forward, _fake_forward), ("arriving_back", _backward, _fake_backward)):

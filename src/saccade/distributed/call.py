@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade import arguments, dispatch, ops, scores
 from saccade.autograd import forward_mode
-from saccade.backends import Unsupported
-from saccade.call import BoundCall, autocast, check_call
+from saccade.call import Call, autocast, check_call
 from saccade.descale import EIGHT_BITS
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.arriving import attention as arriving_attention
@@ -22,6 +21,7 @@ from saccade.distributed.pieces import reach_of, sees_all_before
 from saccade.distributed.row_values import padded
 from saccade.distributed.transport import counted
 from saccade.dropout import Dropout
+from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import counts_from_first, sink_error
 from saccade.masks import KeyInterval, Mask, Window, as_mask
@@ -31,44 +31,27 @@ CAUSAL, BESIDE = "the exchange of keys and values for causal pieces", "the excha
 QUERIES, RESULT = "the exchange of query heads", "the exchange of results"
 
 
-class Options(NamedTuple):
-    """The arguments of `attention` besides the operands."""
-
-    mask: Any
-    score_mod: Any
-    layout: Any
-    scale: Any
-    sink: Any
-    dropout_p: Any
-    return_lse: bool
-    return_max_scores: bool
-    deterministic: bool | None
-    backend: str
-    out: Any
-    descale: Any
-
-
+Options = dict[str, Any]
+"""The arguments of `attention` besides operands and layout."""
 Results = tuple[Tensor, Tensor | None, Tensor | None]
 """out, and where they are asked for the LSE and the largest scores"""
 
 
-def attention(plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+def attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, layout: Any, options: Options) -> Results:
     """This rank's rows of the result. Everything that may be wrong is found before anything is exchanged."""
-    if not isinstance(plan, ContextPlan):
-        raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.told(plan)}")
     if torch.compiler.is_compiling() or not isinstance(q, Tensor) or q.device.type != "cpu":
-        return _attention(plan, q, k, v, options)
+        return _attention(plan, q, k, v, layout, options)
     with counted(plan.rows_transport(), plan.heads_transport()):
-        return _attention(plan, q, k, v, options)
+        return _attention(plan, q, k, v, layout, options)
 
 
-def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, layout: Any, options: Options) -> Results:
     arguments.operands(q, k, v)
-    if arguments.has_dtensor(q, k, v, options.sink):
+    if arguments.has_dtensor(q, k, v, options["sink"]):
         raise TypeError("context= takes a rank's rows and the sink as plain tensors, got DTensors: pass x.to_local()")
-    arguments.flags(return_lse=options.return_lse, return_max_scores=options.return_max_scores)
-    given = _layout(plan, options.layout, q)
-    options = options._replace(mask=as_mask(options.mask))
+    arguments.flags(return_lse=options["return_lse"], return_max_scores=options["return_max_scores"])
+    given = _layout(plan, layout, q)
+    options = options | {"mask": as_mask(options["mask"])}
     _check(plan, given, (q, k, v), options)
     q, k, v = autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
@@ -76,12 +59,12 @@ def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, options: Opti
         raise ValueError(f"q, k and v must share one dtype and one device, got {got}")
     if plan.ranks.heads > 1:
         return _by_heads(plan, given, (q, k, v), options)
-    pieces = plan.by_pieces and _windows(options) and not options.dropout_p and options.score_mod is None
+    pieces = plan.by_pieces and _windows(options) and not options["dropout_p"] and options["score_mod"] is None
     layout = plan.pieces_layout(q.device) if pieces else plan.layout(q.device, given.order)
     exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
     stage = PIECES if pieces else KEYS
-    if pieces and plan.arriving is not None and sees_all_before(options.mask):
+    if pieces and plan.arriving is not None and sees_all_before(options["mask"]):
         exchange, stage = plan.arriving, CAUSAL
         if not _derives_otherwise(options):
             return _while_keys_come(exchange, q, k, v, options)
@@ -90,28 +73,29 @@ def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, options: Opti
     own = _to_rows(given, k), _to_rows(given, v)
     awaited_k, awaited_v = (_user_order(exchange.awaited(x), given) for x in own)
     call = _checked(q, awaited_k, awaited_v, layout, options)
-    call = call._replace(k=k, v=v)  # what stood for the result is freed before that comes
+    call = call.replace(given=(q, k, v, None))  # what stood for the result is freed before that comes
     k, v = (with_rows(_user_order(x, given)) for x in exchange(stage, *own))
-    return _run(plan, call._replace(k=k, v=v), options)
+    return _run(plan, call.replace(given=(call.given[0], k, v, None)), options)
 
 
 def _derives_otherwise(options: Options) -> bool:
     """Whether a call has derivatives besides that of a backward."""
-    return options.backend == "reference" or forward_mode() or torch._C._are_functorch_transforms_active()
+    return options["backend"] == "reference" or forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def _while_keys_come(exchange: ArrivingRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     """A causal call that begins with own keys."""
     layouts = exchange.layouts(q.device)
     call = _bound(q, k, v, layouts.own, options)
-    _plan(call._replace(k=exchange.awaited(k), v=exchange.awaited(v), layout=layouts.whole), options.backend)
-    out, lse, max_scores = arriving_attention(exchange, BESIDE, call, options.backend)
-    return out, lse if options.return_lse else None, max_scores if options.return_max_scores else None
+    awaited = q, exchange.awaited(k), exchange.awaited(v), None
+    _plan(call.replace(given=awaited, layout=layouts.whole), options["backend"])
+    out, lse, max_scores = arriving_attention(exchange, BESIDE, call, options["backend"])
+    return out, lse if options["return_lse"] else None, max_scores if options["return_max_scores"] else None
 
 
 def _windows(options: Options) -> bool:
     """Whether the mask compares positions alone."""
-    return options.mask is None or all(isinstance(leaf, Window) for leaf in options.mask.leaves())
+    return options["mask"] is None or all(isinstance(leaf, Window) for leaf in options["mask"].leaves())
 
 
 def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, Tensor], options: Options) -> Results:
@@ -124,24 +108,24 @@ def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, 
     # (keys, h_k, b, d) and (keys, h_k, b, d_v) that this rank's rows see
     awaited = [keys.awaited(x) for x in rows[1:]]
     awaited = [queries.awaited(rows[0]), *(awaited if needed is None else map(needed.awaited, awaited))]
-    if options.score_mod is not None:  # which may read by the numbers of heads of others
+    if options["score_mod"] is not None:  # which may read by the numbers of heads of others
         all_heads = (x.new_empty(x.shape[-1]).expand(len(y), *x.shape[1:]) for x, y in zip(rows, awaited, strict=True))
         q, k, v = (_user_order(x, layout) for x in all_heads)
-        _bound(q, k, v, layout, options._replace(dropout_p=0.0))
-    sink = options.sink if options.sink is None else options.sink[first : first + n]
-    own = options._replace(score_mod=_of_heads(options.score_mod, awaited[0], first), sink=sink)
+        _bound(q, k, v, layout, options | {"dropout_p": 0.0})
+    sink = options["sink"] if options["sink"] is None else options["sink"][first : first + n]
+    own = options | {"score_mod": _of_heads(options["score_mod"], awaited[0], first), "sink": sink}
     q, k, v = (_user_order(x, layout) for x in awaited)
     call = _checked(q, k, v, layout, own)
     if call.mask is not None and "h" in call.mask.indices:
         raise Unsupported(_by_head_refusal(f"the mask {call.mask!r} depends on the head"))
-    call = call._replace(q=rows[0], k=rows[1], v=rows[2])  # what stood for results is freed before these come
+    call = call.replace(given=(*rows, None))  # what stood for results is freed before these come
     del awaited, q, k, v
     (both,) = keys(KEYS, torch.cat(rows[1:], dim=-1))
     (q,) = queries(QUERIES, rows[0])
     k, v = both.split([x.shape[-1] for x in operands[1:]], dim=-1)
     k, v = (k, v) if needed is None else needed(KEYS, k, v)
     q, k, v = (with_rows(_user_order(x, layout)) for x in (q, k, v))
-    out, lse, max_scores = _run(plan, call._replace(q=q, k=k, v=v), own)
+    out, lse, max_scores = _run(plan, call.replace(given=(q, k, v, None)), own)
     (out,) = queries.adjoint(RESULT, _to_rows(layout, out))
     out = _user_order(padded(out, plan.padding), given)
 
@@ -152,39 +136,37 @@ def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, 
         x = padded(x, plan.padding, -torch.inf)
         return given.ordered_lse(x.permute(2, 1, 0))
 
-    lse = rows_of_all_heads(lse, options.return_lse)
-    return out, lse, rows_of_all_heads(max_scores, options.return_max_scores)
+    lse = rows_of_all_heads(lse, options["return_lse"])
+    return out, lse, rows_of_all_heads(max_scores, options["return_max_scores"])
 
 
-def _bound(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> BoundCall:
-    mask, score_mod, _, scale, sink, dropout_p, lse, max_scores, deterministic, backend, _, _ = options
-    return check_call(
-        q, k, v, mask, score_mod, layout, scale, sink, dropout_p, lse, max_scores, deterministic, backend, None
-    )
+def _bound(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> Call:
+    return check_call(q, k, v, layout=layout, **options)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> BoundCall:
+def _checked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> Call:
     """The call of the operands that it will have, before anything is exchanged: what is wrong with it is found here."""
     call = _bound(q, k, v, layout, options)
     if call.dropout is not None and torch._C._functorch.is_batchedtensor(call.dropout.state):  # pyright: ignore[reportAttributeAccessIssue]
         raise Unsupported(
             "context: dropout of torch.vmap(…, randomness='different') is not supported over several ranks: 'same' is"
         )
-    _plan(call, options.backend)
+    _plan(call, options["backend"])
     return call
 
 
-def _plan(call: BoundCall, backend: str) -> None:
+def _plan(call: Call, backend: str) -> None:
     """Finds a backend, or raises why none runs the call. Compiled code looks for one when it runs; meta tensors have
     none."""
-    if not torch.compiler.is_compiling() and not call.q.is_meta:
-        dispatch.plan_of(call.problem(), backend)
+    if not torch.compiler.is_compiling() and not call.given[0].is_meta:
+        dispatch.plan_of(call, backend)
 
 
-def _run(plan: ContextPlan, call: BoundCall, options: Options) -> Results:
+def _run(plan: ContextPlan, call: Call, options: Options) -> Results:
     if call.dropout is not None:
-        call = call._replace(dropout=_common(plan, call.dropout, call.q.shape[-2 if plan.batch is None else 2]))
-    return ops.run(call, options.backend, options.return_lse)
+        heads = call.given[0].shape[-2 if plan.batch is None else 2]
+        call = call.replace(given=call.given, dropout=_common(plan, call.dropout, heads))
+    return ops.run(call, options["backend"], options["return_lse"])
 
 
 def _common(plan: ContextPlan, dropout: Dropout, heads: int) -> Dropout:
@@ -239,7 +221,7 @@ def _layout(plan: ContextPlan, layout: Any, q: Tensor) -> Layout:
 
 
 def _check(plan: ContextPlan, layout: Layout, operands: tuple[Tensor, ...], options: Options) -> None:
-    for name, value in (("out", options.out), ("descale", options.descale)):
+    for name, value in (("out", options["out"]), ("descale", options["descale"])):
         if value is not None:
             raise Unsupported(f"context: {name}= is not supported over several ranks: omit it")
     if any(x.is_nested or x.dtype in EIGHT_BITS for x in operands):
@@ -259,12 +241,12 @@ def _check(plan: ContextPlan, layout: Layout, operands: tuple[Tensor, ...], opti
             )
     if error := heads_error(plan.ranks.heads, *(layout.canonical(x).shape[1] for x in operands[:2])):
         raise ValueError(f"{error}: plan(…, method='gather') takes any heads")
-    _check_mask(plan, options.mask)
+    _check_mask(plan, options["mask"])
     heads = layout.canonical(operands[0]).shape[1] // plan.ranks.heads
-    if options.dropout_p and plan.ranks.heads > 1 and heads & (heads - 1):
+    if options["dropout_p"] and plan.ranks.heads > 1 and heads & (heads - 1):
         raise Unsupported(_by_head_refusal(f"dropout with {heads} heads for each rank, not a power of two"))
-    if options.sink is not None and (
-        error := sink_error(options.sink, layout.canonical(operands[0]).shape[1], operands[0].device)
+    if options["sink"] is not None and (
+        error := sink_error(options["sink"], layout.canonical(operands[0]).shape[1], operands[0].device)
     ):
         raise ValueError(f"{error}: q, k and v {shapes}")
 

@@ -235,6 +235,14 @@ class ContextPlan:
             found += [(pieces[-1].stop - 1 if pieces else 0, 1)] * self.padding
         return numbers(found, device).int()[None]
 
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layout: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """out, and where they are asked for the LSE and the largest scores, of `attention(…, context=self)`."""
+        from saccade.distributed.call import attention  # which imports this module
+
+        return attention(self, q, k, v, layout, options)
+
     def prepare(self) -> None:
         """Makes what calls need, so that torch.compile finds it."""
         assert self.rows >= 0

@@ -18,31 +18,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from saccade import arguments, masks, ops, scores
-from saccade.backends import Outputs, Unsupported
-from saccade.call import BoundCall
+from saccade.backends import Outputs
+from saccade.call import Call
+from saccade.errors import Unsupported
 from saccade.layouts import Layout, Paged, with_rows
 from saccade.masks import Documents, KeyInterval, Mask, MaskMod, Prefix, TensorMask
 from saccade.scores import Score
 
 
-def run(call: BoundCall, score_mod: Any, backend: str, lse: bool) -> Outputs:
+def run(call: Call, score_mod: Any, backend: str, lse: bool) -> Outputs:
     """The results as DTensors, sharded as q is."""
     cut = _cut_of(call)
-    for name, given in (("dropout_p", call.dropout), ("out", call.out), ("descale, 8-bit operands,", call.descale)):
+    for name, given in (
+        ("dropout_p", call.dropout),
+        ("out", call.given[3]),
+        ("descale, 8-bit operands,", call.descale),
+    ):
         if given is not None:
             raise Unsupported(f"{name} beside DTensors: not supported; ranks may call attention of their x.to_local()")
-    q, k, v = (with_rows(_local(x)) for x in call[:3])
-    own = call._replace(
-        q=q, k=k, v=v,
+    given = call.given[0]
+    q, k, v = (with_rows(_local(x)) for x in call.given[:3])
+    own = call.replace(
+        given=(q, k, v, None),
         sink=None if call.sink is None else cut.shared("sink", call.sink, {"h": 0}),
         mask=None if call.mask is None else masks.of_leaves(call.mask, lambda leaf: _own_mask(leaf, cut, backend)),
         score=None if call.score is None else _own_score(call.score, score_mod, q, cut, backend),
         layout=_own_layout(call.layout, cut),
     )  # fmt: skip
     out, row_lse, max_scores = ops.run(own, backend, lse)
-    of_rows = "bhs" if call.q.dim() == 4 else "ht"
+    of_rows = "bhs" if given.dim() == 4 else "ht"
     return (
-        cut.whole(out, _dimensions(call.layout, call.q, False)),
+        cut.whole(out, _dimensions(call.layout, given, False)),
         cut.whole(row_lse, of_rows) if lse and row_lse is not None else None,
         cut.whole(max_scores, of_rows) if call.max_scores and max_scores is not None else None,
     )
@@ -101,13 +107,13 @@ class _Cut(NamedTuple):
         return x
 
 
-def _cut_of(call: BoundCall) -> _Cut:
+def _cut_of(call: Call) -> _Cut:
     """
     Raises:
         TypeError: q, k and v that are not all DTensors.
         ValueError: placements of which no rank can compute its part by itself.
     """
-    operands: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v}
+    operands: dict[str, Any] = dict(zip("qkv", call.given, strict=False))
 
     def got() -> str:
         return ", ".join(f"{name} {_told(x)}" for name, x in operands.items()) + f" in order {call.layout.order}"
@@ -135,8 +141,9 @@ def _cut_of(call: BoundCall) -> _Cut:
                 f"x.redistribute(placements=…), got {got()}"
             )
         letters.append(own[0])
-    h_q, h_k = (call.layout.canonical(x).shape[1] for x in (call.q, call.k))
-    cut = _Cut(mesh, place, letters, call.layout.sizes(call.q, call.k).b, h_q)
+    q, k, *_ = call.given
+    h_q, h_k = (call.layout.canonical(x).shape[1] for x in (q, k))
+    cut = _Cut(mesh, place, letters, call.layout.sizes(q, k).b, h_q)
     for letter, words, sizes in (("b", "batch rows", [cut.b]), ("h", "query heads and key heads", [h_q, h_k])):
         ranks = prod([mesh.size(i) for i, own in enumerate(letters) if own == letter])
         if any(n % ranks for n in sizes):

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from saccade import batching
-from saccade.autograd import SingleLevel, apply, below, forward_mode, needs_gradient
+from saccade.autograd import SingleLevel, apply, below, forward_mode
+from saccade.call import needs_gradient
 
 _numbers = count()
 

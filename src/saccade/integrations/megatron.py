@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.backends import Unsupported
 from saccade.compat.transformer_engine import DotProductAttention
+from saccade.errors import Unsupported
 from saccade.partial import Scored
 
 __all__ = ["CoreAttention"]

@@ -20,7 +20,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from saccade.backends import Unsupported
+from saccade.errors import Unsupported
 from saccade.integrations import torch_operators
 
 __all__ = ["NAME", "activate", "restore"]

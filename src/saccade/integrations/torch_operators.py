@@ -13,9 +13,9 @@ from torch import Tensor
 
 from saccade import hardware, masks, ops
 from saccade.api import attention
-from saccade.backends import Unsupported
 from saccade.call import check_call
 from saccade.compat.torch_varlen import layout_of
+from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
 
@@ -119,7 +119,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, mask: Mask | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = check_call(q, k, v, mask, None, layout, scale, None, 0.0, True, False, None, "auto", None)
+    call = check_call(q, k, v, mask=mask, layout=layout, scale=scale, return_lse=True)
     return ops.gradients(call, "auto", dout, None, out, lse)
 
 

@@ -1,30 +1,29 @@
-"""A Problem whose score function masks keys by their distance, with a window in its place: tiles that the window masks
+"""A Call whose score function masks keys by their distance, with a window in its place: tiles that the window masks
 are never visited."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
+from saccade.call import Call
 from saccade.masks import UNBOUNDED, And, Blocked, Documents, Mask, Or, Prefix, Window
 from saccade.masks_from_scores.analysis import split_score
-from saccade.problem import Problem
 from saccade.scores import Score
 
 WHOLE_SCORES = ("cudnn", "reference")
 """Backends that take score functions as they were written."""
 
 
-def move_to_mask(problem: Problem, backend: str) -> Problem:
-    """The same Problem with what its score masks in its mask, where that is possible."""
+def move_to_mask(problem: Call, backend: str) -> Call:
+    """The same Call with what its score masks in its mask, where that is possible."""
     split = window_and_rest(problem, backend)
     if split is None:
         return problem
     window, rest = split
-    return replace(problem, mask=window if problem.mask is None else problem.mask & window, score=rest)
+    return problem.replace(mask=window if problem.mask is None else problem.mask & window, score=rest)
 
 
-def window_and_rest(problem: Problem, backend: str) -> tuple[Window, Score | None] | None:
+def window_and_rest(problem: Call, backend: str) -> tuple[Window, Score | None] | None:
     """The window that the score masks by, and the rest of the score; None where a window would not be the same."""
     if problem.score is None or backend in WHOLE_SCORES or isinstance(problem.mask, Blocked):
         return None
@@ -52,7 +51,7 @@ def _window(left: int | None, right: int | None, off: int) -> Window | None:
     return Window(*(None if x is None or x >= UNBOUNDED else x for x in bounds))
 
 
-def _every_row_sees_a_key(problem: Problem, window: Window, off: int) -> bool:
+def _every_row_sees_a_key(problem: Call, window: Window, off: int) -> bool:
     """Whether every row that sees a key at all sees one in the window too."""
     own = problem.mask
     if off == 0 and (own is None or _on_diagonal(own)):

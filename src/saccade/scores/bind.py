@@ -1,4 +1,4 @@
-"""From a function of the score to the Score that a Problem holds, and back from its flat form."""
+"""From a function of the score to the Score that a Call holds, and back from its flat form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScoreMod, which is public, and Score, which a Problem holds: a Program with its captured values."""
+"""ScoreMod, which is public, and Score, which a Call holds: a Program with its captured values."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def name_of(fn: Any) -> str:
 
 
 class Score:
-    """What a Problem holds: a score modification with its runtime values."""
+    """What a Call holds: a score modification with its runtime values."""
 
     kind: Any
     """Its word in a Spec."""

@@ -5,18 +5,17 @@ way to each element. `accuracy` says how they make a tolerance.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade import reference, scores
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS, Factors, factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, SequencePlace, dense_of
 from saccade.masks import as_mask, of_rows
-from saccade.problem import Problem
 from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured
 
 Results = dict[str, Tensor]
@@ -136,7 +135,7 @@ class CheckedCall(NamedTuple):
         rows_at, keys_at = (place.batch_q, heads, place.rows), (place.batch_k, key_heads, place.keys)
         sink, mask, out = keywords.get("sink"), as_mask(keywords.get("mask")), keywords.get("out")
         score = scores.bind(keywords.get("score_mod"), self.q)
-        problem = Problem(
+        problem = Call(
             q=self.q[rows_at],
             k=self.k[keys_at],
             v=self.v[keys_at],
@@ -145,7 +144,7 @@ class CheckedCall(NamedTuple):
             mask=None if mask is None else ShiftedMask(of_rows(mask, place.rows), b, h),
             score=None if score is None else ShiftedScore(score, b, h),
             descale=None if self.descale is None else self.descale.of_sequence(b).of_heads(key_heads),
-            out=None if out is None else out.new_empty(0),  # for its dtype
+            out=None if out is None else out.new_empty(0),
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
             dropout=None if dropout is None else ShiftedDropout(dropout.state, dropout.p, b, h),
         )
@@ -160,7 +159,7 @@ class CallSlice(NamedTuple):
     """Batch, heads and rows of q, out and dq."""
     keys_at: At
     """Batch, key heads and keys."""
-    problem: Problem
+    problem: Call
     dout: Tensor | None
     dlse: Tensor | None
     precision: Precision
@@ -175,7 +174,7 @@ class CallSlice(NamedTuple):
             return {name: self._returned(x, name) for name, x in plain._oracle().items()}
         # A plain run in float64 would repeat the exact one bit by bit. This one scales first, and sums the head
         # dimension from its other end.
-        turned = replace(problem, q=problem.q.flip(-1) * problem.scale, k=problem.k.flip(-1), scale=1.0)
+        turned = problem.replace(q=problem.q.flip(-1) * problem.scale, k=problem.k.flip(-1), scale=1.0)
         results = self._replace(problem=turned)._oracle()
         if self.dout is not None:
             results["dq"], results["dk"] = results["dq"].flip(-1) * problem.scale, results["dk"].flip(-1)
@@ -287,7 +286,7 @@ class CallSlice(NamedTuple):
         problem, backward = self.problem, self.dout is not None
         operands = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
         leaves = {name: x.detach().requires_grad_(backward) for name, x in operands.items() if x is not None}
-        problem = replace(problem, **{name.removeprefix("d"): x for name, x in leaves.items()})
+        problem = problem.replace(**{name.removeprefix("d"): x for name, x in leaves.items()})
         if isinstance(problem.score, ShiftedScore):
             leaves |= problem.score.captured()
         out, lse, largest = reference.attention(problem)
@@ -329,7 +328,7 @@ class CallSlice(NamedTuple):
         wide = self._wide(torch.float64)
         score = wide.problem.score
         score = score.widened() if isinstance(score, ShiftedScore) else score
-        return wide._replace(problem=replace(wide.problem, score=score))
+        return wide._replace(problem=wide.problem.replace(score=score))
 
     def _wide(self, dtype: torch.dtype) -> CallSlice:
         """The same numbers in another dtype."""
@@ -338,7 +337,7 @@ class CallSlice(NamedTuple):
             return None if x is None else x.to(dtype)
 
         tensors: dict[str, Any] = {name: wide(getattr(self.problem, name)) for name in ("q", "k", "v", "sink")}
-        return self._replace(problem=replace(self.problem, **tensors), dout=wide(self.dout), dlse=wide(self.dlse))
+        return self._replace(problem=self.problem.replace(**tensors), dout=wide(self.dout), dlse=wide(self.dlse))
 
 
 def with_gradients(

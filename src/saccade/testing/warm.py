@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade import dispatch, scores
-from saccade.backends import Saved, Unsupported
-from saccade.call import check_call
+from saccade.backends import Saved
+from saccade.call import Call, check_call
 from saccade.descale import EIGHT_BITS, Descale
-from saccade.problem import Problem
+from saccade.errors import Unsupported
 from saccade.spec import TORCH_DTYPES, Spec
 from saccade.testing.cases import Case
 from saccade.testing.offline import stand_in
@@ -88,8 +88,8 @@ def case_of(spec: Spec, shape: TaskShape) -> Case:
     )  # fmt: skip
 
 
-def problem_of(spec: Spec, shape: TaskShape) -> Problem:
-    """A Problem of this Spec, on the CPU."""
+def problem_of(spec: Spec, shape: TaskShape) -> Call:
+    """A Call of this Spec, on the CPU."""
     drawn = case_of(spec, shape).inputs("cpu")
     q, k, v = drawn.q, drawn.k, drawn.v
     if spec.kv:
@@ -98,11 +98,9 @@ def problem_of(spec: Spec, shape: TaskShape) -> Problem:
     descale = None
     if k.dtype in EIGHT_BITS:
         descale = Descale(q=1.0 if q.dtype in EIGHT_BITS else None, k=1.0, v=1.0)
-    call = check_call(
-        q, k, v, scale=None, return_lse=False, return_max_scores=spec.max_scores, deterministic=spec.deterministic,
-        backend="auto", out=None, descale=descale, **given,
+    return check_call(
+        q, k, v, return_max_scores=spec.max_scores, deterministic=spec.deterministic, descale=descale, **given
     )  # fmt: skip
-    return call.problem()
 
 
 def compile_task(task: Task) -> Made:
@@ -144,7 +142,7 @@ def compiled(task: Task) -> Made:
     return Made(backend, made, known, None)
 
 
-def _saved(problem: Problem) -> Saved:
+def _saved(problem: Call) -> Saved:
     """What a backward gets, of a forward that did not run."""
     score, q, v = problem.score, problem.q, problem.v
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=problem.out_dtype)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,10 +59,11 @@ def farthest(rank: int, seed: int, d: int = 64) -> float:
             done.fill_(len(brought))
 
     inline_asm.engine.bring = bring
-    options: Any = (causal(), None, layouts.whole, None, None, 0.0, True, False, None, "gluon", None)
     with emulated(seed):
-        problem = check_call(made.shard(q), both[..., :d], both[..., d:], *options).flattened("gluon").problem()
-        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None))
+        problem = check_call(made.shard(q), both[..., :d], both[..., d:], mask=causal(), layout=layouts.whole)
+        problem = problem.replace(
+            given=problem.given, arrivals=Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None)
+        )
         out = ops.execute(problem, "gluon", True)[0]
     whole = attention(q, k, v, mask=causal(), layout=Packed.from_lengths([*LENGTHS]), backend="reference")
     return float((out - made.shard(whole)).abs().max().nan_to_num(nan=torch.inf))

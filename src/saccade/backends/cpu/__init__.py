@@ -7,8 +7,8 @@ from dataclasses import replace
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
 from saccade.backends.cpu import packed, paged, sdpa, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
+from saccade.call import Call
 from saccade.masks import KINDS as MASKS
-from saccade.problem import Problem
 from saccade.spec import Spec
 
 SUPPORT = Support(
@@ -34,7 +34,7 @@ def workspace(spec: Spec) -> str:
     return f"a few tiles of scores, at most {4 * 4 * TILE_ELEMENTS >> 20} MB for each thread"
 
 
-def run_forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Call, lse: bool) -> Outputs:
     if problem.layout.ragged_keys:
         return packed.forward(problem, lse, _forward)
     if problem.layout.has_pages:
@@ -43,13 +43,13 @@ def run_forward(problem: Problem, lse: bool) -> Outputs:
     return out.to(problem.out_dtype), row_lse, top
 
 
-def run_backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Call, saved: Saved) -> Gradients:
     if problem.layout.ragged_keys:
         return packed.backward(problem, saved, _backward)
     return _backward(problem, saved)
 
 
-def _forward(problem: Problem, lse: bool) -> Outputs:
+def _forward(problem: Call, lse: bool) -> Outputs:
     """Of dense operands; the result of 8-bit ones is float32."""
     problem = problem.dequantized()
     if not problem.max_scores and (result := sdpa.forward(problem)) is not None:
@@ -57,7 +57,7 @@ def _forward(problem: Problem, lse: bool) -> Outputs:
     return tiled.forward(problem, lse)
 
 
-def _backward(problem: Problem, saved: Saved) -> Gradients:
+def _backward(problem: Call, saved: Saved) -> Gradients:
     if sdpa.runs_backward(problem, saved):
         return *sdpa.backward(problem, saved), ()
     return tiled.backward(problem, saved)

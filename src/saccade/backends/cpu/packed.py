@@ -8,14 +8,14 @@ import torch
 
 from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink
+from saccade.call import Call
 from saccade.layouts import empty_like_rows
-from saccade.problem import Problem
 
-Forward = Callable[[Problem, bool], Outputs]
-Backward = Callable[[Problem, Saved], Gradients]
+Forward = Callable[[Call, bool], Outputs]
+Backward = Callable[[Call, Saved], Gradients]
 
 
-def forward(problem: Problem, lse: bool, dense: Forward) -> Outputs:
+def forward(problem: Call, lse: bool, dense: Forward) -> Outputs:
     """out (1, h_q, t_q, d_v) and, if asked for, lse and max_scores (1, h_q, t_q); `dense` is what runs a sequence."""
     out = problem.empty_out()
     row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype(), device="cpu")
@@ -31,7 +31,7 @@ def forward(problem: Problem, lse: bool, dense: Forward) -> Outputs:
     return out, row_lse if lse else None, top if problem.max_scores else None
 
 
-def backward(problem: Problem, saved: Saved, dense: Backward) -> Gradients:
+def backward(problem: Call, saved: Saved, dense: Backward) -> Gradients:
     """dq, dk and dv, and the sums over all sequences of dsink and of captured tensors' gradients. Where sequences may
     share keys, dk and dv are sums too, in the order of the sequences."""
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))

@@ -8,7 +8,6 @@ sequence says its place in its tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,9 @@ from saccade.backends import Outputs
 from saccade.backends.cpu import sink
 from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
+from saccade.call import Call
 from saccade.descale import by_row
 from saccade.layouts import Paged
-from saccade.problem import Problem
 
 FIXED_ROWS, FIXED_KEYS = 16, 128
 """The rows of a head and the keys of a tile for `num_splits=1`."""
@@ -36,12 +35,12 @@ class Block(NamedTuple):
     height: int
 
 
-def forward(problem: Problem, lse: bool) -> Outputs:
+def forward(problem: Call, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); packed queries are one row of t_q."""
     layout, extent = problem.layout, problem.extent
     starts = layout.cu_seqlens_q
     if problem.mask is not None and starts is not None:
-        problem = replace(problem, mask=masks.padded(problem.mask, starts, extent.s_q))
+        problem = problem.replace(mask=masks.padded(problem.mask, starts, extent.s_q))
     out = problem.empty_out()
     if not problem.keeps_tail:
         out.zero_()
@@ -56,7 +55,7 @@ def forward(problem: Problem, lse: bool) -> Outputs:
     return out, row_lse if lse else None, top if problem.max_scores else None
 
 
-def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Tensor, Tensor, Tensor]) -> None:
+def _sequence(problem: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor, Tensor, Tensor]) -> None:
     """Fills out (h_q, rows, d_v), lse and max_scores (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a
     key."""
     out, lse, largest = results
@@ -99,12 +98,12 @@ def _sequence(problem: Problem, b: int, keys: int, q: Tensor, results: tuple[Ten
             whole[:, block.rows] = part.view(h_q, block.height)[:, filled].to(whole.dtype)
 
 
-def _products(problem: Problem) -> torch.dtype:
+def _products(problem: Call) -> torch.dtype:
     """The dtype of matrix products: 8-bit caches are read as float32."""
     return products_dtype(problem.q.dtype) if problem.descale is None else problem.lse_dtype()
 
 
-def _rows(problem: Problem, q: Tensor, b: int, rows: slice) -> Tensor:
+def _rows(problem: Call, q: Tensor, b: int, rows: slice) -> Tensor:
     """Some query rows of sequence b, of its q (h_q, s_q, d)."""
     if problem.descale is None or problem.descale.q is None:
         return q[:, rows]
@@ -112,11 +111,11 @@ def _rows(problem: Problem, q: Tensor, b: int, rows: slice) -> Tensor:
     return q[:, rows].to(factor.dtype) * (factor[:, rows] if factor.shape[1] > 1 else factor)
 
 
-def _fixed(problem: Problem) -> bool:
+def _fixed(problem: Call) -> bool:
     return problem.layout.num_splits == 1
 
 
-def _blocks(problem: Problem, s_q: int, keys: int) -> Iterator[Block]:
+def _blocks(problem: Call, s_q: int, keys: int) -> Iterator[Block]:
     fixed = _fixed(problem)
     height = FIXED_ROWS if fixed else max(1, TILE_ROWS // problem.group)
     off = keys - s_q if fixed else 0  # the position of the first row; those of rows before the first key are negative
@@ -128,14 +127,14 @@ def _blocks(problem: Problem, s_q: int, keys: int) -> Iterator[Block]:
         start = stop
 
 
-def _keys(problem: Problem, rows: Tensor) -> int:
+def _keys(problem: Call, rows: Tensor) -> int:
     """Keys of a tile against rows (h_k, group * height, d)."""
     if _fixed(problem):
         return FIXED_KEYS
     return max(FIXED_KEYS, TILE_ELEMENTS // (rows.shape[0] * rows.shape[1]))
 
 
-def _tile(problem: Problem, name: str, b: int, start: int, n: int, keys: int) -> Tensor:
+def _tile(problem: Call, name: str, b: int, start: int, n: int, keys: int) -> Tensor:
     """Keys [start, start + n) of sequence b, in k or v: (h_k, n, d), zero from `keys` on."""
     layout, x = problem.layout, getattr(problem, name)  # (pages, h_k, page_size, d)
     size = x.shape[2]

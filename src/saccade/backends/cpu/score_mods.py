@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import Score
 from saccade.scores.library import Softcap
 from saccade.scores.score_mod import Traced
@@ -51,7 +51,7 @@ def tanh(x: Tensor) -> Tensor:
     return more.div_(more + 2)
 
 
-def bias(problem: Problem) -> Tensor | None:
+def bias(problem: Call) -> Tensor | None:
     """What the score function adds, (b or 1, h_q or 1, s_q or 1, s_k or 1), if adding a float32 tensor is all that it
     does."""
     score = problem.score

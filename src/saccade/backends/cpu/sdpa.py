@@ -8,7 +8,6 @@ alone, 309 against 1150 without either. There its own bf16 backward takes 1766, 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,15 +17,15 @@ from saccade.backends import Saved
 from saccade.backends.cpu import score_mods, sink, tiled
 from saccade.backends.cpu.tiling import tiling_of
 from saccade.backends.cpu.worker import Worker
+from saccade.call import Call
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
-from saccade.problem import Problem
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def runs_forward(problem: Problem) -> bool:
+def runs_forward(problem: Call) -> bool:
     q, k, dtype = problem.q, problem.k, problem.q.dtype
     half = dtype == torch.bfloat16 and hardware.cpu_bf16() != "avx512_bf16"
     if not (half or dtype in (torch.float32, torch.float16)) or problem.score is not None or not _plain(problem):
@@ -36,12 +35,12 @@ def runs_forward(problem: Problem) -> bool:
     return (causal and problem.scale > 0) or _sees_all(problem)
 
 
-def runs_backward(problem: Problem, saved: Saved) -> bool:
+def runs_backward(problem: Call, saved: Saved) -> bool:
     # Rows that are NaN or see nothing are the tiles'.
     return saved.dlse is None and runs_forward(problem) and bool(saved.lse.isfinite().all())
 
 
-def _plain(problem: Problem) -> bool:
+def _plain(problem: Call) -> bool:
     """Whether the kernel runs the call, whatever its mask and score are."""
     q, k, v = problem.q, problem.k, problem.v
     same_head_dims = k.shape[3] == v.shape[3]
@@ -49,7 +48,7 @@ def _plain(problem: Problem) -> bool:
     return plain and same_head_dims and min(q.numel(), k.numel()) > 0
 
 
-def _sees_all(problem: Problem) -> bool:
+def _sees_all(problem: Call) -> bool:
     """Whether every row sees every key, where all of them are in use."""
     if problem.mask is None:
         return True
@@ -59,7 +58,7 @@ def _sees_all(problem: Problem) -> bool:
     return right >= problem.q.shape[2] - 1 and left >= problem.k.shape[2] - 1
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
+def forward(problem: Call) -> tuple[Tensor, Tensor] | None:
     """out and lse; None where the kernel does not run the call, or is not the fastest, or its result may be wrong.
 
     A mask or a bias is a tensor that the kernel adds to the scores: a score that is not finite, where our tiles replace
@@ -73,7 +72,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor] | None:
         if not (_finite(lse) and bool(lse.all())):
             wrong = ~lse.isfinite() | ((lse == 0) & ((out == 0) | out.isnan()).all(-1))
             if bool(wrong.any()):
-                again, lse_again, _ = tiled.forward(replace(problem, sink=None, out=None), lse=True)
+                again, lse_again, _ = tiled.forward(problem.replace(sink=None, out=None), lse=True)
                 assert lse_again is not None
                 out[wrong], lse[wrong] = again[wrong], lse_again[wrong]
     else:
@@ -92,7 +91,7 @@ def _finite(lse: Tensor) -> bool:
     return math.isfinite(lse.sum().item())
 
 
-def _added_tensor(problem: Problem) -> Tensor | None:
+def _added_tensor(problem: Call) -> Tensor | None:
     """The mask or the bias of a call as a tensor (b or 1, h_q or 1, s_q, s_k), where the kernel is the fastest with it
     and it is cached."""
     if problem.q.dtype != torch.float32 or not _plain(problem):
@@ -104,7 +103,7 @@ def _added_tensor(problem: Problem) -> Tensor | None:
     return added if whole else None
 
 
-def _without_sink(problem: Problem, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _without_sink(problem: Call, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
     causal = added is None and not _sees_all(problem)
     # Query heads find their key heads themselves.
     result, lse = _forward(problem.q, problem.k, problem.v, 0.0, causal, attn_mask=added, scale=problem.scale)
@@ -113,7 +112,7 @@ def _without_sink(problem: Problem, added: Tensor | None = None) -> tuple[Tensor
     return result if same else out.copy_(result), lse.contiguous()
 
 
-def backward(problem: Problem, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(problem: Call, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     # The kernel's formula holds with any lse and out that belong together, a sink's included.
     def members(x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, problem.group))

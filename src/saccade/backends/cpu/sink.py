@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.problem import Problem
+from saccade.call import Call
 
 
 def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return joined
 
 
-def gradient(problem: Problem, saved: Saved, delta: Tensor) -> Tensor | None:
+def gradient(problem: Call, saved: Saved, delta: Tensor) -> Tensor | None:
     """`-sum p_sink delta`, with p_sink = exp(sink - lse) and delta (b, h, s) = rowsum(dout out) - dlse."""
     if problem.sink is None:
         return None

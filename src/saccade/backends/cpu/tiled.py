@@ -22,14 +22,14 @@ from saccade.backends.cpu import sink, thread_pool
 from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, tiling_of
 from saccade.backends.cpu.worker import Worker, scores_dtype, wide_dtype
+from saccade.call import Call
 from saccade.layouts import empty_like_rows
-from saccade.problem import Problem
 
 ALONE = 1 << 18
 """Scores of a call that one thread does in less time than it takes to wake another."""
 
 
-def forward(problem: Problem, lse: bool) -> Outputs:
+def forward(problem: Call, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v), lse (b, h_q, s_q) if it is asked for or a sink needs it, and max_scores if asked for."""
     # The LSE and the largest scores are float32, which bfloat16 is not good enough for.
     tiling, scores = tiling_of(problem), (wide_dtype if lse or problem.max_scores else scores_dtype)(problem)
@@ -82,7 +82,7 @@ def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineS
     return softmax if pieces else None
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def backward(problem: Call, saved: Saved) -> Gradients:
     """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk
     and dv in float32.
 
@@ -135,7 +135,7 @@ class _Item(NamedTuple):
 class _Backward:
     """One backward, by items."""
 
-    def __init__(self, problem: Problem, saved: Saved) -> None:
+    def __init__(self, problem: Call, saved: Saved) -> None:
         self.problem, self.saved = problem, saved
         self.delta = sink.delta(saved)
         self.dq, self.dk, self.dv = (empty_like_rows(x, x.shape[3]).zero_() for x in (problem.q, problem.k, problem.v))

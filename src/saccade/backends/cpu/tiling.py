@@ -12,8 +12,8 @@ from torch import Tensor
 from saccade import hardware
 from saccade.block_sparsity import states_shape
 from saccade.bounded_cache import BoundedCache, derived_from_values
+from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Interval, Mask
-from saccade.problem import Problem
 
 TILE_ELEMENTS = 1 << 20
 """Scores in a tile: 4 MB of float32; smaller ones lose more to the products than they gain by a nearer cache."""
@@ -62,7 +62,7 @@ class TilingShape(NamedTuple):
         return self.s_q * self.group * self.s_k <= SMALL
 
     @staticmethod
-    def of(problem: Problem) -> TilingShape:
+    def of(problem: Call) -> TilingShape:
         (b, _, s_q, _), (_, h_k, s_k, _) = problem.q.shape, problem.k.shape
         return TilingShape(b, h_k, problem.group, s_q, s_k, products_dtype(problem.q.dtype))
 
@@ -175,7 +175,7 @@ class Tiling:
         return runs
 
 
-def tiling_of(problem: Problem) -> Tiling:
+def tiling_of(problem: Call) -> Tiling:
     """The Tiling of a call, cached as long as shape, mask, numbers and what the tensors of mask and layout hold are the
     same."""
     mask, layout, shape = problem.mask, problem.layout, TilingShape.of(problem)

@@ -12,7 +12,7 @@ from saccade.backends.cpu import score_mods
 from saccade.backends.cpu.online_softmax import FEW, Scratch, product, wide_product
 from saccade.backends.cpu.tiling import MASK_TILES_BYTES, Tile, Tiling, mask_tiles, products_dtype
 from saccade.block_sparsity import compute_states, states_of
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import Score
 
 HARMLESS = 1.0
@@ -39,7 +39,7 @@ class Modification(NamedTuple):
         return ds.mul_(slope)
 
 
-def scores_dtype(problem: Problem) -> torch.dtype:
+def scores_dtype(problem: Call) -> torch.dtype:
     """Of the operands of q k^T: float32 for bfloat16 where that would round scores of more than HARMLESS, by
     |score| <= |q| |k| |scale| of the rows and keys in use."""
     products = products_dtype(problem.q.dtype)
@@ -52,13 +52,13 @@ def scores_dtype(problem: Problem) -> torch.dtype:
     return products if small else dtype
 
 
-def wide_dtype(problem: Problem) -> torch.dtype:
+def wide_dtype(problem: Call) -> torch.dtype:
     """Of the operands of wide products, which take few rows of bfloat16 as they are."""
     few = problem.group * problem.q.shape[2] <= FEW
     return products_dtype(problem.q.dtype) if few else problem.lse_dtype()
 
 
-def _score_bound(problem: Problem, most: int) -> float:
+def _score_bound(problem: Call, most: int) -> float:
     """Of the scores of the first so many rows and keys."""
     bound, extent = abs(problem.scale), problem.extent
     for x, used in (problem.q, extent.rows), (problem.k, extent.keys):
@@ -69,13 +69,13 @@ def _score_bound(problem: Problem, most: int) -> float:
 
 
 class Worker:
-    """A Problem with its Tiling, and the memory of one thread.
+    """A Call with its Tiling, and the memory of one thread.
 
     A tensor of query rows becomes (n, m, d): n = batch rows x key heads, m = group x rows. Operands of q k^T have the
     dtype `scores`, those of dout v^T `wide`, operands and results of other products `products`, and all else `inside`.
     """
 
-    def __init__(self, problem: Problem, tiling: Tiling, scores: torch.dtype = torch.float32) -> None:
+    def __init__(self, problem: Call, tiling: Tiling, scores: torch.dtype = torch.float32) -> None:
         self.problem, self.tiling, self.scratch = problem, tiling, Scratch()
         self.scores, self.wide = scores, wide_dtype(problem)
         self.products, self.inside = tiling.shape.products, problem.lse_dtype()

@@ -9,8 +9,8 @@ import torch
 
 from saccade.backends import CALLBACKS, Gradients, Outputs, Saved, Support
 from saccade.backends.cudnn.frontend import installed
+from saccade.call import Call
 from saccade.masks import Window
-from saccade.problem import Problem
 from saccade.spec import Spec
 
 SUPPORT = Support(
@@ -37,7 +37,7 @@ def obstacle() -> str | None:
     return None
 
 
-def refusals(problem: Problem, gradient: bool) -> list[str]:
+def refusals(problem: Call, gradient: bool) -> list[str]:
     """What no Spec says: lengths, and what a callback does."""
     from saccade.backends.cudnn.callbacks import NoCallback, score_graph
     from saccade.backends.cudnn.limits import callback_limits
@@ -63,13 +63,13 @@ def workspace(spec: Spec) -> str:
     return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
 
 
-def run_forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Call, lse: bool) -> Outputs:
     from saccade.backends.cudnn import launch
 
     return *launch.forward(problem, lse), None
 
 
-def run_backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Call, saved: Saved) -> Gradients:
     from saccade.backends.cudnn import launch
 
     return launch.backward(problem, saved)

@@ -1,4 +1,4 @@
-"""From a Problem to graphs: what cuDNN computes, and what is left to do around it.
+"""From a Call to graphs: what cuDNN computes, and what is left to do around it.
 
 Sinks are left to do: with `lse` the logarithm with the sink and `lse'` the one without, `out = exp(lse' - lse) out'`.
 cuDNN's backward takes its probabilities from the LSE that it is given, so that nothing else changes there.
@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.backends import Gradients, Saved, Unsupported
+from saccade.backends import Gradients, Saved
 from saccade.backends.cudnn.callbacks import TILE, ScoreGraph, score_graph, within
 from saccade.backends.cudnn.frontend import frontend, handle_of, on_device
 from saccade.backends.cudnn.graphs import BuiltGraph, GraphKey, TensorDesc, built_graph
 from saccade.backends.device.gradients import sink_gradient
+from saccade.call import Call, aligned
+from saccade.errors import Unsupported
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
-from saccade.problem import Problem, aligned
 
 
 class UsedRows(NamedTuple):
@@ -35,7 +36,7 @@ class UsedRows(NamedTuple):
     """bool (b or 1, 1, s_q): rows that see no key, those not in use among them."""
 
 
-def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     q, v = problem.q, problem.v
     out = empty_like_rows(q, v.shape[3])
@@ -59,7 +60,7 @@ def forward(problem: Problem, lse: bool) -> tuple[Tensor, Tensor | None]:
     return out, row_lse if lse else None
 
 
-def backward(problem: Problem, saved: Saved) -> Gradients:
+def backward(problem: Call, saved: Saved) -> Gradients:
     """dq, dk, dv, dsink and those of the score's tensors."""
     q, k, v = problem.q, problem.k, problem.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
@@ -90,7 +91,7 @@ def backward(problem: Problem, saved: Saved) -> Gradients:
     return dq, dk, dv, dsink, _captured(problem, saved)
 
 
-def _captured(problem: Problem, saved: Saved) -> Sequence[Tensor | None]:
+def _captured(problem: Call, saved: Saved) -> Sequence[Tensor | None]:
     """By the kernel that all backends share: cuDNN has no such gradients."""
     if not any(saved.wanted):
         return [None] * len(saved.wanted)
@@ -117,7 +118,7 @@ def append_dlse(v: Tensor, out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Ten
     return torch.cat([v, nothing], -1), torch.cat([out, minus], -1), torch.cat([dout, more], -1)
 
 
-def _run(problem: Problem, tensors: dict[str, Tensor], used: UsedRows | None, gradient: bool) -> None:
+def _run(problem: Call, tensors: dict[str, Tensor], used: UsedRows | None, gradient: bool) -> None:
     score, score_inputs = None, []
     window = (problem.mask.left, problem.mask.right) if isinstance(problem.mask, Window) else None
     if problem.score is not None:
@@ -125,7 +126,7 @@ def _run(problem: Problem, tensors: dict[str, Tensor], used: UsedRows | None, gr
         score_inputs = score.tensors(problem.score)
     elif used is not None:
         tensors |= {"rows": used.rows, "keys": used.keys}
-    # All that a GraphKey holds and the Problem's key does not.
+    # All that a GraphKey holds and the Call's key does not.
     launch = (
         *(gradient, *tensors, problem.scale, window, *((x.shape, x.stride()) for x in score_inputs)),
         *((tensors["out"].stride(), tensors["dout"].stride()) if gradient else ()),
@@ -149,7 +150,7 @@ def _run(problem: Problem, tensors: dict[str, Tensor], used: UsedRows | None, gr
         _graph(problem, key, handle).run(tensors, score_inputs, handle)
 
 
-def _score_graph(problem: Problem, gradient: bool) -> ScoreGraph:
+def _score_graph(problem: Call, gradient: bool) -> ScoreGraph:
     """The callback's, which masks the ends of a backward's last tiles."""
     assert problem.score is not None
     graph = score_graph(problem.score, gradient)
@@ -162,7 +163,7 @@ def _score_graph(problem: Problem, gradient: bool) -> ScoreGraph:
     return problem.launches[key]
 
 
-def _graph(problem: Problem, key: GraphKey, handle: object) -> BuiltGraph:
+def _graph(problem: Call, key: GraphKey, handle: object) -> BuiltGraph:
     """
     Raises:
         Unsupported: cuDNN does not build it, in its own words.
@@ -175,7 +176,7 @@ def _graph(problem: Problem, key: GraphKey, handle: object) -> BuiltGraph:
         raise Unsupported(f"no backend runs {problem.spec()}\n  cudnn: {reason}") from refused
 
 
-def _used_rows(problem: Problem) -> UsedRows | None:
+def _used_rows(problem: Call) -> UsedRows | None:
     """None where everything is in use, and every row sees its diagonal at least."""
     s_q, s_k, b = problem.q.shape[2], problem.k.shape[2], problem.q.shape[0]
     if not problem.layout.tensors and (problem.mask is None or s_q <= s_k):
@@ -190,7 +191,7 @@ def _used_rows(problem: Problem) -> UsedRows | None:
     return UsedRows(rows, keys, unused_rows[:, None, :, None], unused_keys[:, None, :, None], empty_rows[:, None])
 
 
-def _operands(problem: Problem, used: UsedRows | None) -> dict[str, Tensor]:
+def _operands(problem: Call, used: UsedRows | None) -> dict[str, Tensor]:
     """q, k and v, with zeros in rows that are not in use, and no element twice."""
     q, k, v = problem.q, problem.k, problem.v
     if problem.layout.tensors and used is not None:
@@ -212,7 +213,7 @@ def _once(x: Tensor) -> Tensor:
     return x.contiguous() if 0 in x.stride() else x
 
 
-def _empty_lse(problem: Problem) -> Tensor:
+def _empty_lse(problem: Call) -> Tensor:
     """The LSE of rows that see no key."""
     lse = torch.full(problem.q.shape[:3], -torch.inf, device=problem.q.device)
     if problem.sink is None:

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends.device import block_d, block_lists, distance_tables, dropout, masks, scores, sequences
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS
-from saccade.problem import Problem
 
 
 class TileShape(NamedTuple):
@@ -32,7 +32,7 @@ class TileShape(NamedTuple):
     """columns of q and k after the first BLOCK_D that are a tile of their own: a power of two, or 0"""
 
     @staticmethod
-    def of(problem: Problem, block_q: int, block_k: int, columns: int = 0) -> TileShape:
+    def of(problem: Call, block_q: int, block_k: int, columns: int = 0) -> TileShape:
         """columns: of v that a program sums, or 0: all."""
         d, d_v = problem.q.shape[3], problem.v.shape[3]
         of_k, of_v = block_d(d), min(columns or block_d(d_v), block_d(d_v))
@@ -55,7 +55,7 @@ def precision() -> str:
 
 
 def common_arguments(
-    problem: Problem,
+    problem: Call,
     mask: masks.DeviceMask,
     table: Tensor | None = None,
     fast: bool = False,
@@ -67,7 +67,7 @@ def common_arguments(
 
 
 def tile_arguments(
-    problem: Problem, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False, reads: bool = True
+    problem: Call, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False, reads: bool = True
 ) -> tuple[Any, ...]:
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
     packed tiles. reads: whether it reads enough scores for tables of distances."""
@@ -78,7 +78,7 @@ def tile_arguments(
     return common_arguments(problem, mask, table, fast, distances)
 
 
-def tile_grid(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> tuple[int, int, int]:
+def tile_grid(problem: Call, block_q: int, block_k: int, by_keys: bool = False) -> tuple[int, int, int]:
     """Blocks, then heads, then batch rows, all in one dimension: the others end at 65,535."""
     x, block = (problem.k, block_k) if by_keys else (problem.q, block_q)
     b, h, s = x.shape[:3]

@@ -24,8 +24,8 @@ from saccade.backends.device.block_lists_kernel import (
 from saccade.backends.device.launch import Launch
 from saccade.backends.device.records import runtime_int
 from saccade.bounded_cache import derived
+from saccade.call import Call
 from saccade.masks import TILE
-from saccade.problem import Problem
 
 
 class BlockLists(NamedTuple):
@@ -46,7 +46,7 @@ SPAN, AT_ONCE = 32, 2
 """States of one program, and those that it computes at a time."""
 
 
-def states(problem: Problem) -> Tensor:
+def states(problem: Call) -> Tensor:
     """The states of the mask's tiles: see `saccade.block_sparsity`."""
     packed = problem.layout.ragged_keys
     allocate = torch.zeros if packed else torch.empty  # no program writes the tiles after a packed sequence's keys
@@ -57,7 +57,7 @@ def states(problem: Problem) -> Tensor:
     return tile_states
 
 
-def states_launch(problem: Problem, states: Tensor, table: Tensor | None) -> tuple[Launch, tuple[Any, ...]]:
+def states_launch(problem: Call, states: Tensor, table: Tensor | None) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills states, and its arguments; packed sequences have a table of q tiles."""
     b, h, n_q, n_k = states.shape
     kernel, grid = tile_states_kernel, (b * h * n_q * -(-n_k // SPAN), 1, 1)
@@ -68,7 +68,7 @@ def states_launch(problem: Problem, states: Tensor, table: Tensor | None) -> tup
     return Launch(kernel, grid, (AT_ONCE, SPAN)), arguments
 
 
-def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
+def build(problem: Call, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
     """For each q block its tiles of keys, or `by_keys` for each kv block its tiles of rows."""
     tile_states, outlives = block_sparsity.states_of(problem, states)
     b, h = tile_states.shape[:2]
@@ -99,7 +99,7 @@ def build(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -
 
 
 def lists_launch(
-    problem: Problem,
+    problem: Call,
     states: Tensor,
     index: Tensor,
     count: Tensor,
@@ -123,8 +123,8 @@ def lists_launch(
     return Launch(packed_block_list_kernel, grid, (*sizes, by_keys, last_first)), arguments
 
 
-def record(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
-    """The device form of the Problem's mask for kernels of these tiles."""
+def record(problem: Call, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
+    """The device form of the Call's mask for kernels of these tiles."""
     mask = masks.record(problem)
     if problem.mask is None or not problem.mask.listed:
         return visits.visited(problem, mask, block_q) if by_keys and problem.by_row else mask

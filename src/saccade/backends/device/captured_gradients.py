@@ -26,12 +26,12 @@ from saccade.backends.device.gradients import aligned_rows
 from saccade.backends.device.launch import on_device
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.recompute import recompute_blocks, recompute_launch
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import Traced
 
 
 def gradients(
-    problem: Problem,
+    problem: Call,
     saved: Saved,
     fast: bool = False,
     levels: LevelSums | None = None,
@@ -69,7 +69,7 @@ def gradients(
     return [None if x is None else x.to(t.dtype) for x, t in zip(gradients, score.tensors, strict=True)]
 
 
-def alone(problem: Problem, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
+def alone(problem: Call, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
     """The tensors of which every score of the call has an element of its own."""
     if not positions.reached(problem):
         return frozenset()
@@ -105,7 +105,7 @@ def _repeatable(captured: Sequence[Tensor], accumulate: Accumulate, many: int) -
 
 
 def _accumulate(
-    problem: Problem, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool, levels: LevelSums | None
+    problem: Call, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool, levels: LevelSums | None
 ) -> Accumulate:
     if problem.scoreless:
         return lambda add, sums: None
@@ -124,7 +124,7 @@ def _accumulate(
     return accumulate
 
 
-def tensors(problem: Problem, saved: Saved) -> tuple[Any, ...]:
+def tensors(problem: Call, saved: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the sums."""
     operands = map(aligned_rows, (problem.q, problem.k, problem.v, saved.dout, saved.out))
     return *operands, saved.lse.contiguous(), None if saved.dlse is None else saved.dlse.contiguous()

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
+from saccade.call import Call
 from saccade.descale import BLOCK as _BLOCK
-from saccade.problem import Problem
 
 SCALE_BLOCK = tl.constexpr(_BLOCK)
 """Rows, or keys, that share a factor."""
@@ -46,8 +46,8 @@ class DescaleArgs(NamedTuple):
     v: Any
 
 
-def record(problem: Problem) -> DescaleArgs | None:
-    """The device form of a Problem's descale, if it has one."""
+def record(problem: Call) -> DescaleArgs | None:
+    """The device form of a Call's descale, if it has one."""
     if problem.descale is None:
         return None
     return DescaleArgs(*(FactorArgs.of(x, problem.q) for x in problem.descale.each))

@@ -21,7 +21,7 @@ import triton.language as tl
 from saccade.backends.device import positions, scores
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import FAR, plain_int, runtime_int
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import Traced
 
 MARGIN = 256
@@ -36,7 +36,7 @@ LARGEST = tl.constexpr(4096.0)
 other, so that sums are rounded as in all other tiles."""
 
 
-def tables(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
+def tables(problem: Call, fast: bool = False) -> tuple[Any, ...]:
     """What emitted functions take after the tensors and numbers: of each table its pointer, its strides, and the place
     of distance 0. None of a call whose distances are not those of the numbers of rows and keys, of which the host knows
     the largest."""
@@ -52,7 +52,7 @@ def tables(problem: Problem, fast: bool = False) -> tuple[Any, ...]:
 FIELDS = 4
 
 
-def empty(problem: Problem) -> tuple[Any, ...]:
+def empty(problem: Call) -> tuple[Any, ...]:
     """The same before they are filled."""
     score = problem.score
     if not isinstance(score, Traced) or problem.layout.ragged_keys or positions.kind(problem) != "numbers":
@@ -70,7 +70,7 @@ def empty(problem: Problem) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def table_launch(problem: Problem, n: int, fast: bool) -> Launch:
+def table_launch(problem: Call, n: int, fast: bool) -> Launch:
     """Of the n-th table."""
     score: Any = problem.score
     read = list(score.program.distance_reads)[n]

@@ -13,7 +13,7 @@ from saccade import dropout
 from saccade.backends.device import positions
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.positions import first_key, row_position
-from saccade.problem import Problem
+from saccade.call import Call
 
 ROUNDS = tl.constexpr(dropout.ROUNDS)
 M0, M1 = (tl.constexpr(m) for m in dropout.MULTIPLIERS)
@@ -35,7 +35,7 @@ class DeviceDropout(NamedTuple):
     """constexpr"""
 
 
-def record(problem: Problem) -> DeviceDropout | None:
+def record(problem: Call) -> DeviceDropout | None:
     """The device form of dropout; None is none."""
     x = problem.dropout
     if x is None:

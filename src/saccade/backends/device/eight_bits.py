@@ -20,8 +20,8 @@ from saccade import hardware
 from saccade.backends.device import block_d
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.descale import factor_at
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS
-from saccade.problem import Problem
 
 
 def readable(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def readable(x: Tensor) -> Tensor:
     return x
 
 
-def products(problem: Problem) -> bool:
+def products(problem: Call) -> bool:
     """Whether products are those of bytes; of others, such as few columns, float16's."""
     q = problem.q
     return q.dtype in EIGHT_BITS and hardware.has_e4m3(q.device) and block_d(q.shape[3]) >= LEAST_COLUMNS

@@ -29,11 +29,11 @@ from saccade.backends.device.recompute import recompute_launch
 from saccade.backends.device.records import runtime_int
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
 from saccade.backends.device.scores import scatter
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, interval, mask_mod, window
-from saccade.problem import Problem
 from saccade.scores import Traced
 
 GPU = "h200"
@@ -63,8 +63,8 @@ class GateRow(NamedTuple):
         d, d_v = map(int, dims.removeprefix("d").split("/"))
         return GateRow(kernel, DTYPES[size], d, d_v, words)
 
-    def problem(self) -> Problem:
-        """The Problem of the row: two heads of 512 rows and keys."""
+    def problem(self) -> Call:
+        """The Call of the row: two heads of 512 rows and keys."""
         q, k, v = (torch.empty(1, 2, 512, n, dtype=self.dtype) for n in (self.d, self.d, self.d_v))
         packed = "packed" in self.words
         layout: Any = PACKED if packed else RANGES if "ranges" in self.words else Dense()
@@ -81,7 +81,8 @@ class GateRow(NamedTuple):
         if "wide" in self.words:  # 16-bit queries of 8-bit keys and values
             q = q.to(torch.bfloat16)
         queued = "queued" in self.words
-        return Problem(q, k, v, None, mask, score, layout, 1.0, queued, dropout, descale=self.descale())
+        options: dict[str, Any] = {"deterministic": queued, "dropout": dropout, "descale": self.descale()}
+        return Call.of_views(q, k, v, layout, mask=mask, score=score, **options)
 
     def descale(self) -> Factors | None:
         """Of 8-bit operands: a factor for each, of each sequence's heads, or by `blocks`."""
@@ -122,8 +123,8 @@ def _score(words: list[str]) -> Any:
     return next(tables, None)
 
 
-def device_mask(problem: Problem, by_keys: bool = False) -> masks.DeviceMask:
-    """The device form of the Problem's mask, with stand-ins for its block lists, or for its table of visits."""
+def device_mask(problem: Call, by_keys: bool = False) -> masks.DeviceMask:
+    """The device form of the Call's mask, with stand-ins for its block lists, or for its table of visits."""
     mask = masks.record(problem)
     if problem.mask is None or not problem.mask.listed:
         return visits.stand_in(problem, mask) if by_keys and problem.by_row else mask
@@ -137,7 +138,7 @@ SHARED = (
 )  # fmt: skip
 
 
-def compiled(kernel: str, problem: Problem) -> Any:
+def compiled(kernel: str, problem: Call) -> Any:
     """One of the SHARED kernels, not run."""
     lse = torch.empty(problem.q.shape[:3])
     saved = Saved(problem.v, lse, problem.v, lse)
@@ -164,7 +165,7 @@ def compiled(kernel: str, problem: Problem) -> Any:
         states, lists = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(1, 1, 4, 4, dtype=torch.int32)
         packed = kernel.startswith("packed")
         if packed:
-            problem = replace(problem, layout=PACKED)
+            problem = problem.replace(layout=PACKED)
         table = lists if packed else None
         if kernel.endswith("states"):
             launch, arguments = block_lists.states_launch(problem, states, table)

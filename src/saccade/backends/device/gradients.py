@@ -8,7 +8,7 @@ from torch import Tensor
 from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.backends.device.records import TensorArgs
-from saccade.problem import Problem, aligned
+from saccade.call import Call, aligned
 
 
 def aligned_rows(x: Tensor) -> TensorArgs:
@@ -24,7 +24,7 @@ def padded(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def sink_gradient(problem: Problem, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
+def sink_gradient(problem: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
     """`-sum p_sink delta` with p_sink = exp(sink - lse) and delta = rowsum(dout out) - dlse; rows that are not in use
     have lse = -inf, and those of a sink of +inf, which has no gradient, +inf."""
     if problem.sink is None:

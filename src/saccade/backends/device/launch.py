@@ -15,16 +15,16 @@ from saccade import hardware
 from saccade.backends import Outputs
 from saccade.backends.device import recorder, stable_keys
 from saccade.backends.device.recorder import hooked
+from saccade.call import Call
 from saccade.kept_memory import relaxed_capture
 from saccade.layouts import Packed
-from saccade.problem import Problem
 
 stable_keys.install()
 
 
 @dataclass
 class Launch:
-    """A kernel with all that every call of a Problem's key shares. The first call compiles it."""
+    """A kernel with all that every call of a Call's key shares. The first call compiles it."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -69,7 +69,7 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": stages, **more}
 
 
-def cached_launch(problem: Problem, key: Any, make: Callable[[], Launch]) -> Launch:
+def cached_launch(problem: Call, key: Any, make: Callable[[], Launch]) -> Launch:
     """The Launch that all Problems of one key share."""
     launch = problem.launches.get(key)
     if launch is None:
@@ -88,7 +88,7 @@ def run(compiled: Any, grid: tuple[int, int, int], device: Any, arguments: Any) 
     compiled.run(*grid, stream, *handles, None, None, None, *arguments)
 
 
-def per_row(problem: Problem, asked: bool) -> Tensor | None:
+def per_row(problem: Call, asked: bool) -> Tensor | None:
     """Memory for a number of each row, (b, h_q, s_q) float32, contiguous."""
     return torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.q.device) if asked else None
 
@@ -98,13 +98,13 @@ def nothing_seen(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.fill_(-torch.inf)
 
 
-def without_scores(problem: Problem, out: Tensor, lse: Tensor | None, top: Tensor | None) -> Outputs:
+def without_scores(problem: Call, out: Tensor, lse: Tensor | None, top: Tensor | None) -> Outputs:
     """The results of a call without keys or sequences, in their memory."""
     out = out if problem.keeps_tail else out.zero_()
     return out, _lse_of_sink(problem, lse), nothing_seen(top)
 
 
-def _lse_of_sink(problem: Problem, lse: Tensor | None) -> Tensor | None:
+def _lse_of_sink(problem: Call, lse: Tensor | None) -> Tensor | None:
     layout = problem.layout
     if lse is None or problem.sink is None or layout.has_pages:  # a cache has keys, or there is no sequence
         return nothing_seen(lse)

@@ -23,7 +23,7 @@ from saccade.backends.device import distance_tables, scores
 from saccade.backends.device.launch import Launch
 from saccade.backends.device.recompute import recompute_blocks
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import Traced
 from saccade.scores.codegen.plateaus import has_plateaus
 from saccade.scores.codegen.source import steady
@@ -39,7 +39,7 @@ class LevelSums(NamedTuple):
     """The tiles of which it says whether they are in reach."""
 
     @staticmethod
-    def of(problem: Problem, saved: Saved, tile: tuple[int, int], blocks: int, n: int) -> LevelSums | None:
+    def of(problem: Call, saved: Saved, tile: tuple[int, int], blocks: int, n: int) -> LevelSums | None:
         """Memory for them; None where the kernel of captured tensors has to visit all tiles: where the order of sums
         counts, where tiles are listed or no whole ones of its own, and of scores that are no sums of reads by
         distance."""
@@ -55,7 +55,7 @@ class LevelSums(NamedTuple):
         return LevelSums(sums, *tile)
 
 
-def flat(problem: Problem) -> bool:
+def flat(problem: Call) -> bool:
     """Whether beyond the reach of its tables a score function adds one number to all scores of a tile."""
     score, mask = problem.score, problem.mask
     if not isinstance(score, Traced) or (mask is not None and mask.listed):
@@ -63,7 +63,7 @@ def flat(problem: Problem) -> bool:
     return has_plateaus(score.program) and bool(distance_tables.empty(problem))
 
 
-def launch(problem: Problem, levels: LevelSums, add: Any, wanted: Sequence[bool], fast: bool) -> Launch:
+def launch(problem: Call, levels: LevelSums, add: Any, wanted: Sequence[bool], fast: bool) -> Launch:
     """Of the kernel that adds them to the gradients of captured tensors."""
     score: Any = problem.score
     adding = scores.level_scatter(score, wanted, fast)
@@ -71,7 +71,7 @@ def launch(problem: Problem, levels: LevelSums, add: Any, wanted: Sequence[bool]
     return Launch(level_sums_kernel, (problem.q.shape[:2].numel(), 1, 1), constants)
 
 
-def arguments(problem: Problem, levels: LevelSums, sums: Sequence[Any]) -> tuple[Any, ...]:
+def arguments(problem: Call, levels: LevelSums, sums: Sequence[Any]) -> tuple[Any, ...]:
     """What it takes."""
     (h_q, s_q), s_k = problem.q.shape[1:3], problem.k.shape[2]
     numbers = map(runtime_int, (h_q, s_q, s_k, levels.sums.shape[2]))

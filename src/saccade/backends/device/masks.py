@@ -19,8 +19,8 @@ from torch import Tensor
 from saccade import masks
 from saccade.backends.device import intervals, positions, scores
 from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
+from saccade.call import Call
 from saccade.layouts import Layout
-from saccade.problem import Problem
 from saccade.scores import Traced
 from saccade.scores.codegen import source
 
@@ -230,16 +230,16 @@ _INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, pos
 _ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
 
 
-def record(problem: Problem) -> DeviceMask:
-    """The device form of a Problem's mask; None shows every key. Its constants, parts and all, follow from the mask's
-    identity and `lower`, which the Problem's key holds."""
+def record(problem: Call) -> DeviceMask:
+    """The device form of a Call's mask; None shows every key. Its constants, parts and all, follow from the mask's
+    identity and `lower`, which the Call's key holds."""
     mask = problem.mask
     if mask is None:
         return _ALL
     return _record(mask, FLAGS[mask.lower], problem)._replace(ordered=FLAGS[not problem.by_row])
 
 
-def _record(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask:
+def _record(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask:
     """The same, with the `lower` of the whole mask, which its parts share."""
     plain = _leaf(mask, lower, problem)
     if plain is None:
@@ -253,7 +253,7 @@ def _record(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask:
     return DeviceMask(*shape, plain.exact, (plain, positions.record(problem)), lower=lower)
 
 
-def _leaf(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask | None:
+def _leaf(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask | None:
     """A mask without parts, of the numbers of rows and keys; None for one that has parts."""
     match mask:
         case masks.Window():
@@ -277,7 +277,7 @@ def _leaf(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask | None:
     return None
 
 
-def _combined(mask: masks.Mask, lower: Any, problem: Problem) -> DeviceMask:
+def _combined(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask:
     match mask:
         case masks.Not():
             return DeviceMask(*_NOT, (_record(mask.part, lower, problem),), lower=lower)

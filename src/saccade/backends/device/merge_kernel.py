@@ -10,7 +10,7 @@ import triton.language as tl
 from saccade.backends.device import block_d
 from saccade.backends.device.launch import Launch
 from saccade.backends.device.tiles import finite, head, infinite
-from saccade.problem import Problem
+from saccade.call import Call
 
 FEW_PARTS = 16
 """Parts that are added up at a time, where there are no more; else four times as many."""
@@ -20,8 +20,8 @@ MANY_ROWS, TOGETHER = 2048, 8
 """Rows from which a program merges several, as programs of one row come one after the other; and how many."""
 
 
-def merge_launch(problem: Problem, parts: int, most: int) -> Launch:
-    """The launch of `merge_kernel` for `parts` parts; no call of the Problem's key has more than `most`, a power of two
+def merge_launch(problem: Call, parts: int, most: int) -> Launch:
+    """The launch of `merge_kernel` for `parts` parts; no call of the Call's key has more than `most`, a power of two
     above FEW_PARTS."""
     d_v, rows = problem.v.shape[3], problem.q.shape[:3].numel()
     many = parts > FEW_PARTS

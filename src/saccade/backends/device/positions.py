@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade.backends.device.intervals import Bound, number_at
 from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import LONGEST as _LONGEST
 
 LONGEST = tl.constexpr(_LONGEST)
@@ -57,7 +57,7 @@ class DevicePositions(NamedTuple):
     k: Offset
 
 
-def record(problem: Problem) -> DevicePositions | None:
+def record(problem: Call) -> DevicePositions | None:
     """What functions of positions take for indices; None stands for the numbers of rows and keys."""
     positions, layout = problem.positions, problem.layout
     if positions is not None:
@@ -72,7 +72,7 @@ def record(problem: Problem) -> DevicePositions | None:
     return DevicePositions(Offset(ALIGNED, aligned), Offset.of(0, False, None))
 
 
-def kind(problem: Problem) -> str:
+def kind(problem: Call) -> str:
     """What functions take for indices: `EmitOptions.indices`."""
     positions = problem.positions
     if positions is None:
@@ -80,7 +80,7 @@ def kind(problem: Problem) -> str:
     return "rows" if positions.by_row else "positions"
 
 
-def reached(problem: Problem) -> bool:
+def reached(problem: Call) -> bool:
     """Whether indices are the numbers of keys that exist, which a captured tensor that is read there is known to have:
     see `capture_checks.short`."""
     return problem.positions is None and problem.layout.rectangular

@@ -9,10 +9,10 @@ import torch
 from saccade.backends.device import block_d
 from saccade.backends.device.arguments import TileShape, tile_grid
 from saccade.backends.device.launch import Launch
-from saccade.problem import Problem
+from saccade.call import Call
 
 
-def recompute_launch(kernel: Any, problem: Problem, *constants: Any) -> Launch:
+def recompute_launch(kernel: Any, problem: Call, *constants: Any) -> Launch:
     """Of a kernel that computes the weights once more."""
     blocks = recompute_blocks(problem)
     warps = 4 if _widest(problem) <= 64 and problem.dropout is None else 8
@@ -20,7 +20,7 @@ def recompute_launch(kernel: Any, problem: Problem, *constants: Any) -> Launch:
     return Launch(kernel, tile_grid(problem, *blocks), (*constants, shape), warps, 2)
 
 
-def recompute_blocks(problem: Problem) -> tuple[int, int]:
+def recompute_blocks(problem: Call) -> tuple[int, int]:
     """BLOCK_Q, at most BLOCK_K, and BLOCK_K."""
     size = 32 if problem.q.dtype == torch.float32 else 64
     widest = _widest(problem)
@@ -28,5 +28,5 @@ def recompute_blocks(problem: Problem) -> tuple[int, int]:
     return size, size
 
 
-def _widest(problem: Problem) -> int:
+def _widest(problem: Call) -> int:
     return max(block_d(problem.q.shape[3]), block_d(problem.v.shape[3]))

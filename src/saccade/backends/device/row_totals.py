@@ -22,12 +22,12 @@ from saccade.backends.device.launch import cached_launch, on_device
 from saccade.backends.device.recompute import recompute_blocks, recompute_launch
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.row_totals_kernel import row_totals_kernel
+from saccade.call import Call
 from saccade.layouts import empty_like_rows
-from saccade.problem import Problem
 from saccade.scores import Traced
 
 
-def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Saved:
+def divide_gradients(problem: Call, saved: Saved, fast: bool = False) -> Saved:
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
     a softcap bounds, are not so large. `fast` is as `scores.record` says."""
     if not isinstance(problem.score, Traced) or problem.scoreless:
@@ -41,7 +41,7 @@ def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Save
     with on_device(problem.q):
         operands = tensors(problem, replace(saved, dlse=dlse), divided)
         _, _, dout, weighted, *rows = operands[:6]
-        # What Triton specialises for and the Problem's key does not hold: how dout and what belongs to rows lie.
+        # What Triton specialises for and the Call's key does not hold: how dout and what belongs to rows lie.
         lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
         key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *lies, precision()
         launch = cached_launch(problem, key, lambda: recompute_launch(row_totals_kernel, problem))
@@ -50,7 +50,7 @@ def divide_gradients(problem: Problem, saved: Saved, fast: bool = False) -> Save
     return divided
 
 
-def tensors(problem: Problem, saved: Saved, divided: Saved) -> tuple[Any, ...]:
+def tensors(problem: Call, saved: Saved, divided: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the common arguments."""
     operands = map(aligned_rows, (problem.q, problem.k, saved.dout))
     sink = None if problem.sink is None else problem.sink.contiguous()

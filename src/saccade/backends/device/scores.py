@@ -16,7 +16,7 @@ from saccade import scores
 from saccade.backends.device import positions
 from saccade.backends.device.pointwise import NAMES, fast_tanh, tanh
 from saccade.backends.device.records import FAR, FLAGS, LOG2E, NARROW_LIMIT, constants, far_parts, runtime_int
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import LONGEST
 from saccade.scores.codegen import source
 from saccade.scores.codegen.linear import linear_source
@@ -138,8 +138,8 @@ def _placed_slope(data, score, b, h, q_idx, kv_idx):
 _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
 
 
-def record(problem: Problem, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None) -> DeviceScore:
-    """The device form of a Problem's score modification. All kernels of a call are to have the same tanh: `fast`, or to
+def record(problem: Call, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None) -> DeviceScore:
+    """The device form of a Call's score modification. All kernels of a call are to have the same tanh: `fast`, or to
     float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. brought: a captured
     tensor of which `core` and `slope` take a tile behind all other data."""
     score = problem.score
@@ -178,8 +178,8 @@ def unit(score: scores.Score | None) -> float:
     return LOG2E.value if score is None else 1.0
 
 
-def weight(problem: Problem, score: DeviceScore) -> str:
-    """What the Problem's score function costs a kernel in this form: nothing that is not measured with it; "linear",
+def weight(problem: Call, score: DeviceScore) -> str:
+    """What the Call's score function costs a kernel in this form: nothing that is not measured with it; "linear",
     one multiply-add; "traced", some arithmetic; "table", one load for every score too; "flat", the same in few
     tiles."""
     if not isinstance(problem.score, scores.Traced):
@@ -237,7 +237,7 @@ def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
     return emitted[key]
 
 
-def scatter(problem: Problem, wanted: Sequence[bool], alone: frozenset[int] = frozenset(), fast: bool = False) -> Any:
+def scatter(problem: Call, wanted: Sequence[bool], alone: frozenset[int] = frozenset(), fast: bool = False) -> Any:
     """constexpr: what adds to the gradients of captured tensors, or stores them, emitted once for each choice of
     them."""
     score: Any = problem.score

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
-from saccade.problem import Problem
+from saccade.call import Call
 
 
 class SequenceSpans(NamedTuple):
@@ -234,7 +234,7 @@ N = 32
 """Sequences of one program of order_kernel."""
 
 
-def spans(problem: Problem, tiles: Tensor | None = None) -> tuple[SequenceSpans | None, SequenceSpans | None]:
+def spans(problem: Call, tiles: Tensor | None = None) -> tuple[SequenceSpans | None, SequenceSpans | None]:
     """Of the queries and of the keys. With a table of `tiles` the keys know of the rows after the last sequence."""
     layout = problem.layout
     if layout.cu_seqlens_q is None:  # the hot path of small calls
@@ -268,7 +268,7 @@ def tiles_of(span: SequenceSpans | None) -> Tensor | None:
     return span.tiles if span is not None and span.packed.value else None
 
 
-def slots(problem: Problem, side: int, block: int) -> int:
+def slots(problem: Call, side: int, block: int) -> int:
     """How many tiles of `block` rows there may be, of queries (0) or keys (1)."""
     s, layout = (problem.q, problem.k)[side].shape[2], problem.layout
     if side and layout.starts_k is not None:  # each sequence may have all keys; and one where there is none
@@ -276,12 +276,12 @@ def slots(problem: Problem, side: int, block: int) -> int:
     return layout.tiles(s, block)
 
 
-def lengths(problem: Problem) -> tuple[int, int]:
+def lengths(problem: Call) -> tuple[int, int]:
     """How many rows and keys there are, of a batch row or of all sequences; in pages, what a sequence may have."""
     return problem.q.shape[2], problem.layout.capacity(problem.k.shape[2])
 
 
-def table(problem: Problem, side: int, block: int) -> Tensor:
+def table(problem: Call, side: int, block: int) -> Tensor:
     """The tiles of queries (0) or keys (1), in the order in which programs take them."""
     tiles = torch.empty(1 + slots(problem, side, block), 2, dtype=torch.int32, device=problem.q.device)
     launch, arguments = order_launch(problem, tiles, side, block)
@@ -289,7 +289,7 @@ def table(problem: Problem, side: int, block: int) -> Tensor:
     return tiles
 
 
-def order_launch(problem: Problem, tiles: Tensor, side: int, block: int) -> tuple[Launch, tuple[Any, ...]]:
+def order_launch(problem: Call, tiles: Tensor, side: int, block: int) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills the table, and its arguments."""
     direction = -1 if side else 1
     own, other = spans(problem, tiles)[::direction]

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import triton.testing
 
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS, Factors
-from saccade.layouts import Dense
 from saccade.masks import causal
-from saccade.problem import Problem
 from saccade.spec import DTYPES, Spec
 
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096
@@ -41,7 +40,7 @@ class TuneRow(ABC):
         """Configs worth a try."""
 
     @abstractmethod
-    def call(self, problem: Problem, best: Mapping[str, Any]) -> Callable[[Any], object]:
+    def call(self, problem: Call, best: Mapping[str, Any]) -> Callable[[Any], object]:
         """What runs a candidate, with the `best` of the other kernels that run with it."""
 
     @property
@@ -52,12 +51,12 @@ class TuneRow(ABC):
     def spec(self) -> Spec:
         return Spec(DTYPES[self.dtype], self.d, self.d_v, mask="causal" if self.masked else "none", aligned=True)
 
-    def problem(self, tokens: int = TOKENS, length: int = LENGTH) -> Problem:
-        """The Problem that stands for the row, with random operands; a short one compiles the same kernels."""
+    def problem(self, tokens: int = TOKENS, length: int = LENGTH) -> Call:
+        """The Call that stands for the row, with random operands; a short one compiles the same kernels."""
         shape = tokens // length, max(1, WIDTH // self.d), length
         q, k, v = (torch.randn(*shape, n, device="cuda").to(self.dtype) for n in (self.d, self.d, self.d_v))
         descale = Factors() if self.dtype in EIGHT_BITS else None
-        return Problem(q, k, v, None, causal() if self.masked else None, None, Dense(), self.d**-0.5, descale=descale)
+        return Call(q, k, v, mask=causal() if self.masked else None, scale=self.d**-0.5, descale=descale)
 
     def milliseconds(self, best: Mapping[str, Any]) -> Callable[[Any], float]:
         """What times a candidate, on one problem for all of them."""

@@ -25,8 +25,8 @@ from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.masks import DeviceMask
 from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, tile_of
+from saccade.call import Call
 from saccade.masks import TILE as MASK_TILE
-from saccade.problem import Problem
 
 TILE = tl.constexpr(MASK_TILE)
 CHUNK = 128
@@ -153,7 +153,7 @@ def _tiles_of_rows(hulls, base, i, count, start, stop, CHUNK: tl.constexpr):
     return inside & (lo < stop) & (hi > start), inside & (core_lo <= start) & (core_hi >= stop), row
 
 
-def visited(problem: Problem, mask: DeviceMask, block_q: int) -> DeviceMask:
+def visited(problem: Call, mask: DeviceMask, block_q: int) -> DeviceMask:
     """The mask with a table of visits, for kernels whose programs own keys and take `block_q` rows at a time. The table
     knows whole tiles of rows, so tiles of scores outside the core ask which pairs are visible."""
     s_q, s_k = problem.q.shape[2], problem.k.shape[2]
@@ -182,7 +182,7 @@ def visited(problem: Problem, mask: DeviceMask, block_q: int) -> DeviceMask:
     return _with_table(mask, table, keys_at, packed, lo, hi)
 
 
-def stand_in(problem: Problem, mask: DeviceMask) -> DeviceMask:
+def stand_in(problem: Call, mask: DeviceMask) -> DeviceMask:
     """The same as the compile gate sees it."""
     empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32, device="cpu"), sequences.spans(problem)
     return _with_table(mask, empty, empty, keys is not None and keys.packed.value, empty, empty)

@@ -9,8 +9,8 @@ from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
 from saccade.backends.gluon.forward import splits
 from saccade.backends.gluon.latent import limits
+from saccade.call import Call
 from saccade.masks import KINDS as MASKS
-from saccade.problem import Problem
 from saccade.scores import Traced
 from saccade.spec import EIGHT_BIT_WORDS, Spec
 
@@ -30,7 +30,7 @@ SUPPORT = Support(
 GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), layouts=("dense", "padded", "packed"))
 
 WAITS_FOR_KEYS = True
-"""Whether the forward takes `Problem.arrivals`."""
+"""Whether the forward takes `Call.arrivals`."""
 
 # Which paged calls the forward takes.
 MIN_PAGE_ROWS = 8
@@ -41,7 +41,7 @@ LEAST_ITEMS = 64
 """Work items, or parts of their keys: with fewer half of an H200 is idle (docs/findings/triton.md)."""
 
 
-def refusals(problem: Problem, gradient: bool) -> list[str]:
+def refusals(problem: Call, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
     layout = problem.layout
     if gradient and problem.positions is not None and problem.dropout is not None:
@@ -68,7 +68,7 @@ def refusals(problem: Problem, gradient: bool) -> list[str]:
     return reasons
 
 
-def outrun(problem: Problem) -> str | None:
+def outrun(problem: Call) -> str | None:
     """Measured of a bias that no bulk copies bring: 157 against 125 us and 1151 against 930 for d 64, 222 against 256
     and 1656 against 1826 for d 128."""
     score, d = problem.score, max(problem.q.shape[3], problem.v.shape[3])
@@ -102,7 +102,7 @@ def recorder() -> Any:
     return new_recorder()
 
 
-def run_forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Call, lse: bool) -> Outputs:
     if limits.applies(problem):
         from saccade.backends.gluon.latent import launch as latent_launch
 
@@ -112,7 +112,7 @@ def run_forward(problem: Problem, lse: bool) -> Outputs:
     return launch.forward(problem, lse)
 
 
-def run_backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Call, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.gluon.backward import launch as backward_launch
 

@@ -13,7 +13,7 @@ from saccade.alignment import ALIGNMENT, address
 from saccade.backends.device import positions
 from saccade.backends.device.records import FLAGS
 from saccade.backends.gluon.tma_launch import ELEMENTS
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import Traced
 
 
@@ -28,7 +28,7 @@ class CapturedTile(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What kernels and descriptors depend on, and the Problem's key does not hold."""
+        """What kernels and descriptors depend on, and the Call's key does not hold."""
         return self.number, self.x.dtype, self.x.shape, self.x.stride(), *(x.value for x in self.args)
 
 
@@ -41,7 +41,7 @@ class CapturedTileArgs(NamedTuple):
     """constexpr: each query head has its own"""
 
 
-def captured_tile(problem: Problem) -> CapturedTile | None:
+def captured_tile(problem: Call) -> CapturedTile | None:
     """The first tensor of the call that bulk copies can bring: 16-bit elements, of keys side by side, in rows at
     multiples of 16 bytes."""
     score = problem.score
@@ -51,7 +51,7 @@ def captured_tile(problem: Problem) -> CapturedTile | None:
     return next(filter(None, tiles), None)
 
 
-def like(tile: CapturedTile, memory: Tensor, problem: Problem) -> CapturedTile | None:
+def like(tile: CapturedTile, memory: Tensor, problem: Call) -> CapturedTile | None:
     """The same of other memory of its tensor's shape, without the rows and keys that the call does not have."""
     score: Any = problem.score
     found = _tile(tile.number, memory, score.program.own_elements[tile.number])

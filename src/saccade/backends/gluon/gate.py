@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,11 +85,11 @@ def compiled(name: str) -> tuple[Any, int]:
     packed, paged = "packed" in row.words, "paged" in row.words
     out = torch.empty(*problem.q.shape[:3], row.d_v, dtype=problem.out_dtype)
     if "tail" in row.words:  # of the caller's, whose rows after the last sequence stay
-        problem = replace(problem, out=out)
+        problem = problem.replace(out=out)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     if "arriving" in row.words:
         numbers = torch.empty(3, 2, dtype=torch.int32)
-        problem = replace(problem, arrivals=Arrivals(ArrivalArgs(counter, numbers, counter), lambda: None))
+        problem = problem.replace(arrivals=Arrivals(ArrivalArgs(counter, numbers, counter), lambda: None))
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     captured = launch.captured_rows(problem)
     score = launch.score_record(problem, distance_tables.empty(problem), captured)

@@ -24,8 +24,8 @@ from saccade.backends.device.launch import run
 from saccade.backends.device.packed_launch import Encoding
 from saccade.backends.device.recorder import hooked
 from saccade.backends.gluon import shim
+from saccade.call import strides
 from saccade.kept_memory import capturing, keep, relaxed_capture
-from saccade.problem import strides
 
 ELEMENTS = {
     torch.float16: gl.float16,
@@ -40,7 +40,7 @@ LEAST_SCALE = 1e-6
 
 @dataclass
 class TMALaunch:
-    """A kernel whose first arguments are descriptors, with all that is the same in each call of a Problem's key. The
+    """A kernel whose first arguments are descriptors, with all that is the same in each call of a Call's key. The
     first call compiles it."""
 
     kernel: Any

@@ -11,8 +11,8 @@ from saccade.backends.device import tuning
 from saccade.backends.gluon.forward import launch
 from saccade.backends.gluon.forward.config import SHARED_BYTES, ForwardConfig, block_dv, key, shared_bytes
 from saccade.backends.gluon.pipeline import MAX_STAGES
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS
-from saccade.problem import Problem
 
 REGISTERS = 65536 // 128
 """Of one multiprocessor, for each of the 128 threads of a group of warps. The loader has one group, of which it uses a
@@ -65,7 +65,7 @@ class ForwardRow(tuning.TuneRow):
             if shared <= SHARED_BYTES - BARRIER_BYTES and held + SPARE // 2 <= registers:
                 yield config
 
-    def call(self, problem: Problem, best: Mapping[str, ForwardConfig]) -> Callable[[ForwardConfig], object]:
+    def call(self, problem: Call, best: Mapping[str, ForwardConfig]) -> Callable[[ForwardConfig], object]:
         return lambda tile: launch.forward(problem, tile=tile)
 
 

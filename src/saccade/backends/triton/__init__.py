@@ -11,9 +11,9 @@ import torch
 from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
 from saccade.backends.triton.config import WIDE
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS
 from saccade.masks import KINDS as MASKS
-from saccade.problem import Problem
 from saccade.spec import Spec
 
 WIDE_GRADIENTS = 132 << 10
@@ -34,7 +34,7 @@ SUPPORT = Support(
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32"), kv=())
 
 
-def refusals(problem: Problem, gradient: bool) -> list[str]:
+def refusals(problem: Call, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
     d, d_v = problem.k.shape[3], problem.v.shape[3]
     eight_bit_pages = problem.layout.has_pages and problem.k.dtype in EIGHT_BITS
@@ -61,7 +61,7 @@ def recorder() -> Any:
     return new_recorder()
 
 
-def run_forward(problem: Problem, lse: bool) -> Outputs:
+def run_forward(problem: Call, lse: bool) -> Outputs:
     if problem.layout.has_pages:
         from saccade.backends.triton import paged
 
@@ -71,14 +71,14 @@ def run_forward(problem: Problem, lse: bool) -> Outputs:
     return launch.forward(problem, lse)
 
 
-def run_parts(problem: Problem, parts: Sequence[Problem], lse: bool) -> Outputs:
+def run_parts(problem: Call, parts: Sequence[Call], lse: bool) -> Outputs:
     """The call over pages that is the sum of these over disjoint keys, and whose rows are theirs."""
     from saccade.backends.triton import paged
 
     return paged.forward(problem, lse, parts)
 
 
-def run_backward(problem: Problem, saved: Saved) -> Gradients:
+def run_backward(problem: Call, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.triton import launch
 

@@ -1,4 +1,4 @@
-"""From a Problem to launches: records of strides, tile configs, outputs."""
+"""From a Call to launches: records of strides, tile configs, outputs."""
 
 # pyright: reportCallIssue=false
 
@@ -23,14 +23,14 @@ from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, 
 from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
 from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.backends.triton.ranges_kernel import ranges_dkdv_kernel
+from saccade.call import Call
 from saccade.layouts import empty_like_rows
-from saccade.problem import Problem
 
 Tiles = Mapping[str, TileConfig]
 """Configs by kernel that take the place of the table's, for tuning."""
 
 
-def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> Outputs:
+def forward(problem: Call, lse: bool = True, tiles: Tiles | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     q = problem.q
     out = problem.empty_out()
@@ -46,7 +46,7 @@ def forward(problem: Problem, lse: bool = True, tiles: Tiles | None = None) -> O
     return out, row_lse, top
 
 
-def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
+def level_sums_of(problem: Call, saved: Saved) -> LevelSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
     if problem.scoreless:
         return None
@@ -56,7 +56,7 @@ def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
 
 
 def backward(
-    problem: Problem, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
+    problem: Call, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
@@ -73,7 +73,7 @@ def backward(
         block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
         grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
         out = aligned_rows(saved.out)
-        # What Triton specialises for and the Problem's key does not hold.
+        # What Triton specialises for and the Call's key does not hold.
         lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows[:2])
         key = "delta", *(x.value for y in (dout, out) for x in (y.unit, y.wide)), *lies
         sizes = v.shape[3], block_q, block_d(v.shape[3])
@@ -96,9 +96,9 @@ LEAST_SCALE = 1e-6
 """Below, numbers that are divided by the scale may leave float32."""
 
 
-def operand(problem: Problem, name: str, x: Tensor | None = None) -> TensorArgs:
+def operand(problem: Call, name: str, x: Tensor | None = None) -> TensorArgs:
     """q, k or v as kernels take them, or another tensor whose rows they can read. The strides are stored for the next
-    Problem of the same key, which knows where its operands lie, unless they are those of a copy."""
+    Call of the same key, which knows where its operands lie, unless they are those of a copy."""
     tensor = eight_bits.readable(getattr(problem, name) if x is None else x)
     if name in problem.launches:
         return TensorArgs(tensor, *problem.launches[name])
@@ -113,9 +113,9 @@ RANGES_KERNELS = KERNELS | dict.fromkeys(BY_KEYS, ranges_dkdv_kernel)
 """The same where sequences may share keys."""
 
 
-def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
+def _launch(name: str, problem: Call, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
     """Runs a kernel with one program for each q block, or for each kv block."""
-    # What Triton specialises for and the Problem's key does not hold: how out or dout lies,
+    # What Triton specialises for and the Call's key does not hold: how out or dout lies,
     # and the scale's sign.
     given = tensors[4] is None, tensors[-1] is None
     key = name, tensors[3].unit.value, tensors[3].wide.value, *given, precision(), rising(problem)
@@ -130,14 +130,14 @@ def _launch(name: str, problem: Problem, tensors: tuple[Any, ...], tiles: Tiles 
     launch(problem.q.device.index, (*tensors, *_tile_arguments(name, problem, tile)))
 
 
-def _tile_arguments(name: str, problem: Problem, tile: TileConfig) -> tuple[Any, ...]:
+def _tile_arguments(name: str, problem: Call, tile: TileConfig) -> tuple[Any, ...]:
     by_keys = name in BY_KEYS
     if by_keys and problem.layout.starts_k is not None:  # its programs own no sequence's block
         return common_arguments(problem, masks.record(problem))
     return tile_arguments(problem, tile.block_q, tile.block_k, by_keys)
 
 
-def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1) -> Launch:
+def prepare(name: str, problem: Call, tile: TileConfig, least_stages: int = 1) -> Launch:
     blocks, by_keys = (tile.block_q, tile.block_k), name in BY_KEYS
     grid, shape = tile_grid(problem, *blocks, by_keys), TileShape.of(problem, *blocks, tile.columns)
     if by_keys and problem.layout.starts_k is not None:
@@ -151,7 +151,7 @@ def prepare(name: str, problem: Problem, tile: TileConfig, least_stages: int = 1
     return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages)
 
 
-def rising(problem: Problem) -> bool:
+def rising(problem: Call) -> bool:
     """Whether the largest product is the largest score, as the scale is not negative, and it was measured to pay: wider
     heads were 1 % slower. What functions add is divided by the scale."""
     q, v = problem.q, problem.v
@@ -159,5 +159,5 @@ def rising(problem: Problem) -> bool:
     return problem.scale >= least and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
 
 
-def _config(kernel: str, problem: Problem) -> TileConfig:
+def _config(kernel: str, problem: Call) -> TileConfig:
     return config(kernel, problem.spec(), configs.gpu_of(problem.q.device))

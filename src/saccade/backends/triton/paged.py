@@ -27,10 +27,10 @@ from saccade.backends.triton import launch
 from saccade.backends.triton.config import WIDE, TileConfig, formula
 from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
 from saccade.backends.triton.paged_tiles import PageTable
+from saccade.call import Call
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.layouts import Layout, Paged
 from saccade.masks import causal, prefix, window
-from saccade.problem import Problem
 
 MAX_SPLITS = 128
 LEAST_TILES = 2
@@ -86,13 +86,13 @@ def columns(d: int, dtype: torch.dtype) -> tuple[int, int]:
     return (first, block_d(d - first)) if WIDE < d != first and dtype not in EIGHT_BITS else (block_d(d), 0)
 
 
-def reads_once(problem: Problem) -> bool:
+def reads_once(problem: Call) -> bool:
     """Whether the kernel takes values from its tile of keys."""
     first, _ = columns(problem.k.shape[3], problem.k.dtype)
     return problem.latent and problem.k.dtype not in EIGHT_BITS and first == block_d(problem.v.shape[3])
 
 
-def split_kv(problem: Problem, processors: int) -> SplitKV:
+def split_kv(problem: Call, processors: int) -> SplitKV:
     """From shapes alone."""
     layout, h_k = problem.layout, problem.k.shape[1]
     b, _, s_q, _ = problem.q.shape
@@ -122,7 +122,7 @@ def split_kv(problem: Problem, processors: int) -> SplitKV:
     )
 
 
-def config(problem: Problem, rows: int) -> TileConfig:
+def config(problem: Call, rows: int) -> TileConfig:
     """Tiles for about so many flat rows of a sequence: 32 KB of keys and values, three times, so that two programs have
     room in a multiprocessor."""
     spec, layout = problem.spec(), problem.layout
@@ -148,12 +148,12 @@ def config(problem: Problem, rows: int) -> TileConfig:
     return replace(fixed, stages=2) if 64 < wide <= 128 and not eight and asks(problem) else fixed
 
 
-def asks(problem: Problem) -> bool:
+def asks(problem: Call) -> bool:
     """Whether tiles on the mask's edge ask its function: more than a comparison, where the hull is not the core."""
     return problem.mask is not None and not problem.mask.exact
 
 
-def _sliced(problem: Problem, rows: int, block_k: int) -> TileConfig:
+def _sliced(problem: Call, rows: int, block_k: int) -> TileConfig:
     """Tiles of few rows against 8-bit pages: as many bytes as of 16 bits, which blocks of a Descale hold whole, or half
     of them where even these are too few for all multiprocessors."""
     block_q = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(problem.q.device) else LEAST_ROWS
@@ -166,7 +166,7 @@ def _sliced(problem: Problem, rows: int, block_k: int) -> TileConfig:
     return TileConfig(block_q, block_k, 4, 3)
 
 
-def forward(problem: Problem, lse: bool = True, parts: Sequence[Problem] = ()) -> Outputs:
+def forward(problem: Call, lse: bool = True, parts: Sequence[Call] = ()) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); queries end to end are one row of
     t_q.
 
@@ -190,7 +190,7 @@ def forward(problem: Problem, lse: bool = True, parts: Sequence[Problem] = ()) -
     return out, row_lse, top
 
 
-def _merged(parts: Sequence[Problem], whole: Problem, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+def _merged(parts: Sequence[Call], whole: Call, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     """Runs calls over disjoint keys and writes what they are together."""
     (out, row_lse, row_top), splits = outputs, [_split(part) for part in parts]
     q, count = whole.q, sum(split.splits for split in splits)
@@ -211,20 +211,20 @@ def _merged(parts: Sequence[Problem], whole: Problem, outputs: tuple[Tensor, Ten
     _launch("merge" if count <= FEW_PARTS else "merge many", parts[0], splits[0], form, tensors)
 
 
-def _split(problem: Problem) -> SplitKV:
+def _split(problem: Call) -> SplitKV:
     split = problem.launches.get("split_kv")
     if split is None:
         split = problem.launches["split_kv"] = split_kv(problem, multiprocessors(problem.q.device))
     return split
 
 
-def _operands(problem: Problem) -> tuple[TensorArgs | None, ...]:
+def _operands(problem: Call) -> tuple[TensorArgs | None, ...]:
     """q, k and v, which is None where the kernel takes it from k."""
     v = None if reads_once(problem) else launch.operand(problem, "v", problem.v)
     return launch.operand(problem, "q"), launch.operand(problem, "k", problem.k), v
 
 
-def arguments(problem: Problem, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
+def arguments(problem: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
     """What the kernel takes after its results; `parted`: these are merged with others."""
     q, k, layout = problem.q, problem.k, problem.layout
     assert isinstance(layout, Paged)
@@ -245,7 +245,7 @@ def page_table(layout: Paged, cache: Tensor) -> PageTable:
     return PageTable(table, *map(runtime_int, numbers))
 
 
-def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
+def prepare(name: str, problem: Call, split: SplitKV) -> Launch:
     q, layout, tile = problem.q, problem.layout, split.config
     assert isinstance(layout, Paged)
     if name.startswith("merge"):
@@ -259,14 +259,14 @@ def prepare(name: str, problem: Problem, split: SplitKV) -> Launch:
     return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
 
 
-def slices(problem: Problem, tile: TileConfig) -> int:
+def slices(problem: Call, tile: TileConfig) -> int:
     """A tile's slices, one for each warp, where few rows read 8-bit pages; else 1."""
     plain = problem.k.element_size() > 1 or problem.q.dtype == torch.float32
     wide = max(problem.k.shape[3], problem.v.shape[3]) > WIDE
     return 1 if plain or wide or tile.block_q > FEW_ROWS else tile.warps
 
 
-def word(problem: Problem) -> int:
+def word(problem: Call) -> int:
     """Bytes of 8-bit values that few rows read at once: as many as leave 16 columns."""
     d_v = problem.v.shape[3]
     return next(n for n in (4, 2, 1) if d_v % n == 0 and (n == 1 or block_d(d_v) >= 16 * n))
@@ -277,8 +277,8 @@ def many(layout: Layout) -> int:
     return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 
 
-def _launch(name: str, problem: Problem, split: SplitKV, form: Iterable[Any], tensors: tuple[Any, ...]) -> None:
-    """form: what Triton specialises for and the Problem's key does not hold."""
+def _launch(name: str, problem: Call, split: SplitKV, form: Iterable[Any], tensors: tuple[Any, ...]) -> None:
+    """form: what Triton specialises for and the Call's key does not hold."""
     launch = cached_launch(problem, (name, precision(), *form), lambda: prepare(name, problem, split))
     launch(problem.q.device.index, tensors)
 
@@ -317,7 +317,7 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool =
     if latent:
         caches[1] = caches[0][..., :d_v]
     factors = Factors(None, torch.empty(b, h_k, 1), torch.empty(b, h_k, 1)) if eight else None
-    problem = Problem(q, caches[0], caches[1], None, mask, None, layout, 1.0, descale=factors)
+    problem = Call.of_views(q, caches[0], caches[1], layout, mask=mask, descale=factors)
     split = split_kv(problem, 132)
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
     top = lse if max_scores else None

@@ -11,7 +11,7 @@ from saccade.backends import Saved
 from saccade.backends.device.tuning import TuneRow
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, block_d, kernels, key
-from saccade.problem import Problem
+from saccade.call import Call
 
 SHARED_BYTES = 227 << 10
 """What the largest GPU has for one program; a candidate that needs more on a smaller one fails, and is passed over."""
@@ -50,7 +50,7 @@ class TritonTuneRow(TuneRow):
                         if shared <= SHARED_BYTES and 32 <= registers <= 200:
                             yield TileConfig(block_q, block_k, warps, stages, columns=columns)
 
-    def call(self, problem: Problem, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
+    def call(self, problem: Call, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
         if self.kernel == "forward":
             return lambda tile: launch.forward(problem, tiles={self.kernel: tile})
         out, lse, _ = launch.forward(problem, tiles=best)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
-from saccade.call import BoundCall, check_call
+from saccade.call import Call, check_call
 from saccade.compat.flash_attn.gradients import without_gradients
 from saccade.compat.flash_attn.masks import chunked, visible
 from saccade.compat.flash_attn.scores import score_mod
@@ -64,11 +64,13 @@ def attend_with_probabilities(q: Tensor, k: Tensor, v: Tensor, layout: Layout, t
 
 def bound_call(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None, chunk: int = 0
-) -> BoundCall:
+) -> Call:
     """The call that `attention` would run, for those who run one half of it."""
     mask, mod = meaning(q, k, layout, terms, leftpad, chunk)
-    scale, p, deterministic = terms.softmax_scale, terms.dropout_p, terms.deterministic or None
-    return check_call(q, k, v, mask, mod, layout, scale, None, p, True, False, deterministic, "auto", None)
+    return check_call(
+        q, k, v, mask=mask, score_mod=mod, layout=layout, scale=terms.softmax_scale, dropout_p=terms.dropout_p,
+        return_lse=True, deterministic=terms.deterministic or None,
+    )  # fmt: skip
 
 
 def meaning(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import autograd
-from saccade.backends import Unsupported
+from saccade.call import needs_gradient
+from saccade.errors import Unsupported
 from saccade.partial import Partial
 
 
@@ -21,7 +21,7 @@ def without_gradients(run: Callable[[], Tensor | Partial], *operands: Tensor | N
     Raises:
         Unsupported: in the backward; under torch.compile in the call, which has its backward made beforehand.
     """
-    if torch.compiler.is_compiling() or not autograd.needs_gradient(*operands):
+    if torch.compiler.is_compiling() or not needs_gradient(*operands):
         return run()
     result: Any = _Refused.apply(run, *operands)
     return Partial(*result) if isinstance(result, tuple) else result

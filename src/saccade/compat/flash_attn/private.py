@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade import arguments, layouts, ops
-from saccade.call import BoundCall
+from saccade.call import Call, flatten
 from saccade.compat.flash_attn.call import BSHD, Terms, bound_call, sequences
 from saccade.dropout import Dropout
 from saccade.layouts import Layout
@@ -198,17 +198,17 @@ def _backward(
         if state is None:
             raise ValueError("the backward of a call with dropout needs the rng_state that its forward returned")
         _check("rng_state", state, (2,), torch.int64, call)
-        call = call._replace(dropout=Dropout(state, float(terms.dropout_p)))
-    shape = *call.q.shape[:-1], call.v.shape[-1]
-    rows = layout.ordered_lse(layout.canonical(call.q)[..., 0]).shape
-    _check("dout", dout, shape, call.q.dtype, call)
-    _check("out", out, shape, call.q.dtype, call)
-    _check("softmax_lse", lse, rows, torch.float64 if call.q.dtype == torch.float64 else torch.float32, call)
+        call = call.replace(given=call.given, dropout=Dropout(state, float(terms.dropout_p)))
+    shape = *call.given[0].shape[:-1], call.given[2].shape[-1]
+    rows = layout.ordered_lse(call.q[..., 0]).shape
+    _check("dout", dout, shape, call.given[0].dtype, call)
+    _check("out", out, shape, call.given[0].dtype, call)
+    _check("softmax_lse", lse, rows, torch.float64 if call.given[0].dtype == torch.float64 else torch.float32, call)
     for name, x, operand in zip(("dq", "dk", "dv"), gradients, operands, strict=True):
         if x is not None:
             _check(name, x, operand.shape, None, call)
-    flat = call.flattened("auto")
-    wanted = [False] * len(flat.captures)
+    flat = flatten(call, "auto")
+    wanted = [False] * len(flat[4])
     saved = layouts.with_rows(dout), None, layouts.with_rows(out), lse.contiguous()
     found: Any = torch.ops.saccade.backward.default(*saved, *flat, wanted)
     for x, result in zip(gradients, found[:3], strict=True):
@@ -216,10 +216,10 @@ def _backward(
             x.copy_(result)
 
 
-def _check(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype | None, call: BoundCall) -> None:
+def _check(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype | None, call: Call) -> None:
     """dtype None: any."""
     arguments.tensors(**{name: x})
-    q = call.q
+    q = call.given[0]
     if tuple(x.shape) != tuple(shape) or x.device != q.device or (dtype is not None and x.dtype != dtype):
         wanted = f"{'' if dtype is None else f'{dtype} '}{tuple(shape)} on {q.device}"
         got = f"{x.dtype} {tuple(x.shape)} on {x.device}"

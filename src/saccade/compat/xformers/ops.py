@@ -143,7 +143,7 @@ def memory_efficient_attention_backward(
         q, k, v = call.operands
         found = call.meaning
         bound = check_call(
-            q, k, v, found.mask, found.score_mod, found.layout, scale, None, 0.0, True, False, None, "auto", None
+            q, k, v, mask=found.mask, score_mod=found.score_mod, layout=found.layout, scale=scale, return_lse=True
         )
         rows = (*q.shape[:-1], v.shape[-1])
         lse = lse.flatten(1, 2) if query.dim() == 5 else lse

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.api import attention
-from saccade.backends import Unsupported
+from saccade.errors import Unsupported
 from saccade.integrations.engine_layers import differences, refuse_differences, score_mod, visible
 from saccade.integrations.sglang import TESTED
 from saccade.layouts import Paged

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from saccade import dispatch
 from saccade.api import attention
-from saccade.backends import Unsupported
 from saccade.descale import EIGHT_BITS, Descale
+from saccade.errors import Unsupported
 from saccade.integrations.engine_layers import differences, refuse_differences, score_mod, visible
 from saccade.integrations.vllm import TESTED
 from saccade.kv_cache import append_kv

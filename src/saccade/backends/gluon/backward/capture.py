@@ -12,7 +12,7 @@ from saccade.backends import Saved
 from saccade.backends.device.captured_gradients import alone
 from saccade.backends.gluon.backward.clear import UNIT
 from saccade.backends.gluon.captured_tile import CapturedTile, captured_tile, like
-from saccade.problem import Problem
+from saccade.call import Call
 from saccade.scores import Traced
 
 
@@ -28,7 +28,7 @@ class BackwardCapture(NamedTuple):
     """a kernel of its own clears what the main one leaves out"""
 
     @staticmethod
-    def of(problem: Problem, saved: Saved) -> BackwardCapture | None:
+    def of(problem: Call, saved: Saved) -> BackwardCapture | None:
         """None where score functions load what they capture."""
         if problem.scoreless or (tile := captured_tile(problem)) is None:
             return None
@@ -55,11 +55,11 @@ class BackwardCapture(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What kernels and descriptors depend on, and the Problem's key does not hold."""
+        """What kernels and descriptors depend on, and the Call's key does not hold."""
         return self.tile.key, None if self.gradient is None else self.gradient.key, self.clears
 
 
-def _is_ds(problem: Problem, saved: Saved, number: int) -> bool:
+def _is_ds(problem: Call, saved: Saved, number: int) -> bool:
     """Whether the gradient of a captured tensor is wanted, and is what the kernel computes of each score, in the dtype
     of its products."""
     score = problem.score
@@ -69,7 +69,7 @@ def _is_ds(problem: Problem, saved: Saved, number: int) -> bool:
     return wanted and same and number in score.program.added and number in alone(problem, score, saved.wanted)
 
 
-def _memory(problem: Problem, tile: CapturedTile) -> tuple[Tensor, bool]:
+def _memory(problem: Call, tile: CapturedTile) -> tuple[Tensor, bool]:
     """For the gradient, and whether its tiles that the main kernel leaves out are to be cleared: they are zeros already
     where lists choose them, and where the tensor has more than the call."""
     score: Any = problem.score

@@ -1,4 +1,4 @@
-"""From a Problem and what its forward saved to the three launches of the backward."""
+"""From a Call and what its forward saved to the three launches of the backward."""
 
 # pyright: reportCallIssue=false
 
@@ -22,19 +22,19 @@ from saccade.backends.gluon.backward.capture import BackwardCapture
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter
+from saccade.call import Call, aligned
 from saccade.layouts import empty_like_rows
-from saccade.problem import Problem, aligned
 
 CONSUMER_THREADS = 256
 
 
-def captured_of(problem: Problem, saved: Saved) -> BackwardCapture | None:
+def captured_of(problem: Call, saved: Saved) -> BackwardCapture | None:
     """What the main kernel's score function takes tiles of, and memory for its gradient if `backward` fills that."""
     config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3], True)
     return BackwardCapture.of(problem, saved) if config.stays else None
 
 
-def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
+def level_sums_of(problem: Call, saved: Saved) -> LevelSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
     config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3])
     if not config.stays or problem.scoreless:
@@ -44,7 +44,7 @@ def level_sums_of(problem: Problem, saved: Saved) -> LevelSums | None:
 
 
 def backward(
-    problem: Problem, saved: Saved, levels: LevelSums | None = None, captured: BackwardCapture | None = None
+    problem: Call, saved: Saved, levels: LevelSums | None = None, captured: BackwardCapture | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = problem.q, problem.k, problem.v
@@ -56,7 +56,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
-        # What the compiled kernels depend on besides the Problem's key.
+        # What the compiled kernels depend on besides the Call's key.
         key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
         key = *key, captured and captured.key
         plan = problem.launches.get(key)
@@ -114,7 +114,7 @@ def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
 
 
 def arguments(
-    problem: Problem,
+    problem: Call,
     plan: BackwardPlan,
     saved: Saved,
     gradients: tuple[Tensor, ...],

@@ -25,7 +25,7 @@ from saccade.backends.gluon.backward.kernel import backward_kernel
 from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
 from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, shape_of
-from saccade.problem import Problem
+from saccade.call import Call
 
 BALANCE = 7
 """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
@@ -118,7 +118,7 @@ class BackwardPlan:
 
     @staticmethod
     def of(
-        problem: Problem,
+        problem: Call,
         dout: Tensor,
         out: Tensor,
         gradients: tuple[Tensor, ...],
@@ -218,7 +218,7 @@ class BackwardPlan:
         )
 
 
-def clearing(problem: Problem, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:
+def clearing(problem: Call, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:
     """Of the kernel that clears what the main one leaves out of a captured tensor's gradient."""
     assert captured.gradient is not None
     (b, h, s_q), s_k = problem.q.shape[:3], problem.k.shape[2]

@@ -1,4 +1,4 @@
-"""From a Problem to launches: descriptors of bulk copies, the order of work, outputs."""
+"""From a Call to launches: descriptors of bulk copies, the order of work, outputs."""
 
 # pyright: reportCallIssue=false
 
@@ -37,8 +37,8 @@ from saccade.backends.gluon.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
 from saccade.backends.gluon.forward.splits import MAX_SPLITS, key_splits
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, counter, shape_of
+from saccade.call import Call, aligned
 from saccade.layouts import Packed, Paged, empty_like_rows
-from saccade.problem import Problem, aligned
 
 STRIPE_BYTES = 128
 """Of the columns of a swizzled tile in shared memory those that lie side by side."""
@@ -54,11 +54,11 @@ LATE_ROUNDS = 16
 (docs/findings/distributed.md)."""
 
 
-def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
+def forward(problem: Call, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     out = _destination(problem)
     if not aligned(problem.q):  # which the Spec of a cache leaves open
-        problem = replace(problem, q=padded(problem.q))
+        problem = problem.replace(q=padded(problem.q))
     q, k, v = problem.q, problem.k, problem.v
     row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
     if not out.numel():
@@ -71,7 +71,7 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
         distances = distance_tables.tables(problem, fast=True)
         captured = captured_rows(problem)
         score = score_record(problem, distances, captured)
-        # What is compiled for, and the Problem's key does not hold.
+        # What is compiled for, and the Call's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
         key = *key, captured and captured.key, problem.arrivals is None
         cached = problem.launches.get(key) if tile is None else None
@@ -96,14 +96,14 @@ def forward(problem: Problem, lse: bool = True, tile: ForwardConfig | None = Non
     return out, row_lse, top
 
 
-def captured_rows(problem: Problem) -> CapturedTile | None:
+def captured_rows(problem: Call) -> CapturedTile | None:
     """What score functions take tiles of, where a consumer's rows are one head's; beside 8-bit operands nothing."""
     if problem.descale is not None or rows_of_a_consumer(problem, CAPTURED_CONSUMERS) != 64:
         return None
     return captured_tile(problem)
 
 
-def config_of(problem: Problem, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
+def config_of(problem: Call, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
     """The schedule of a call's kernel."""
     weight = scores.weight(problem, score) if captured is None else "tile"
     config = forward_config(problem.spec(), configs.gpu_of(problem.q.device), weight)
@@ -119,7 +119,7 @@ PartTensors = tuple[Tensor, Tensor, Tensor | None]
 """Float32 out (splits, b, s_q, h_q, d_v), LSE and largest scores (splits, b, s_q, h_q)."""
 
 
-def empty_parts(problem: Problem) -> PartTensors | None:
+def empty_parts(problem: Call) -> PartTensors | None:
     """Memory for the results of parts, where keys are cut."""
     splits = problem.launches.get("splits")
     if splits is None:
@@ -132,13 +132,13 @@ def empty_parts(problem: Problem) -> PartTensors | None:
     return found, lses, torch.empty_like(lses) if problem.max_scores else None
 
 
-def _merge(problem: Problem, parts: PartTensors, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+def _merge(problem: Call, parts: PartTensors, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     """Writes what the parts are together."""
     found, lses, tops = parts
     out, row_lse, row_top = outputs
     end = problem.layout.cu_seqlens_q[-1:] if problem.keeps_tail and out is problem.out else None
     target = TensorArgs.of(out)
-    # What is compiled for, and the Problem's key does not hold.
+    # What is compiled for, and the Call's key does not hold.
     key = "merge", row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype
     launch = cached_launch(problem, key, lambda: merge_launch(problem, lses.shape[0], MAX_SPLITS))
     numbers = lses[0].numel(), lses.shape[0], *problem.q.shape[1:3]
@@ -146,7 +146,7 @@ def _merge(problem: Problem, parts: PartTensors, outputs: tuple[Tensor, Tensor |
 
 
 def arguments(
-    problem: Problem,
+    problem: Call,
     out: Tensor,
     lse: Tensor | None,
     max_scores: Tensor | None,
@@ -170,7 +170,7 @@ def arguments(
     return *no_descriptor, *tensors, sequences.spans(problem, table), *records
 
 
-def _hides_rows(problem: Problem) -> bool:
+def _hides_rows(problem: Call) -> bool:
     """Whether the producer passes over tiles of rows that see nothing: where tensors hide the first keys, as left
     padding does. Other masks hide few tiles or none. Producers beside sums of 256 columns have no registers for it."""
     mask = problem.mask
@@ -178,14 +178,14 @@ def _hides_rows(problem: Problem) -> bool:
     return mask is not None and mask.lower and not mask.listed and problem.by_row and not wide
 
 
-def _destination(problem: Problem) -> Tensor:
+def _destination(problem: Call) -> Tensor:
     """Memory for the result: the caller's, where bulk copies can write there."""
     if problem.out is not None and problem.out.dtype == problem.out_dtype and aligned(problem.out):
         return problem.out
     return empty_like_rows(problem.q, problem.v.shape[3], problem.out_dtype)
 
 
-def mask_record(problem: Problem, config: ForwardConfig) -> masks.DeviceMask:
+def mask_record(problem: Call, config: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
     if problem.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
         listed = problem.mask is not None and problem.mask.listed
@@ -194,9 +194,9 @@ def mask_record(problem: Problem, config: ForwardConfig) -> masks.DeviceMask:
 
 
 def prepare(
-    problem: Problem, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None = None
+    problem: Call, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None = None
 ) -> TMALaunch:
-    """The launch of all calls of the Problem's key."""
+    """The launch of all calls of the Call's key."""
     q, k, v = problem.q, problem.k, problem.v
     b, _, s_q, d = q.shape
     h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(problem), v.shape[3]
@@ -245,20 +245,20 @@ def prepare(
     return TMALaunch(forward_kernel, grid, shapes, numbers, constants, OPTIONS)
 
 
-def is_sorted(problem: Problem) -> bool:
+def is_sorted(problem: Call) -> bool:
     """Whether work items see fewer and fewer keys: within a section, later ones have earlier rows. Not said of 8-bit
     operands, whose tiles take too little time to hide what the producer does beside them."""
     causal = problem.mask is not None and problem.mask.kind == "causal"
     return causal and problem.descale is None and not problem.layout.tensors
 
 
-def draws_late(problem: Problem, rounds: float) -> bool:
+def draws_late(problem: Call, rounds: float) -> bool:
     """Whether programs, which have so many items each, draw the next when one is nearly done. Packed sequences take
     longer to open, which pays where keys come, the longest sequences first, and items are few."""
     return rounds <= LATE_ROUNDS if problem.arrivals is not None else is_sorted(problem)
 
 
-def packed_sequences(problem: Problem) -> int | None:
+def packed_sequences(problem: Call) -> int | None:
     """How many sequences of queries there are end to end; None of a batch."""
     match problem.layout:
         case Packed() | Paged(cu_seqlens_q=Tensor()) as layout:
@@ -266,7 +266,7 @@ def packed_sequences(problem: Problem) -> int | None:
     return None
 
 
-def rows_of_a_consumer(problem: Problem, consumers: int) -> int:
+def rows_of_a_consumer(problem: Call, consumers: int) -> int:
     """How many of a consumer's 64 rows are one head's."""
     # A list is of one head; with dropout 16 rows that belong together are those of one.
     listed = problem.mask is not None and problem.mask.listed and not problem.layout.has_pages
@@ -294,7 +294,7 @@ def tiles_of_rows(s_q: int, rows: int, packed: int | None) -> float:
     return max(packed, (s_q + packed * (rows - 1) / 2) / rows)
 
 
-def for_rows(problem: Problem, config: ForwardConfig, processors: int) -> ForwardConfig:
+def for_rows(problem: Call, config: ForwardConfig, processors: int) -> ForwardConfig:
     """Two consumers in place of three where those would have more rows: of 128, 256 or 512 rows, but not of 384; and
     where there are few tiles, as of 8 heads of 4096 rows."""
     if replace(config, spill=0) != formula(64, 64) or problem.layout.has_pages or problem.layout.ragged_keys:
@@ -303,7 +303,7 @@ def for_rows(problem: Problem, config: ForwardConfig, processors: int) -> Forwar
     return TWO_CONSUMERS if rows[0] >= SHORT_GAIN * rows[1] else config
 
 
-def busy_rows(problem: Problem, consumers: int, processors: int) -> float:
+def busy_rows(problem: Call, consumers: int, processors: int) -> float:
     """Rows of all tiles of the program that works longest, counted as if each saw all keys."""
     b, _, s_q, _ = problem.q.shape
     h_k, s_k = problem.k.shape[1:3]
@@ -320,9 +320,7 @@ def grouped(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group))
 
 
-def score_record(
-    problem: Problem, tables: Sequence[Any] = (), captured: CapturedTile | None = None
-) -> scores.DeviceScore:
+def score_record(problem: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
     score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.number)

@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.backends.gluon.shim import tma_load, view
+from saccade.call import Call
 from saccade.layouts import Paged
-from saccade.problem import Problem
 
 
 class Parts(NamedTuple):
@@ -57,7 +57,7 @@ class Pages(NamedTuple):
     """constexpr: keys are cut in parts"""
 
 
-def record(problem: Problem, parts: Parts | None = None) -> Pages | None:
+def record(problem: Call, parts: Parts | None = None) -> Pages | None:
     """The device form of a layout's pages, if it has some."""
     layout = problem.layout
     if not isinstance(layout, Paged):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from saccade.call import Call
 from saccade.layouts import Paged
-from saccade.problem import Problem
 
 ITEM_ROWS = 128
 """Query rows that are worked on together."""
@@ -14,14 +14,14 @@ START, MERGE = 256, 6
 """What a part costs besides its keys, in the time of so many keys: its begin and its end, and the merge of an item."""
 
 
-def work_items(problem: Problem) -> int:
+def work_items(problem: Call) -> int:
     """Blocks of ITEM_ROWS rows of all sequences and key heads; of sequences end to end the mean length counts."""
     b = max(problem.layout.sequences, 1)
     rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // b)
     return max(b * problem.k.shape[1] * -(-rows // ITEM_ROWS), 1)
 
 
-def most_splits(problem: Problem) -> int:
+def most_splits(problem: Call) -> int:
     """How many parts there are keys for; one of 8-bit keys, and of whatever is not in pages."""
     layout = problem.layout
     if not isinstance(layout, Paged) or layout.num_splits is not None or problem.descale is not None:
@@ -29,7 +29,7 @@ def most_splits(problem: Problem) -> int:
     return max(1, min(MAX_SPLITS, layout.capacity(problem.k.shape[2]) // LEAST_KEYS))
 
 
-def key_splits(problem: Problem, processors: int) -> int:
+def key_splits(problem: Call, processors: int) -> int:
     """The number of parts with which all multiprocessors end soonest, if each works on one part of one item at a
     time."""
     most = most_splits(problem)

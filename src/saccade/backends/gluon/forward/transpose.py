@@ -20,7 +20,7 @@ from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.sequences import block_of_rows, spans
 from saccade.backends.device.tiles import head
-from saccade.problem import Problem
+from saccade.call import Call
 
 BLOCK = 128
 """Keys of one program, and those in whose multiples a packed sequence has places."""
@@ -49,7 +49,7 @@ def transpose_kernel(out, v, used, blocks, h_k, s, D: tl.constexpr, WIDTH: tl.co
     tl.store(out + line[:, None] + place[None, :], tl.trans(words), mask=(column < D)[:, None])
 
 
-def transposed(problem: Problem) -> Tensor:
+def transposed(problem: Call) -> Tensor:
     """v as (b, h_k, d_v, keys): columns of whole blocks of 128 keys; packed, those of each sequence are its own."""
     out = empty(problem, problem.v.device)
     launch, arguments = transpose_launch(problem, out)
@@ -57,13 +57,13 @@ def transposed(problem: Problem) -> Tensor:
     return out
 
 
-def empty(problem: Problem, device: torch.device) -> Tensor:
+def empty(problem: Call, device: torch.device) -> Tensor:
     """Memory for them."""
     b, h_k, s, d = problem.v.shape
     return torch.empty(b, h_k, d, problem.layout.tiles(s, BLOCK) * BLOCK, dtype=problem.v.dtype, device=device)
 
 
-def transpose_launch(problem: Problem, out: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+def transpose_launch(problem: Call, out: Tensor) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills `out`, and its arguments."""
     b, h_k, s, d = problem.v.shape
     blocks = out.shape[3] // BLOCK

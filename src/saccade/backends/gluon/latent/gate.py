@@ -12,9 +12,9 @@ from saccade.backends.device.gate import GateRow
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.gluon.forward.launch import score_record
 from saccade.backends.gluon.latent import launch
+from saccade.call import Call
 from saccade.layouts import Paged
 from saccade.masks import causal, mask_mod
-from saccade.problem import Problem
 
 SPILL = 96
 """Bytes: in Triton 3.6 none without a mask, and up to 88 with one, of the producer's numbers and the arguments."""
@@ -45,7 +45,7 @@ def compiled(row: GateRow) -> tuple[Any, int]:
             s_q, mask = 2, causal()
     q, cache = torch.empty(4, 128, s_q, row.d, dtype=row.dtype), torch.empty(256, 1, size, row.d, dtype=row.dtype)
     layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
-    problem = Problem(q, cache, cache[..., : row.d_v], None, mask, None, layout, 1.0)
+    problem = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
     cut = launch.Cut.of(problem, 132)
     schedule, parts = launch.empty_schedule(problem, cut), launch.empty_parts(problem, cut)
     if row.words[0] == "schedule":

@@ -1,10 +1,10 @@
-"""From a Problem to the launches of latent attention: the schedule, the parts, their merge."""
+"""From a Call to the launches of latent attention: the schedule, the parts, their merge."""
 
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from saccade.backends.gluon.latent.kernel import LatentShape, latent_kernel
 from saccade.backends.gluon.latent.load import gathers
 from saccade.backends.gluon.latent.schedule import Schedule, merge_kernel, schedule_kernel
 from saccade.backends.gluon.tma_launch import OPTIONS, TMALaunch, shape_of
-from saccade.problem import Problem, aligned
+from saccade.call import Call, aligned
 
 BLOCK_K = 64
 
@@ -41,7 +41,7 @@ class Cut:
     """programs for each of them, for the keys of all sequences together"""
 
     @staticmethod
-    def of(problem: Problem, processors: int) -> Cut:
+    def of(problem: Call, processors: int) -> Cut:
         h_k, s_q, group = problem.k.shape[1], problem.q.shape[2], problem.group
 
         def packs(rows: int) -> tuple[int, int]:
@@ -52,11 +52,11 @@ class Cut:
         return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles))
 
 
-def forward(problem: Problem, lse: bool = True) -> Outputs:
+def forward(problem: Call, lse: bool = True) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     layout = problem.layout
     if not aligned(problem.q):  # which the Spec of a cache leaves open
-        problem = replace(problem, q=padded(problem.q))
+        problem = problem.replace(q=padded(problem.q))
     q = problem.q
     out, row_lse = problem.empty_out(), per_row(problem, lse)
     if not layout.sequences or not layout.capacity(problem.k.shape[2]):
@@ -70,7 +70,7 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
         score, mask, spans = score_record(problem), masks.record(problem), sequences.spans(problem)
         target = TensorArgs.of(out)
         sink = None if problem.sink is None else problem.sink.contiguous()
-        # What is compiled for, and the Problem's key does not hold.
+        # What is compiled for, and the Call's key does not hold.
         key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.vast.value
         launch = problem.launches.get(key)
         if launch is None:
@@ -86,25 +86,25 @@ def forward(problem: Problem, lse: bool = True) -> Outputs:
     return out, row_lse, None
 
 
-def empty_schedule(problem: Problem, cut: Cut) -> Schedule:
+def empty_schedule(problem: Call, cut: Cut) -> Schedule:
     b = problem.layout.sequences
     places = torch.empty(2 * b + 1, dtype=torch.int32, device=problem.q.device)
     return Schedule(places, places[b + 1 :], runtime_int(b), runtime_int(cut.lines))
 
 
-def empty_parts(problem: Problem, cut: Cut) -> tuple[Tensor, Tensor]:
+def empty_parts(problem: Call, cut: Cut) -> tuple[Tensor, Tensor]:
     """Memory for the parts' out and LSE."""
     rows = problem.layout.sequences + cut.lines, cut.tiles, 64
     make = {"dtype": torch.float32, "device": problem.q.device}
     return torch.empty(*rows, problem.v.shape[3], **make), torch.empty(rows, **make)
 
 
-def scheduling(problem: Problem) -> Launch:
+def scheduling(problem: Call) -> Launch:
     return cached_launch(problem, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
 
 
-def merging(problem: Problem, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
-    """`key`: what is compiled for besides, and the Problem's key does not hold."""
+def merging(problem: Call, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
+    """`key`: what is compiled for besides, and the Call's key does not hold."""
 
     def make() -> Launch:
         # Many sequences have few parts each, whose rows are small programs; few sequences have as many as lines.
@@ -116,7 +116,7 @@ def merging(problem: Problem, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
 
 
 def arguments(
-    problem: Problem,
+    problem: Call,
     results: tuple[Any, ...],
     schedule: Schedule,
     spans: tuple[Any, Any],
@@ -130,8 +130,8 @@ def arguments(
     return cache, *results, *spans, paged_tma.record(problem), schedule, rules
 
 
-def prepare(problem: Problem, cut: Cut) -> TMALaunch:
-    """The launch of all calls of the Problem's key."""
+def prepare(problem: Call, cut: Cut) -> TMALaunch:
+    """The launch of all calls of the Call's key."""
     q, k = problem.q, problem.k
     box = paged_tma.box_rows(k.shape[2], BLOCK_K)
     shapes = [

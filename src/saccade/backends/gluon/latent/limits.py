@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saccade.problem import Problem
+from saccade.call import Call
 
 DIMS = 576, 512
 """d and d_v: what DeepSeek's models keep of a token."""
@@ -11,13 +11,13 @@ LEAST_ROWS = 17
 above, these tiles of 64 rows are faster than its, even half empty (docs/findings/gluon_latent.md)."""
 
 
-def applies(problem: Problem) -> bool:
+def applies(problem: Call) -> bool:
     """Whether a call is this kernel's, if it is one of this backend's: values are the first columns of keys in pages,
     and too many for the forward's kernel."""
     return problem.latent and max(problem.q.shape[3], problem.v.shape[3]) > 256
 
 
-def refusals(problem: Problem) -> list[str]:
+def refusals(problem: Call) -> list[str]:
     """Why the kernel does not take a call that is its."""
     layout, (d, d_v) = problem.layout, DIMS
     reasons = []

@@ -3,123 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade import aliasing, arguments, autograd, layouts, masks, scores
-from saccade.backends import Unsupported
+from saccade import aliasing, arguments, layouts, scores
+from saccade.call.call import Call
+from saccade.call.gradients import eight_bit_gradients, needs_gradient
 from saccade.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.dropout import Dropout
-from saccade.flat_call import FlatCall, Header
+from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
-from saccade.problem import Problem
 from saccade.scores import Score, Traced
-from saccade.scores.recording.compile_constant import exports
 from saccade.spec import DTYPES
 
+_BHSD = Dense()
 _LEARNED_SCALE = (
     ": multiply q by it, attention(q * scale, …, scale=1.0), or pass "
     "score_mod=lambda score, b, h, q_idx, kv_idx: score * scale and scale=1.0"
 )
 
 
-class BoundCall(NamedTuple):
-    """The arguments that a run needs, checked: operands in the user's order, and records in the place of values."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink: Tensor | None
-    mask: Mask | None
-    score: Score | None
-    layout: Layout
-    scale: float
-    deterministic: bool
-    dropout: Dropout | None
-    max_scores: bool
-    out: Tensor | None
-    descale: Factors | None = None
-
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors that may need gradients."""
-        score = self.score
-        operands = self[:4]
-        return operands if score is None else (*operands, *score.tensors)
-
-    def problem(self) -> Problem:
-        q, k, v, sink, mask, score, layout, scale, deterministic, dropout, max_scores, out, descale = self
-        view = layout.canonical
-        options = deterministic, dropout, 0, None if out is None else view(out), max_scores, descale
-        return Problem(view(q), view(k), view(v), sink, mask, score, layout, scale, *options)
-
-    def flattened(self, backend: str) -> FlatCall:
-        """The call as a registered operator takes it; `out` is not part of it."""
-        mask, score, dropout, compiling = self.mask, self.score, self.dropout, torch.compiler.is_compiling()
-        if mask is not None and compiling:
-            masks.pin(mask.identity)
-        mask_name = "none" if mask is None else mask.identity
-        score_name = "none" if score is None else score.identity
-        tensors = [*self.layout.tensors, *([] if mask is None else mask.tensors)]
-        if self.descale is not None:
-            tensors += self.descale.tensors
-        ints = [*self.layout.ints, *([] if mask is None else mask.ints), *(score.ints if score else [])]
-        floats = [*([] if mask is None else mask.floats), *(score.floats if score else [])]
-        numbers = compiling and _is_any_symbolic(floats)
-        if numbers:
-            one = torch.ones((), dtype=torch.float64, device="cpu")
-            tensors, floats = [*tensors, torch.stack([one * x for x in floats])], []
-        floats = [self.scale, *floats]
-        if dropout is not None:
-            tensors, floats = [*tensors, dropout.state], [self.scale, dropout.p, *floats[1:]]
-        header = Header(
-            layout=self.layout.text,
-            mask=mask_name,
-            score=score_name,
-            backend=backend,
-            descale="-" if self.descale is None else self.descale.names,
-            carried=scores.written_programs((*masks.program_names(mask_name), score_name))
-            if compiling and exports()
-            else "-",
-            dequantized=self.descale is not None and self.descale.backward,
-            deterministic=self.deterministic,
-            dropout=dropout is not None,
-            max_scores=self.max_scores,
-            numbers=numbers,
-        )
-        captures = score.tensors if score else ()
-        return FlatCall(*self[:4], captures, tensors, header.text, ints, floats)
-
-
-def _is_any_symbolic(floats: Sequence[float]) -> bool:
-    """Whether torch.compile computes one of them, rather than to know it."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports sympy
-
-    return not all(has_static_value(x) for x in floats)
-
-
 def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Any,
-    score_mod: Any,
-    layout: Layout,
-    scale: Any,
-    sink: Tensor | None,
-    dropout_p: Any,
-    return_lse: bool,
-    return_max_scores: bool,
-    deterministic: bool | None,
-    backend: str,
-    out: Tensor | None,
+    *,
+    mask: Any = None,
+    score_mod: Any = None,
+    layout: Layout = _BHSD,
+    scale: Any = None,
+    sink: Tensor | None = None,
+    dropout_p: Any = 0.0,
+    return_lse: bool = False,
+    return_max_scores: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    out: Tensor | None = None,
     descale: Descale | None = None,
     runs: bool = True,
-) -> BoundCall:
+) -> Call:
     """The call of these arguments of `attention`, or an error that quotes them. In the hot path of small calls.
 
     Args:
@@ -154,7 +80,10 @@ def check_call(
     dropout = None
     if dropout_p:
         dropout = Dropout.draw(dropout_p, q.device) if runs else Dropout.planned(dropout_p)
-    return BoundCall(q, k, v, sink, mask, score, layout, scale, deterministic, dropout, return_max_scores, out, found)
+    return Call(
+        q, k, v, layout=layout, mask=mask, score=score, sink=sink, scale=scale, deterministic=deterministic,
+        dropout=dropout, max_scores=return_max_scores, descale=found, out=out,
+    )  # fmt: skip
 
 
 def _checked_scale(scale: Any) -> float:
@@ -208,10 +137,10 @@ def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, lay
         for name, x in zip(names, (q, k, v, *given), strict=False)
         if isinstance(x, Tensor) and (name not in "qkv" or x.dtype in EIGHT_BITS)
     }
-    if autograd.needs_gradient(*fixed.values()):
+    if needs_gradient(*fixed.values()):
         if descale is None or descale.backward is None:
-            raise Unsupported(autograd.eight_bit_gradients(q, k, v))
-        of = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in fixed.items() if autograd.needs_gradient(x))
+            raise Unsupported(eight_bit_gradients(q, k, v))
+        of = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in fixed.items() if needs_gradient(x))
         raise Unsupported(f"8-bit operands and their factors have no gradients: pass {of} without one, by .detach()")
     sizes = layout.sizes(q, k)
     shape = sizes.b, layout.canonical(k).shape[1], sizes.s_q if layout.knows_rows else None, sizes.s_k

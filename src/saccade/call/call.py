@@ -1,9 +1,8 @@
-"""One call as a backend sees it."""
+"""One call: its arguments, checked, and what follows from them."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +13,26 @@ from saccade.alignment import ALIGNMENT, address
 from saccade.arrivals import Arrivals
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
-from saccade.layouts import Layout, dense_of, empty_like_rows
+from saccade.layouts import Dense, Layout, dense_of, empty_like_rows
 from saccade.lazily import lazily
 from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
 
+_BHSD = Dense()
+_VIEWS = "q", "k", "v", "out"
+_OF_VIEWS = {*_VIEWS, "layout"}
+_FIELDS = (
+    "given", "layout", "mask", "score", "sink", "scale", "deterministic", "dropout", "max_scores", "descale", "first_b",
+    "arrivals", "launches",
+)  # fmt: skip
 
-@dataclass(frozen=True, eq=False, init=False)
-class Problem:
-    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`, all of it. Frozen."""
+
+class Call:
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`: one call of `attention`, checked.
+
+    Nothing writes to a Call after it is made: what it derives from its fields it computes when first asked.
+    """
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
@@ -31,63 +40,88 @@ class Problem:
     """(b, h_k, s_k, d); of a paged cache (pages, h_k, page_size, d)"""
     v: Tensor
     """(b, h_k, s_k, d_v); of a paged cache (pages, h_k, page_size, d_v)"""
-    sink: Tensor | None
-    """(h_q)"""
-    mask: Mask | None
-    score: Score | None
-    layout: Layout
-    scale: float
-    deterministic: bool = False
-    dropout: Dropout | None = None
-    first_b: int = 0
-    """What scores and dropout call the first batch row."""
-    out: Tensor | None = None
+    out: Tensor | None
     """(b, h_q, s_q, d_v): where the caller wants the result. A backend writes there, or returns another tensor."""
-    max_scores: bool = False
-    """Whether the forward is asked for the largest score of each row."""
-    descale: Factors | None = None
-    """What 8-bit operands stand for; None where k and v have more bits."""
-    arrivals: Arrivals | None = None
-    """Where keys and values may come while the call runs, what tells which have."""
-
-    launches: dict[Any, Any] = field(default_factory=dict)
-    """What the backend keeps for Problems of this key, such as compiled kernels and grids; no tensors. A Plan's."""
 
     def __init__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sink: Tensor | None,
-        mask: Mask | None,
-        score: Score | None,
-        layout: Layout,
-        scale: float,
+        *,
+        layout: Layout = _BHSD,
+        mask: Mask | None = None,
+        score: Score | None = None,
+        sink: Tensor | None = None,
+        scale: float = 1.0,
         deterministic: bool = False,
         dropout: Dropout | None = None,
-        first_b: int = 0,
-        out: Tensor | None = None,
         max_scores: bool = False,
         descale: Factors | None = None,
-        arrivals: Arrivals | None = None,
-        launches: dict[Any, Any] | None = None,
+        out: Tensor | None = None,
     ) -> None:
-        # Every call makes one: what a frozen dataclass generates takes three times as long.
-        vars(self).update(
-            q=q, k=k, v=v, sink=sink, mask=mask, score=score, layout=layout, scale=scale, deterministic=deterministic,
-            dropout=dropout, first_b=first_b, out=out, max_scores=max_scores,
-            descale=descale, arrivals=arrivals, launches={} if launches is None else launches,
-        )  # fmt: skip
+        """
+        Args:
+            q: as the user has it, and so are k, v and out.
+            sink: (h_q).
+            max_scores: whether the forward is asked for the largest score of each row.
+            descale: what 8-bit operands stand for; None where k and v have more bits.
+        """
+        self.given: tuple[Tensor, Tensor, Tensor, Tensor | None] = (q, k, v, out)
+        self.layout = layout
+        self.mask = mask
+        self.score = score
+        self.sink = sink
+        self.scale = scale
+        self.deterministic = deterministic
+        self.dropout = dropout
+        self.max_scores = max_scores
+        self.descale = descale
+        self.first_b = 0
+        """What scores and dropout call the first batch row."""
+        self.arrivals: Arrivals | None = None
+        """Where keys and values may come while the call runs, what tells which have."""
+        self.launches: dict[Any, Any] = {}
+        """What the backend keeps for Calls of this key, such as compiled kernels and grids; no tensors. A Plan's."""
 
-    def planned(self, launches: dict[Any, Any]) -> Problem:
+    @staticmethod
+    def of_views(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **fields: Any) -> Call:
+        """The call of operands that are (b, h, s, d) already."""
+        return Call(layout.ordered(q), layout.ordered_keys(k), layout.ordered_keys(v), layout=layout, **fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _VIEWS:
+            raise AttributeError(f"a Call has no {name!r}")
+        (q, k, v, out), view = self.given, self.layout.canonical
+        own = self.__dict__
+        own["q"], own["k"], own["v"], own["out"] = view(q), view(k), view(v), None if out is None else view(out)
+        return own[name]
+
+    def replace(self, **changes: Any) -> Call:
+        """The same call with other fields. Views (q, k, v, out) stay as they are unless they, or `given`, change. One
+        with views or a layout of its own has no `given`: it stands for no user's operands."""
+        if "given" not in changes:
+            views = {name: getattr(self, name) for name in _VIEWS}
+            changes = views | ({} if changes.keys().isdisjoint(_OF_VIEWS) else {"given": None}) | changes
+        own = self.__dict__
+        call = object.__new__(Call)
+        call.__dict__.update({name: own[name] for name in _FIELDS}, **changes)
+        return call
+
+    def planned(self, launches: dict[Any, Any]) -> Call:
         """The same call, with what a Plan keeps for its key."""
-        problem = object.__new__(Problem)
-        vars(problem).update(vars(self), launches=launches)
-        return problem
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__, launches=launches)
+        return call
+
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that may need gradients, as the user has them."""
+        operands = *self.given[:3], self.sink
+        return operands if self.score is None else (*operands, *self.score.tensors)
 
     @lazily
     def key(self) -> tuple[Hashable, ...]:
-        """Everything but values: Problems of one key have one Spec and run the same kernels on the same grid."""
+        """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
         q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
         tensors = layout.tensors if mask is None else [*layout.tensors, *mask.tensors]
         if sink is not None:
@@ -121,7 +155,7 @@ class Problem:
         return address(v) == address(k) != 0
 
     def sequences(self) -> Iterator[Sequence]:
-        """Each sequence as a Problem of one batch row; reads the offsets."""
+        """Each sequence as a Call of one batch row; reads the offsets."""
         layout = self.layout
         k, v = layout.gathered(self.k), layout.gathered(self.v)
         for place in layout.places(self.q, k):
@@ -132,8 +166,8 @@ class Problem:
             if self.descale is not None:
                 operands["descale"] = self.descale.of_sequence(i)
             dense = dense_of(layout, place, self.q.shape[2])
-            problem = replace(self, **operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
-            yield Sequence(place.rows, place.keys, problem)
+            call = self.replace(**operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
+            yield Sequence(place.rows, place.keys, call)
 
     @lazily
     def extent(self) -> Extent:
@@ -170,14 +204,14 @@ class Problem:
             return self.q.dtype
         return torch.bfloat16 if self.out is None else self.out.dtype
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> Problem:
+    def dequantized(self, dtype: torch.dtype | None = None) -> Call:
         """The same call of what 8-bit operands stand for, in another dtype, or in float32 or float64; not of pages."""
         descale, dtype, layout = self.descale, dtype or self.lse_dtype(), self.layout
         if descale is None:
             return self
         sides = ("q", layout.cu_seqlens_q), ("k", layout.cu_seqlens_k), ("v", layout.cu_seqlens_k)
         q, k, v = (descale.values(name, getattr(self, name), dtype, starts) for name, starts in sides)
-        return replace(self, q=q, k=k, v=v, out=None, descale=None, launches={})
+        return self.replace(q=q, k=k, v=v, out=None, descale=None, launches={})
 
     def empty_out(self) -> Tensor:
         """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
@@ -209,11 +243,11 @@ class Problem:
 
 
 class Sequence(NamedTuple):
-    """One sequence of a Problem, and its rows and keys there."""
+    """One sequence of a Call, and its rows and keys there."""
 
     rows: slice
     keys: slice
-    problem: Problem
+    call: Call
 
 
 def aligned(x: Tensor) -> bool:

@@ -1,0 +1,11 @@
+"""One call of `attention` as data: its arguments, checked, and the form in which they pass through an operator."""
+
+from saccade.call.call import Call, Sequence, aligned, strides
+from saccade.call.check import autocast, check_call
+from saccade.call.flatten import SCHEMA, flatten, joined, operator, programs, read_header, savable, split, unflatten
+from saccade.call.gradients import eight_bit_gradients, needs_gradient
+
+__all__ = [
+    "SCHEMA", "Call", "Sequence", "aligned", "autocast", "check_call", "eight_bit_gradients", "flatten", "joined",
+    "needs_gradient", "operator", "programs", "read_header", "savable", "split", "strides", "unflatten",
+]  # fmt: skip
