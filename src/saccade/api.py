@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 import torch
 from torch import Tensor
 
-from saccade import arguments, dispatch, ops, shortcuts
+from saccade import arguments, dispatch, ops, repeats, shortcuts
+from saccade.backends import Outputs
 from saccade.call import Call, check_call
 from saccade.descale import Descale
 from saccade.explanation import Explanation
@@ -163,7 +164,7 @@ def attention(
         return _returned(result, lse, max_scores, return_lse, return_max_scores)
     found, flags = None, (return_lse, return_max_scores, deterministic)
     plain = out is descale is None and type(dropout_p) is float and not dropout_p
-    if plain and not torch.compiler.is_compiling():
+    if plain and isinstance(q, Tensor) and not repeats.on_host(q) and not torch.compiler.is_compiling():
         found = shortcuts.find(q, k, v, sink, mask, score_mod, layout, scale, flags, backend)
         if found is not None and found.shortcut and (known := found.shortcut(found)) is not None:
             return known
@@ -175,19 +176,27 @@ def attention(
     shift = None if descale is None else descale.shift  # of smoothed keys
     if shift is not None and out is not None:
         shift = shift.clone()  # out may be written over it
-    if arguments.has_dtensor(*call.differentiable()):
-        from saccade.distributed import dtensor  # which imports torch.distributed
-
-        result, lse, max_scores = dtensor.run(call, score_mod, backend, return_lse)
-    else:
-        result, lse, max_scores = ops.run(call, backend, return_lse)
+    result, lse, max_scores = _run(call, score_mod, backend, return_lse)
     if found is not None and found.shortcut is None and all(map(is_, call.given, (q, k, v))):
         shortcuts.learn(found, call, backend, flags)
     if shift is not None:
         lse = cast(Tensor, lse) + call.scale * shift if return_lse else None
         max_scores = cast(Tensor, max_scores) + call.scale * shift if return_max_scores else None
-    result = call.layout.wrap_out(result) if out is None else out
+    if out is not None:
+        result = out
+    elif call.layout is not layout:  # that of nested tensors
+        result = call.layout.wrap_out(result)
     return _returned(result, lse, max_scores, return_lse, return_max_scores)
+
+
+def _run(call: Call, score_mod: Any, backend: str, lse: bool) -> Outputs:
+    if (results := ops.run_directly(call, backend, lse)) is not None:
+        return results
+    if arguments.has_dtensor(*call.differentiable()):
+        from saccade.distributed import dtensor  # which imports torch.distributed
+
+        return dtensor.run(call, score_mod, backend, lse)
+    return ops.run(call, backend, lse)
 
 
 def _returned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from saccade import shortcuts
+from saccade.backends import Outputs
 from saccade.call import (
+    Call,
     eight_bit_gradients,
+    flatten,
     joined,
     needs_gradient,
     operator,
@@ -26,7 +29,7 @@ from saccade.call import (
 )
 from saccade.descale import EIGHT_BITS
 from saccade.errors import Unsupported
-from saccade.layouts import view_layout
+from saccade.layouts import Layout, view_layout
 
 
 class SingleLevel(torch.autograd.function._SingleLevelFunction):
@@ -59,11 +62,55 @@ class _Attention(SingleLevel):
             return (None,) * (1 + len(tensors))
         captures, header, *_ = ctx.static
         dout = torch.zeros_like(out) if dout is None else dout
-        needs = ctx.needs_input_grad[1 : 5 + captures]
+        needs = ctx.needs_input_grad[-len(tensors) :][: 4 + captures]
         flat = joined(tensors, ctx.static)
         *gradients, dcaptures = operator("backward", header)(dout, dlse, out, lse, *flat, needs[4:])
         gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
         return (None, *gradients, *[None] * (len(tensors) - len(needs)))
+
+
+class _Eager(torch.autograd.Function):
+    """The same past the dispatcher: where no mode or transform may see what a call does."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Outputs], flat: Sequence[Any], *tensors: Tensor) -> Any:
+        out, lse, max_scores = run()
+        _, ctx.static = split(flat)
+        ctx.programs = programs(flat[6])
+        ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
+        ctx.set_materialize_grads(False)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        return out, lse, max_scores
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *_Attention.backward(ctx, dout, dlse, _)
+
+
+_above: Any = super(torch.autograd.Function, _Eager)
+_apply_eager = _above.apply
+"""That of C++: torch's own looks for transforms first, of which there are none here."""
+
+
+def eager(call: Call, backend: str, run: Callable[[], Outputs]) -> Outputs:
+    """What `run` returns, with gradients."""
+    dequantized = call.descale is not None and call.descale.backward
+    _refuse_without_gradients(call.layout, call.given[:3], dequantized)
+    flat = flatten(call, backend)
+    tensors, _ = split(flat)
+    return _apply_eager(run, flat, *tensors)
+
+
+def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantized: bool) -> None:
+    """
+    Raises:
+        Unsupported: calls of this kind have no gradients.
+    """
+    if error := layout.gradient_error:
+        raise Unsupported(error)
+    if operands[1].dtype in EIGHT_BITS and not dequantized:
+        raise Unsupported(eight_bit_gradients(*operands))
 
 
 class _Gradient(SingleLevel):
@@ -143,10 +190,7 @@ def forward(*arguments: Any) -> Any:
     refuse_tangents(*tensors)
     if needs_gradient(*tensors):
         layout, *_, flags = read_header(header)
-        if error := view_layout(layout).gradient_error:
-            raise Unsupported(error)
-        if operands[1].dtype in EIGHT_BITS and "dequantized" not in flags:
-            raise Unsupported(eight_bit_gradients(*operands[:3]))
+        _refuse_without_gradients(view_layout(layout), operands[:3], "dequantized" in flags)
         return apply(_Attention, flat, *tensors, *others)
     return shortcuts.forward(arguments, _forward_below)
 

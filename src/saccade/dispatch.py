@@ -66,7 +66,8 @@ def _first(call: Spec | Call, spec: Spec, backend: str, gradient: bool) -> str:
 def planned(problem: Call, backend: str, gradient: bool = False) -> tuple[Plan, Call]:
     """`plan(problem.spec(), …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
     the backend takes it, with what its score masks in its mask."""
-    problem = move_to_mask(problem, backend)
+    if problem.score is not None:
+        problem = move_to_mask(problem, backend)
     key = problem.key, backend, gradient
     chosen = _plans.get(key)
     if chosen is None:

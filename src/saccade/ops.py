@@ -49,12 +49,9 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
 
 
 def run(call: Call, backend: str, lse: bool) -> Outputs:
-    """The results in the layout's order, by the operator or directly. Those that nobody asked for are None or empty."""
-    tensors = call.differentiable()
-    if backend == "reference" or runs_directly(*tensors):
-        if call.given[3] is not None:
-            refuse_gradients(*tensors)
-        return execute(call, backend, lse)
+    """The results in the layout's order, directly or by the operator. Those that nobody asked for are None or empty."""
+    if (results := run_directly(call, backend, lse)) is not None:
+        return results
     out, flat = call.given[3], flatten(call, backend)
     if out is None:
         return operator("forward", flat[6])(*flat, bool(lse))
@@ -69,27 +66,46 @@ def gradients(
     return operator("backward", flat[6])(dout, dlse, out, lse, *flat, [])[:3]
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-def runs_directly(*tensors: Tensor | None) -> bool:
-    """Whether a call may go past the dispatcher: plain tensors whose memory is their values, no derivative, no mode or
-    transform that would watch.
+def run_directly(call: Call, backend: str, lse: bool) -> Outputs | None:
+    """The same past the dispatcher, where nothing could tell: plain tensors whose memory is their values, and no mode
+    or transform that would watch. None elsewhere.
 
     The operator costs a small call as much as its launch does.
     """
-    if repeats.watched() or needs_gradient(*tensors):
-        return False
-    return all(x is None or (type(x) in _PLAIN and not (x.is_neg() or x.is_meta)) for x in tensors)
+    tensors = call.differentiable()
+    if backend == "reference":
+        if call.given[3] is not None:
+            refuse_gradients(*tensors)
+        return execute(call, backend, lse)
+    if not _unseen(*tensors):
+        return None
+    if not needs_gradient(*tensors):
+        return execute(call, backend, lse)
+    if call.given[3] is not None:
+        return None
+    return autograd.eager(call, backend, partial(execute, call, backend, True))
+
+
+def runs_directly(*tensors: Tensor | None) -> bool:
+    """Whether an operator of these may go past the dispatcher, and needs no gradient."""
+    return _unseen(*tensors) and not needs_gradient(*tensors)
+
+
+def _unseen(*tensors: Tensor | None) -> bool:
+    """Whether nothing could tell that a call goes past the dispatcher."""
+    for x in tensors:
+        if x is not None and (type(x) not in repeats.PLAIN or x.is_neg() or x.is_meta):
+            return False
+    return not repeats.watched()
 
 
 def execute(problem: Call, backend: str, lse: bool) -> Outputs:
     """Plan and run: what the operator does. Results are in the layout's order."""
-    key = repeats.key_of(problem, backend, lse)
-    if (repeat := repeats.find(key)) is not None:
+    key = None if repeats.on_host(problem.q) else repeats.key_of(problem, backend, lse)
+    if key and (repeat := repeats.find(key)) is not None:
         return cast(Outputs, tuple(repeat([x.data_ptr() for x in repeats.operands_of(problem)])))
     layout = problem.layout
-    if layout.validate or problem.q.device.type == "cpu":
+    if (layout.tensors or layout.ints) and (layout.validate or problem.q.is_cpu):
         layout.check_lengths(problem.q.shape[2], problem.k.shape[2])
         if layout.positioned:
             layout.check_positions(_takes_positions(problem), problem.q.shape[2], layout.capacity(problem.k.shape[2]))
@@ -97,7 +113,7 @@ def execute(problem: Call, backend: str, lse: bool) -> Outputs:
         aliasing.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         try:
-            if parts := shared_pages.parts(problem, backend):
+            if layout.shared_pages and (parts := shared_pages.parts(problem, backend)):
                 out, row_lse, max_scores = shared_pages.forward(problem, parts, lse)
             else:
                 operands = repeats.operands_of(problem) if key else []
@@ -112,7 +128,7 @@ def execute(problem: Call, backend: str, lse: bool) -> Outputs:
             raise _out_of_range(problem, error) from error
     if problem.out is not None and out is not problem.out:
         problem.out.copy_(_with_tail(problem, out))
-    return _ordered(problem, out, row_lse, max_scores)
+    return _ordered(problem, out, row_lse if lse else None, max_scores)
 
 
 def _planned(plan: dispatch.Plan, problem: Call, lse: bool) -> Outputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from saccade.arrivals import Arrivals
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, dense_of, empty_like_rows
-from saccade.lazily import lazily
 from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
 from saccade.spec import DTYPES, Spec
@@ -42,6 +41,14 @@ class Call:
     """(b, h_k, s_k, d_v); of a paged cache (pages, h_k, page_size, d_v)"""
     out: Tensor | None
     """(b, h_q, s_q, d_v): where the caller wants the result. A backend writes there, or returns another tensor."""
+
+    key: tuple[Hashable, ...]
+    """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
+    latent: bool
+    """Whether values are read with the keys of a paged cache."""
+    extent: Extent
+    positions: Positions | None
+    """Where rows and keys stand, if the caller says so."""
 
     def __init__(
         self,
@@ -90,11 +97,15 @@ class Call:
         return Call(layout.ordered(q), layout.ordered_keys(k), layout.ordered_keys(v), layout=layout, **fields)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _VIEWS:
-            raise AttributeError(f"a Call has no {name!r}")
-        (q, k, v, out), view = self.given, self.layout.canonical
+        """Derives a field when it is first asked for."""
         own = self.__dict__
-        own["q"], own["k"], own["v"], own["out"] = view(q), view(k), view(v), None if out is None else view(out)
+        if name in _VIEWS:
+            (q, k, v, out), view = self.given, self.layout.canonical
+            own["q"], own["k"], own["v"], own["out"] = view(q), view(k), view(v), None if out is None else view(out)
+        elif name in _DERIVED:
+            own[name] = _DERIVED[name](self)
+        else:
+            raise AttributeError(f"a Call has no {name!r}")
         return own[name]
 
     def replace(self, **changes: Any) -> Call:
@@ -119,40 +130,44 @@ class Call:
         operands = *self.given[:3], self.sink
         return operands if self.score is None else (*operands, *self.score.tensors)
 
-    @lazily
-    def key(self) -> tuple[Hashable, ...]:
-        """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
-        q, k, v, layout, mask, score, sink = self.q, self.k, self.v, self.layout, self.mask, self.score, self.sink
-        tensors = layout.tensors if mask is None else [*layout.tensors, *mask.tensors]
-        if sink is not None:
-            tensors = [*tensors, sink]
-        return (
+    def _key(self) -> tuple[Hashable, ...]:
+        q, k, v, layout, mask, score, out = self.q, self.k, self.v, self.layout, self.mask, self.score, self.out
+        tensors = layout.tensors if mask is None else (*layout.tensors, *mask.tensors)
+        if self.sink is not None:
+            tensors = *tensors, self.sink
+        at = _addresses(q, k, v, *tensors)
+        key: tuple[Hashable, ...] = (
             *(q.dtype, k.dtype, q.device, None if self.descale is None else self.descale.key),
             *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
-            *(address(q) % ALIGNMENT, address(k) % ALIGNMENT, address(v) % ALIGNMENT, self.latent),
+            *[x % ALIGNMENT for x in at],
+            layout.has_pages and self.latent,
             *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
-            *(sink is None, self.deterministic, self.dropout is None, self.max_scores),
-            None if self.out is None else (self.out.dtype, self.out.stride(), address(self.out) % ALIGNMENT),
-            *((x.dtype, x.shape, x.stride(), address(x) % ALIGNMENT) for x in tensors),
-            *([] if mask is None or not mask.listed else [abs(n) > scores.LONGEST for n in mask.ints]),
-            *(abs(n) > scores.LONGEST for n in (score.ints if score else ())),
-            *((x.dtype, x.dim(), _span(x) >> 31, address(x) % ALIGNMENT) for x in (score.tensors if score else ())),
-            score and score.units,
+            *(self.sink is None, self.deterministic, self.dropout is None, self.max_scores),
+            None if out is None else (out.dtype, out.stride(), address(out) % ALIGNMENT),
         )
+        if tensors:
+            key += tuple([(x.dtype, x.shape, x.stride()) for x in tensors])
+        if mask is not None and mask.listed:
+            key += tuple([abs(n) > scores.LONGEST for n in mask.ints])
+        if score is not None:
+            key += tuple([abs(n) > scores.LONGEST for n in score.ints])
+            key += tuple([(x.dtype, x.dim(), _span(x) >> 31, address(x) % ALIGNMENT) for x in score.tensors])
+            key += (score.units,)
+        return key
 
     @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
 
-    @lazily
-    def latent(self) -> bool:
+    def _latent(self) -> bool:
         """Whether values are read with the keys of a paged cache: v is the first columns of k, by being their view. Of
         one address, and of equal strides and dtype, equal indices are equal bytes."""
         k, v = self.k, self.v
         if not self.layout.has_pages or v.shape[3] > k.shape[3] or v.dtype != k.dtype or v.stride() != k.stride():
             return False
-        return address(v) == address(k) != 0
+        at_k, at_v = _addresses(k, v)
+        return at_v == at_k != 0
 
     def sequences(self) -> Iterator[Sequence]:
         """Each sequence as a Call of one batch row; reads the offsets."""
@@ -169,13 +184,10 @@ class Call:
             call = self.replace(**operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
             yield Sequence(place.rows, place.keys, call)
 
-    @lazily
-    def extent(self) -> Extent:
+    def _extent(self) -> Extent:
         return self.layout.extent(self.q, self.k)
 
-    @lazily
-    def positions(self) -> Positions | None:
-        """Where rows and keys stand, if the caller says so."""
+    def _positions(self) -> Positions | None:
         return self.layout.positions(self.q.shape[2])
 
     @property
@@ -242,12 +254,24 @@ class Call:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 
+_DERIVED: dict[str, Callable[[Call], Any]] = {
+    "key": Call._key, "latent": Call._latent, "extent": Call._extent, "positions": Call._positions,
+}  # fmt: skip
+
+
 class Sequence(NamedTuple):
     """One sequence of a Call, and its rows and keys there."""
 
     rows: slice
     keys: slice
     call: Call
+
+
+def _addresses(*tensors: Tensor) -> list[int]:
+    try:
+        return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:  # tensors without memory
+        return [*map(address, tensors)]
 
 
 def aligned(x: Tensor) -> bool:

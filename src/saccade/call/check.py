@@ -57,11 +57,12 @@ def check_call(
     if isinstance(q, Tensor) and q.is_nested:
         q, k, v, layout = layouts.unwrap(q, k, v, layout)
     q, k, v = _check_operands(q, k, v, layout)
-    mask = as_mask(mask)
-    if mask is not None and mask.listed and not (runs and backend == "reference"):  # which takes functions as they are
-        mask = mask.bound()
-    if mask is not None or sink is not None or layout.tensors:
-        _check_tensors(q, k, v, mask, layout, sink)
+    tensors = layout.tensors
+    if mask is not None:
+        mask = _bind_mask(mask, runs and backend == "reference")
+        tensors = *tensors, *mask.tensors
+    if tensors or sink is not None or (mask is not None and mask.listed):
+        _check_tensors(q, k, v, mask, layout, sink, tensors)
     if not isinstance(dropout_p, float):
         dropout_p = arguments.number("dropout_p", dropout_p)
     if dropout_p and not 0 <= dropout_p < 1:
@@ -86,6 +87,13 @@ def check_call(
     )  # fmt: skip
 
 
+def _bind_mask(mask: Any, as_written: bool) -> Mask:
+    """The mask of this call. The reference takes functions as they are written."""
+    bound = mask if isinstance(mask, Mask) else as_mask(mask)
+    assert bound is not None
+    return bound.bound() if bound.listed and not as_written else bound
+
+
 def _checked_scale(scale: Any) -> float:
     scale = arguments.number("scale", scale, _LEARNED_SCALE)
     if scale != scale:
@@ -108,6 +116,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Te
     if error := layout.shape_error(q.shape, k.shape, v.shape):
         raise ValueError(f"{error}: {_shapes(q, k, v, layout)}")
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return q, k, v
     return with_rows(q), with_rows(k), with_rows(v)
 
 
@@ -191,9 +201,10 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(cast)  # pyright: ignore[reportReturnType]
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, sink: Tensor | None) -> None:
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, sink: Tensor | None, tensors: tuple[Tensor, ...]
+) -> None:
     """The tensors of layout and mask, and the sink."""
-    tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
     for tensor in tensors:
         if tensor.device != q.device:
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")

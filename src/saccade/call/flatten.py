@@ -120,7 +120,8 @@ def operator(name: str, header: str) -> Any:
 def programs(header: str) -> list[Any]:
     """What a backward has to keep alive besides tensors."""
     _, mask, score, *_ = read_header(header)
-    return [scores.program_of(score), *masks.programs(mask)]
+    own = [] if score == "none" else [scores.program_of(score)]
+    return [*own, *masks.programs(mask)] if "[" in mask else own
 
 
 def split(flat: Flat) -> tuple[list[Tensor | None], Static]:

@@ -23,6 +23,9 @@ class SequencePlace(NamedTuple):
     keys: slice
 
 
+OFFSETS = "q_offset", "k_offset"
+
+
 class Layout:
     """Where the rows of q, k and v live. A canonical view is (b, h, s, d); sequences end to end are one batch row."""
 
@@ -54,53 +57,45 @@ class Layout:
     gradient_error: ClassVar[str | None] = None
     """Why calls of this layout have no gradients."""
 
-    @property
-    def text(self) -> str:
-        """The static part, such as `bshd,seqused_k`: what `tensors` holds."""
-        raise NotImplementedError
+    FLAT: ClassVar[tuple[str, ...]]
+    """The fields that pass through a registered operator. Tensors go beside the text, which names them, and so do
+    offsets that are numbers; numbers and flags are part of the text."""
+    text: str
+    """The static part, such as `bshd,seqused_k,q_offset=`."""
+    tensors: tuple[Tensor, ...]
+    """The tensors that `text` names, in that order."""
+    ints: tuple[int, ...]
+    """The offsets that are numbers, which `text` names too."""
+    positioned: bool
+    """Whether the caller says where rows and keys stand."""
 
-    required: ClassVar[tuple[str, ...]] = ()
-    """The names of the tensors that every layout of the class has, or others in their place."""
-    optional: ClassVar[tuple[str, ...]] = ("seqused_q", "seqused_k")
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The required tensors, then those that `text` names."""
-        names = *self.required, *self._optional(), *self._offsets(Tensor)
-        return [x for name in names if (x := getattr(self, name)) is not None]
-
-    @property
-    def ints(self) -> list[int]:
-        """The offsets that are numbers, which `text` names too."""
-        return [getattr(self, name) for name in self._offsets((int, torch.SymInt))]
-
-    def _optional(self) -> list[str]:
-        """The names of the optional tensors that this layout has, but for offsets."""
-        return [name for name in self.optional if getattr(self, name) is not None]
-
-    @property
-    def positioned(self) -> bool:
-        """Whether the caller says where rows and keys stand."""
-        return self.q_offset is not None or self.k_offset is not None
-
-    def _offsets(self, kind: Any) -> list[str]:
-        """The names of the offsets of a type."""
-        if not self.positioned:
-            return []
-        return [name for name in ("q_offset", "k_offset") if isinstance(getattr(self, name), kind)]
-
-    def _words(self) -> list[str]:
-        """The words of `text` for optional tensors and offsets."""
-        if not self.positioned:
-            return self._optional()
-        numbers = [f"{name}=" for name in self._offsets((int, torch.SymInt))]
-        return [*self._optional(), *self._offsets(Tensor), *numbers]
+    def _flatten(self, word: str) -> None:
+        """Sets `text`, `tensors`, `ints` and `positioned`, of a text that begins with `word`: once, as fields never
+        change."""
+        words, tensors, ints = [word], [], []
+        for name in self.FLAT:
+            x = getattr(self, name)
+            if isinstance(x, Tensor):
+                words.append(name)
+                tensors.append(x)
+            elif x is not None and name in OFFSETS:
+                words.append(f"{name}=")
+                ints.append(x)
+            elif x:
+                words.append(f"{name}={x}")
+        positioned = self.q_offset is not None or self.k_offset is not None
+        flat = {"text": ",".join(words), "tensors": (*tensors,), "ints": (*ints,), "positioned": positioned}
+        for name, x in flat.items():
+            object.__setattr__(self, name, x)
 
     @staticmethod
-    def _fields(words: list[str], tensors: list[Tensor], ints: list[int]) -> dict[str, Any]:
-        """The inverse of `_words`; takes from the front of the lists."""
-        own: dict[str, Any] = {word: tensors.pop(0) for word in words if not word.endswith("=")}
-        return own | {word[:-1]: ints.pop(0) for word in words if word.endswith("=")}
+    def unflattened(words: list[str], tensors: list[Tensor], ints: list[int]) -> dict[str, Any]:
+        """The fields that `_flatten` made these words of; takes from the front of the lists."""
+        fields: dict[str, Any] = {}
+        for word in words:
+            name, sign, x = word.partition("=")
+            fields[name] = tensors.pop(0) if not sign else ints.pop(0) if not x else x == "True" or int(x)
+        return fields
 
     def positions(self, s_q: int) -> Positions | None:
         """Where rows and keys stand, of s_q rows; None without offsets."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.arguments import broadcasts
-from saccade.layouts.base import Layout, SequencePlace
+from saccade.layouts.base import OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_vector, same_vector, shortened
 from saccade.layouts.positions import check_offset
 from saccade.layouts.validate import interval_error, operand_error
@@ -56,16 +56,19 @@ class Dense(Layout):
     q_offset: int | Tensor | None = None
     k_offset: int | Tensor | None = None
 
+    FLAT = "seqused_q", "seqused_k", *OFFSETS
     cu_seqlens_q = cu_seqlens_k = None
     rectangular = True
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}; a Dense layout has one of {', '.join(map(repr, ORDERS))}")
-        for name in self._optional():
-            check_vector(name, getattr(self, name), "(b,)")
+        for name in ("seqused_q", "seqused_k"):
+            if getattr(self, name) is not None:
+                check_vector(name, getattr(self, name), "(b,)")
         check_offset("q_offset", self.q_offset)
         check_offset("k_offset", self.k_offset)
+        self._flatten(self.order)
 
     @property
     def kind(self) -> str:
@@ -74,21 +77,7 @@ class Dense(Layout):
     @property
     def plain(self) -> bool:
         """Whether there is neither a length nor an offset."""
-        return self.seqused_q is self.seqused_k is self.q_offset is self.k_offset is None
-
-    @property
-    def text(self) -> str:
-        return self.order if self.plain else ",".join([self.order, *self._words()])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        if self.seqused_q is self.seqused_k is self.q_offset is self.k_offset is None:  # in the hot path of small calls
-            return []
-        return [getattr(self, name) for name in (*self._optional(), *self._offsets(Tensor))]
-
-    @staticmethod
-    def from_tensors(order: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Dense:
-        return Dense(order, **Layout._fields(words, tensors, ints))
+        return self.text == self.order
 
     def canonical(self, x: Tensor) -> Tensor:
         return x if self.order == "bhsd" else x.permute(ORDERS[self.order])
@@ -107,8 +96,8 @@ class Dense(Layout):
         b, _, s_q, s_k, _ = sizes
         if mask is not None and mask.listed and (error := mask.shape_error(sizes)):
             return error
-        for name in self._optional():
-            if (used := getattr(self, name)).shape != (b,):
+        for name in ("seqused_q", "seqused_k"):
+            if (used := getattr(self, name)) is not None and used.shape != (b,):
                 return f"{name} must have shape ({b},), got {tuple(used.shape)}"
         if error := self.place_error(mask, sizes, s_q):
             return error
@@ -147,9 +136,9 @@ class Dense(Layout):
         return -(-s // block)
 
     def __repr__(self) -> str:
-        shapes = {name: list(getattr(self, name).shape) for name in (*self._optional(), *self._offsets(Tensor))}
-        numbers = {name: getattr(self, name) for name in self._offsets((int, torch.SymInt))}
-        return f"Dense({', '.join([repr(self.order), *(f'{name}={x}' for name, x in (shapes | numbers).items())])})"
+        given = {name: x for name in self.FLAT if (x := getattr(self, name)) is not None}
+        told = (f"{name}={list(x.shape) if isinstance(x, Tensor) else x}" for name, x in given.items())
+        return f"Dense({', '.join([repr(self.order), *told])})"
 
 
 def dense_of(layout: Layout, place: SequencePlace, s_q: int) -> Dense:

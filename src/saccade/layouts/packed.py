@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import Layout, SequencePlace
+from saccade.layouts.base import OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
 from saccade.layouts.positions import check_offset
 from saccade.layouts.sources import offsets_of_lengths, offsets_of_position_ids
@@ -73,8 +73,8 @@ class Packed(Layout):
 
     order = "thd"
     ragged_keys = True
-    required = "cu_seqlens_q", "cu_seqlens_k"  # and no bounds, which no result needs
-    optional = "starts_k", "seqused_q", "seqused_k"
+    # No bounds: no result needs them.
+    FLAT = "cu_seqlens_q", "cu_seqlens_k", "starts_k", "seqused_q", "seqused_k", *OFFSETS, "validate"
 
     def __post_init__(self) -> None:
         self._settle_keys()
@@ -87,8 +87,9 @@ class Packed(Layout):
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must have one shape (b + 1,), got {shapes[0]}, {shapes[1]}"
             )
-        for name in self._optional():
-            used = getattr(self, name)
+        for name in ("starts_k", "seqused_q", "seqused_k"):
+            if (used := getattr(self, name)) is None:
+                continue
             check_vector(name, used, "(b,)")
             if used.shape[0] != self.sequences:
                 raise ValueError(f"{name} must have shape ({self.sequences},), got {tuple(used.shape)}")
@@ -103,6 +104,7 @@ class Packed(Layout):
                 isinstance(bound, (bool, float)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0
             ):
                 raise ValueError(f"{name} must be an integer from 0 on, a tensor of one, or None, got {bound!r}")
+        self._flatten("packed")
 
     def _settle_keys(self) -> None:
         """Which of the fields say where the keys are."""
@@ -177,16 +179,6 @@ class Packed(Layout):
     @property
     def kind(self) -> str:
         return "packed" if self.starts_k is None else "ranges"
-
-    @property
-    def text(self) -> str:
-        return ",".join(["packed", *self._words(), *(["validate"] if self.validate else [])])
-
-    @staticmethod
-    def from_tensors(word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Packed:
-        ends = tensors.pop(0), None if "starts_k" in words else tensors.pop(0)
-        fields = Layout._fields([name for name in words if name != "validate"], tensors, ints)
-        return Packed(*ends, t_q, t_k, validate="validate" in words, **fields)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (1, h, t, d) view of a (t, h, d) tensor."""

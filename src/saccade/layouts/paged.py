@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import Layout, SequencePlace
+from saccade.layouts.base import OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
 from saccade.layouts.positions import check_offset
 from saccade.layouts.validate import cache_error, head_error, interval_error, sequence_mask_error
-from saccade.masks import Extent, Mask, Positions
+from saccade.masks import Extent, Mask, Window
 from saccade.scores import Sizes
 
 
@@ -68,7 +69,7 @@ class Paged(Layout):
     order = "paged"
     cu_seqlens_k = seqused_q = None
     has_pages = True
-    required, optional = ("block_table", "seqused_k"), ("cu_seqlens_q",)
+    FLAT = "block_table", "seqused_k", "cu_seqlens_q", *OFFSETS, "num_splits", "shared_pages"
     gradient_error = (
         "a paged cache has no gradients: call attention inside torch.no_grad(), or pass Dense or Packed keys and values"
     )
@@ -103,6 +104,7 @@ class Paged(Layout):
         ):
             columns = f"the columns of block_table {tuple(table.shape)}"
             raise ValueError(f"shared_pages must be an integer from 0 to {columns}, got {shared!r}")
+        self._flatten("paged")
 
     @property
     def sequences(self) -> int:
@@ -111,19 +113,6 @@ class Paged(Layout):
     def capacity(self, s_k: int) -> int:
         """How many keys a sequence has room for; s_k is the page size."""
         return self.block_table.shape[1] * s_k
-
-    @property
-    def text(self) -> str:
-        splits = [] if self.num_splits is None else [f"splits={self.num_splits}"]
-        shared = [f"shared={self.shared_pages}"] if self.shared_pages else []
-        return ",".join([self.kind, *self._words(), *splits, *shared])
-
-    @staticmethod
-    def from_tensors(word: str, words: list[str], tensors: list[Tensor], ints: list[int], t_q: int, t_k: int) -> Paged:
-        own = tensors.pop(0), tensors.pop(0)
-        numbers = {name: int(n) for name, _, n in (word.partition("=") for word in words) if n}
-        fields = Layout._fields([word for word in words if word.partition("=")[0] not in numbers], tensors, ints)
-        return Paged(*own, num_splits=numbers.get("splits"), shared_pages=numbers.get("shared", 0), **fields)
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of q or out, (1, h, t, d) where sequences are end to end; caches: (pages, h, rows, d)."""
@@ -156,22 +145,26 @@ class Paged(Layout):
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "documents(ids) needs rows and keys that are the same tokens, which no paged cache has"
-        error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
-        flat = self.cu_seqlens_q is not None
+        sizes, flat = self.sizes(q, k), self.cu_seqlens_q is not None
         rows = q.shape[0 if flat else 1]
-        error = error or self.place_error(mask, self.sizes(q, k), rows)
-        leaf = next((leaf for leaf in (() if mask is None else mask.leaves()) if leaf.of_shape), None)
-        if leaf is not None and self.positions(rows) is None and error is None:
-            return (
-                f"{leaf!r} counts rows from 0, and the rows of a paged call stand after the keys of the cache: pass "
-                "mask_mod(fn), or Paged(…, q_offset=0) to count from 0"
-            )
+        if isinstance(mask, Window) and not self.positioned:
+            return None
+        error = sequence_mask_error(mask, sizes, no_documents)
+        if error is None and self.positioned:
+            error = self.place_error(mask, sizes, rows)
+        elif error is None and mask is not None:
+            leaf = next(filter(attrgetter("of_shape"), mask.leaves()), None)
+            if leaf is not None:
+                return (
+                    f"{leaf!r} counts rows from 0, and the rows of a paged call stand after the keys of the cache: "
+                    "pass mask_mod(fn), or Paged(…, q_offset=0) to count from 0"
+                )
         return error or interval_error(mask, self.sequences, rows, flat)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         """Reads lengths and offsets; s_k is the page size."""
         room, used = self.capacity(s_k), self.seqused_k.tolist()
-        if any(not 0 <= n <= room for n in used):
+        if used and not 0 <= min(used) <= max(used) <= room:
             raise ValueError(
                 f"seqused_k must be in [0, {room}], the rows of {self.block_table.shape[1]} pages of {s_k}, "
                 f"got {shortened(used)}"
@@ -214,9 +207,11 @@ class Paged(Layout):
         else:
             lengths = self.cu_seqlens_q.diff()
             extent = Extent.of(max(lengths.tolist(), default=0), s_k, lengths, self.seqused_k, q.device)
+        if not self.positioned:
+            first = extent.keys - extent.rows
+            return extent._replace(p=first + extent.q_idx(), k=torch.zeros_like(extent.rows[:1]))
         positions = self.positions(q.shape[2])
-        if positions is None:
-            return extent.at(Positions(extent.keys - extent.rows, 0, False))
+        assert positions is not None
         if positions.by_row and self.cu_seqlens_q is not None and isinstance(positions.q, Tensor):
             rows = self.cu_seqlens_q[:-1, None] + extent.q_idx()  # of a padded batch
             return extent.at(positions._replace(q=positions.q[rows.clamp(0, max(positions.q.shape[0] - 1, 0))]))

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import Layout
-from saccade.layouts.dense import ORDERS, PLAIN, Dense
+from saccade.layouts.dense import PLAIN, Dense
 from saccade.layouts.packed import Packed
 from saccade.layouts.paged import Paged
-
-CLASSES: dict[str, type[Dense | Packed | Paged]] = {**dict.fromkeys(ORDERS, Dense), "packed": Packed, "paged": Paged}
-"""By the first word of a layout's text."""
 
 
 def from_tensors(text: str, tensors: list[Tensor], ints: list[int], t_q: int = 0, t_k: int = 0) -> Layout:
@@ -22,7 +19,10 @@ def from_tensors(text: str, tensors: list[Tensor], ints: list[int], t_q: int = 0
     if text in PLAIN:
         return PLAIN[text]
     word, *words = text.split(",")
-    return CLASSES[word].from_tensors(word, words, tensors, ints, t_q, t_k)
+    fields = Layout.unflattened(words, tensors, ints)
+    if word == "packed":
+        return Packed(max_seqlen_q=t_q, max_seqlen_k=t_k, **fields)
+    return Paged(**fields) if word == "paged" else Dense(word, **fields)
 
 
 @lru_cache(maxsize=512)
@@ -34,7 +34,7 @@ def view_layout(text: str) -> Layout:
 
 _OFFSETS, _TABLE = torch.zeros(1, dtype=torch.int32, device="cpu"), torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 _WITHOUT_SEQUENCES: dict[tuple[str, bool], Layout] = {
-    ("packed", False): Packed(_OFFSETS, _OFFSETS, 0, 0),
+    ("packed", True): Packed(_OFFSETS, _OFFSETS, 0, 0),
     ("paged", False): Paged(_TABLE, _OFFSETS[1:]),
     ("paged", True): Paged(_TABLE, _OFFSETS[1:], _OFFSETS),
 }

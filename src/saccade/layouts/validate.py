@@ -67,6 +67,8 @@ def counts_from_first(mask: Mask) -> bool:
 
 def interval_error(mask: Mask | None, sequences: int, rows: int, end_to_end: bool) -> str | None:
     """Of intervals whose bounds are tensors; `rows` are those of a sequence, or of all sequences end to end."""
-    leaves = () if mask is None else mask.leaves()
+    if mask is None or not mask.by_row:
+        return None
+    leaves = mask.leaves()
     errors = (leaf.bounds_error(sequences, rows, end_to_end) for leaf in leaves if isinstance(leaf, KeyInterval))
     return next(filter(None, errors), None)

@@ -36,6 +36,9 @@ class Mask:
 
     kind: ClassVar[str]
 
+    FLAT: ClassVar[dict[str, dict[str, type]]] = {}
+    """Of a leaf, for each identity that it may have: the fields that pass through a registered operator."""
+
     exact: bool = True
     """Whether `hull` is the whole truth, so that nothing has to be tested inside it."""
 
@@ -82,12 +85,12 @@ class Mask:
     @property
     def ints(self) -> list[int]:
         """The runtime scalars, leaf after leaf, in the order of `kind`."""
-        return [value for leaf in self.leaves() for value in leaf._ints()]
+        return [value for leaf in self.leaves() for value in leaf.flat(int)]
 
     @property
     def floats(self) -> list[float]:
         """The scalars that are not integers, in the same order."""
-        return [value for leaf in self.leaves() for value in leaf._floats()]
+        return [value for leaf in self.leaves() for value in leaf.flat(float)]
 
     @property
     def numbers(self) -> Hashable:
@@ -97,16 +100,16 @@ class Mask:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors, leaf after leaf, in the order of `kind`."""
-        return [value for leaf in self.leaves() for value in leaf._tensors()]
+        return [value for leaf in self.leaves() for value in leaf.flat(Tensor)]
 
-    def _ints(self) -> list[int]:
-        return []
+    def flat(self, of: type) -> list[Any]:
+        """The fields of a leaf that are of this type: int, float or Tensor."""
+        return [getattr(self, name) for name, kind in self.FLAT[self.identity].items() if kind is of]
 
-    def _floats(self) -> list[float]:
-        return []
-
-    def _tensors(self) -> list[Tensor]:
-        return []
+    @classmethod
+    def of_fields(cls, **fields: Any) -> Mask:
+        """The leaf of these fields, which are those of one identity in `FLAT`."""
+        return cls(**fields)
 
     def shape_error(self, sizes: Sizes) -> str | None:
         """What keeps it from being the mask of a call of this shape, or of b sequences of at most these lengths."""

@@ -1,7 +1,7 @@
 """The masks that intervals express: causal, window, prefix and documents."""
 
 # Properties of masks are plain attributes of some, and computed by others.
-# pyright: reportIncompatibleVariableOverride=false
+# pyright: reportIncompatibleVariableOverride=false, reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from torch import Tensor
 
 from saccade.masks.base import UNBOUNDED, Mask
 from saccade.masks.hull import FARTHEST, Extent, Interval
-from saccade.scores.recording.compile_constant import knows_inversion
 
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
     """`i + off - left <= j <= i + off + right`; None is unbounded."""
 
+    FLAT: ClassVar = {"causal": {}, "window": {"left": int, "right": int}}
     left: int | None
     right: int | None
+    # In the path of small calls, and so attributes that are computed once.
+    kind: ClassVar[Any] = "window"
+    identity: ClassVar[Any] = "window"
+    lower: ClassVar[Any] = True
+    tensors: ClassVar[Any] = ()
+    floats: ClassVar[Any] = ()
+    ints: ClassVar[Any] = ()
+    bounds: ClassVar[Any] = (0, 0)
+    """With UNBOUNDED for None."""
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return []
+    def __post_init__(self) -> None:
+        bounds = tuple([UNBOUNDED if x is None else x for x in (self.left, self.right)])
+        lower, causal = self.left is not None, self.left is None and self.right == 0
+        kind, ints = ("causal", ()) if causal else ("window", bounds)
+        derived = {"kind": kind, "identity": kind, "lower": lower, "bounds": bounds, "ints": ints}
+        for name, x in derived.items():
+            object.__setattr__(self, name, x)
 
-    @property
-    def kind(self) -> str:
-        return "causal" if self.left is None and self.right == 0 else "window"
+    def flat(self, of: type) -> list[Any]:
+        return [*self.ints] if of is int else []
 
-    @property
-    def lower(self) -> bool:
-        return self.left is not None
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """With UNBOUNDED for None."""
-        return (
-            UNBOUNDED if self.left is None else self.left,
-            UNBOUNDED if self.right is None else self.right,
-        )
-
-    def _ints(self) -> list[int]:
-        return [] if self.kind == "causal" else list(self.bounds)
+    @classmethod
+    def of_fields(cls, left: int = UNBOUNDED, right: int = 0) -> Mask:
+        return Window(bound("left", left), bound("right", right))
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         left, right = self.bounds
@@ -64,6 +65,7 @@ class Window(Mask):
 class Prefix(Mask):
     """`j < n` or `j <= i + off`."""
 
+    FLAT: ClassVar = {"prefix": {"n": int}, "prefixes": {"n": Tensor}}
     n: int | Tensor
     lower: ClassVar[bool] = False
 
@@ -74,12 +76,6 @@ class Prefix(Mask):
     @property
     def indices(self) -> frozenset[str]:
         return frozenset("b" if isinstance(self.n, Tensor) else "")
-
-    def _ints(self) -> list[int]:
-        return [] if isinstance(self.n, Tensor) else [self.n]
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.n] if isinstance(self.n, Tensor) else []
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         n = self.n[b] if isinstance(self.n, Tensor) else self.n
@@ -103,6 +99,7 @@ class Documents(Mask):
     row's document to the one after its last; `solid` bool, whether that interval holds no other document's token.
     """
 
+    FLAT: ClassVar = {"documents": dict.fromkeys(("ids", "first", "stop", "solid"), Tensor)}
     kind: ClassVar[str] = "documents"
     exact: ClassVar[bool] = False
     ids: Tensor
@@ -118,9 +115,6 @@ class Documents(Mask):
     def length(self) -> int:
         return self.ids.shape[1]
 
-    def _tensors(self) -> list[Tensor]:
-        return [self.ids, self.first, self.stop, self.solid]
-
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         b = b if self.ids.shape[0] > 1 else torch.zeros_like(b)  # one row of ids for the whole batch
         return self.ids[b, q_idx] == self.ids[b, kv_idx]
@@ -133,6 +127,9 @@ class Documents(Mask):
 
     def __repr__(self) -> str:
         return "documents"
+
+
+_CAUSAL = Window(None, 0)
 
 
 def causal() -> Mask:
@@ -154,8 +151,7 @@ def causal() -> Mask:
     ■ ■ ■ ·
     ■ ■ ■ ■
     """
-    knows_inversion()
-    return Window(None, 0)
+    return _CAUSAL
 
 
 def window(left: int | None, right: int | None) -> Mask:
@@ -174,7 +170,6 @@ def window(left: int | None, right: int | None) -> Mask:
     · ■ ■ ·
     · · ■ ■
     """
-    knows_inversion()
     return Window(bound("left", left), bound("right", right))
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from saccade.after_import import after_import
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.hull import Extent, Interval
@@ -158,3 +159,17 @@ def _complement(mask: Mask) -> Mask:
 
 
 COMBINATIONS.update({"&": _intersection, "|": _union, "~": _complement})
+
+
+def _teach_inversion() -> None:
+    """Has Dynamo follow `~` of objects as it does `&` and `|`, where it does not."""
+    from torch._dynamo import variables
+
+    def call_invert(self: Any, tx: Any, x: Any) -> Any:
+        return x.call_method(tx, "__invert__", [], {}) if isinstance(x, variables.UserDefinedObjectVariable) else None
+
+    if not hasattr(variables.BuiltinVariable, "call_invert"):
+        variables.BuiltinVariable.call_invert = call_invert  # pyright: ignore[reportAttributeAccessIssue]
+
+
+after_import("torch._dynamo.variables", _teach_inversion)

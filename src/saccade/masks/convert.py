@@ -66,8 +66,8 @@ class TensorMask(PredicateMask):
     def indices(self) -> frozenset[str]:
         return self.predicate.indices
 
-    def _tensors(self) -> list[Tensor]:
-        return [self.t]
+    def flat(self, of: type) -> list[Any]:
+        return [self.t] if of is Tensor else []
 
     def shape_error(self, sizes: scores.Sizes) -> str | None:
         call, shape = tuple(sizes[:4]), tuple(self.t.shape)

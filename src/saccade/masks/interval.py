@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from saccade import arguments
 from saccade.masks.base import Mask
 from saccade.masks.hull import FARTHEST, Extent, Interval, at
 from saccade.scores import Sizes
-from saccade.scores.recording.compile_constant import knows_inversion
 
 OPEN = 2 * FARTHEST
 """Stands for no upper bound; -FARTHEST for no lower one. No key stands there."""
@@ -23,6 +22,11 @@ OPEN = 2 * FARTHEST
 class KeyInterval(Mask):
     """`start <= r < stop`, of the position r of a key. Both bounds are integers, or both are tensors."""
 
+    FLAT: ClassVar = {
+        "interval": {"start": int, "stop": int},
+        "interval_rows": {"start": Tensor, "stop": Tensor},
+        "interval_stops": {"stop": Tensor},
+    }
     kind: ClassVar[str] = "interval"
     start: int | Tensor
     """A tensor is (b or 1, s_q or 1), or (t_q,) for queries end to end; `stop` again where `open_start`."""
@@ -45,20 +49,13 @@ class KeyInterval(Mask):
 
     @property
     def indices(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        own = any(x.dim() == 1 or x.shape[0] > 1 for x in self._tensors())
+        own = any(x.dim() == 1 or x.shape[0] > 1 for x in self.flat(Tensor))
         return frozenset("b" if own else "")
 
     @property
     def length(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        lengths = [x.shape[-1] for x in self._tensors()]
+        lengths = [x.shape[-1] for x in self.flat(Tensor)]
         return max(lengths, default=1) if max(lengths, default=1) > 1 else None
-
-    def _ints(self) -> list[int]:
-        return [x for x in (self.start, self.stop) if not isinstance(x, Tensor)]
-
-    def _tensors(self) -> list[Tensor]:
-        bounds = [self.stop] if self.open_start else [self.start, self.stop]
-        return [x for x in bounds if isinstance(x, Tensor)]
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         r = extent.k_position(b, kv_idx)
@@ -71,13 +68,11 @@ class KeyInterval(Mask):
         start = torch.full_like(stop, -FARTHEST) if self.open_start else rows + self.start
         return Interval(start, stop).less(extent.k)
 
-    @staticmethod
-    def of_tensors(identity: str, ints: list[int], tensors: list[Tensor]) -> KeyInterval:
-        """The inverse of `identity`, `ints` and `tensors`; takes from the front of the lists."""
-        bounds: list[Any] = ints if identity == KeyInterval.kind else tensors
-        start = None if identity == "interval_stops" else bounds.pop(0)
-        stop = bounds.pop(0)
-        open_start = start is None or (bounds is ints and start == -FARTHEST)
+    @classmethod
+    def of_fields(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, stop: int | Tensor, start: int | Tensor | None = None
+    ) -> Mask:
+        open_start = start is None or (not isinstance(start, Tensor) and start == -FARTHEST)
         return KeyInterval(stop if start is None else start, stop, open_start)
 
     def of_batch_row(self, b: int) -> KeyInterval:
@@ -158,12 +153,10 @@ def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
     >>> starts = torch.tensor([0, 3])  # left padding
     >>> mask = interval(starts[:, None], None) & causal()
     """
-    knows_inversion()
     first, last = (_bound(name, x) for name, x in (("start", start), ("stop", stop)))
     tensors = [x for x in (first, last) if isinstance(x, Tensor)]
     if not tensors:
-        bounds: list[Any] = [-FARTHEST if first is None else first, OPEN if last is None else last]
-        return KeyInterval.of_tensors(KeyInterval.kind, bounds, [])
+        return KeyInterval.of_fields(OPEN if last is None else last, -FARTHEST if first is None else first)
     if len(places := {x.device for x in tensors}) > 1:
         raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, places)))}")
     like = tensors[0]

@@ -16,7 +16,6 @@ from saccade import scores
 from saccade.arguments import broadcasts
 from saccade.masks.base import Mask, PredicateMask, WrappedMask
 from saccade.masks.hull import Extent
-from saccade.scores.recording.compile_constant import knows_inversion
 
 Function = Callable[..., Tensor]
 """(b, h, q_idx, kv_idx) -> bool"""
@@ -43,20 +42,9 @@ class MaskMod(PredicateMask):
     def indices(self) -> frozenset[str]:
         return self.predicate.indices
 
-    def _ints(self) -> list[int]:
-        return self.predicate.ints
-
-    def _floats(self) -> list[float]:
-        return self.predicate.floats
-
-    def _tensors(self) -> list[Tensor]:
-        return list(self.predicate.tensors)
-
-    @staticmethod
-    def of_tensors(word: str, ints: list[int], floats: list[float], tensors: list[Tensor]) -> MaskMod:
-        """The inverse of `identity`, `ints`, `floats` and `tensors`; takes from the front of the lists."""
-        identity = word.removeprefix("mask_mod[").removesuffix("]")
-        return MaskMod(scores.Traced.of_tensors(identity, tensors, ints, floats))
+    def flat(self, of: type) -> list[Any]:
+        predicate = self.predicate
+        return [*(predicate.ints if of is int else predicate.floats if of is float else predicate.tensors)]
 
     def shape_error(self, sizes: scores.Sizes) -> str | None:
         b, h, s_q, s_k, exact = sizes
@@ -151,7 +139,6 @@ def mask_mod(fn: Function) -> Mask:
     """
     if not callable(fn):
         raise TypeError(f"mask_mod needs a function of (b, h, q_idx, kv_idx), got {fn!r}")
-    knows_inversion()
     mask = Written(fn)
     if not torch.compiler.is_compiling():
         mask.bound()  # says what is wrong with a function here
@@ -168,11 +155,9 @@ class OfRow(WrappedMask):
     def indices(self) -> frozenset[str]:
         return self.mask.indices - {"b"}
 
-    def _ints(self) -> list[int]:
-        return [self.b, *self.mask.ints]
-
-    def _floats(self) -> list[float]:
-        return self.mask.floats
+    def flat(self, of: type) -> list[Any]:
+        inner = [x for leaf in self.mask.leaves() for x in leaf.flat(of)]
+        return [self.b, *inner] if of is int else inner
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.mask.sees(extent, b + self.b, h, q_idx, kv_idx)

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade import scores
 from saccade.masks.base import Mask
 from saccade.masks.blocked import Blocked
-from saccade.masks.builtin import Documents, Prefix, Window, bound
+from saccade.masks.builtin import Documents, Prefix, Window
 from saccade.masks.combine import And, Combined, Not, Or
 from saccade.masks.convert import TensorMask
 from saccade.masks.interval import KeyInterval
@@ -55,7 +55,8 @@ def _parsed(kind: str) -> Any:
 
 
 KINDS = ("causal", "window", "prefix", "prefixes", "interval", "documents", "mask_mod")
-_IDENTITIES = {*KINDS, "interval_rows", "interval_stops", "mask_tensor"}
+_LEAVES = {identity: leaf for leaf in (Window, Prefix, KeyInterval, Documents) for identity in leaf.FLAT}
+_IDENTITIES = {*KINDS, *_LEAVES, "mask_tensor"}
 
 
 def is_kind(text: str) -> bool:
@@ -71,6 +72,7 @@ def from_tensors(
     identity: str, ints: list[int], tensors: list[Tensor], floats: list[float] | None = None
 ) -> Mask | None:
     """The inverse of `identity`, `ints`, `tensors` and `floats`; takes what it needs from the front of the lists."""
+    lists: dict[type, Any] = {int: ints, Tensor: tensors, float: [] if floats is None else floats}
 
     def build(tree: Any) -> Mask:
         match tree:
@@ -80,31 +82,18 @@ def from_tensors(
                 return Or(tuple(build(part) for part in parts))
             case ("~", part):
                 return Not((build(part),))
-            case "causal":
-                return Window(None, 0)
-            case "window":
-                return Window(bound("left", ints.pop(0)), bound("right", ints.pop(0)))
-            case "prefix":
-                return Prefix(ints.pop(0))
-            case "prefixes":
-                return Prefix(tensors.pop(0))
-            case "interval" | "interval_rows" | "interval_stops":
-                return KeyInterval.of_tensors(tree, ints, tensors)
-            case "documents":
-                return Documents(tensors.pop(0), tensors.pop(0), tensors.pop(0), tensors.pop(0))
-            case _:
-                return _of_program(tree, ints, [] if floats is None else floats, tensors)
+            case _ if tree in _LEAVES:
+                leaf = _LEAVES[tree]
+                return leaf.of_fields(**{name: lists[kind].pop(0) for name, kind in leaf.FLAT[tree].items()})
+        name, _, program = tree.removesuffix("]").partition("[")
+        if name == "mask_tensor":
+            return TensorMask(tensors.pop(0))
+        return MaskMod(scores.Traced.of_tensors(program, tensors, ints, lists[float]))
 
     if identity == "none":
         return None
     mask = build(_parsed(identity.removeprefix(Blocked.MARK)))
     return Blocked(mask, tensors.pop(0)) if identity.startswith(Blocked.MARK) else mask
-
-
-def _of_program(word: str, ints: list[int], floats: list[float], tensors: list[Tensor]) -> Mask:
-    if word.startswith("mask_tensor"):
-        return TensorMask(tensors.pop(0))
-    return MaskMod.of_tensors(word, ints, floats, tensors)
 
 
 def of_leaves(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:

@@ -39,6 +39,8 @@ def run_forward(problem: Call, lse: bool) -> Outputs:
         return packed.forward(problem, lse, _forward)
     if problem.layout.has_pages:
         return paged.forward(problem, lse)
+    if problem.descale is None:
+        return _forward(problem, lse)
     out, row_lse, top = _forward(problem, lse)
     return out.to(problem.out_dtype), row_lse, top
 
@@ -51,7 +53,8 @@ def run_backward(problem: Call, saved: Saved) -> Gradients:
 
 def _forward(problem: Call, lse: bool) -> Outputs:
     """Of dense operands; the result of 8-bit ones is float32."""
-    problem = problem.dequantized()
+    if problem.descale is not None:
+        problem = problem.dequantized()
     if not problem.max_scores and (result := sdpa.forward(problem)) is not None:
         return *result, None
     return tiled.forward(problem, lse)

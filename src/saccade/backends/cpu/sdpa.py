@@ -107,6 +107,8 @@ def _without_sink(problem: Call, added: Tensor | None = None) -> tuple[Tensor, T
     causal = added is None and not _sees_all(problem)
     # Query heads find their key heads themselves.
     result, lse = _forward(problem.q, problem.k, problem.v, 0.0, causal, attn_mask=added, scale=problem.scale)
+    if problem.out is None and problem.q.is_contiguous() and result.is_contiguous():
+        return result, lse.contiguous()
     out = problem.out if problem.out is not None else empty_like_rows(problem.q, problem.v.shape[3])
     same = problem.out is None and result.stride() == out.stride()
     return result if same else out.copy_(result), lse.contiguous()

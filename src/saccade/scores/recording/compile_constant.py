@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -54,19 +53,3 @@ def callable_of(standing: Any) -> Any:
 def word_of(function: Any) -> str:
     """The name of one of torch's functions."""
     return function.__name__
-
-
-@compile_constant
-def knows_inversion() -> bool:
-    """Whether Dynamo, which runs this while it compiles, follows `~` of objects as it does `&` and `|`: it is told how
-    where it does not."""
-    variables = sys.modules.get("torch._dynamo.variables")
-    if variables is not None and not hasattr(variables.BuiltinVariable, "call_invert"):
-
-        def call_invert(self: Any, tx: Any, x: Any) -> Any:
-            return (
-                x.call_method(tx, "__invert__", [], {}) if isinstance(x, variables.UserDefinedObjectVariable) else None
-            )
-
-        variables.BuiltinVariable.call_invert = call_invert
-    return variables is not None
