@@ -363,12 +363,12 @@ def misplaced(problem: Any, sequence: Any) -> Tensor:
 
 
 def twice(problem: Any, descale: Any) -> Any:
-    return replace(RIGHT["_over_prefix"](problem, descale), sink=problem.sink)
+    return RIGHT["_over_prefix"](problem, descale).replace(sink=problem.sink)
 
 
 def unmoved(problem: Any, descale: Any) -> Any:
     part = RIGHT["_over_own_pages"](problem, descale)
-    return replace(part, layout=replace(part.layout, q_offset=None, k_offset=None))
+    return part.replace(layout=replace(part.layout, q_offset=None, k_offset=None))
 
 
 RIGHT = {name: getattr(shared_pages, name) for name in ("_positions_of_rows", "_over_prefix", "_over_own_pages")}

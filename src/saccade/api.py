@@ -164,7 +164,7 @@ def attention(
         return _returned(result, lse, max_scores, return_lse, return_max_scores)
     found, flags = None, (return_lse, return_max_scores, deterministic)
     plain = out is descale is None and type(dropout_p) is float and not dropout_p
-    if plain and isinstance(q, Tensor) and not repeats.on_host(q) and not torch.compiler.is_compiling():
+    if plain and isinstance(q, Tensor) and not torch.compiler.is_compiling() and not repeats.on_host(q):
         found = shortcuts.find(q, k, v, sink, mask, score_mod, layout, scale, flags, backend)
         if found is not None and found.shortcut and (known := found.shortcut(found)) is not None:
             return known

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from saccade import aliasing, autograd, batching, dispatch, flops, repeats, shar
 from saccade.after_import import after_import
 from saccade.autograd import refuse_gradients
 from saccade.backends import Outputs, Saved
-from saccade.call import SCHEMA, Call, flatten, needs_gradient, operator, unflatten
+from saccade.call import SCHEMA, Call, flatten, needs_gradient, operator, outline, unflatten
 from saccade.descale import EIGHT_BITS
 from saccade.layouts import empty_like_rows
 from saccade.masks import MaskMod
@@ -93,10 +94,14 @@ def runs_directly(*tensors: Tensor | None) -> bool:
 
 def _unseen(*tensors: Tensor | None) -> bool:
     """Whether nothing could tell that a call goes past the dispatcher."""
-    for x in tensors:
-        if x is not None and (type(x) not in repeats.PLAIN or x.is_neg() or x.is_meta):
-            return False
-    return not repeats.watched()
+    if repeats.watched():
+        return False
+    given = [x for x in tensors if x is not None]
+    plain = repeats.PLAIN.issuperset(map(type, given)) and not any(map(Tensor.is_neg, given))
+    return plain and not any(map(_is_meta, given))
+
+
+_is_meta = attrgetter("is_meta")
 
 
 def execute(problem: Call, backend: str, lse: bool) -> Outputs:
@@ -240,7 +245,7 @@ def _planned_backward(plan: dispatch.Plan, problem: Call, saved: Saved) -> list[
 
 def fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *flat, lse = arguments
-    call, _ = unflatten(*flat)
+    call = outline(*flat)
     layout, q, rows, dtype = call.layout, call.given[0], call.q, call.lse_dtype()
 
     def of_rows(asked: bool) -> Tensor:
@@ -258,7 +263,7 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     *flat, wanted = arguments
-    call, _ = unflatten(*flat)
+    call = outline(*flat)
     dq, dk, dv = (
         dout.new_empty(0) if x.dtype in EIGHT_BITS else call.layout.ordered(empty_like_rows(x, x.shape[-1]))
         for x in (call.q, call.k, call.v)

@@ -2,10 +2,21 @@
 
 from saccade.call.call import Call, Sequence, aligned, strides
 from saccade.call.check import autocast, check_call
-from saccade.call.flatten import SCHEMA, flatten, joined, operator, programs, read_header, savable, split, unflatten
+from saccade.call.flatten import (
+    SCHEMA,
+    flatten,
+    joined,
+    operator,
+    outline,
+    programs,
+    read_header,
+    savable,
+    split,
+    unflatten,
+)
 from saccade.call.gradients import eight_bit_gradients, needs_gradient
 
 __all__ = [
     "SCHEMA", "Call", "Sequence", "aligned", "autocast", "check_call", "eight_bit_gradients", "flatten", "joined",
-    "needs_gradient", "operator", "programs", "read_header", "savable", "split", "strides", "unflatten",
+    "needs_gradient", "operator", "outline", "programs", "read_header", "savable", "split", "strides", "unflatten",
 ]  # fmt: skip

@@ -56,7 +56,7 @@ class Call:
         k: Tensor,
         v: Tensor,
         *,
-        layout: Layout = _BHSD,
+        layout: Layout | None = None,
         mask: Mask | None = None,
         score: Score | None = None,
         sink: Tensor | None = None,
@@ -75,7 +75,7 @@ class Call:
             descale: what 8-bit operands stand for; None where k and v have more bits.
         """
         self.given: tuple[Tensor, Tensor, Tensor, Tensor | None] = (q, k, v, out)
-        self.layout = layout
+        self.layout: Layout = _BHSD if layout is None else layout  # no default: Dynamo takes objects from globals
         self.mask = mask
         self.score = score
         self.sink = sink

@@ -34,7 +34,7 @@ def check_call(
     *,
     mask: Any = None,
     score_mod: Any = None,
-    layout: Layout = _BHSD,
+    layout: Layout | None = None,
     scale: Any = None,
     sink: Tensor | None = None,
     dropout_p: Any = 0.0,
@@ -52,6 +52,7 @@ def check_call(
         runs: False for a call that is planned alone: it draws no dropout.
     """
     arguments.flags(return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic)
+    layout = _BHSD if layout is None else layout
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
     if isinstance(q, Tensor) and q.is_nested:

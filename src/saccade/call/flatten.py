@@ -102,6 +102,13 @@ def unflatten(
     return call, backend
 
 
+def outline(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *others: Any) -> Call:
+    """The call without mask, score and numbers, and with a layout for its views alone: what the shapes of results
+    depend on. A Call of symbolic numbers would fix them."""
+    layout, *_, flags = read_header(others[2])
+    return Call(q, k, v, layout=layouts.view_layout(layout), sink=sink, max_scores="max_scores" in flags)
+
+
 @lru_cache(maxsize=512)
 def read_header(header: str) -> tuple[str, str, str, str, str, frozenset[str]]:
     """The layout's text, the identities of mask and score, the backend, the names of descale's factors, and flags."""

@@ -12,8 +12,8 @@ Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/p
 
 from __future__ import annotations
 
-from saccade.compat.transformer_engine.call import Call
+from saccade.compat.transformer_engine.call import CallArguments
 from saccade.compat.transformer_engine.inference import InferenceParams
 from saccade.compat.transformer_engine.module import DotProductAttention, get_attention_backend
 
-__all__ = ["Call", "DotProductAttention", "InferenceParams", "get_attention_backend"]
+__all__ = ["CallArguments", "DotProductAttention", "InferenceParams", "get_attention_backend"]

@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 _NONE_GIVEN = Settings(None, None, None, None, None)
 
 
-class Call(NamedTuple):
+class CallArguments(NamedTuple):
     """What `DotProductAttention`'s forward takes.
 
     Args:
@@ -143,7 +143,7 @@ class Call(NamedTuple):
     thd_attention_policies: Any = None
     thd_attention_policy_dispatch: str = "auto"
 
-    def settled(self, defaults: Settings) -> Call:
+    def settled(self, defaults: Settings) -> CallArguments:
         """With q, k and v apart, and the constructor's settings where the call has none; everything is checked.
 
         Raises:
@@ -167,7 +167,7 @@ class Call(NamedTuple):
         for at, x in zip(_SETTINGS, settings, strict=True):
             values[at] = x
         check_tensors(q, k, v, settings.qkv_format)
-        return Call._make(values)
+        return CallArguments._make(values)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,9 +250,9 @@ class Call(NamedTuple):
                 raise WrongCall(f"{name} must be a dict that maps names to tensors, got {type(tensors).__name__}")
 
 
-_OPERANDS = Call._fields[:3]
-_SETTINGS = [Call._fields.index(name) for name in Settings._fields]
-_TENSORS = tuple(name for name, kind in Call.__annotations__.items() if kind == "Tensor | None")
+_OPERANDS = CallArguments._fields[:3]
+_SETTINGS = [CallArguments._fields.index(name) for name in Settings._fields]
+_TENSORS = tuple(name for name, kind in CallArguments.__annotations__.items() if kind == "Tensor | None")
 
 
 def mask_type(name: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.compat.transformer_engine.call import Call, WrongCall
+from saccade.compat.transformer_engine.call import CallArguments, WrongCall
 from saccade.dispatch import Unsupported
 from saccade.layouts import Dense, Layout, Packed
 from saccade.scores import Softcap
@@ -33,7 +33,7 @@ def ranks_of(group: Any) -> int:
     return math.prod(torch.distributed.get_world_size(x) for x in (group if isinstance(group, list) else [group]))
 
 
-def self_attention(call: Call) -> Call:
+def self_attention(call: CallArguments) -> CallArguments:
     """With the same tensors for both sides of sequences end to end, where the numbers are equal."""
     if call.order != "thd":
         return call

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.compat.transformer_engine.cache_step import CacheStep
-from saccade.compat.transformer_engine.call import Call, WrongCall
+from saccade.compat.transformer_engine.call import CallArguments, WrongCall
 from saccade.compat.transformer_engine.masks import Visibility, window_bounds
 from saccade.dispatch import Unsupported
 from saccade.masks import window
@@ -289,7 +289,7 @@ class InferenceParams:
         )
 
 
-def cached_visibility(call: Call, layer: int | None) -> tuple[CacheStep, Visibility]:
+def cached_visibility(call: CallArguments, layer: int | None) -> tuple[CacheStep, Visibility]:
     """What a call with inference_params writes and sees.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.arguments import is_one_of
 from saccade.bounded_cache import derived
-from saccade.compat.transformer_engine.call import Call, WrongCall
+from saccade.compat.transformer_engine.call import CallArguments, WrongCall
 from saccade.dispatch import Unsupported
 from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask, as_mask, window
@@ -49,7 +49,7 @@ class Lengths(NamedTuple):
     """What masks tokens that are not the last ones."""
 
 
-def visibility(call: Call) -> Visibility:
+def visibility(call: CallArguments) -> Visibility:
     """
     Raises:
         WrongCall: lengths or masks that are missing, or do not fit.
@@ -111,7 +111,7 @@ def window_bounds(kind: str, given: tuple[int, int] | None) -> tuple[int | None,
 _DENSE = {order: Dense(order) for order in ("sbhd", "bshd")}
 
 
-def _packed(call: Call, kind: str) -> Lengths:
+def _packed(call: CallArguments, kind: str) -> Lengths:
     cu_q, cu_k, most_q, most_k = call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv
     if "padding" not in kind:
         raise WrongCall(f"qkv_format='thd' needs an attn_mask_type with padding, got {kind!r}")
@@ -135,7 +135,7 @@ def layout_of(
     return Packed(starts_q, starts_k, most_q or q.shape[0], most_k or k.shape[0], used_q, used_k)
 
 
-def _check_offsets(call: Call) -> None:
+def _check_offsets(call: CallArguments) -> None:
     """Before anything is computed from them."""
     sizes, device = [], call.operands[0].device
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
@@ -150,7 +150,7 @@ def _check_offsets(call: Call) -> None:
         raise WrongCall(f"cu_seqlens must all have b + 1 elements, got {', '.join(map(str, sizes))}")
 
 
-def _dense(call: Call, kind: str) -> Lengths:
+def _dense(call: CallArguments, kind: str) -> Lengths:
     (q, k, _), order, masked = call.operands, call.order, call.attention_mask
     at = order.index("s")
     b, s_q, s_k = q.shape[1 - at], q.shape[at], k.shape[at]

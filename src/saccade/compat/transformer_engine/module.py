@@ -16,7 +16,7 @@ from saccade import arguments
 from saccade.api import Explanation, attention, explain
 from saccade.bounded_cache import BoundedCache
 from saccade.compat.transformer_engine.cache_step import CacheStep
-from saccade.compat.transformer_engine.call import Call, Settings, WrongCall, mask_type
+from saccade.compat.transformer_engine.call import CallArguments, Settings, WrongCall, mask_type
 from saccade.compat.transformer_engine.context import TYPES, ranks_of, self_attention, shared
 from saccade.compat.transformer_engine.inference import cached_visibility
 from saccade.compat.transformer_engine.masks import layout_of, visibility
@@ -82,7 +82,7 @@ class DotProductAttention(torch.nn.Module):
         num_gqa_groups: h_k; h_q when None.
         attention_dropout: the share of probabilities that become zero in training.
         qkv_format: "sbhd", "bshd" or "thd".
-        attn_mask_type: "causal" unless given; see `Call`, and so for the next three.
+        attn_mask_type: "causal" unless given; see `CallArguments`, and so for the next three.
         window_size: (left, right).
         bottom_right_diagonal: how windows are aligned.
         softcap: 0 for none.
@@ -103,8 +103,8 @@ class DotProductAttention(torch.nn.Module):
         name: not read.
         backend: saccade's own: "auto", or the one that runs or raises.
 
-    Forward takes what `Call` lists, by position or by name. It returns out with its last two dimensions as one,
-    (s_q, b, h_q d_v), (b, s_q, h_q d_v) or (t_q, h_q d_v). It is deterministic where
+    Forward takes what `CallArguments` lists, by position or by name. It returns out with its last two dimensions as
+    one, (s_q, b, h_q d_v), (b, s_q, h_q d_v) or (t_q, h_q d_v). It is deterministic where
     `torch.are_deterministic_algorithms_enabled()`.
 
     Raises:
@@ -297,9 +297,9 @@ class DotProductAttention(torch.nn.Module):
         tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, lengths
         return *tensors, self.defaults, self.head_dims, self.num_gqa_groups, self.tp_size, tuple(keywords), words
 
-    def _settled(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
+    def _settled(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> CallArguments:
         """The arguments of a call, checked against the constructor's."""
-        call = Call(*arguments, **keywords).settled(self.defaults)
+        call = CallArguments(*arguments, **keywords).settled(self.defaults)
         _, k, v = call.operands
         groups = self.num_gqa_groups // self.tp_size
         if (k.shape[-1], v.shape[-1]) != self.head_dims or k.shape[-2] != groups:
@@ -309,7 +309,7 @@ class DotProductAttention(torch.nn.Module):
             )
         return call
 
-    def _meaning(self, call: Call) -> CallMeaning:
+    def _meaning(self, call: CallArguments) -> CallMeaning:
         if call.inference_params is None:
             step, visible = None, visibility(call)
         else:
@@ -322,7 +322,7 @@ class DotProductAttention(torch.nn.Module):
 DotProductAttention.forward.__signature__ = inspect.Signature(
     [
         inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        *inspect.signature(Call).parameters.values(),
+        *inspect.signature(CallArguments).parameters.values(),
     ]
 )
 

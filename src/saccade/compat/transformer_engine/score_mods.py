@@ -10,12 +10,12 @@ from torch import Tensor
 
 from saccade.arguments import broadcasts
 from saccade.compat.alibi import alibi
-from saccade.compat.transformer_engine.call import Call, WrongCall
+from saccade.compat.transformer_engine.call import CallArguments, WrongCall
 from saccade.compat.transformer_engine.masks import Visibility
 from saccade.scores import ScoreMod, bias, compose, score_callback, softcap
 
 
-def combined_score_mod(call: Call, visible: Visibility, scale: float) -> Any:
+def combined_score_mod(call: CallArguments, visible: Visibility, scale: float) -> Any:
     """All that happens between scale and mask: a bias before the scale, score_mod, softcap, a bias after it, ALiBi.
 
     Raises:
