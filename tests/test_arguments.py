@@ -8,7 +8,19 @@ import re
 import pytest
 import torch
 
-from saccade import Paged, Partial, append_kv, attention, block_mask, causal, explain, merge, softcap, temperature
+from saccade import (
+    Paged,
+    Partial,
+    append_kv,
+    attention,
+    block_mask,
+    causal,
+    explain,
+    mask_mod,
+    merge,
+    softcap,
+    temperature,
+)
 from saccade.compat import flex
 from saccade.compat.torch_varlen import varlen_attn
 from saccade.compat.transformer_engine import DotProductAttention, InferenceParams
@@ -44,17 +56,48 @@ WRONG_TYPES = {
         "dropout_p must be a number, got True",
     ),
     "cap of True": (TypeError, lambda: softcap(True), "cap must be a number, got True"),
-    "cap of 0": (ValueError, lambda: softcap(torch.tensor(0.0)), "softcap needs a positive, finite cap, got 0.0"),
+    "cap of 0": (
+        ValueError,
+        lambda: softcap(torch.tensor(0.0)),
+        "a positive, finite cap, from 2^-126 to float32's",
+    ),
     "temperature of 0": (
         ValueError,
         lambda: temperature(torch.tensor([1.0, 0.0])),
-        "temperature needs positive, finite temperatures, got [1.0, 0.0]",
+        "positive, finite temperatures, from 2^-126 to float32's largest number, got [1.0, 0.0]",
     ),
     "scale of NaN": (
         ValueError,
         lambda: attention(Q, Q, Q, scale=math.nan),
         "scale must be a number, or None for 1/sqrt(d), got nan",
     ),
+    **{
+        f"scale of {x}": (
+            ValueError,
+            lambda x=x: attention(Q, Q, Q, scale=x),
+            f"scale must be a number, or None for 1/sqrt(d), got {x}: kernels take it as a finite float32, at most 3.4",
+        )
+        for x in (1e40, -1e40, math.inf, -math.inf)
+    },
+    **{
+        f"cap of {x}": (ValueError, lambda x=x: softcap(x), f"2^-126 to float32's largest number, got {x}")
+        for x in (1e40, 1e-40)
+    },
+    "temperature beyond float32": (
+        ValueError,
+        lambda: temperature(torch.tensor([1e40], dtype=torch.float64)),
+        "temperature needs positive, finite temperatures, from 2^-126 to float32's largest number, got [1e+40]",
+    ),
+    **{
+        f"score function of {x}": (
+            ValueError,
+            lambda x=x, backend=backend: attention(Q, Q, Q, score_mod=lambda s, b, h, i, j: s + x, backend=backend),
+            f"numbers that a function computes with are float32, up to 3.403e+38, or infinite, got {x}",
+        )
+        for x in (1e40, -1e40)
+        for backend in ("auto", "reference")
+    },
+    "mask function of 1e40": (ValueError, lambda: mask_mod(lambda b, h, i, j: i < 1e40), "write -math.inf where"),
     "scale of NaN in a tensor": (ValueError, lambda: attention(Q, Q, Q, scale=torch.tensor(math.nan)), "got nan"),
     "flex's flags": (TypeError, lambda: flex.flex_attention(Q, Q, Q, return_lse=1), "return_lse must be True or False"),
     "dropout_p": (TypeError, lambda: attention(Q, Q, Q, dropout_p="0.1"), "dropout_p must be a number, got '0.1'"),

@@ -107,7 +107,8 @@ def attention(
         layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches; `Packed(…)` for sequences of
             different lengths, end to end; `Paged(…)` for keys and values in the pages of a cache. Nested (jagged)
             tensors are packed sequences that need no layout but their order; out is nested as well.
-        scale: factor on q k^T; 1/sqrt(d) when None. A number; a tensor of one, as long as it needs no gradient.
+        scale: factor on q k^T; 1/sqrt(d) when None. A number, finite as a float32; a tensor of one, as long as it
+            needs no gradient.
         sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
             modified. It gets a gradient. The LSE includes it.
         dropout_p: the share of probabilities that become zero, in [0, 1); the others are divided by `1 - dropout_p`.

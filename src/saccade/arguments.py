@@ -11,6 +11,8 @@ from torch import Tensor
 _USUAL = {bool, type(None)}
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _FLAGS = (bool, type(None), torch.SymBool)
+LEAST_FLOAT32, MOST_FLOAT32 = 2.0**-126, torch.finfo(torch.float32).max
+"""Kernels take numbers as float32: the smallest positive one that no device flushes to zero, and the largest one."""
 
 
 def tensors(**named: Any) -> None:

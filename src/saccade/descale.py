@@ -17,7 +17,6 @@ WIDER = torch.float16, torch.bfloat16, torch.float32
 BLOCK = 128
 """Rows, or keys, that share one number where a Descale goes by blocks."""
 _FORMS = "a number or a float32 tensor (), (h_k,), (b, h_k), or by blocks of 128 rows (b, h_k, n)"
-_LEAST, _MOST = 2.0**-126, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +92,7 @@ def _number(name: str, x: Any) -> float:
     if isinstance(x, bool):
         raise TypeError(f"the descale of {name} must be {_FORMS}, got {x}")
     value = arguments.number(f"the descale of {name}", x)
-    if not _LEAST <= value <= _MOST:
+    if not arguments.LEAST_FLOAT32 <= value <= arguments.MOST_FLOAT32:
         raise ValueError(f"the descale of {name} must be a positive number, from 2^-126 to float32's largest, got {x}")
     return value
 

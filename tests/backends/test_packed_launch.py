@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from types import SimpleNamespace
@@ -99,8 +100,8 @@ def compiled(**changes: Any) -> Any:
     return found
 
 
-def launch_of(x: Tensor, y: Tensor, kernel: Any) -> PackedLaunch | None:
-    arguments = SimpleNamespace(base=x), y, "constant", (5, (0.25, True)), None, -(1 << 40)
+def launch_of(x: Tensor, y: Tensor, kernel: Any, number: float = 0.25) -> PackedLaunch | None:
+    arguments = SimpleNamespace(base=x), y, "constant", (5, (number, True)), None, -(1 << 40)
     encodings = [Encoding(encode, ("map",), (64, 32), (32, 1))]
     places = {id(x): (0, 0), id(y): (2, 16)}
     return packed(kernel, (3, 2, 1), arguments, encodings, lambda tensor: places.get(id(tensor)))
@@ -115,6 +116,13 @@ def test_what_the_driver_gets(driver: Driver) -> None:
         numbers = 64, 32, 32, 1, addresses[2] + 16, 5, 0.25, 0, -(1 << 40), 0, 0
         told = (3, 2, 1, 128, 1, 1, 4096), stream, (6, 1), 77, encode(addresses[0], "map"), *numbers
         assert driver.seen[-1] == told
+
+
+def test_floats_beyond_float32_are_infinite_as_by_triton(driver: Driver) -> None:
+    launch = launch_of(torch.zeros(64, 32, dtype=torch.bfloat16), torch.zeros(4), compiled(), -1e40)
+    assert launch is not None
+    launch(0, 0, [1 << 12, 0, 1 << 13])
+    assert driver.seen[-1][11] == -math.inf
 
 
 def test_threads_have_memory_of_their_own(driver: Driver) -> None:

@@ -97,8 +97,11 @@ def _bind_mask(mask: Any, as_written: bool) -> Mask:
 
 def _checked_scale(scale: Any) -> float:
     scale = arguments.number("scale", scale, _LEARNED_SCALE)
-    if scale != scale:
-        raise ValueError("scale must be a number, or None for 1/sqrt(d), got nan: every result would be NaN")
+    if not -arguments.MOST_FLOAT32 <= scale <= arguments.MOST_FLOAT32:  # as nan is not
+        raise ValueError(
+            f"scale must be a number, or None for 1/sqrt(d), got {scale}: kernels take it as a finite float32, at most "
+            f"{arguments.MOST_FLOAT32:.4g}; products of inf or nan would be NaN"
+        )
     return scale
 
 

@@ -14,7 +14,7 @@ from saccade.scores.callbacks.program_callbacks import callbacks_of
 from saccade.scores.callbacks.score_callback import CallbackMod
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import cache, pinned
-from saccade.scores.codegen.ranges import check_integers
+from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.recorder import record
 from saccade.scores.recording.recording_cache import find_recording, find_sure, put_recording
@@ -111,7 +111,7 @@ def _values(
 ) -> tuple[list[Tensor], list[Any]]:
     """A program's tensors and numbers, from those that its function captures."""
     if numbers:
-        check_integers(numbers)
+        check_numbers(numbers, program.dtype)
     tensors = [x if device is None or x.device == device else _on(x, device) for x in captures]
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
@@ -137,7 +137,7 @@ def proven(score_mod: Any, q: Tensor) -> Proven | None:
     if recording.whole and not recording.counts:
         return Proven(recording.proof, tensors, [], recording.inputs)
     if recording.whole:
-        check_integers(numbers)
+        check_numbers(numbers, dtype)
         return Proven(recording.proof, tensors, numbers, None)
     tensors, numbers = _values(recording.program, tensors, numbers, q.device)
     return Proven((recording.proof, *map(_form, tensors)), tensors, numbers, None)

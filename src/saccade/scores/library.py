@@ -43,11 +43,11 @@ def softcap(cap: float | Tensor) -> Softcap | ScoreMod:
     """`score -> cap tanh(score / cap)`: keeps scores inside (-cap, cap), as Gemma 2 does.
 
     Args:
-        cap: positive and finite, in units of the scaled score. A runtime value: a new one never recompiles. A tensor of
-            no dimensions is read in each call, and gets a gradient if it requires one.
+        cap: positive and finite as a float32, in units of the scaled score. A runtime value: a new one never
+            recompiles. A tensor of no dimensions is read in each call, and gets a gradient if it requires one.
 
     Raises:
-        ValueError: a cap that is not positive and finite, as far as the host knows a tensor's number.
+        ValueError: a cap that is not positive and finite as a float32, as far as the host knows a tensor's number.
 
     Source: Gemma 2 report, arXiv 2408.00118, section 2.
 
@@ -59,8 +59,8 @@ def softcap(cap: float | Tensor) -> Softcap | ScoreMod:
         _check_positive("softcap needs a positive, finite cap", cap)
         return Ready("softcap", _softcap, cap)
     cap = arguments.number("cap", cap)
-    if not 0 < cap < math.inf:
-        raise ValueError(f"softcap needs a positive, finite cap, got {cap}")
+    if not arguments.LEAST_FLOAT32 <= cap <= arguments.MOST_FLOAT32:
+        raise ValueError(f"softcap needs a positive, finite cap, {_RANGE}, got {cap}")
     return Softcap(cap)
 
 
@@ -70,8 +70,12 @@ def _check_positive(wanted: str, x: Tensor) -> None:
         return
     if torch._C._len_torch_dispatch_stack() or is_functorch_wrapped_tensor(x):
         return
-    if not bool(((x > 0) & x.isfinite()).all()):
-        raise ValueError(f"{wanted}, got {x.tolist()}")
+    wide = x.detach().double()
+    if not bool(((wide >= arguments.LEAST_FLOAT32) & (wide <= arguments.MOST_FLOAT32)).all()):
+        raise ValueError(f"{wanted}, {_RANGE}, got {x.tolist()}")
+
+
+_RANGE = "from 2^-126 to float32's largest number"
 
 
 def _softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, cap: Tensor) -> Tensor:

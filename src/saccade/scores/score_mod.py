@@ -14,6 +14,7 @@ from torch import Tensor
 from saccade.alignment import ALIGNMENT, address
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import program_of
+from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.recording.compile_constant import compile_constant
 from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.tape import refuse
@@ -204,6 +205,7 @@ class Traced(Score):
                 f"the score {identity} was traced in another process, or long ago: call attention with its function"
             )
         numbers = [(ints if integral else floats).pop(0) for integral in program.integral]
+        check_numbers(numbers, program.dtype)
         return Traced(program, [tensors.pop(0) for _ in program.ranks], numbers)
 
     def reading(self, tensors: Sequence[Tensor]) -> Traced:

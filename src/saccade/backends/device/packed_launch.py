@@ -99,6 +99,8 @@ def _parameters(
             found = None if x is None else place(x)
             yield None if x is not None and found is None else Parameter(bytes(_VALUE_BYTES), found)
         elif kind != "constexpr":
+            # struct raises for floats beyond float32, which Triton rounds to infinity.
+            x = ctypes.c_float(x).value if kind in ("fp32", "f32") else x
             yield Parameter(struct.pack(_FORMATS[kind], x)) if kind in _FORMATS else None
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from saccade.arguments import MOST_FLOAT32
+
 LONGEST = 1 << 22
 """The largest length with score functions: indices below it and their differences are exact in float32."""
 HEADS = 1 << 20
@@ -20,14 +22,19 @@ ANY = -(1 << 63), (1 << 63) - 1
 Range = tuple[int, int]
 
 
-def check_integers(values: Iterable[Any]) -> None:
+def check_numbers(values: Iterable[Any], dtype: torch.dtype) -> None:
     """
     Raises:
-        ValueError: an integer that 64 bits do not hold.
+        ValueError: an integer that 64 bits do not hold, or a finite float that this dtype of scores does not.
     """
     for x in values:
         if isinstance(x, int) and not ANY[0] <= x <= ANY[1]:
             raise ValueError(f"integers that a function captures have 64 bits, from -2^63 to 2^63 - 1, got {x}")
+        if isinstance(x, float) and dtype == torch.float32 and MOST_FLOAT32 < abs(x) < math.inf:
+            raise ValueError(
+                f"numbers that a function computes with are float32, up to {MOST_FLOAT32:.4g}, or infinite, got {x}: "
+                "write -math.inf where no key is seen"
+            )
 
 
 def fits(span: Range) -> bool:
