@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from saccade import (
+    Packed,
     Paged,
     Partial,
     append_kv,
     attention,
     block_mask,
     causal,
+    distributed,
     explain,
     mask_mod,
     merge,
@@ -24,6 +26,7 @@ from saccade import (
 from saccade.compat import flex
 from saccade.compat.torch_varlen import varlen_attn
 from saccade.compat.transformer_engine import DotProductAttention, InferenceParams
+from saccade.nn import Attention
 
 Q, K, V = torch.randn(2, 4, 6, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
 PAGES = Paged(torch.tensor([[0], [1]]), torch.tensor([0, 0]))
@@ -44,6 +47,14 @@ WRONG_TYPES = {
     "return_lse of 1": (TypeError, lambda: attention(Q, Q, Q, return_lse=1), "return_lse must be True or False, got 1"),
     "return_max_scores of 0": (TypeError, lambda: attention(Q, Q, Q, return_max_scores=0), "or False, got 0"),
     "deterministic of 1": (TypeError, lambda: attention(Q, Q, Q, deterministic=1), "must be True or False, got 1"),
+    "validate of 1": (TypeError, lambda: Packed(OFFSETS, validate=1), "validate must be True or False, got 1"),
+    "shared_pages of False": (
+        ValueError,
+        lambda: Paged(PAGES.block_table, PAGES.seqused_k, shared_pages=False),
+        "shared_pages must be an integer from 0 to the columns of block_table (2, 1), got False",
+    ),
+    "sink of 1": (TypeError, lambda: Attention(64, 4, sink=1), "sink must be True or False, got 1"),
+    "debug of 2": (TypeError, lambda: distributed.plan([3], 2, rank=0, debug=2), "debug must be True or False, got 2"),
     "scale of True": (TypeError, lambda: attention(Q, Q, Q, scale=True), "scale must be a number, got True"),
     "scale of a bool": (
         TypeError,

@@ -81,6 +81,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        arguments.flags(qk_norm=qk_norm, sink=sink, bias=bias, out_bias=out_bias)
         h_q = arguments.integer("num_heads", num_heads, 1)
         h_k = h_q if num_key_heads is None else arguments.integer("num_key_heads", num_key_heads, 1)
         if head_dim is None and dim % h_q:

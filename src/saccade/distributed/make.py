@@ -109,6 +109,7 @@ def plan(
     key = _written(documents), ranks, counted, head_dim, reach, method, rows, timeout, debug
     found = None if key[0] is None else _plans.get(key)
     if found is None:
+        arguments.flags(debug=debug)
         check_order(group)
         asked = Request(*_lengths(documents), *key[1:])
         found = _plans.get(asked)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from saccade import arguments
 from saccade.layouts.base import OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
 from saccade.layouts.positions import check_offset
@@ -77,6 +78,7 @@ class Packed(Layout):
     FLAT = "cu_seqlens_q", "cu_seqlens_k", "starts_k", "seqused_q", "seqused_k", *OFFSETS, "validate"
 
     def __post_init__(self) -> None:
+        arguments.flags(validate=self.validate)
         self._settle_keys()
         for name in ("cu_seqlens_q", "cu_seqlens_k") if self.starts_k is None else ("cu_seqlens_q",):
             check_vector(name, getattr(self, name), "(b + 1,)")

@@ -99,8 +99,8 @@ class Paged(Layout):
         if splits is not None and (isinstance(splits, bool) or not isinstance(splits, int) or splits < 1):
             raise ValueError(f"num_splits must be an integer from 1 on, or None, got {splits!r}")
         shared = self.shared_pages
-        if shared != 0 and (
-            isinstance(shared, bool) or not isinstance(shared, int) or not 0 < shared <= table.shape[1]
+        if isinstance(shared, bool) or (
+            shared != 0 and (not isinstance(shared, int) or not 0 < shared <= table.shape[1])
         ):
             columns = f"the columns of block_table {tuple(table.shape)}"
             raise ValueError(f"shared_pages must be an integer from 0 to {columns}, got {shared!r}")
