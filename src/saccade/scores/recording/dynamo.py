@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from saccade.scores.recording.autograd_functions import followed
 from saccade.scores.recording.compile_constant import compile_constant, exports, word_of
 from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
-from saccade.scores.recording.recorder import refusal
+from saccade.scores.recording.recorder import WRITES, refusal
 from saccade.scores.recording.tape import Refused, Tape, any_size, is_itself, refuse, target_dtype
+from saccade.scores.recording.writes import written_text
 
 
 class Symbol(Tensor):
@@ -40,12 +41,39 @@ def symbol(tape: Tape, place: int) -> Any:
 
 
 class Follower(TorchFunctionMode):
-    """Shows Dynamo the calls whose symbols are inside tuples, as in `table[h, kv_idx]`."""
+    """Shows Dynamo the calls whose symbols are inside tuples, as in `table[h, kv_idx]`, and refuses writes to what the
+    function captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        """Tensors whose memory the function has made, by the calls that never return views."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _symbol(args) is None:
-            return func(*args, **(kwargs or {}))
-        return call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if _symbol(args) is not None:
+            return call(func, args, kwargs)
+        name = word_of(func)
+        written = args[0] if args and (writes(name) or kwargs.get("inplace")) else kwargs.get("out")
+        for x in written if isinstance(written, (list, tuple)) else [written]:
+            if isinstance(x, Tensor) and not any([x is y for y in self.made]):  # noqa: C419 (Dynamo follows lists)
+                refuse_write(name, str(x.dtype), tuple([int(n) for n in x.shape]))
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and (name == "clone" or not any([isinstance(x, Tensor) for x in args])):  # noqa: C419 (Dynamo follows lists)
+            self.made.append(result)
+        return result
+
+
+@compile_constant
+def refuse_write(name: str, dtype: str, shape: Any) -> None:
+    raise Refused(written_text(name, f"{dtype} {shape}"))
+
+
+@compile_constant
+def writes(name: str) -> bool:
+    """Whether one of torch's functions writes to its first argument."""
+    writing = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return writing or name == "__setitem__" or name in WRITES
 
 
 def _symbol(args: Any) -> Any:
@@ -79,6 +107,8 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
             return args[0]
         function, args, kwargs = Tensor.to, (args[0], dtype), {}
     check_operation(name)
+    if kwargs.get("out") is not None:
+        refuse(f"{name} writes to out=…; use what it returns")
     check_outside_of_functions()
     cut = tape.graded and not torch.is_grad_enabled()
     if cut and is_itself(name, args, kwargs, _dtype):

@@ -26,6 +26,7 @@ from saccade.scores.recording.autograd_functions import (
     steps_of,
 )
 from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, is_itself, target_dtype
+from saccade.scores.recording.writes import WritesRefused
 
 _BRANCHES = (
     "the function branches in Python on values that only the kernel knows; "
@@ -166,6 +167,7 @@ class _Recorder(TorchFunctionMode):
         self.called: set[Any] | None = set()
         self.made: dict[int, Computed] = {}
         self.refused: Refused | Unseen | None = None
+        self.writes = WritesRefused()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -191,7 +193,11 @@ class _Recorder(TorchFunctionMode):
             return args[0]
         if any(type(x) is StandIn for x in args):  # torch.tensor(score)
             return self._step("detach", Tensor.detach, args[:1], {})
-        result = func(*args, **kwargs)
+        if name in _METADATA:
+            result = func(*args, **kwargs)
+        else:
+            with self.writes:
+                result = func(*args, **kwargs)
         self._captured(name, func, args, kwargs, result)
         return result
 
@@ -269,8 +275,8 @@ def refusal(name: str) -> str | None:
         return f"{name} draws random numbers: dropout_p of attention drops probabilities at random"
     if name == "__setitem__":
         return "x[…] = … writes in place; write a new value, such as x = torch.where(condition, value, x)"
-    if name in _WRITES:
-        return f"x {_WRITES[name]}= … writes in place; write a new value, such as x = x {_WRITES[name]} …"
+    if name in WRITES:
+        return f"x {WRITES[name]}= … writes in place; write a new value, such as x = x {WRITES[name]} …"
     if name.endswith("_") and not name.endswith("__"):
         return f"{name} writes in place; write a new value, such as x = x.{name.strip('_')}(…)"
     if name in ("shape", "size", "dim", "ndim", "numel", "__len__"):
@@ -283,7 +289,7 @@ _SHAPE = (
     "kernel works on; capture lengths as numbers"
 )
 _SIGNS = "+", "-", "*", "/", "/", "//", "%", "**", "&", "|", "^", "<<", ">>"
-_WRITES = {f"__i{name}__": sign for name, sign in zip((*ARITHMETIC, "lshift", "rshift"), _SIGNS, strict=True)}
+WRITES = {f"__i{name}__": sign for name, sign in zip((*ARITHMETIC, "lshift", "rshift"), _SIGNS, strict=True)}
 
 
 def name_of_place(place: int) -> str:
