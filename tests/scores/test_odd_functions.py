@@ -227,8 +227,13 @@ REFUSED = {
     "a mask for an index": (lambda s, b, h, i, j: s + PAIRS[0][s > 0], "at integers"),
     "a float for an index": (lambda s, b, h, i, j: s + TABLE[h, s], "int"),
     "complex": (lambda s, *at: torch.complex(s, s).abs(), "complex"),
-    "complex number": (lambda s, *at: (s * 1j).real, "real is not"),
-    "floored": (lambda s, *at: s // 0.7, "derivative"),
+    "complex number": (lambda s, *at: s * 1j, "real numbers, and meet 1j"),
+    "floored": (lambda s, *at: s // 0.7, r"floor_divide cannot .*: torch has no deriv.* write torch.floor\(a / b"),
+    "a number floored": (lambda s, *at: 0.7 // s, "floor_divide cannot .* torch.floor(?s:.*)a number flo"),
+    "shifted": (lambda s, *at: s << 1, r"torch has no lshift of Double values: convert them first"),
+    "topk": (lambda s, *at: s.topk(1), "topk cannot be part of a score function"),
+    "sort in brackets": (lambda s, *at: s.sort()[0], "sort cannot be part of a score function"),
+    "log_softmax": (lambda s, *at: F.log_softmax(s, -1), "attention's own"),
     "random": (lambda s, *at: s + torch.randn_like(s), "dropout_p"),
     "dropout": (lambda s, *at: F.dropout(s), "dropout_p"),
     "a random operation": (lambda s, *at: torch.ops.aten.bernoulli.p(s, 0.5), "bernoulli.*dropout_p"),
@@ -237,9 +242,10 @@ REFUSED = {
     "histogram": (lambda s, *at: torch.histc(s), "cannot reduce"),
     "two results": (lambda s, *at: Doubled.apply(s)[0], "one value"),
     "frexp": (lambda s, *at: torch.frexp(s).mantissa, "mantissa"),
-    "no derivative": (lambda s, *at: torch.special.zeta(s, s), "derivative"),
+    "no derivative": (lambda s, *at: torch.special.zeta(s, s), "zeta cannot .* no derivative of it; write"),
     "a tuple": (lambda s, *at: (s, s), "got tuple"),
     "other dtypes": (lambda s, b, h, i, j: torch.heaviside(s, i), "heaviside"),
+    "heaviside": (lambda s, *at: torch.heaviside(s, s), r"heaviside cannot .* write torch.where\(score > 0"),
 }  # fmt: skip
 
 

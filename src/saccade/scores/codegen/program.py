@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor, fx
 from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.codegen.distances import by_distance, depends_on
-from saccade.scores.recording.tape import TILE
+from saccade.scores.recording.advice import NO_DERIVATIVE, refusal_of
+from saccade.scores.recording.tape import TILE, Refused
 from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of
 from saccade.scores.recording.tracer import Tracer
 
@@ -137,8 +139,19 @@ class Program:
             if not isinstance(modified, Tensor) or not modified.requires_grad:
                 return tuple(0.0 for _ in wanted), at
             # Of the sum: torch imports sympy to compare the shape of a gradient that is passed.
-            gradients = torch.autograd.grad(modified.sum(), wanted, allow_unused=True)
+            try:
+                gradients = torch.autograd.grad(modified.sum(), wanted, allow_unused=True)
+            except RuntimeError as failed:
+                raise self._without_derivative(failed) from failed
             return tuple(0.0 if x is None else x for x in gradients), at
+
+    def _without_derivative(self, failed: RuntimeError) -> Exception:
+        """What the user reads where torch names an operation that it cannot derive."""
+        name = re.search(r"derivative for '?(?:aten::)?(\w+)", str(failed))
+        if name is None:
+            return failed
+        lines = [x.meta.get("stack_trace") for x in self.raw.module.graph.nodes if name_of(x) == name[1]]
+        return Refused(refusal_of(name[1], NO_DERIVATIVE), next(filter(None, lines), None))
 
     def _traced(self, function: Callable[..., Any]) -> fx.Graph:
         graph = Tracer(_decompositions()).trace(function, [node.meta["val"] for node in self._placeholders()])

@@ -11,11 +11,18 @@ _ADVICE = {
     **dict.fromkeys(
         ("view", "expand", "unsqueeze"), "scores keep their shape: b, h, q_idx and kv_idx broadcast against it"
     ),
-    "_softmax": "the softmax is attention's own; a score function sees single scores",
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax"), "the softmax is attention's own; a score function sees single scores"
+    ),
+    "floor_divide": "torch has no derivative of a // b between floats; write torch.floor(a / b)",
+    "heaviside": "torch has no derivative of it; write torch.where(score > 0, 1.0, 0.0)",
     "index": "captured tensors are read at integers; write torch.where(condition, a, b)",
 }
 READS = frozenset(_BRACKETS)
 """Operations that read a tensor at places that are computed, not by brackets."""
+
+
+NO_DERIVATIVE = "torch has no derivative of it; write others, or a torch.autograd.Function with its derivative"
 
 
 def refusal_of(name: str, otherwise: str = "scores are changed by pointwise operations") -> str:

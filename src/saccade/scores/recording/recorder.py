@@ -8,6 +8,7 @@ or a number that meets a stand-in becomes an input of the tape.
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -362,6 +363,8 @@ def error_text(failed: BaseException) -> str:
     text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
     if "broadcast" in text or "must match the size" in text:
         return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
+    if missing := re.match(r'"(\w+?)(?:_cpu|_cuda)?" not implemented for \'(\w+)\'', text):
+        return f"torch has no {missing[1]} of {missing[2]} values: convert them first, as in x.to(torch.int64)"
     if isinstance(failed, TypeError) and "positional argument" in text:
         return (
             "a score function is called with (score, b, h, q_idx, kv_idx), and a ScoreMod's tensors, a mask function "

@@ -138,6 +138,8 @@ class Tape:
                 "a number is made of a size that torch.export leaves open: give that dimension a size, or count from "
                 "the end, as in table[-1]"
             )
+        if kind is complex:
+            raise Refused(f"scores are real numbers, and meet {x}")
         if hasattr(x, "item"):  # numpy's
             return self.argument(x.item(), lifts, keeps_zero)
         return "constant", str(kind), x
