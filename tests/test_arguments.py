@@ -108,6 +108,14 @@ WRONG_TYPES = {
         for x in (1e40, -1e40)
         for backend in ("auto", "reference")
     },
+    **{
+        f"mask function of {name}": (ValueError, lambda fn=fn: mask_mod(fn), f"mask function returns bools, {words}")
+        for name, fn, words in (
+            ("integers", lambda b, h, i, j: i & 1, "True where a query sees a key, such as x != 0; got torch.int64"),
+            ("bytes", lambda b, h, i, j: (i > j).to(torch.uint8), "True where"),
+            ("floats", lambda b, h, i, j: (i - j) * 0.5, "True where"),
+        )
+    },
     "mask function of 1e40": (ValueError, lambda: mask_mod(lambda b, h, i, j: i < 1e40), "write -math.inf where"),
     "scale of NaN in a tensor": (ValueError, lambda: attention(Q, Q, Q, scale=torch.tensor(math.nan)), "got nan"),
     "flex's flags": (TypeError, lambda: flex.flex_attention(Q, Q, Q, return_lse=1), "return_lse must be True or False"),

@@ -123,12 +123,14 @@ def mask_mod(fn: Function) -> Mask:
     count, call `mask.refresh()`.
 
     Args:
-        fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. Rows and
-            keys count from the first one, without alignment at the bottom right. Captured tensors are on q's device.
+        fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. It
+            returns bools, as torch's `flex_attention` wants them too. Rows and keys count from the first one, without
+            alignment at the bottom right. Captured tensors are on q's device.
 
     Raises:
         TypeError: fn is not callable.
-        ValueError: a function that cannot be traced, with what to write instead; see `ScoreMod`.
+        ValueError: a function that returns integers or floats, or that cannot be traced, with what to write; see
+            `ScoreMod`.
 
     >>> print(mask_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 2 == 0).draw(4))
     mask_mod(lambda)

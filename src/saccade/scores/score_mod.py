@@ -87,8 +87,8 @@ class Predicate:
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = self.fn(b, h, q_idx, kv_idx)
-        if isinstance(seen, Tensor) and seen.dtype.is_floating_point:
-            refuse(f"a mask function returns bools, True where a query sees a key, such as x > 0; got {seen.dtype}")
+        if isinstance(seen, Tensor) and seen.dtype != torch.bool:
+            refuse(f"a mask function returns bools, True where a query sees a key, such as x != 0; got {seen.dtype}")
         return seen
 
 
