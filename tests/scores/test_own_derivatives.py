@@ -285,9 +285,7 @@ def test_transforms_of_values_are_refused(name, how):
             return torch.func.jvp(torch.sin, (s,), (s,))[1]
         return torch.func.vjp(torch.sin, s)[1](s)[0]
 
-    # The last three are of eager ones.
-    words = r"where nothing sees it|no attribute 'dtype'|after its call ended|'bool' object is not iterable"
-    with pytest.raises(Exception, match=words):
+    with pytest.raises(Exception, match="where nothing sees it"):
         HOW[how](lambda q, k, v: attention(q, k, v, score_mod=fn))(*operands())
 
 

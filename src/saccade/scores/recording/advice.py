@@ -22,6 +22,10 @@ READS = frozenset(_BRACKETS)
 """Operations that read a tensor at places that are computed, not by brackets."""
 
 
+BEHIND = (
+    "torch computes with values of the score function where nothing sees it, as in torch.func.jvp and vjp, which score "
+    "functions may not call on them"
+)
 NO_DERIVATIVE = "torch has no derivative of it; write others, or a torch.autograd.Function with its derivative"
 
 

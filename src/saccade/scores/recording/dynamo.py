@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from saccade.scores.recording.advice import BEHIND
 from saccade.scores.recording.autograd_functions import followed
 from saccade.scores.recording.compile_constant import compile_constant, exports, word_of
 from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
@@ -145,12 +146,6 @@ def check_operation(name: str) -> None:
         raise Refused(reason)
 
 
-_BEHIND = (
-    "torch computes with values of the score function where nothing sees it, as in torch.func.jvp and vjp, which score "
-    "functions may not call on them"
-)
-
-
 _STRICT = (
     "torch.export with strict=True does not see where a function reads a tensor that it captures: "
     "torch.export.export(…, strict=False) does"
@@ -188,7 +183,7 @@ def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, out
         refuse(_STRICT)
     for x in tape.tensors:
         if x.device.type == "meta" and device.type != "meta":
-            refuse(_BEHIND)
+            refuse(BEHIND)
     return tape, arguments
 
 

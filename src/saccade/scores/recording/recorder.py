@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from saccade.scores.recording.advice import BEHIND
 from saccade.scores.recording.autograd_functions import (
     NOT_GIVEN,
     Unseen,
@@ -63,7 +64,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Refused("a value of a score function is used after its call ended")
+        raise Refused(f"a value of a score function is used after its call ended, or {BEHIND}")
 
 
 _EMPTY = torch.empty((), device="meta")

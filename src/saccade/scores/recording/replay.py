@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from saccade.scores.recording.advice import refusal_of
+from saccade.scores.recording.advice import BEHIND, refusal_of
 from saccade.scores.recording.recorder import error_text, line_of
 from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.recording.tape import WIDEST, Refused, Tape, any_size, element, read
@@ -175,9 +175,10 @@ def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if isinstance(low, Tensor) != isinstance(high, Tensor) and low is not None and high is not None:
             return torch.clamp(torch.clamp(x, min=low), max=high)
     result = function(*args, **kwargs)
-    if isinstance(result, tuple):
-        raise Refused(refusal_of(name))
-    return result
+    if isinstance(result, Tensor):
+        return result
+    # Several tensors, or what torch's own transforms ask.
+    raise Refused(refusal_of(name) if isinstance(result, (tuple, list)) else refusal_of(name, BEHIND))
 
 
 def _places(row: Row, change: Callable[[Tensor], Any]) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from saccade.dispatch_mode import DispatchMode
-from saccade.scores.recording.advice import READS, refusal_of
+from saccade.scores.recording.advice import BEHIND, READS, refusal_of
 from saccade.scores.recording.tape import Refused
 
 aten = torch.ops.aten
@@ -66,6 +66,8 @@ class Tracer(DispatchMode):
         given, named = tree_map_only(Tensor, self._node, (args, kwargs))
         node = self.graph.create_node("call_function", _UNSEEN_WRITES.get(func, func), given, named, name)
         result = func(*(_in_range(*args) if name == "index" else args), **kwargs)
+        if not isinstance(result, (Tensor, tuple, list)):  # a bool, of what torch's own transforms ask
+            raise Refused(refusal_of(name, BEHIND))
         if not any(x.alias_info for x in func._schema.returns):
             tree_map_only(Tensor, _set_integers, result)
         return self._known(node, result)
