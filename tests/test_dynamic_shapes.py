@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import attention, bias, block_mask, documents, mask_mod, nn
+from saccade import Dense, Packed, attention, bias, block_mask, causal, documents, mask_mod, nn
 from saccade.compat import flex, sdpa
 from saccade.compat.transformer_engine import DotProductAttention
 
@@ -103,3 +103,18 @@ def test_batches_of_block_masks_that_are_made_outside():
 
     check(faces, [(b, LONGEST) for b in (1, 2, 3)])
     check(faces, [(b, LONGEST) for b in (2, 3)], dynamic=(0,))
+
+
+@pytest.mark.parametrize("layout", [Dense("bshd"), Packed(torch.tensor([0, 3, 6]))], ids=["dense", "packed"])
+def test_operands_whose_last_dimension_is_not_contiguous(layout):
+    """Strides that nobody knows order the dimensions of the copy, forward and backward."""
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for s in (7, 12):
+        shape = (2, D, s, HEADS) if isinstance(layout, Dense) else (D, s, HEADS)
+        leaves = [torch.randn(shape).requires_grad_() for _ in range(3)]
+        q, k, v = (x.movedim(-3, -1) for x in leaves)
+        results = [call(q, k, v, mask=causal(), layout=layout) for call in (compiled, attention)]
+        torch.testing.assert_close(*results)
+        assert results[0].stride() == results[1].stride()
+        torch.testing.assert_close(*[torch.autograd.grad(out.square().sum(), leaves) for out in results])

@@ -22,7 +22,10 @@ def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tens
 
 def _memory_order(x: Tensor) -> list[int]:
     """The dimensions, those with the largest strides first, and the last one last."""
-    return [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
+    order: list[int] = []
+    for dim in range(x.dim() - 1):  # by insertion: torch.compile compares strides that it does not know, and sorts none
+        order.insert(len([i for i in order if x.stride(i) >= x.stride(dim)]), dim)
+    return [*order, x.dim() - 1]
 
 
 def ordered_like(x: Tensor, other: Tensor) -> Tensor:
