@@ -32,9 +32,10 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
 
     Returns:
         A mask for calls of this shape, without used lengths. If the function of a mask, its numbers or its tensors
-        have changed, a call computes the states again. A mask of intervals alone needs no states and is returned
-        unchanged. A combination with another mask has no states. Of one that compiled code makes, calls compute the
-        states themselves.
+        have changed, or the lists of a BlockMask, a call computes the states again; of a BlockMask on a GPU all calls
+        do, as torch does not count all writes to its lists: pass `mask_mod` of its function. A mask of intervals alone
+        needs no states and is returned unchanged. A combination with another mask has no states. Of one that compiled
+        code makes, calls compute the states themselves.
 
     Raises:
         TypeError: no mask, or sizes that are not integers.

@@ -162,11 +162,11 @@ def derived_from_values(key: Hashable, tensors: Sequence[Tensor], make: Callable
     """The result of `make`, cached as long as the tensors hold what they held.
 
     Not all writes are counted: those of compiled code, of a CUDA graph's replay and of numpy are not. So a CPU compares
-    the values with copies, and what depends on tensors of a GPU is made in each call.
+    the values with copies, and what depends on tensors of a GPU, or of a class of its own, is made in each call.
     """
     if not tensors:
         return derived(key, (), make)
-    if not all(x.is_cpu for x in tensors):
+    if not all(x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
         return make()
     key = key, *((x.data_ptr(), x.shape, x.dtype) for x in tensors)
     copies, value = _compared.get(key, (None, None))

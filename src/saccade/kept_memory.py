@@ -40,6 +40,14 @@ def relaxed_capture() -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Without the caller's modes, transforms and gradients."""
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+    with torch._C._DisableFuncTorch(), modes, torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def keep(make: Callable[[], T]) -> T:
     """The result of `make`, whose tensors any later call may use.
 
@@ -48,8 +56,7 @@ def keep(make: Callable[[], T]) -> T:
     which the host waits for.
     """
     if not torch.cuda.is_initialized():
-        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
-        with torch._C._DisableFuncTorch(), modes, torch.inference_mode(False), torch.no_grad():
+        with apart():
             return make()
     stream = torch.cuda.Stream() if capturing() else torch.cuda.current_stream()
     waits = stream != torch.cuda.current_stream()

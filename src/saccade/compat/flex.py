@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
 from saccade.block_mask import block_mask as with_states
-from saccade.masks import FULL, PARTIAL, TILE, as_mask, is_block_mask, mask_mod, remember
+from saccade.masks import FULL, PARTIAL, TILE, as_mask, is_block_mask, mask_mod
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks",
@@ -142,22 +142,16 @@ def create_block_mask(
     sizes = arguments.integer("BLOCK_SIZE", sizes[0], 1), arguments.integer("BLOCK_SIZE", sizes[1], 1)
     if device is None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    blocked: Any = with_states(_mask_mod(mask_mod), B or 1, H or 1, Q_LEN, KV_LEN, device)
     if compute_dq_write_order or any(size % TILE for size in sizes):
         more: dict[str, Any] = {"separate_full_blocks": False} if not separate_full_blocks else {}  # not in torch 2.11
         if compute_dq_write_order:
             more |= {"compute_dq_write_order": True, "dq_kv_order": dq_kv_order}
-        result = torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **more)
-    else:
-        partial, full = _blocks(blocked.states.expand(B or 1, H or 1, -1, -1), sizes)
-        kinds = (partial, full) if separate_full_blocks else (partial | full,)
-        with torch.inference_mode(False), torch.no_grad():  # so that writes to them are counted
-            lists = [x for kind in kinds for x in _block_lists(kind)]
-        lengths = Q_LEN, KV_LEN
-        result = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=lengths)
-    if not torch.compiler.is_compiling():
-        remember(result, blocked)
-    return result
+        return torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **more)
+    blocked: Any = with_states(_mask_mod(mask_mod), B or 1, H or 1, Q_LEN, KV_LEN, device)
+    partial, full = _blocks(blocked.states.expand(B or 1, H or 1, -1, -1), sizes)
+    kinds = (partial, full) if separate_full_blocks else (partial | full,)
+    lists = [x for kind in kinds for x in _block_lists(kind)]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN))
 
 
 _mask_mod = mask_mod

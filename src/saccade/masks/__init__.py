@@ -4,7 +4,7 @@ from saccade.masks.base import UNBOUNDED, Mask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL, TILE, Blocked
 from saccade.masks.builtin import Documents, Prefix, Window, causal, documents, prefix, window
 from saccade.masks.combine import And, Combined, Not, Or
-from saccade.masks.convert import TensorMask, as_mask, is_block_mask, remember
+from saccade.masks.convert import TensorMask, as_mask, is_block_mask
 from saccade.masks.hull import FARTHEST, Extent, Interval, Positions
 from saccade.masks.interval import KeyInterval, interval
 from saccade.masks.mask_mod import MaskMod, Written, mask_mod
@@ -28,5 +28,5 @@ __all__ = [
     "Written",
     "as_mask", "causal", "documents", "from_tensors", "interval", "is_block_mask", "is_kind", "mask_mod",
     "of_batch_row", "of_leaves", "of_one_sequence", "of_rows", "padded", "pin", "prefix", "program_names", "programs",
-    "remember", "window",
+    "window",
 ]  # fmt: skip

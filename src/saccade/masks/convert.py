@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from saccade import arguments, scores
-from saccade.bounded_cache import BoundedCache, versions
-from saccade.kept_memory import capturing, keep
+from saccade.bounded_cache import derived_from_values
+from saccade.kept_memory import apart
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.blocked import EMPTY, FULL, PARTIAL
 from saccade.masks.hull import Extent
@@ -34,7 +33,7 @@ def as_mask(mask: Any) -> Mask | None:
     if isinstance(mask, Tensor):
         return of_tensor(mask)
     if is_block_mask(mask):
-        return of_block_mask(mask)
+        return OfBlockMask(mask)
     hint = "; for a function (b, h, q_idx, kv_idx) -> bool use mask_mod(fn)" if callable(mask) else ""
     raise TypeError(
         "mask must be a saccade mask, such as causal() & window(1023, None), a bool tensor or torch's BlockMask, got "
@@ -124,71 +123,77 @@ def is_block_mask(value: Any) -> bool:
     return arguments.of_torch("BlockMask", value)
 
 
-class Blocks:
-    """A mask by blocks of one size: each is visible, masked, or what a function says."""
+class OfBlockMask(Written):
+    """Torch's BlockMask, whose lists each call reads: blocks in the list of full ones are visible; the function decides
+    in the other listed blocks; all others are masked."""
 
-    def __init__(self, states: Tensor, mod: Any, rows: int, keys: int) -> None:
-        self.states, self.mod, self.rows, self.keys = states, mod, rows, keys
-        self.batched, self.headed = states.shape[0] != 1, states.shape[1] != 1
+    def __init__(self, block_mask: Any) -> None:
+        object.__setattr__(self, "block_mask", block_mask)
 
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        batch, head = b if self.batched else torch.zeros_like(b), h if self.headed else torch.zeros_like(h)
-        state = self.states[batch, head, q_idx // self.rows, kv_idx // self.keys]
-        return (state == 2) | ((state == 1) & self.mod(b, h, q_idx, kv_idx))
+    block_mask: Any
 
+    @property
+    def fn(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _by_blocks(_states(self.block_mask), self.block_mask.mask_mod, *self.block_mask.BLOCK_SIZE)
 
-_known: BoundedCache[Hashable, Mask] = BoundedCache(256)
-"""What BlockMasks are as Masks, by their state."""
-_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    @property
+    def name(self) -> str:
+        return scores.name_of(self.block_mask.mask_mod)
 
+    @property
+    def form(self) -> Any:
+        return *self.block_mask.kv_num_blocks.shape[:2], *self.block_mask.seq_lengths
 
-def _state(block_mask: Any) -> tuple[Hashable | None, list[Any]]:
-    """All that a BlockMask says, and what has to live meanwhile besides the function, which the Mask holds; None where
-    writes to its lists are not counted."""
-    lists = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
-    sizes = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
-    written = versions(lists)
-    state = None if written is None else (id(block_mask), id(block_mask.mask_mod), *sizes, written)
-    return state, [block_mask, *lists]
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.block_mask is self.block_mask
 
+    def __hash__(self) -> int:
+        return id(self.block_mask)
 
-def remember(block_mask: Any, mask: Mask) -> None:
-    """That a BlockMask is this Mask, until it changes."""
-    state, owners = _state(block_mask)
-    if state is not None and not capturing():  # what a graph writes is not there yet
-        _known.put(state, mask, owners)
+    def __reduce__(self) -> Any:
+        return OfBlockMask, (self.block_mask,)
 
 
-def of_block_mask(block_mask: Any) -> Mask:
-    """Torch's BlockMask: blocks in the list of full ones are visible; the function decides in the other listed blocks;
-    all others are masked."""
-    if torch.compiler.is_compiling():
-        return _of_lists(block_mask)
-    state, owners = _state(block_mask)
-    if state is None or capturing():  # a graph reads the lists in each replay
-        return _of_lists(block_mask)
-    return _known.get_or_make(state, lambda: keep(lambda: _of_lists(block_mask)), owners)
+def _by_blocks(states: Tensor, mod: Any, rows: int, keys: int) -> Any:
+    """A function that says what a mask by blocks of one size lets a query see."""
+    batched, headed = states.shape[0] != 1, states.shape[1] != 1
+
+    def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        batch, head = b if batched else torch.zeros_like(b), h if headed else torch.zeros_like(h)
+        state = states[batch, head, q_idx // rows, kv_idx // keys]
+        return (state == 2) | ((state == 1) & mod(b, h, q_idx, kv_idx))
+
+    return sees
 
 
-def _of_lists(block_mask: Any) -> Mask:
-    rows, keys = block_mask.BLOCK_SIZE
-    s_q, s_k = block_mask.seq_lengths
-    shape = *block_mask.kv_num_blocks.shape[:2], -(-s_q // rows), -(-s_k // keys)
-    states = torch.full(shape, EMPTY, dtype=torch.uint8, device=block_mask.kv_num_blocks.device)
-    states = mark(states, block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
+def _states(block_mask: Any) -> Tensor:
+    """The states of a BlockMask's blocks, (b or 1, h_q or 1, blocks of rows, blocks of keys), as its lists are now."""
+    (rows, keys), (s_q, s_k) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)]
     if block_mask.full_kv_num_blocks is not None:
-        states = mark(states, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
-    fn = Blocks(states, block_mask.mask_mod, rows, keys)
-    return Written(fn, scores.name_of(block_mask.mask_mod), (*shape[:2], s_q, s_k))
+        lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL))
+    shape = *block_mask.kv_num_blocks.shape[:2], -(-s_q // rows), -(-s_k // keys)
+
+    def make() -> Tensor:
+        device = block_mask.kv_num_blocks.device
+        states = torch.full((*shape[:3], shape[3] + 1), EMPTY, dtype=torch.uint8, device=device)
+        for count, index, value in lists:
+            _mark(states, count, index, value)
+        return states[..., :-1]
+
+    if torch.compiler.is_compiling():
+        return make()
+    with apart():
+        return derived_from_values(("blocks", shape), [x for *pair, _ in lists for x in pair], make)
 
 
-def mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> Tensor:
-    """The states with a value where lists of blocks, (b, h, rows) long and (b, h, rows, keys), have entries."""
-    index = index[..., : states.shape[3]].long()
-    listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
-    place = torch.where(listed, index, states.shape[3])  # after the end
-    wider = torch.nn.functional.pad(states, (0, 1))
-    return wider.scatter(3, place[:, :, : states.shape[2]], value)[..., :-1]
+def _mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> None:
+    """Writes a value where lists of blocks, (b, h, rows) long and (b, h, rows, keys), have entries. The last column is
+    for all that is not listed."""
+    rows, last = states.shape[2], states.shape[3] - 1
+    index = index[:, :, :rows, :last]
+    listed = torch.arange(index.shape[3], device=index.device) < count[:, :, :rows, None]
+    states.scatter_(3, torch.where(listed, index, last).long(), value)
 
 
 COMBINATIONS["mask"] = as_mask  # pyright: ignore[reportArgumentType] (of None alone it is None)
