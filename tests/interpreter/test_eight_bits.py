@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade import Dense, Descale, Packed, alibi, attention, causal, hardware, window
+from saccade import Dense, Descale, Packed, alibi, attention, causal, hardware, relative_bias, window
 from saccade.backends.device import descale, eight_bits
 from saccade.backends.triton import paged_kernel, paged_slices
 from saccade.testing import Case, check, paged
@@ -150,6 +150,16 @@ def test_dense_padded_and_packed(dtype: torch.dtype, kind: torch.dtype, monkeypa
         ends = torch.tensor([0, 100, 240])
         options = {"mask": window(40, 0), "score_mod": alibi(positive(h_q)), "layout": Packed(ends, ends, 150, 150)}
         check(*flat, **options, **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiles_beyond_the_reach_of_a_table(dtype: torch.dtype):
+    """Rows of bfloat16 queries have a scale each there, as those of a Descale by blocks have."""
+    q, k, v = rounded(torch.randn(1, 2, 20, 16), dtype), *(rounded(torch.randn(1, 2, 300, 16), E4M3) for _ in "kv")
+    blocks = Descale(k=positive(1, 2, 3), v=positive(1, 2, 3))
+    for given in (None, blocks):
+        keywords: dict[str, Any] = {"score_mod": relative_bias(torch.randn(2, 9)), "descale": given}
+        check(q, k, v, backend="triton", **keywords).assert_ok()
 
 
 def test_where_triton_has_no_e4m3(monkeypatch: pytest.MonkeyPatch):

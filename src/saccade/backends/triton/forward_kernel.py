@@ -91,7 +91,7 @@ def _step(
     elif terms is not None:
         x, row_level = linear_scores(qk, args, terms, block.q_idx, start, MASKED)
         p, alpha, row_max, row_sum = flat_softmax(x, row_level, args, row_max, row_sum)
-    elif level is not None and RISING:
+    elif level is not None and RISING and descale is None:
         p, alpha, row_max, row_sum = flat_softmax(qk, level, args, row_max, row_sum)
     elif level is not None:
         p, alpha, row_max, row_sum = online_softmax(qk * args.scale + level, row_max, row_sum, args.score)

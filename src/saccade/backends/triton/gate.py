@@ -38,8 +38,7 @@ QUANTIZE = (
 WIDE_ROWS = "dk 16bit d512/512 ranges", "dv 16bit d512/512 masked dropout", "dk 16bit d64/512 packed"
 EIGHT_BITS = (
     "d64/64 full", "d128/128 masked", "d256/256 full", "d128/128 masked blocks", "d128/128 full wide",
-    "d64/32 causal wide",
-    "d512/512 masked",
+    "d64/32 causal wide", "d64/64 full wide relative_bias", "d512/512 masked",
 )  # fmt: skip
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
