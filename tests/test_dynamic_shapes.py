@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Packed, attention, bias, block_mask, causal, documents, mask_mod, nn
+from saccade import (
+    Dense, Packed, attention, bias, block_mask, causal, documents, interval, mask_mod, nn, prefix, softcap, window,
+)  # fmt: skip
 from saccade.compat import flex, sdpa
 from saccade.compat.transformer_engine import DotProductAttention
 
@@ -91,6 +93,25 @@ def check(face, sizes, dynamic=()):
 @pytest.mark.parametrize("name", FACES)
 def test_sizes_that_dynamo_finds_dynamic(name):
     check(FACES[name], SIZES)
+
+
+NUMBERS: dict[str, Any] = {
+    "scale": lambda n: {"scale": n / 8},
+    "a cap": lambda n: {"score_mod": softcap(n + 0.5)},
+    "bounds": lambda n: {"mask": window(n, n) & (prefix(n) | interval(n, n + 9))},
+    "an offset": lambda n: {"mask": causal(), "layout": Dense(q_offset=n)},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_dynamo_finds_dynamic(name):
+    """Their checks ask Dynamo nothing that it does not know of its symbols."""
+    torch.compiler.reset()
+    x = torch.randn(1, HEADS, 24, D)
+    call = lambda n: attention(x, x, x, **NUMBERS[name](n))  # noqa: E731
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for n in (2, 3, 5):
+        assert torch.equal(compiled(n), call(n))
 
 
 def test_sizes_that_are_marked_dynamic():
