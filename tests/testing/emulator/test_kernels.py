@@ -96,6 +96,20 @@ def test_captured_tensors_of_no_sequence() -> None:
         assert all(not grad.count_nonzero() for grad in torch.autograd.grad(out.sum(), (x, table)))
 
 
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_empty_captured_tensors(eight_bits: bool) -> None:
+    """A consumer visits a tile where no row sees anything too, and reads no tensor that has no element."""
+    none, shape = torch.zeros(3, dtype=torch.int32), (2, 0, 0)
+    x = torch.randn(1, 2, 64, dtype=torch.bfloat16)
+    given: dict[str, Any] = {"mask": torch.zeros(shape, dtype=torch.bool), "score_mod": bias(torch.zeros(shape))}
+    with emulated():
+        if eight_bits:
+            x = x.to(torch.float8_e5m2)
+        for keywords in ({"mask": given["mask"]}, {"score_mod": given["score_mod"]}, given):
+            layout = Packed(none, none, 0, 0)
+            check(x, x, x, layout=layout, backend="gluon", backward=not eight_bits, **keywords).assert_ok()
+
+
 def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, name, 1)

@@ -191,11 +191,13 @@ def weight(problem: Call, score: DeviceScore) -> str:
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
-    """What emitted functions take first: see `saccade.scores.codegen.emitter`."""
+    """What emitted functions take first: see `saccade.scores.codegen.emitter`. They read some element of each tensor for
+    tiles of which no row sees anything, so an empty one, whose memory is nowhere, is one element at all indices."""
     values: list[Any] = []
     for x in score.tensors:
-        values.append(x)
-        for n, stride in zip(x.shape, x.stride(), strict=True):
+        strides = x.stride() if x.numel() else [0] * x.dim()
+        values.append(x if x.numel() else x.new_empty(1))
+        for n, stride in zip(x.shape, strides, strict=True):
             values += [runtime_int(stride), runtime_int(n)]
     for number, integral in zip(score.numbers, score.program.integral, strict=True):
         if integral and abs(number) > LONGEST:
