@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, prefix, relative_bias, window
 from saccade.backends import gluon
-from saccade.backends.gluon.backward import capture
+from saccade.backends.gluon.backward import capture, plan
 from saccade.backends.gluon.forward import splits
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
@@ -108,6 +108,14 @@ def test_empty_captured_tensors(eight_bits: bool) -> None:
         for keywords in ({"mask": given["mask"]}, {"score_mod": given["score_mod"]}, given):
             layout = Packed(none, none, 0, 0)
             check(x, x, x, layout=layout, backend="gluon", backward=not eight_bits, **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_less_room_for_tiles(d: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward beside so many captured tensors that values, and long keys, have one place."""
+    monkeypatch.setattr(plan, "HANDED", 3000)
+    case = Case("", b=3, h_q=3, h_k=3, s_q=70, s_k=300, d=d, order="thd", score="temperature")
+    right(case, seed)
 
 
 def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:

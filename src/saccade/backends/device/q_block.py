@@ -353,8 +353,8 @@ def softmax_of_products(qk, factor, row_max, row_sum):
 
 @triton.jit
 def flat_softmax(qk, level, args, row_max, row_sum):
-    """`online_softmax` of x = scale qk + level, natural, with a scale from 0 on that is one number: one multiply-add for
-    each p."""
+    """`online_softmax` of x = scale qk + level, natural, with a scale from 0 on that is one number: one multiply-add
+    for each p."""
     new_max = tl.maximum(row_max, tl.max(qk, 1) * args.scale + level)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(qk * (args.scale * LOG2E) - ((shift - level) * LOG2E)[:, None])

@@ -57,6 +57,16 @@ def runtime_int(value: int) -> int:
     return 2 * value + 3
 
 
+def runtime_bytes(x: Any) -> int:
+    """What a record, or some other argument, takes of a kernel's memory for arguments, at most. Constexprs take
+    none."""
+    if isinstance(x, tuple):
+        return sum(map(runtime_bytes, x))
+    if isinstance(x, (int, float)):
+        return 8 if abs(x) >= 1 << 31 and isinstance(x, int) else 4
+    return 8 if isinstance(x, Tensor) else 0
+
+
 def far_parts(value: int) -> tuple[int, int]:
     """Any integer of 64 bits in a form that Triton never specialises, and always takes for 64 bits: its halves, from 0
     on, with one more bit above 32. `far_int` undoes it."""

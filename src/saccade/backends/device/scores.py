@@ -191,8 +191,8 @@ def weight(problem: Call, score: DeviceScore) -> str:
 
 
 def data(score: scores.Traced) -> tuple[Any, ...]:
-    """What emitted functions take first: see `saccade.scores.codegen.emitter`. They read some element of each tensor for
-    tiles of which no row sees anything, so an empty one, whose memory is nowhere, is one element at all indices."""
+    """What emitted functions take first: see `saccade.scores.codegen.emitter`. They read some element of each tensor
+    for tiles of which no row sees anything, so an empty one, whose memory is nowhere, is one element at all indices."""
     values: list[Any] = []
     for x in score.tensors:
         strides = x.stride() if x.numel() else [0] * x.dim()

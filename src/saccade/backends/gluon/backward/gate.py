@@ -10,6 +10,7 @@ import torch
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, sequences
 from saccade.backends.device.gate import DROPPED, SCORED, GateRow, device_mask
+from saccade.backends.gluon.backward.kernel import backward_kernel
 from saccade.backends.gluon.backward.launch import arguments, captured_of, level_sums_of, workspace
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 
@@ -58,6 +59,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon {name} 16bit d128/128 causal bias" for name in ("backward", "clear"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
     yield "gluon backward 16bit d96/96 full"
+    yield "gluon backward 16bit d64/64 full temperatures"
 
 
 def combinations() -> Iterator[str]:
@@ -85,4 +87,8 @@ def compiled(name: str) -> tuple[Any, int]:
     calls = arguments(problem, plan, saved, gradients, space, mask, spans, tables, levels, captured)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
-    return launch.warmup(*call), ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)
+    kernel = launch.warmup(*call)
+    if launch.kernel is backward_kernel:
+        promised = config.shared_bytes(problem, captured is not None, launch.constants["TIGHT"])
+        assert kernel.metadata.shared <= promised, f"{kernel.metadata.shared} bytes of shared memory, not {promised}"
+    return kernel, ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)

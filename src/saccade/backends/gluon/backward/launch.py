@@ -21,6 +21,7 @@ from saccade.backends.gluon.backward.args import BackwardScoreArgs, PackedGradie
 from saccade.backends.gluon.backward.capture import BackwardCapture
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
+from saccade.backends.gluon.forward.config import SHARED_BYTES
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter
 from saccade.call import Call, aligned
 from saccade.layouts import empty_like_rows
@@ -31,7 +32,9 @@ CONSUMER_THREADS = 256
 def captured_of(problem: Call, saved: Saved) -> BackwardCapture | None:
     """What the main kernel's score function takes tiles of, and memory for its gradient if `backward` fills that."""
     config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3], True)
-    return BackwardCapture.of(problem, saved) if config.stays else None
+    if not config.stays or config.shared_bytes(problem, True, True) > SHARED_BYTES:
+        return None
+    return BackwardCapture.of(problem, saved)
 
 
 def level_sums_of(problem: Call, saved: Saved) -> LevelSums | None:

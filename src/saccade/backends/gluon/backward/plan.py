@@ -15,8 +15,8 @@ from torch import Tensor
 from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device import level_sums, sequences
-from saccade.backends.device.records import TensorArgs
+from saccade.backends.device import dropout, level_sums, masks, scores, sequences
+from saccade.backends.device.records import TensorArgs, runtime_bytes
 from saccade.backends.gluon.backward.capture import BackwardCapture
 from saccade.backends.gluon.backward.clear import CHUNK, clear_kernel
 from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
@@ -24,8 +24,10 @@ from saccade.backends.gluon.backward.dq_semaphore import rank_kernel
 from saccade.backends.gluon.backward.kernel import backward_kernel
 from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
 from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
+from saccade.backends.gluon.forward.config import SHARED_BYTES
 from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, shape_of
 from saccade.call import Call
+from saccade.scores import Traced
 
 BALANCE = 7
 """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
@@ -33,6 +35,12 @@ SECTION = 4
 """Heads whose kv blocks take turns, where no two share keys."""
 MANY = 96
 """Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
+
+HANDED = 852
+"""Bytes of shared memory, at most, for barriers, numbers of work items and what each call hands to the kernel's warps,
+as Triton passes all that these use through shared memory."""
+TABLE_BYTES = 20
+"""Of a table of distances, among what it hands to them."""
 
 L2_BYTES = 32 << 20
 """What stays in the cache beside the keys: q, dout and dq_accum of the heads of packed sequences whose kv blocks take
@@ -86,9 +94,26 @@ class BackwardConfig:
         """of dq_accum in a q block"""
         return self.block_q * self.columns // self.piece
 
-    def constants(self, d: int, d_v: int) -> dict[str, Any]:
+    def tile_bytes(self, captured: bool, tight: bool) -> int:
+        """Shared memory of tiles, where programs stay: of q, dout, ds, their LSE and delta two, and one of dq."""
+        k_places = 1 if (captured or tight) and self.columns > 64 else 2
+        v_places = 1 if tight or self.v_columns > 64 else 2
+        rows = 4 * (self.columns + self.v_columns) + 4 * self.block_k + 16 + 4 * self.columns + 512 * captured
+        return self.block_q * rows + 2 * self.block_k * (k_places * self.columns + v_places * self.v_columns)
+
+    def shared_bytes(self, problem: Call, captured: bool, tight: bool) -> int:
+        """At most, with what the call hands to the warps, which is more for each tensor that its functions capture.
+        tight: with one place for a tile of values, and for one of long keys, where there are two."""
+        rules = masks.record(problem), scores.record(problem, fast=True), dropout.record(problem)
+        given = runtime_bytes((*rules, *sequences.spans(problem)))
+        if isinstance(problem.score, Traced):
+            given += TABLE_BYTES * len(problem.score.program.distance_inputs)
+        return self.tile_bytes(captured, tight) + HANDED + given
+
+    def constants(self, d: int, d_v: int, tight: bool) -> dict[str, Any]:
         if self.stays:
-            return {"D_LAST": upper_half(d, self.columns), "DV_LAST": upper_half(d_v, self.v_columns)}
+            widths = {"D_LAST": upper_half(d, self.columns), "DV_LAST": upper_half(d_v, self.v_columns)}
+            return {**widths, "TIGHT": tight}
         return {"D": self.columns, "D_V": self.v_columns}
 
 
@@ -168,6 +193,7 @@ class BackwardPlan:
             shapes.append(plain(tiles, (1, second)))
             if captured is not None:
                 shapes += [shape_of(x, (1, 1, block_q, 64)) for x in captured.tensors]
+        tight = config.stays and config.shared_bytes(problem, captured is not None, False) > SHARED_BYTES
         chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
         preprocess = TMALaunch(
             preprocess_kernel,
@@ -185,7 +211,7 @@ class BackwardPlan:
             (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
             shapes,
             (problem.group // divided, h_q, blocks),
-            {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v)},
+            {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v, tight)},
             chained,
         )
         postprocess = TMALaunch(
