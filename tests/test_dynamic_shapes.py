@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 
 from saccade import (
-    Dense, Packed, attention, bias, block_mask, causal, documents, interval, mask_mod, nn, prefix, softcap, window,
+    Dense,
+    Packed,
+    attention,
+    bias,
+    block_mask,
+    causal,
+    documents,
+    interval,
+    mask_mod,
+    nn,
+    prefix,
+    softcap,
+    window,
 )  # fmt: skip
 from saccade.compat import flex, sdpa
 from saccade.compat.transformer_engine import DotProductAttention
