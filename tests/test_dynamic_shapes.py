@@ -22,7 +22,7 @@ from saccade import (
     prefix,
     softcap,
     window,
-)  # fmt: skip
+)
 from saccade.compat import flex, sdpa
 from saccade.compat.transformer_engine import DotProductAttention
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from saccade import aliasing, autograd, batching, dispatch, flops, repeats, shared_pages
+from saccade import aliasing, arguments, autograd, batching, dispatch, flops, repeats, shared_pages
 from saccade.after_import import after_import
 from saccade.autograd import refuse_gradients
 from saccade.backends import Outputs, Saved
@@ -74,7 +74,7 @@ def run_directly(call: Call, backend: str, lse: bool) -> Outputs | None:
     The operator costs a small call as much as its launch does.
     """
     tensors = call.differentiable()
-    if backend == "reference":
+    if backend == "reference" and not arguments.has_dtensor(*tensors):
         if call.given[3] is not None:
             refuse_gradients(*tensors)
         return execute(call, backend, lse)

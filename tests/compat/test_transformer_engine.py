@@ -22,7 +22,7 @@ from saccade import (
     softcap,
     window,
 )
-from saccade.compat.transformer_engine import Call, DotProductAttention, get_attention_backend
+from saccade.compat.transformer_engine import CallArguments, DotProductAttention, get_attention_backend
 from saccade.testing.callbacks import case
 
 B, H, G, S_Q, S_K, D, D_V = 2, 4, 2, 12, 17, 8, 6
@@ -341,7 +341,7 @@ def test_takes_what_transformer_engine_takes():
         "attention_type cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit "
         "name"
     )
-    assert list(inspect.signature(Call).parameters) == forward.split()
+    assert list(inspect.signature(CallArguments).parameters) == forward.split()
     assert list(inspect.signature(DotProductAttention.forward).parameters)[1:] == forward.split()
     assert list(inspect.signature(DotProductAttention).parameters)[:-1] == constructor.split()
 

@@ -99,7 +99,7 @@ def test_wrong_calls():
 )
 def test_text_and_records_are_the_whole_layout(used):
     layout = packed(**used)
-    tensors = layout.tensors
+    tensors = [*layout.tensors]
     again = from_tensors(layout.text, tensors, [], 10, 12)
     assert tensors == []
     assert isinstance(again, Packed)

@@ -25,7 +25,7 @@ def test_offsets_alone_are_those_of_keys_too():
         attention(*x, mask=causal(), layout=layout),
         attention(*x, mask=causal(), layout=Packed(OFFSETS, OFFSETS, 7, 7)),
     )
-    tensors = layout.tensors
+    tensors = [*layout.tensors]
     assert from_tensors(layout.text, tensors, [], 10, 10).cu_seqlens_k is OFFSETS
 
 

@@ -70,7 +70,7 @@ def test_validate(place):
 @pytest.mark.parametrize("used", [{}, {"seqused_q": USED - 3, "validate": True}], ids=["", "q"])
 def test_text_and_tensors_are_the_whole_layout(used):
     layout = ranges(**used)
-    tensors = layout.tensors
+    tensors = [*layout.tensors]
     again = from_tensors(layout.text, tensors, 10, 14)
     assert tensors == []
     assert again.text == layout.text

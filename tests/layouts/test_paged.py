@@ -264,7 +264,7 @@ def test_gradients_are_refused():
 def test_text_and_records_are_the_whole_layout():
     table, used, offsets = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(3).int()
     for layout in (Paged(table, used), Paged(table, used, offsets), Paged(table, used, offsets, 4)):
-        tensors = layout.tensors
+        tensors = [*layout.tensors]
         again = from_tensors(layout.text, tensors, [])
         assert tensors == []
         assert (again.text, again.num_splits) == (layout.text, layout.num_splits)

@@ -29,12 +29,12 @@ def from_tensors(text: str, tensors: list[Tensor], ints: list[int], t_q: int = 0
 def view_layout(text: str) -> Layout:
     """A layout of this text's order, for its views alone."""
     word, *names = text.split(",")
-    return PLAIN.get(word) or _WITHOUT_SEQUENCES[word, "cu_seqlens_q" in names]
+    return PLAIN.get(word) or _WITHOUT_SEQUENCES[word, word == "paged" and "cu_seqlens_q" in names]
 
 
 _OFFSETS, _TABLE = torch.zeros(1, dtype=torch.int32, device="cpu"), torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 _WITHOUT_SEQUENCES: dict[tuple[str, bool], Layout] = {
-    ("packed", True): Packed(_OFFSETS, _OFFSETS, 0, 0),
+    ("packed", False): Packed(_OFFSETS, _OFFSETS, 0, 0),
     ("paged", False): Paged(_TABLE, _OFFSETS[1:]),
     ("paged", True): Paged(_TABLE, _OFFSETS[1:], _OFFSETS),
 }

@@ -180,7 +180,7 @@ def test_what_transformers_does_with_a_mask(utils):
     assert made.contiguous() is made
     assert made.to("cpu") is made
     assert made.to(torch.float16) is made
-    assert attention_mask_of(2, 9, 9, mask_function=function).to("meta").mask.tensors == []
+    assert attention_mask_of(2, 9, 9, mask_function=function).to("meta").mask.tensors == ()
     moved = made.to("meta")
     assert isinstance(moved, StructuredMask)
     assert {x.device.type for x in moved.mask.tensors} == {"meta"}
