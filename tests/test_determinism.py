@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import attention, plan, softcap, window
+from saccade import attention, explain, softcap, window
 from saccade.testing.cases import Case
 
 CASE = Case("", b=2, h_q=6, h_k=2, s_q=150, s_k=190, d=32, mask="window(90,0)", score="softcap(9)", sink=True)
@@ -55,8 +55,8 @@ def test_torch_s_own_switch():
     try:
         for switch in (True, False):
             torch.use_deterministic_algorithms(switch)
-            assert plan(q, k, v).spec.deterministic is switch
-            assert plan(q, k, v, deterministic=not switch).spec.deterministic is not switch
+            assert explain(q, k, v).plan.spec.deterministic is switch
+            assert explain(q, k, v, deterministic=not switch).plan.spec.deterministic is not switch
     finally:
         torch.use_deterministic_algorithms(before)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -16,13 +18,18 @@ from saccade import (
     causal,
     explain,
     mask_mod,
-    plan,
     softcap,
     window,
 )
 from saccade.testing import paged
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED, Case
+
+
+def plan(*call: Any, **keywords: Any) -> Any:
+    """Which backend runs it, or the error that says why none does."""
+    return explain(*call, **keywords).plan
+
 
 CASES = {case.name: case for case in paged.named()} | NAMED
 CHECKED = [

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade import Dense, Spec, causal, documents, plan, softcap, window
+from saccade import Dense, Spec, causal, documents, explain, softcap, window
 from saccade.spec import DTYPES, FLAGS
 from saccade.testing.cases import SMALL
+
+
+def plan(*call: Any, **keywords: Any) -> Any:
+    """Which backend runs it, or the error that says why none does."""
+    return explain(*call, **keywords).plan
+
 
 MASKS = ["none", "causal", "window", "prefix", "prefixes", "documents", "documents&causal", "prefix|window"]
 MASKS += ["documents&(prefix|window)&causal", "documents|window"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
@@ -231,15 +232,9 @@ def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: 
 
 
 def plan(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> dispatch.Plan:
-    """The Plan that `attention` would use: the same arguments, or a Spec's text.
-
-    Raises:
-        Unsupported: no backend runs it.
-
-    >>> plan("bf16 d128 cpu").backend
-    'cpu'
-    """
-    return dispatch.plan_for(_planned(q, operands, backend, keywords), backend)
+    """`explain(…).plan`, which takes its place: this name goes with the next version."""
+    warnings.warn("saccade.plan(…) is explain(…).plan now, and goes with the next version", DeprecationWarning, 2)
+    return explain(q, *operands, backend=backend, **keywords).plan
 
 
 _SIGNATURE = inspect.signature(attention)
@@ -252,11 +247,11 @@ def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords:
     try:
         bound = _SIGNATURE.bind(q, *operands, backend=backend, **keywords)
     except TypeError as error:
-        raise TypeError(f"explain and plan take the arguments of attention, or a Spec's text: {error}") from None
+        raise TypeError(f"explain takes the arguments of attention, or a Spec's text: {error}") from None
     bound.apply_defaults()
     if bound.arguments.pop("context") is not None:
-        raise TypeError("explain and plan are of calls in one process: omit context, and print(context.explain())")
+        raise TypeError("explain is of calls in one process: omit context, and print(context.explain())")
     call = check_call(**bound.arguments, runs=False)
     if arguments.has_dtensor(*call.differentiable()):
-        raise TypeError("explain and plan are of calls in one process: pass one rank's part of DTensors, x.to_local()")
+        raise TypeError("explain is of calls in one process: pass one rank's part of DTensors, x.to_local()")
     return call

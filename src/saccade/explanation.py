@@ -33,11 +33,12 @@ class Explanation:
         self.spec = call if isinstance(call, Spec) else call.spec()
         calls = {name: whole if name in WHOLE_SCORES else call for name in dispatch.NAMES}
         self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}
+        self._asked = dispatch.BACKENDS if backend == "auto" else (backend,)
         self.outrun: dict[str, str] = {}
         if isinstance(call, Call):
             able = [name for name, against in self.reasons.items() if not against]
             self.outrun = {name: why for name in able if (why := dispatch.outrun(name, call)) is not None}
-        plan = _plan_if_any(call, backend)
+        plan = self._plan = _plan_if_any(call, backend)
         self.shared = None
         if plan and isinstance(whole, Call) and whole.layout.shared_pages and plan.backend != "reference":
             self.shared = shared_pages.explanation(whole, backend)
@@ -51,6 +52,21 @@ class Explanation:
         if plan and plan.backend != "reference":  # which PyTorch differentiates itself
             gradient = _backward_if_any(call, backend)
             self.gradient = gradient.backend if gradient else None
+
+    @property
+    def plan(self) -> dispatch.Plan:
+        """The Plan that `attention` would use: the Spec, and the backend that runs it.
+
+        Raises:
+            Unsupported: no backend runs the call, or not the one that was named.
+
+        >>> explain("bf16 d128 cpu").plan.backend
+        'cpu'
+        """
+        if self._plan is None:
+            asked = {name: self.reasons[name] for name in self._asked}
+            raise Unsupported(dispatch.refusal(self.spec, asked))
+        return self._plan
 
     def __str__(self) -> str:
         lines = [str(self.spec)]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade import Dense, attention, causal, dispatch, documents, prefix, shortcuts, softcap, window
-from saccade.api import plan
+from saccade.api import explain
 from saccade.backends.gluon.backward import launch as backward_launch
 from saccade.masks import Mask
 from saccade.testing.accuracy import check
@@ -48,7 +48,7 @@ def operands(
 def right(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> None:
     """Output and gradients are within the tolerance, and the gradients are this backend's."""
     told = {name: x for name, x in keywords.items() if name not in ("dout", "dlse")}
-    spec = plan(q, k, v, backend=BACKEND, **told).spec
+    spec = explain(q, k, v, backend=BACKEND, **told).plan.spec
     assert dispatch.plan(spec, BACKEND, gradient=True).backend == BACKEND
     for _ in range(2):
         check(q, k, v, backend=BACKEND, **keywords).assert_ok()

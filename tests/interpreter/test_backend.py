@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from saccade import plan
+from saccade import explain
 from saccade.call import Call
 from saccade.dispatch import plan_for
 
@@ -13,4 +13,4 @@ def test_gradients_are_the_kernels_own():
     x = torch.randn(1, 2, 20, 16)
     problem = Call(x, x, x)
     assert plan_for(problem, "triton").backend == plan_for(problem, "triton", gradient=True).backend == "triton"
-    assert plan("fp32 d64 cpu", backend="triton").backend == "triton"
+    assert explain("fp32 d64 cpu", backend="triton").plan.backend == "triton"

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import Dense, Packed, Unsupported, attention, causal, explain, mask_mod, plan
+from saccade import Dense, Packed, Unsupported, attention, causal, explain, mask_mod
 from saccade.layouts import from_tensors
 from saccade.testing import check
 from saccade.testing.cases import Case
@@ -83,7 +83,7 @@ def test_words():
     assert str(explain(*x, layout=ranges()).spec) == "fp32 d16 group2 ranges aligned cpu".replace(
         "d16 group2", "group2 d16"
     )
-    assert plan("bf16 d64 ranges causal cpu").backend == "cpu"
+    assert explain("bf16 d64 ranges causal cpu").plan.backend == "cpu"
     assert ranges().sizes(*x[:2])[2:4] == (6, 7)
     assert ranges(max_seqlen_k=9).sizes(*x[:2]).s_k == 9
     with pytest.raises(Unsupported, match=r"cudnn: .*has no ranges layout"):

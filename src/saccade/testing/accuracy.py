@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.api import attention, plan
+from saccade.api import attention, explain
 from saccade.descale import EIGHT_BITS
 from saccade.dropout import Dropout
 from saccade.layouts import Dense
@@ -122,7 +122,7 @@ def check(
         dout = dlse = None
     elif dout is None:
         dout = random((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
-    chosen = plan(q, k, v, backend=backend, **keywords)
+    chosen = explain(q, k, v, backend=backend, **keywords).plan
     function = _seeded(partial(function, backend=backend), q.device)
     call = CheckedCall.of(q, k, v, dout, dlse, keywords)
     found = _run(function, call)
