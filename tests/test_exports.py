@@ -30,6 +30,7 @@ from saccade import (
     softcap,
     window,
 )
+from saccade.compat import sdpa
 from saccade.nn import Attention
 
 
@@ -182,3 +183,14 @@ def test_loaded_by_another_process(device, tmp_path):
     command = [sys.executable, "-c", LOAD, tmp_path / "calls", *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_masks_of_sdpa_that_all_batch_rows_share_leave_the_batch_open():
+    added = torch.randn(1, 2, 5, 5)
+    masks = added > -1, (added > -1)[:, :1, :1], added, added[0, 0]
+    model = Calls(lambda q, *masks: [sdpa.scaled_dot_product_attention(q, q, q, attn_mask=x) for x in masks])
+    free = ({0: Dim.DYNAMIC}, *[None] * len(masks))
+    run = torch.export.export(model, (torch.randn(3, 2, 5, 4), *masks), dynamic_shapes=(free,)).module()
+    for b in (2, 7):
+        q = torch.randn(b, 2, 5, 4)
+        torch.testing.assert_close(run(q, *masks), model(q, *masks))
