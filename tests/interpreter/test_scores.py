@@ -19,6 +19,7 @@ from saccade.scores import bind
 from saccade.scores.codegen import source
 from saccade.scores.codegen.reads import EmitOptions
 from saccade.testing.accuracy import check
+from saccade.testing.call_slice import Precision
 from saccade.testing.non_finite import TABLES, operands, table_results
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
 
@@ -177,6 +178,14 @@ def test_linear_scores_of_16_bits(name, mask, monkeypatch):
     emit = device_scores.linear_source
     monkeypatch.setattr(device_scores, "linear_source", lambda *given: emit(*given).replace("return", "return 1.1 *"))
     assert report(lambda s, b, h, i, j: s + (WHOLE_ROWS[h, i * 0 + 20] + 2) * (j - i)).ratios["out"] > 1
+
+
+def test_linear_scores_of_few_keys(monkeypatch):
+    """Rows far before the diagonal have small scores, which no sum with numbers of far keys may round; the tolerance is
+    that of a GPU, whose exponentials have more bits than a CPU's."""
+    monkeypatch.setattr(Precision, "of", classmethod(lambda cls, *_: cls(torch.float32, torch.float32)))
+    q, k, v = (torch.randn(1, 1, s, 16, dtype=torch.float16) for s in (900, 6, 6))
+    check(q, k, v, score_mod=alibi(torch.tensor([0.3])), backward=False, backend="triton").assert_ok()
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def level_at(tiles, levels, start):
 def linear_terms(args, q_idx):
     """Of a score that is linear in the key's index: each row's pitch, in units of the products, a key; what is added to
     all of its scores, natural, if keys are counted from one key; and that key: [block_q] each."""
-    key = q_idx + args.off
+    key = within(q_idx + args.off, 0, tl.maximum(args.keys - 1, 0))  # one of the sequence's: sums with others lose bits
     zero = q_idx.to(tl.float32) * 0
     pitch = zero + args.score.pitch(args.score.data, args.b, args.h, q_idx, key)
     return pitch / args.scale, zero + args.score.level(args.score.data, args.b, args.h, q_idx, key), key

@@ -342,7 +342,7 @@ def score_rows(rule, args, pipe, item, at, b):
     factors = factors_of_rows(args.descale, b, item.h_k, item.row)
     if args.descale is not None:
         rule = score_rule(args.mask, args.score, args.dropout, args.scale * factors[0].products)
-    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - rows), b, h, q_idx, rows, keys, bounds, factors, ())
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, rows, keys), b, h, q_idx, rows, keys, bounds, factors, ())
 
 
 @gluon.jit

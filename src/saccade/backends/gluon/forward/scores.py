@@ -53,11 +53,11 @@ def score_rule(mask, score, dropout, scale):
 
 
 @gluon.jit
-def linear_terms(rule, b, h, q_idx, off):
+def linear_terms(rule, b, h, q_idx, rows, keys):
     """Of a score that is linear in the key's index: [64] the pitch, in units of the products, a key, and what is added
     to every product, natural, if keys are counted from that one. Else nothing that is used."""
     if rule.score.linear:
-        key = q_idx + off
+        key = gl.minimum(gl.maximum(q_idx + keys - rows, 0), gl.maximum(keys - 1, 0))  # as `q_block.linear_terms`
         zero = q_idx.to(gl.float32) * 0
         pitch = zero + rule.score.pitch(rule.score.data, b, h, q_idx, key)
         level = zero + rule.score.level(rule.score.data, b, h, q_idx, key)
