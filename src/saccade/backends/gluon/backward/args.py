@@ -21,6 +21,8 @@ class BackwardScoreArgs(NamedTuple):
     scale: Any
     flat: Any
     """constexpr: tiles beyond the reach of the score's tables have steps of their own"""
+    tight: Any
+    """constexpr: functions capture so much that there is less room for tiles: see `BackwardConfig.shared_bytes`"""
     level_sums: Any
     """float32 (b, h_q, kv blocks, 2, threads of both consumers): what each thread's ds beyond the reach add up to, see
     `LevelSums`; or None"""

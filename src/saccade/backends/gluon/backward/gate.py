@@ -89,6 +89,6 @@ def compiled(name: str) -> tuple[Any, int]:
     launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
     kernel = launch.warmup(*call)
     if launch.kernel is backward_kernel:
-        promised = config.shared_bytes(problem, captured is not None, launch.constants["TIGHT"])
+        promised = config.shared_bytes(problem, captured is not None, plan.tight)
         assert kernel.metadata.shared <= promised, f"{kernel.metadata.shared} bytes of shared memory, not {promised}"
     return kernel, ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)

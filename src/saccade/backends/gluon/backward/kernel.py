@@ -42,7 +42,6 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, captured_desc,
     gradient_desc, packed, counter, spans, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
     FOLD: gl.constexpr, MASKED: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
-    TIGHT: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k.
 
@@ -52,8 +51,7 @@ def backward_kernel(
     where dq may be added to in any order. counter: two zeros, which are zeros again in the end. D_LAST, DV_LAST: how
     many columns of the upper halves of d and d_v are in use. captured_desc: of a captured tensor of which score
     functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of BLOCK_Q rows and 64 keys, or None. gradient_desc: the
-    same of its gradient, if that is ds, or None. TIGHT: functions capture so much that there is less room for tiles:
-    see `BackwardConfig.shared_bytes`.
+    same of its gradient, if that is ds, or None.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
@@ -63,6 +61,7 @@ def backward_kernel(
     DS_SHAPE: gl.constexpr = [BLOCK_Q, BLOCK_K] if CAPTURED else [BLOCK_K, BLOCK_Q]
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for(DS_SHAPE, DTYPE)
     RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    TIGHT: gl.constexpr = scores.tight
     # As much as there is room for: v has two places where its rows are short, and k one beside captured tiles where
     # they are long.
     SLOTS: gl.constexpr = 1 if (CAPTURED or TIGHT) and BLOCK_D > 64 else K_SLOTS

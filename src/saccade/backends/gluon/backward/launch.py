@@ -32,9 +32,8 @@ CONSUMER_THREADS = 256
 def captured_of(problem: Call, saved: Saved) -> BackwardCapture | None:
     """What the main kernel's score function takes tiles of, and memory for its gradient if `backward` fills that."""
     config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3], True)
-    if not config.stays or config.shared_bytes(problem, True, True) > SHARED_BYTES:
-        return None
-    return BackwardCapture.of(problem, saved)
+    found = BackwardCapture.of(problem, saved) if config.stays else None
+    return None if found is None or config.shared_bytes(problem, True, True) > SHARED_BYTES else found
 
 
 def level_sums_of(problem: Call, saved: Saved) -> LevelSums | None:
@@ -148,7 +147,7 @@ def arguments(
     score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.tile.number)
     flat, sums = FLAGS[plan.flat], None if levels is None else levels.sums
     found = (None, None) if captured is None else captured.args
-    score_args = BackwardScoreArgs(mask, score, scale, flat, sums, *found, dropout.record(problem))
+    score_args = BackwardScoreArgs(mask, score, scale, flat, FLAGS[plan.tight], sums, *found, dropout.record(problem))
     rest = packed, own, spans, score_args, plan.order, semaphore
     if drawn is None:
         yield tensors[:-1], rest

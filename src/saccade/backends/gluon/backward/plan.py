@@ -110,10 +110,9 @@ class BackwardConfig:
             given += TABLE_BYTES * len(problem.score.program.distance_inputs)
         return self.tile_bytes(captured, tight) + HANDED + given
 
-    def constants(self, d: int, d_v: int, tight: bool) -> dict[str, Any]:
+    def constants(self, d: int, d_v: int) -> dict[str, Any]:
         if self.stays:
-            widths = {"D_LAST": upper_half(d, self.columns), "DV_LAST": upper_half(d_v, self.v_columns)}
-            return {**widths, "TIGHT": tight}
+            return {"D_LAST": upper_half(d, self.columns), "DV_LAST": upper_half(d_v, self.v_columns)}
         return {"D": self.columns, "D_V": self.v_columns}
 
 
@@ -124,6 +123,8 @@ class BackwardPlan:
     fold: bool
     flat: bool
     """Blocks beyond the reach of the score's tables have steps of their own."""
+    tight: bool
+    """Functions capture so much that there is less room for tiles."""
     launches: tuple[TMALaunch, ...]
     """Of the kernel that clears a captured tensor's gradient, if there is one to clear, of the rank kernel, if dq is
     added in order, of the preprocess, the main and the postprocess kernel."""
@@ -193,7 +194,6 @@ class BackwardPlan:
             shapes.append(plain(tiles, (1, second)))
             if captured is not None:
                 shapes += [shape_of(x, (1, 1, block_q, 64)) for x in captured.tensors]
-        tight = config.stays and config.shared_bytes(problem, captured is not None, False) > SHARED_BYTES
         chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
         preprocess = TMALaunch(
             preprocess_kernel,
@@ -211,7 +211,7 @@ class BackwardPlan:
             (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
             shapes,
             (problem.group // divided, h_q, blocks),
-            {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v, tight)},
+            {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v)},
             chained,
         )
         postprocess = TMALaunch(
@@ -233,6 +233,7 @@ class BackwardPlan:
         return BackwardPlan(
             fold=fold,
             flat=flat,
+            tight=config.stays and config.shared_bytes(problem, captured is not None, False) > SHARED_BYTES,
             launches=launches,
             ranks=(b, kv_blocks, blocks) if problem.deterministic else None,
             counters=2 * b * h_q * blocks,
