@@ -141,27 +141,27 @@ def test_plans_of_forward_and_backward_are_kept_apart(everywhere):
     """A backend keeps launches in its Plan: those of another backend must not be in it."""
     made = NAMED["causal"].inputs()
     operands = made.q, made.k, made.v
-    problem = Call(*operands, mask=made.keywords["mask"], layout=made.keywords["layout"])
-    ahead = plan_of(problem, "auto")
-    back = plan_of(problem, "auto", gradient=True)
+    call = Call(*operands, mask=made.keywords["mask"], layout=made.keywords["layout"])
+    ahead = plan_of(call, "auto")
+    back = plan_of(call, "auto", gradient=True)
     assert ahead.launches is not back.launches
-    assert planned(problem, "auto", gradient=True)[1].launches is back.launches
-    assert plan_of(problem, "auto") is ahead
+    assert planned(call, "auto", gradient=True)[1].launches is back.launches
+    assert plan_of(call, "auto") is ahead
 
 
 def test_planning_changes_nothing(everywhere):
     """A Call means what it meant when it came in, its key too; what the score hides is in another one's mask."""
     q, k, v = torch.randn(3, 1, 2, 12, 16)
     score = bind(lambda score, b, h, i, j: torch.where(i >= j, score + 1, -math.inf), q)
-    problem = Call(q, k, v, score=score)
-    key = problem.key
-    before = dict(vars(problem))
-    plan, hidden = planned(problem, "auto")
-    assert {name: vars(problem)[name] for name in before} == before
-    assert problem.replace().key == key == problem.key
-    assert (str(problem.spec().mask), plan.spec.mask, hidden.spec().mask) == ("none", "causal", "causal")
+    call = Call(q, k, v, score=score)
+    key = call.key
+    before = dict(vars(call))
+    plan, hidden = planned(call, "auto")
+    assert {name: vars(call)[name] for name in before} == before
+    assert call.replace().key == key == call.key
+    assert (str(call.spec().mask), plan.spec.mask, hidden.spec().mask) == ("none", "causal", "causal")
     assert hidden.key != key
-    assert planned(problem, "reference")[1].mask is None
+    assert planned(call, "reference")[1].mask is None
 
 
 def test_auto_goes_on_where_a_problem_is_refused(everywhere):
@@ -171,15 +171,15 @@ def test_auto_goes_on_where_a_problem_is_refused(everywhere):
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
     everywhere.setattr(import_module("saccade.backends.cpu"), "refusals", lambda *a: ["not today"], raising=False)
     made = NAMED["causal"].inputs()
-    problem = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
-    assert plan_spec(problem.spec()).backend == "cpu"
-    assert plan_of(problem, "auto").backend == "reference"
+    call = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
+    assert plan_spec(call.spec()).backend == "cpu"
+    assert plan_of(call, "auto").backend == "reference"
     with pytest.raises(Unsupported, match="cpu: not today"):
-        plan_of(problem, "cpu")
+        plan_of(call, "cpu")
     everywhere.setattr(dispatch, "BACKENDS", ("cpu",))
     dispatch._plans.clear()
     with pytest.raises(Unsupported, match="cpu: not today"):
-        plan_of(problem, "auto")
+        plan_of(call, "auto")
 
 
 def test_gradients_go_to_the_backward_that_is_planned(everywhere):
@@ -187,9 +187,9 @@ def test_gradients_go_to_the_backward_that_is_planned(everywhere):
     cpu, triton = (import_module(f"saccade.backends.{name}") for name in ("cpu", "triton"))
     asked = []
 
-    def backward(problem, saved):
-        asked.append(problem.spec().device)
-        return cpu.run_backward(problem, saved)
+    def backward(call, saved):
+        asked.append(call.spec().device)
+        return cpu.run_backward(call, saved)
 
     everywhere.setattr(triton, "SUPPORT", replace(cpu.SUPPORT, dtypes=()))
     everywhere.setattr(triton, "GRADIENT", cpu.SUPPORT)
@@ -226,18 +226,18 @@ def test_auto_leaves_calls_to_what_is_faster(everywhere):
     from saccade.explanation import Explanation
 
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
-    everywhere.setattr(import_module("saccade.backends.cpu"), "outrun", lambda problem: "it is late", raising=False)
+    everywhere.setattr(import_module("saccade.backends.cpu"), "outrun", lambda call: "it is late", raising=False)
     made = NAMED["causal"].inputs()
-    problem = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
-    assert plan_of(problem, "auto").backend == "reference"
-    assert plan_of(problem, "cpu").backend == "cpu"
-    assert plan_of(problem, "auto", gradient=True).backend == "cpu"
-    told = Explanation(problem)
+    call = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
+    assert plan_of(call, "auto").backend == "reference"
+    assert plan_of(call, "cpu").backend == "cpu"
+    assert plan_of(call, "auto", gradient=True).backend == "cpu"
+    told = Explanation(call)
     assert (told.backend, told.outrun) == ("reference", {"cpu": "it is late"})
     assert "cpu: runs it, not chosen: it is late" in str(told)
     everywhere.setattr(dispatch, "BACKENDS", ("cpu",))
     dispatch._plans.clear()
-    assert plan_of(problem, "auto").backend == "cpu"
+    assert plan_of(call, "auto").backend == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -258,5 +258,5 @@ def test_biases_of_every_score_of_few_columns_are_triton_s(d, shape, dtype, slow
     from saccade.backends import gluon
 
     q, k, v = torch.randn(3, 1, 2, 9, d).bfloat16()
-    problem = Call(q, k, v, score=bind(bias(torch.randn(shape, dtype=dtype)), q))
-    assert (gluon.outrun(problem) is not None) == slower
+    call = Call(q, k, v, score=bind(bias(torch.randn(shape, dtype=dtype)), q))
+    assert (gluon.outrun(call) is not None) == slower

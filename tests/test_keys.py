@@ -30,7 +30,7 @@ MASKS: list[Mask | None] = [
 ]
 
 
-def problem_of(mask: Mask | None, d: int = 64) -> Call:
+def call_of(mask: Mask | None, d: int = 64) -> Call:
     q, k, v = (torch.zeros(2, 2, s, d, dtype=torch.bfloat16) for s in (65, 70, 70))
     return Call(q, k, v, mask=as_mask(mask), scale=0.3)
 
@@ -54,22 +54,22 @@ def all_alike(made: Iterator[tuple[Any, Any]]) -> int:
 
 def test_masks_of_one_key_have_one_form() -> None:
     """A window whose keys begin at the first once ran the kernel of one whose keys end at the last."""
-    problems = [problem_of(mask) for mask in MASKS]
-    many = all_alike((problem.key, constants(gate.device_mask(problem))) for problem in problems)
+    problems = [call_of(mask) for mask in MASKS]
+    many = all_alike((call.key, constants(gate.device_mask(call))) for call in problems)
     assert len(WINDOWS) < many < len(MASKS)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_masks_of_one_key_have_one_plan(d: int) -> None:
-    def planned(problem: Call) -> BackwardPlan:
-        q, k, v = problem.q, problem.k, problem.v
-        return BackwardPlan.of(problem, q, q, (q, k, v), 132, BackwardConfig.of(d, d))
+    def planned(call: Call) -> BackwardPlan:
+        q, k, v = call.q, call.k, call.v
+        return BackwardPlan.of(call, q, q, (q, k, v), 132, BackwardConfig.of(d, d))
 
-    problems = [problem_of(mask, d) for mask in MASKS]
-    assert all_alike((problem.key, planned(problem)) for problem in problems) > len(WINDOWS)
+    problems = [call_of(mask, d) for mask in MASKS]
+    assert all_alike((call.key, planned(call)) for call in problems) > len(WINDOWS)
 
 
 def test_bounds_are_not_in_the_key() -> None:
-    assert problem_of(window(7, None)).key == problem_of(window(9, 4)).key
-    assert problem_of(prefix(3) & window(7, None)).key == problem_of(prefix(4) & window(0, 0)).key
-    assert problem_of(window(7, None)).key != problem_of(window(None, 7)).key
+    assert call_of(window(7, None)).key == call_of(window(9, 4)).key
+    assert call_of(prefix(3) & window(7, None)).key == call_of(prefix(4) & window(0, 0)).key
+    assert call_of(window(7, None)).key != call_of(window(None, 7)).key

@@ -358,16 +358,16 @@ def endless(stop: Tensor) -> Any:
     return interval(None, 1 << 20)
 
 
-def misplaced(problem: Any, sequence: Any) -> Tensor:
-    return RIGHT["_positions_of_rows"](problem, sequence) + 1
+def misplaced(call: Any, sequence: Any) -> Tensor:
+    return RIGHT["_positions_of_rows"](call, sequence) + 1
 
 
-def twice(problem: Any, descale: Any) -> Any:
-    return RIGHT["_over_prefix"](problem, descale).replace(sink=problem.sink)
+def twice(call: Any, descale: Any) -> Any:
+    return RIGHT["_over_prefix"](call, descale).replace(sink=call.sink)
 
 
-def unmoved(problem: Any, descale: Any) -> Any:
-    part = RIGHT["_over_own_pages"](problem, descale)
+def unmoved(call: Any, descale: Any) -> Any:
+    part = RIGHT["_over_own_pages"](call, descale)
     return part.replace(layout=replace(part.layout, q_offset=None, k_offset=None))
 
 

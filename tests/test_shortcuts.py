@@ -33,7 +33,7 @@ class Repeat:
     """Does a call again on what lies at other addresses."""
 
     def __init__(self, work: Any, operands: list[Tensor], done: list[str]) -> None:
-        self.plan, self.problem, self.rest = work.args
+        self.plan, self.call, self.rest = work.args
         self.lies = [(x.shape, x.stride(), x.dtype) for x in operands]
         self.function, self.done = work.func, done
         self.backward = self.function is ops._planned_backward
@@ -55,16 +55,16 @@ class Repeat:
             rest = replace(rest, dout=dout, out=out, lse=lse, dlse=dlse)
         q, k, v, *others = given
         changes: dict[str, Any] = {"q": q, "k": k, "v": v}
-        if self.problem.sink is not None:
+        if self.call.sink is not None:
             changes["sink"], *others = others
-        if self.problem.score is not None and self.problem.score.tensors:
-            score = copy.copy(self.problem.score)
+        if self.call.score is not None and self.call.score.tensors:
+            score = copy.copy(self.call.score)
             score.tensors = [others.pop(0) for _ in score.tensors]
             changes["score"] = score
         assert not others
-        problem = self.problem.replace(**changes, launches={})
+        call = self.call.replace(**changes, launches={})
         with torch._C._AutoDispatchBelowAutograd():
-            return list(self.function(self.plan, problem, rest))
+            return list(self.function(self.plan, call, rest))
 
 
 def at(address: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -22,10 +22,10 @@ _sources: BoundedCache[int, Hashable] = BoundedCache(1 << 16)
 """The contents of masks when their states were computed, by the storage of the states."""
 
 
-def states_of(problem: Call, compute: Callable[[Call], Tensor]) -> tuple[Tensor, bool]:
+def states_of(call: Call, compute: Callable[[Call], Tensor]) -> tuple[Tensor, bool]:
     """The tile states of a mask: its own if they still hold, cached ones, or new ones; and whether they outlive the
     call, so that what is made of them may be kept."""
-    mask = problem.mask
+    mask = call.mask
     assert mask is not None
     assert mask.listed, mask
     if isinstance(mask, Blocked):
@@ -34,14 +34,14 @@ def states_of(problem: Call, compute: Callable[[Call], Tensor]) -> tuple[Tensor,
         if known and _sources.get(mask.states.untyped_storage()._cdata) == source:
             return mask.states, True
         mask = mask.mask  # it has changed since its states were computed
-        problem = problem.replace(mask=mask, launches={})
-    lengths = problem.q.shape[2], problem.k.shape[2]  # tiles alone do not say where the last ones end
-    numbers = (mask.numbers, problem.layout.text, *states_shape(problem), *lengths)
-    key = "states", mask.identity, numbers, str(problem.q.device)
-    if mask.by_row or problem.positions is not None:
-        return compute(problem), False
-    tensors = [*mask.tensors, *problem.layout.tensors]
-    return derived_from_values(key, tensors, lambda: compute(problem)), not tensors
+        call = call.replace(mask=mask, launches={})
+    lengths = call.q.shape[2], call.k.shape[2]  # tiles alone do not say where the last ones end
+    numbers = (mask.numbers, call.layout.text, *states_shape(call), *lengths)
+    key = "states", mask.identity, numbers, str(call.q.device)
+    if mask.by_row or call.positions is not None:
+        return compute(call), False
+    tensors = [*mask.tensors, *call.layout.tensors]
+    return derived_from_values(key, tensors, lambda: compute(call)), not tensors
 
 
 def with_states(mask: Mask, states: Tensor, lengths: tuple[int, int]) -> Blocked:
@@ -59,26 +59,26 @@ def _contents(mask: Mask) -> Hashable | None:
     return None if written is None else (mask.identity, mask.numbers, written)
 
 
-def states_shape(problem: Call) -> tuple[int, int, int, int]:
+def states_shape(call: Call) -> tuple[int, int, int, int]:
     """b or 1, h_q or 1, tiles of rows and of keys.
 
     Packed sequences are one batch row, in which each has whole tiles of rows, of which the first one of sequence b is
     number `cu_seqlens_q[b] // TILE + b`, and keys count within it.
     """
-    mask, q, k, layout = problem.mask, problem.q, problem.k, problem.layout
+    mask, q, k, layout = call.mask, call.q, call.k, call.layout
     assert mask is not None
     batches = q.shape[0] if "b" in mask.indices or layout.tensors else min(q.shape[0], 1)
     heads = q.shape[1] if "h" in mask.indices else min(q.shape[1], 1)
     return batches, heads, layout.tiles(q.shape[2], TILE), -(-k.shape[2] // TILE)
 
 
-def compute_states(problem: Call) -> Tensor:
+def compute_states(call: Call) -> Tensor:
     """The states by plain PyTorch operations, on any device, some rows at a time."""
-    assert problem.mask is not None
-    extent, device = problem.extent, problem.q.device
-    b, h, rows, keys = states_shape(problem)
+    assert call.mask is not None
+    extent, device = call.extent, call.q.device
+    b, h, rows, keys = states_shape(call)
     states = torch.zeros(b, h, rows, keys, dtype=torch.uint8, device=device)
-    hull = problem.mask.hull(extent).clipped(extent)
+    hull = call.mask.hull(extent).clipped(extent)
     step = max(1, PAIRS_AT_ONCE // max(1, b * h * TILE * extent.s_k))
     for row in range(0, rows, step):
         q_idx = torch.arange(row * TILE, min((row + step) * TILE, extent.s_q), device=device)
@@ -88,7 +88,7 @@ def compute_states(problem: Call) -> Tensor:
             continue
         first, stop = int(lo[seeing].min()) // TILE, -(-int(hi[seeing].max()) // TILE)
         kv_idx = torch.arange(first * TILE, min(stop * TILE, extent.s_k), device=device)
-        seen = _seen(problem.mask, extent, b, h, q_idx, kv_idx)
+        seen = _seen(call.mask, extent, b, h, q_idx, kv_idx)
         # What the last tiles lack counts as masked.
         missing = (0, -len(kv_idx) % TILE, 0, -len(q_idx) % TILE)
         seen = torch.nn.functional.pad(seen, missing).unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))

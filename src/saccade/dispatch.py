@@ -63,30 +63,30 @@ def _first(call: Spec | Call, spec: Spec, backend: str, gradient: bool) -> str:
     return able[0]
 
 
-def planned(problem: Call, backend: str, gradient: bool = False) -> tuple[Plan, Call]:
-    """`plan(problem.spec(), …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
+def planned(call: Call, backend: str, gradient: bool = False) -> tuple[Plan, Call]:
+    """`plan(call.spec(), …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
     the backend takes it, with what its score masks in its mask."""
-    if problem.score is not None:
-        problem = move_to_mask(problem, backend)
-    key = problem.key, backend, gradient
+    if call.score is not None:
+        call = move_to_mask(call, backend)
+    key = call.key, backend, gradient
     chosen = _plans.get(key)
     if chosen is None:
-        chosen = _plans.put(key, replace(_plan_of(problem, backend, gradient), launches={}))
-    return chosen, problem.planned(chosen.launches)
+        chosen = _plans.put(key, replace(_plan_of(call, backend, gradient), launches={}))
+    return chosen, call.planned(chosen.launches)
 
 
-def plan_of(problem: Call, backend: str, gradient: bool = False) -> Plan:
+def plan_of(call: Call, backend: str, gradient: bool = False) -> Plan:
     """The Plan alone."""
-    return planned(problem, backend, gradient)[0]
+    return planned(call, backend, gradient)[0]
 
 
-def _plan_of(problem: Call, backend: str, gradient: bool) -> Plan:
-    spec = problem.spec()
+def _plan_of(call: Call, backend: str, gradient: bool) -> Plan:
+    spec = call.spec()
     chosen = plan(spec, backend, gradient)
-    passed_over = backend == "auto" and not gradient and outrun(chosen.backend, problem) is not None
-    if not passed_over and not reasons_against(chosen.backend, problem, gradient):
+    passed_over = backend == "auto" and not gradient and outrun(chosen.backend, call) is not None
+    if not passed_over and not reasons_against(chosen.backend, call, gradient):
         return chosen
-    return Plan(spec, _first(problem, spec, backend, gradient))
+    return Plan(spec, _first(call, spec, backend, gradient))
 
 
 def plan_for(call: Spec | Call, backend: str = "auto", gradient: bool = False) -> Plan:
@@ -118,10 +118,10 @@ def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> 
     return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []
 
 
-def outrun(backend: str, problem: Call) -> str | None:
+def outrun(backend: str, call: Call) -> str | None:
     """Why "auto" leaves a forward that this backend runs to the next one that does, or None."""
     module = _module(backend)
-    return module.outrun(problem) if hasattr(module, "outrun") else None
+    return module.outrun(call) if hasattr(module, "outrun") else None
 
 
 def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:

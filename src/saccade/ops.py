@@ -104,82 +104,82 @@ def _unseen(*tensors: Tensor | None) -> bool:
 _is_meta = attrgetter("is_meta")
 
 
-def execute(problem: Call, backend: str, lse: bool) -> Outputs:
+def execute(call: Call, backend: str, lse: bool) -> Outputs:
     """Plan and run: what the operator does. Results are in the layout's order."""
-    key = None if repeats.on_host(problem.q) else repeats.key_of(problem, backend, lse)
+    key = None if repeats.on_host(call.q) else repeats.key_of(call, backend, lse)
     if key and (repeat := repeats.find(key)) is not None:
-        return cast(Outputs, tuple(repeat([x.data_ptr() for x in repeats.operands_of(problem)])))
-    layout = problem.layout
-    if (layout.tensors or layout.ints) and (layout.validate or problem.q.is_cpu):
-        layout.check_lengths(problem.q.shape[2], problem.k.shape[2])
+        return cast(Outputs, tuple(repeat([x.data_ptr() for x in repeats.operands_of(call)])))
+    layout = call.layout
+    if (layout.tensors or layout.ints) and (layout.validate or call.q.is_cpu):
+        layout.check_lengths(call.q.shape[2], call.k.shape[2])
         if layout.positioned:
-            layout.check_positions(_takes_positions(problem), problem.q.shape[2], layout.capacity(problem.k.shape[2]))
-    if problem.out is not None:
-        aliasing.refuse_shared("out", layout.ordered(problem.out), _inputs(problem))
+            layout.check_positions(_takes_positions(call), call.q.shape[2], layout.capacity(call.k.shape[2]))
+    if call.out is not None:
+        aliasing.refuse_shared("out", layout.ordered(call.out), _inputs(call))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         try:
-            if layout.shared_pages and (parts := shared_pages.parts(problem, backend)):
-                out, row_lse, max_scores = shared_pages.forward(problem, parts, lse)
+            if layout.shared_pages and (parts := shared_pages.parts(call, backend)):
+                out, row_lse, max_scores = shared_pages.forward(call, parts, lse)
             else:
-                operands = repeats.operands_of(problem) if key else []
-                plan, problem = dispatch.planned(problem, backend)
-                if problem.arrivals is not None and not getattr(plan.module, "WAITS_FOR_KEYS", False):
-                    problem.arrivals.come()
+                operands = repeats.operands_of(call) if key else []
+                plan, call = dispatch.planned(call, backend)
+                if call.arrivals is not None and not getattr(plan.module, "WAITS_FOR_KEYS", False):
+                    call.arrivals.come()
                 if key:
-                    work = partial(_planned, plan, problem, lse)
+                    work = partial(_planned, plan, call, lse)
                     return cast(Outputs, tuple(repeats.run(key, plan.module, operands, work)))
-                out, row_lse, max_scores = plan.module.run_forward(problem, lse)
+                out, row_lse, max_scores = plan.module.run_forward(call, lse)
         except IndexError as error:
-            raise _out_of_range(problem, error) from error
-    if problem.out is not None and out is not problem.out:
-        problem.out.copy_(_with_tail(problem, out))
-    return _ordered(problem, out, row_lse if lse else None, max_scores)
+            raise _out_of_range(call, error) from error
+    if call.out is not None and out is not call.out:
+        call.out.copy_(_with_tail(call, out))
+    return _ordered(call, out, row_lse if lse else None, max_scores)
 
 
-def _planned(plan: dispatch.Plan, problem: Call, lse: bool) -> Outputs:
-    return _ordered(problem, *plan.module.run_forward(problem, lse))
+def _planned(plan: dispatch.Plan, call: Call, lse: bool) -> Outputs:
+    return _ordered(call, *plan.module.run_forward(call, lse))
 
 
-def _ordered(problem: Call, out: Tensor, lse: Tensor | None, max_scores: Tensor | None) -> Outputs:
+def _ordered(call: Call, out: Tensor, lse: Tensor | None, max_scores: Tensor | None) -> Outputs:
     """Results in the layout's order."""
-    layout = problem.layout
+    layout = call.layout
     lse = None if lse is None else layout.ordered_lse(lse)
     return layout.ordered(out), lse, None if max_scores is None else layout.ordered_lse(max_scores)
 
 
-def _takes_positions(problem: Call) -> bool:
+def _takes_positions(call: Call) -> bool:
     """Whether a function of positions is part of the call."""
-    leaves = () if problem.mask is None else problem.mask.leaves()
-    return isinstance(problem.score, Traced) or any(isinstance(leaf, MaskMod) for leaf in leaves)
+    leaves = () if call.mask is None else call.mask.leaves()
+    return isinstance(call.score, Traced) or any(isinstance(leaf, MaskMod) for leaf in leaves)
 
 
-def _with_tail(problem: Call, out: Tensor) -> Tensor:
+def _with_tail(call: Call, out: Tensor) -> Tensor:
     """The result, and of rows that the caller's out keeps those."""
-    if not problem.keeps_tail or problem.out is None:
+    if not call.keeps_tail or call.out is None:
         return out
     rows = torch.arange(out.shape[2], device=out.device)
-    return torch.where((rows < problem.layout.cu_seqlens_q[-1])[:, None], out, problem.out)
+    return torch.where((rows < call.layout.cu_seqlens_q[-1])[:, None], out, call.out)
 
 
-def _out_of_range(problem: Call, error: IndexError) -> Exception:
+def _out_of_range(call: Call, error: IndexError) -> Exception:
     """The error for an index that a score or mask function computes; on a GPU such an index is clamped."""
-    score, mask = problem.score, problem.mask
+    score, mask = call.score, call.mask
     functions = [] if score is None else [(score.kind, score.tensors)]
     functions += [] if mask is None else [(mask.kind, mask.tensors)]
     if not any(tensors for _, tensors in functions):
         return error
     read = " and ".join(f"{kind} with {', '.join(str(tuple(x.shape)) for x in tensors)}" for kind, tensors in functions)
-    call = f"q {tuple(problem.layout.ordered(problem.q).shape)}"
-    return ValueError(f"a captured tensor is read out of range, {error}: {read}; {call}")
+    operand = f"q {tuple(call.layout.ordered(call.q).shape)}"
+    return ValueError(f"a captured tensor is read out of range, {error}: {read}; {operand}")
 
 
-def _inputs(problem: Call) -> Iterator[tuple[str, Tensor]]:
+def _inputs(call: Call) -> Iterator[tuple[str, Tensor]]:
     """All tensors that a call reads, as the user has them."""
-    layout, mask, score = problem.layout, problem.mask, problem.score
-    yield "q", layout.ordered(problem.q)
-    yield from (("k", layout.ordered_keys(problem.k)), ("v", layout.ordered_keys(problem.v)))
-    yield from (() if problem.descale is None else (("a tensor of descale", x) for x in problem.descale.tensors))
-    yield from (() if problem.sink is None else [("sink", problem.sink)])
+    layout, mask, score = call.layout, call.mask, call.score
+    yield "q", layout.ordered(call.q)
+    yield from (("k", layout.ordered_keys(call.k)), ("v", layout.ordered_keys(call.v)))
+    yield from (() if call.descale is None else (("a tensor of descale", x) for x in call.descale.tensors))
+    yield from (() if call.sink is None else [("sink", call.sink)])
     yield from (("a tensor of the layout", x) for x in layout.tensors)
     yield from (() if mask is None else (("a tensor of the mask", x) for x in mask.tensors))
     yield from (() if score is None else (("a tensor of the score_mod", x) for x in score.tensors))
@@ -212,20 +212,20 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     *flat, wanted = arguments
     given, backend = unflatten(*flat)
-    problem = given.replace(max_scores=False)  # which have no gradient
-    if problem.descale is not None:
-        problem = problem.dequantized(dout.dtype)
-    layout = problem.layout
+    call = given.replace(max_scores=False)  # which have no gradient
+    if call.descale is not None:
+        call = call.dequantized(dout.dtype)
+    layout = call.layout
     dlse, lse = None if dlse is None else layout.canonical_lse(dlse), layout.canonical_lse(lse)
     saved = Saved(layout.canonical(dout), dlse, layout.canonical(out), lse, tuple(wanted))
-    key = repeats.gradient_key_of(problem, saved, backend)
+    key = repeats.gradient_key_of(call, saved, backend)
     if (repeat := repeats.find(key)) is not None:
-        found = repeat([x.data_ptr() for x in repeats.gradient_operands_of(problem, saved)])
+        found = repeat([x.data_ptr() for x in repeats.gradient_operands_of(call, saved)])
     else:
-        operands = repeats.gradient_operands_of(problem, saved) if key else []
-        plan, problem = dispatch.planned(problem, backend, gradient=True)
+        operands = repeats.gradient_operands_of(call, saved) if key else []
+        plan, call = dispatch.planned(call, backend, gradient=True)
         with torch._C._DisableAutocast():
-            found = repeats.run(key, plan.module, operands, partial(_planned_backward, plan, problem, saved))
+            found = repeats.run(key, plan.module, operands, partial(_planned_backward, plan, call, saved))
     dq, dk, dv, dsink, *dcaptures = found
     none = partial(dout.new_empty, 0)
     dsink, *dcaptures = (none() if x is None else x for x in (dsink, *dcaptures))
@@ -234,10 +234,10 @@ def _backward(
     return dq, dk, dv, dsink, dcaptures
 
 
-def _planned_backward(plan: dispatch.Plan, problem: Call, saved: Saved) -> list[Tensor | None]:
+def _planned_backward(plan: dispatch.Plan, call: Call, saved: Saved) -> list[Tensor | None]:
     """dq, dk and dv in the layout's order, dsink, and the gradients of captured tensors."""
-    *gradients, dsink, dcaptures = plan.module.run_backward(problem, saved)
-    return [*map(problem.layout.ordered, gradients), dsink, *dcaptures]
+    *gradients, dsink, dcaptures = plan.module.run_backward(call, saved)
+    return [*map(call.layout.ordered, gradients), dsink, *dcaptures]
 
 
 # Fakes: shapes, dtypes and strides of the results.

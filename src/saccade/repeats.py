@@ -52,15 +52,15 @@ def watched() -> bool:
     )
 
 
-def key_of(problem: Call, *more: Hashable) -> Hashable | None:
+def key_of(call: Call, *more: Hashable) -> Hashable | None:
     """What Problems share that allocate and launch the same; None of those that are not kept."""
-    layout, mask, score, dropout = problem.layout, problem.mask, problem.score, problem.dropout
-    if problem.q.dtype not in _HALF or problem.out is not None or problem.descale is not None or on_host(problem.q):
+    layout, mask, score, dropout = call.layout, call.mask, call.score, call.dropout
+    if call.q.dtype not in _HALF or call.out is not None or call.descale is not None or on_host(call.q):
         return None
-    if type(layout) is not Dense or not layout.plain or problem.first_b:
+    if type(layout) is not Dense or not layout.plain or call.first_b:
         return None
     ints: list[int] = []
-    floats = [problem.scale]
+    floats = [call.scale]
     if mask is not None:
         if mask.listed or mask.tensors:
             return None
@@ -76,13 +76,13 @@ def key_of(problem: Call, *more: Hashable) -> Hashable | None:
     if dropout is not None:
         floats.append(dropout.p)
     # By their bits: -0.0 and 0.0 are equal, and a function may divide by them.
-    return problem.key, struct.pack(f"{len(floats)}d", *floats), *ints, *shapes, *more
+    return call.key, struct.pack(f"{len(floats)}d", *floats), *ints, *shapes, *more
 
 
-def gradient_key_of(problem: Call, saved: Saved, *more: Hashable) -> Hashable | None:
+def gradient_key_of(call: Call, saved: Saved, *more: Hashable) -> Hashable | None:
     """The same of a backward."""
     given = saved.dout, saved.dlse, saved.out, saved.lse
-    return key_of(problem, "backward", saved.wanted, *map(lies, given), *more)
+    return key_of(call, "backward", saved.wanted, *map(lies, given), *more)
 
 
 def lies(x: Tensor | None) -> Hashable:
@@ -93,22 +93,22 @@ def lies(x: Tensor | None) -> Hashable:
     return x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT, address == 0, x.is_neg()
 
 
-def operands_of(problem: Call) -> list[Tensor]:
+def operands_of(call: Call) -> list[Tensor]:
     """The tensors that a Call without others in its mask and layout has."""
-    given = [problem.q, problem.k, problem.v]
-    if problem.sink is not None:
-        given.append(problem.sink)
-    if problem.score is not None:
-        given += problem.score.tensors
-    if problem.dropout is not None:
-        given.append(problem.dropout.state)
+    given = [call.q, call.k, call.v]
+    if call.sink is not None:
+        given.append(call.sink)
+    if call.score is not None:
+        given += call.score.tensors
+    if call.dropout is not None:
+        given.append(call.dropout.state)
     return given
 
 
-def gradient_operands_of(problem: Call, saved: Saved) -> list[Tensor]:
+def gradient_operands_of(call: Call, saved: Saved) -> list[Tensor]:
     """Those of a backward, what is saved first."""
     dlse = [] if saved.dlse is None else [saved.dlse]
-    return [saved.dout, *dlse, saved.out, saved.lse, *operands_of(problem)]
+    return [saved.dout, *dlse, saved.out, saved.lse, *operands_of(call)]
 
 
 def find(key: Hashable) -> Any:

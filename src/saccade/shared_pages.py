@@ -23,13 +23,13 @@ MOST_ROWS, LEAST_KEYS, LEAST_SAVED = 16, 1024, 100_000_000
 and where at least so many bytes of keys and values need not be read again (docs/findings/triton.md)."""
 
 
-def obstacle(problem: Call) -> str | None:
+def obstacle(call: Call) -> str | None:
     """Why the plain call runs in the place of two, or None.
 
     The rows of all sequences become rows of one, so nothing in the call may tell sequences apart but lengths and
     bounds of rows, which go along with their rows.
     """
-    layout, mask, score, descale = problem.layout, problem.mask, problem.score, problem.descale
+    layout, mask, score, descale = call.layout, call.mask, call.score, call.descale
     if layout.sequences < 2:
         return "1 sequence shares nothing" if layout.sequences else "there is no sequence"
     if layout.num_splits == 1:
@@ -43,17 +43,17 @@ def obstacle(problem: Call) -> str | None:
         return "the score function depends on the batch row"
     if isinstance(layout.k_offset, Tensor):
         return "k_offset is a tensor: the keys of the prefix stand elsewhere in each sequence"
-    if descale is not None and (reason := _descale_obstacle(descale, _shared_keys(problem))) is not None:
+    if descale is not None and (reason := _descale_obstacle(descale, _shared_keys(call))) is not None:
         return reason
-    return _cost(problem) if problem.q.device.type == "cuda" else None
+    return _cost(call) if call.q.device.type == "cuda" else None
 
 
-def _cost(problem: Call) -> str | None:
+def _cost(call: Call) -> str | None:
     """Why one call is faster than two on a GPU, by shapes alone, as lengths are on the device; or None."""
-    layout = problem.layout
-    if (rows := -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // layout.sequences)) > MOST_ROWS:
+    layout = call.layout
+    if (rows := -(-call.q.shape[0] * call.q.shape[2] * call.group // layout.sequences)) > MOST_ROWS:
         return f"{rows} query rows of a sequence for each key head are limited by products, more than {MOST_ROWS}"
-    keys, saved = _shared_keys(problem), _saved(problem)
+    keys, saved = _shared_keys(call), _saved(call)
     if keys < LEAST_KEYS or saved < LEAST_SAVED:
         return (
             f"two would read {saved / 1e6:.1f} MB of keys and values less, of a prefix of {keys} keys, which pays from "
@@ -62,11 +62,11 @@ def _cost(problem: Call) -> str | None:
     return None
 
 
-def _saved(problem: Call) -> int:
+def _saved(call: Call) -> int:
     """Bytes of keys and values that are read once, not once for each sequence."""
-    k, v = problem.k, problem.v
+    k, v = call.k, call.v
     row = k.shape[1] * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
-    return (problem.layout.sequences - 1) * _shared_keys(problem) * row
+    return (call.layout.sequences - 1) * _shared_keys(call) * row
 
 
 def _descale_obstacle(descale: Factors, keys: int) -> str | None:
@@ -82,85 +82,85 @@ def _descale_obstacle(descale: Factors, keys: int) -> str | None:
 Part = tuple[dispatch.Plan, Call]
 
 
-def parts(problem: Call, backend: str) -> list[Part] | None:
+def parts(call: Call, backend: str) -> list[Part] | None:
     """The two calls that stand for this one, planned; None where the plain call runs, as where no backend takes a part.
     The reference is the definition, and takes the whole."""
-    if not problem.layout.shared_pages or backend == "reference" or obstacle(problem) is not None:
+    if not call.layout.shared_pages or backend == "reference" or obstacle(call) is not None:
         return None
     try:
-        return [dispatch.planned(part, backend) for part in split(problem)]
+        return [dispatch.planned(part, backend) for part in split(call)]
     except dispatch.Unsupported:
         return None
 
 
-def _shared_keys(problem: Call) -> int:
-    return problem.layout.shared_pages * problem.k.shape[2]
+def _shared_keys(call: Call) -> int:
+    return call.layout.shared_pages * call.k.shape[2]
 
 
-def split(problem: Call) -> tuple[Call, Call]:
+def split(call: Call) -> tuple[Call, Call]:
     """The call over the common pages, whose rows are those of one sequence, and the one over each sequence's own."""
-    prefix, own = (None, None) if problem.descale is None else _factors(problem.descale, _shared_keys(problem))
-    return _over_prefix(problem, prefix), _over_own_pages(problem, own)
+    prefix, own = (None, None) if call.descale is None else _factors(call.descale, _shared_keys(call))
+    return _over_prefix(call, prefix), _over_own_pages(call, own)
 
 
-def _over_prefix(problem: Call, descale: Factors | None) -> Call:
-    layout, mask = problem.layout, problem.mask
+def _over_prefix(call: Call, descale: Factors | None) -> Call:
+    layout, mask = call.layout, call.mask
     assert isinstance(layout, Paged)
     table, used, starts, k_first = layout.block_table, layout.seqused_k, layout.cu_seqlens_q, layout.k_offset or 0
-    b, _, s_q, _ = problem.q.shape
+    b, _, s_q, _ = call.q.shape
     sequence = None if starts is None else _sequence_of_rows(starts, s_q)
     q_offset = None
     aligned = layout.q_offset is None and mask is not None and mask.kind == "causal"
     if aligned and sequence is None and s_q == 1:
         mask = None  # it shows the only row all keys
-    if aligned and mask is not None and not _takes_positions(problem):
-        mask = _before(_positions_of_rows(problem, sequence) + 1)  # which is at most the number of keys
+    if aligned and mask is not None and not _takes_positions(call):
+        mask = _before(_positions_of_rows(call, sequence) + 1)  # which is at most the number of keys
     else:
         stop = used + k_first if k_first else used
         stop = stop[:, None].expand(b, s_q).reshape(1, -1) if sequence is None else stop[sequence]
         # A sequence that ends inside of the prefix sees no further.
         limit = _before(stop)
-        if layout.positioned or mask is not None or _takes_positions(problem):
-            q_offset = _positions_of_rows(problem, sequence)
+        if layout.positioned or mask is not None or _takes_positions(call):
+            q_offset = _positions_of_rows(call, sequence)
         mask = limit if mask is None else masks.of_one_sequence(mask, sequence, (b, s_q)) & limit
     # Rows that no sequence uses may hold NaN: the longest sequence ends the prefix too.
     longest = used.amax(0, keepdim=True)
     starts = None if starts is None else starts[:: layout.sequences].contiguous()
     k_offset = None if q_offset is None else k_first
     common = Paged(table[:1, : layout.shared_pages], longest, starts, layout.num_splits, q_offset, k_offset)
-    q = problem.q if starts is not None else problem.q.transpose(0, 1).flatten(1, 2)[None]
-    return problem.replace(q=q, layout=common, mask=mask, sink=None, out=_buffer(problem, q), descale=descale)
+    q = call.q if starts is not None else call.q.transpose(0, 1).flatten(1, 2)[None]
+    return call.replace(q=q, layout=common, mask=mask, sink=None, out=_buffer(call, q), descale=descale)
 
 
-def _over_own_pages(problem: Call, descale: Factors | None) -> Call:
-    layout, keys = problem.layout, _shared_keys(problem)
+def _over_own_pages(call: Call, descale: Factors | None) -> Call:
+    layout, keys = call.layout, _shared_keys(call)
     assert isinstance(layout, Paged)
     table, used, starts = layout.block_table, layout.seqused_k, layout.cu_seqlens_q
     q_offset, k_offset = layout.q_offset, layout.k_offset
     if layout.positioned:
         k_offset = (k_offset or 0) + keys
-    elif _takes_positions(problem):  # masks that compare rows with keys stay aligned at the last key
-        q_offset, k_offset = (used - (problem.q.shape[2] if starts is None else starts.diff()))[:, None], keys
+    elif _takes_positions(call):  # masks that compare rows with keys stay aligned at the last key
+        q_offset, k_offset = (used - (call.q.shape[2] if starts is None else starts.diff()))[:, None], keys
     # Where there are no further pages, no length below is positive, and none is read.
     own = table[:, layout.shared_pages :] if layout.shared_pages < table.shape[1] else table[:, :1]
     layout = Paged(own, used - keys, starts, layout.num_splits, q_offset, k_offset)
-    return problem.replace(layout=layout, out=_buffer(problem, problem.q), descale=descale)
+    return call.replace(layout=layout, out=_buffer(call, call.q), descale=descale)
 
 
-def _buffer(problem: Call, q: Tensor) -> Tensor | None:
+def _buffer(call: Call, q: Tensor) -> Tensor | None:
     """Memory for a part, where a backend would give it another dtype than the result's."""
-    other = problem.out is not None and problem.out_dtype != problem.replace(out=None).out_dtype
-    return empty_like_rows(q, problem.v.shape[3], problem.out_dtype) if other else None
+    other = call.out is not None and call.out_dtype != call.replace(out=None).out_dtype
+    return empty_like_rows(q, call.v.shape[3], call.out_dtype) if other else None
 
 
 def _before(stop: Tensor) -> KeyInterval:
     return KeyInterval(stop, stop, open_start=True)
 
 
-def _takes_positions(problem: Call) -> bool:
+def _takes_positions(call: Call) -> bool:
     """Whether the call depends on where rows and keys stand, beyond their distance."""
-    leaves = () if problem.mask is None else problem.mask.leaves()
-    return isinstance(problem.score, Traced) or not all(isinstance(leaf, Window) for leaf in leaves)
+    leaves = () if call.mask is None else call.mask.leaves()
+    return isinstance(call.score, Traced) or not all(isinstance(leaf, Window) for leaf in leaves)
 
 
 def _sequence_of_rows(starts: Tensor, t_q: int) -> Tensor:
@@ -169,10 +169,10 @@ def _sequence_of_rows(starts: Tensor, t_q: int) -> Tensor:
     return torch.bucketize(rows, starts[1:], right=True).clamp_(max=starts.shape[0] - 2)
 
 
-def _positions_of_rows(problem: Call, sequence: Tensor | None) -> Tensor:
+def _positions_of_rows(call: Call, sequence: Tensor | None) -> Tensor:
     """Where each row stands: (1, b s_q) of a batch, (t_q,) of queries end to end."""
-    layout, positions, s_q = problem.layout, problem.positions, problem.q.shape[2]
-    row = torch.arange(s_q, device=problem.q.device, dtype=torch.int32)
+    layout, positions, s_q = call.layout, call.positions, call.q.shape[2]
+    row = torch.arange(s_q, device=call.q.device, dtype=torch.int32)
     starts = layout.cu_seqlens_q
     if starts is None or sequence is None:
         first = layout.seqused_k[:, None] - s_q if positions is None else positions.q
@@ -200,32 +200,32 @@ def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
     return descale.mapped(first), descale.mapped(rest)
 
 
-def forward(problem: Call, planned: list[Part], lse: bool) -> Outputs:
+def forward(call: Call, planned: list[Part], lse: bool) -> Outputs:
     """What the plain call's `run_forward` returns, by its `parts`."""
     module = planned[0][0].module
     together = getattr(module, "run_parts", None) if all(plan.module is module for plan, _ in planned) else None
     if together is not None:
         # The prefix last: it leaves more to add up, which is read again soon.
-        return together(problem, [part for _, part in reversed(planned)], lse)
+        return together(call, [part for _, part in reversed(planned)], lse)
     (a, lse_a, top_a), (b, lse_b, top_b) = (_run(*part) for part in planned)
-    if problem.layout.cu_seqlens_q is None:
-        shape = problem.q.shape[0], problem.q.shape[2]
+    if call.layout.cu_seqlens_q is None:
+        shape = call.q.shape[0], call.q.shape[2]
         a, lse_a = (x[0].unflatten(1, shape).transpose(0, 1) for x in (a, lse_a))
         top_a = None if top_a is None else top_a[0].unflatten(1, shape).transpose(0, 1)
     # exp(lse_a - lse); where neither sees a key both results are zero, and -inf - -inf is no share of anything.
     share = torch.sigmoid(lse_a.clamp(min=torch.finfo(lse_a.dtype).min) - lse_b)[..., None]
-    target = problem.empty_out() if not problem.keeps_tail else empty_like_rows(a, a.shape[3], a.dtype)
+    target = call.empty_out() if not call.keeps_tail else empty_like_rows(a, a.shape[3], a.dtype)
     out = torch.add(a * share, b * (1 - share), out=target)
     top = None if top_a is None or top_b is None else torch.maximum(top_a, top_b)
     return out, torch.logaddexp(lse_a, lse_b), top
 
 
-def explanation(problem: Call, backend: str) -> str:
+def explanation(call: Call, backend: str) -> str:
     """One line on what a call with `shared_pages` does."""
-    if (reason := obstacle(problem)) is not None:
+    if (reason := obstacle(call)) is not None:
         return f"shared pages: the plain call runs, {reason}"
-    n, layout, saved = problem.layout.shared_pages, problem.layout, _saved(problem) / 1e6
-    planned = parts(problem, backend)
+    n, layout, saved = call.layout.shared_pages, call.layout, _saved(call) / 1e6
+    planned = parts(call, backend)
     if planned is None:
         return "shared pages: the plain call runs, no backend takes both of its parts"
     common, own = (plan.backend for plan, _ in planned)
@@ -235,7 +235,7 @@ def explanation(problem: Call, backend: str) -> str:
     )
 
 
-def _run(plan: dispatch.Plan, problem: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    out, lse, top = plan.module.run_forward(problem, True)
+def _run(plan: dispatch.Plan, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    out, lse, top = plan.module.run_forward(call, True)
     assert lse is not None
     return out, lse, top

@@ -23,8 +23,8 @@ BF16 = torch.bfloat16
 def captured(t: Tensor, b: int = 2, d: int = 64, mask: Any = None, wanted: bool = True, **layout: Any) -> Any:
     q, k, v = (torch.zeros(b, 4, s, d, dtype=BF16) for s in (S_Q, S_K, S_K))
     score = scores.bind(scores.ScoreMod(lambda s, b, h, q_idx, kv_idx, t: s + t[b, h, q_idx, kv_idx], t), q)
-    problem = Call(q, k, v, mask=None if mask is None else as_mask(mask), score=score, layout=Dense("bhsd", **layout))
-    return captured_of(problem, Saved(q, None, q, torch.zeros(b, 4, S_Q), (wanted,)))
+    call = Call(q, k, v, mask=None if mask is None else as_mask(mask), score=score, layout=Dense("bhsd", **layout))
+    return captured_of(call, Saved(q, None, q, torch.zeros(b, 4, S_Q), (wanted,)))
 
 
 def table(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -177,11 +177,11 @@ def test_short_rows_have_two_consumers(rows, group, d, consumers):
     pytest.importorskip("triton", reason="the extra [triton]")
     launch = import_module("saccade.backends.gluon.forward.launch")
     q, k = torch.empty(1, 2 * group, rows, d).bfloat16(), torch.empty(1, 2, rows, d).bfloat16()
-    problem = Call(q, k, k)
-    assert launch.for_rows(problem, gluon.formula(64, 64), 1).consumers == consumers
+    call = Call(q, k, k)
+    assert launch.for_rows(call, gluon.formula(64, 64), 1).consumers == consumers
     other = replace(gluon.formula(64, 64), block_k=64)
-    assert launch.for_rows(problem, other, 1) == other
-    packed = problem.replace(layout=Packed(torch.tensor([0, rows])))
+    assert launch.for_rows(call, other, 1) == other
+    packed = call.replace(layout=Packed(torch.tensor([0, rows])))
     assert launch.for_rows(packed, gluon.formula(64, 64), 1).consumers == 3
 
 
@@ -197,8 +197,8 @@ def test_few_tiles_have_two_consumers(b, h, s, mask, consumers):
     pytest.importorskip("triton", reason="the extra [triton]")
     launch = import_module("saccade.backends.gluon.forward.launch")
     q = torch.empty(b, h, s, 64, dtype=torch.bfloat16, device="meta")
-    problem = Call(q, q, q, mask=mask)
-    assert launch.for_rows(problem, gluon.formula(64, 64), 132).consumers == consumers
+    call = Call(q, q, q, mask=mask)
+    assert launch.for_rows(call, gluon.formula(64, 64), 132).consumers == consumers
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_heads_share_tiles_of_short_sequences(lengths, group, rows):
     pytest.importorskip("triton", reason="the extra [triton]")
     launch = import_module("saccade.backends.gluon.forward.launch")
     q, k = torch.empty(1, 2 * group, sum(lengths), 128).bfloat16(), torch.empty(1, 2, sum(lengths), 128).bfloat16()
-    problem = Call.of_views(q, k, k, Packed.from_lengths(lengths))
-    assert launch.rows_of_a_consumer(problem, 2) == rows
+    call = Call.of_views(q, k, k, Packed.from_lengths(lengths))
+    assert launch.rows_of_a_consumer(call, 2) == rows
 
 
 @pytest.mark.parametrize(

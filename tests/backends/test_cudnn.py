@@ -54,30 +54,30 @@ def test_refusals_by_name(spec, reason):
     assert reason in "; ".join(explain(spec).reasons["cudnn"])
 
 
-def problem(score_mod=None, mask=None, s_q=7, s_k=9, h=4):
+def call_of(score_mod=None, mask=None, s_q=7, s_k=9, h=4):
     q, k, v = (torch.randn(2, n, s, 8) for n, s in ((h, s_q), (2, s_k), (2, s_k)))
     return Call(q, k, v, mask=mask, score=bind(score_mod, q), scale=0.3)
 
 
 def test_refusals_of_what_no_spec_says(monkeypatch):
     """Lengths, masks and callbacks; gradients may be another backend's."""
-    assert "has no backward for one query and one key" in cudnn.refusals(problem(s_q=1, s_k=1), True)
-    assert cudnn.refusals(problem(s_q=1, s_k=1), False) == []
+    assert "has no backward for one query and one key" in cudnn.refusals(call_of(s_q=1, s_k=1), True)
+    assert cudnn.refusals(call_of(s_q=1, s_k=1), False) == []
     wide = torch.zeros(1, 1, 2, 192)
     call = Call(wide, wide, wide, scale=0.3)
     assert cudnn.refusals(call, True) == ["supports head dims up to 128 in the backward on cpu, not 192"]
     assert cudnn.refusals(call, False) == []
-    (reason,) = cudnn.refusals(problem(mask=prefix(3)), False)
+    (reason,) = cudnn.refusals(call_of(mask=prefix(3)), False)
     assert reason.startswith("has one window of keys")
     monkeypatch.setattr(cudnn, "obstacle", lambda: None)
     monkeypatch.setattr(cudnn, "SUPPORT", SimpleNamespace(reasons=lambda spec: []))
     monkeypatch.setattr(cudnn, "GRADIENT", cudnn.SUPPORT)
     with pytest.raises(Unsupported, match="cudnn: takes score functions only as callbacks"):
-        plan_of(problem(relative_bias(torch.randn(4, 5))), "cudnn")
-    call = problem(case("softcap", 4, 7, 9)._replace(score_mod_bprop=None, score_mod_bprop_tensors=None).score())
+        plan_of(call_of(relative_bias(torch.randn(4, 5))), "cudnn")
+    call = call_of(case("softcap", 4, 7, 9)._replace(score_mod_bprop=None, score_mod_bprop_tensors=None).score())
     assert plan_of(call, "cudnn").backend == "cudnn"
     assert plan_of(call, "cudnn", gradient=True).backend == "cpu"
-    assert plan_of(problem(case("softcap", 4, 7, 9).score()), "cudnn", gradient=True).backend == "cudnn"
+    assert plan_of(call_of(case("softcap", 4, 7, 9).score()), "cudnn", gradient=True).backend == "cudnn"
 
 
 NO_CALLBACKS = {
@@ -92,14 +92,14 @@ NO_CALLBACKS = {
 def test_other_score_functions_are_refused(name):
     """Whatever cuDNN has operations for: other backends run them."""
     for gradient in (False, True):
-        (reason,) = cudnn.refusals(problem(NO_CALLBACKS[name]()), gradient)
+        (reason,) = cudnn.refusals(call_of(NO_CALLBACKS[name]()), gradient)
         assert reason.startswith("takes score functions only as callbacks (saccade.compat.cudnn.score_callback)")
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_are_taken(name):
     score_mod = case(name, 4, 7, 9).score()
-    assert cudnn.refusals(problem(score_mod), False) == cudnn.refusals(problem(score_mod), True) == []
+    assert cudnn.refusals(call_of(score_mod), False) == cudnn.refusals(call_of(score_mod), True) == []
 
 
 FIRST = "takes a computed value as the first operand of "
@@ -109,7 +109,7 @@ BELOW = "came out wrong on an H200 with comparisons with an integer that may be 
 
 def refused(fn, gradient=False, **tensors):
     bprop = (lambda g, dP, t: dP) if gradient else None
-    return cudnn.refusals(problem(score_callback(lambda g, s, t: fn(g, s, **t), bprop, tensors)), gradient)
+    return cudnn.refusals(call_of(score_callback(lambda g, s, t: fn(g, s, **t), bprop, tensors)), gradient)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_limits_of_tensors_and_sizes():
         assert refused(lambda g, s, x: g.add(s, x), gradient, x=rows) == []
         found = refused(lambda g, s, x: g.add(s, x), gradient, x=keys)
         assert found == ["came out wrong backward on an H200 with a tensor that keys index and rows do not"] * gradient
-    limits = cudnn.refusals(problem(case("band", 4, 7, 9).score()), False)
+    limits = cudnn.refusals(call_of(case("band", 4, 7, 9).score()), False)
     assert len(limits) == 5
     (reason,) = refused(lambda g, s, x: [s := g.add(s, x) for _ in range(221)][-1], x=torch.rand(1, 1, 7, 9))
     assert reason == "has graphs of up to 220 operations on scores, not 221"
@@ -169,7 +169,7 @@ def places(x):
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_graphs_compute_the_score_and_its_derivative(name):
     """Replayed onto a graph that records: what cuDNN is told is what the callback says."""
-    score = problem(case(name, 4, 7, 9).score()).score
+    score = call_of(case(name, 4, 7, 9).score()).score
     graph = score_graph(score, gradient=True)
     tensors = graph.tensors(score)
     assert all(x.dim() == 4 for x in tensors)
@@ -186,7 +186,7 @@ def test_graphs_compute_the_score_and_its_derivative(name):
 @pytest.mark.parametrize(("s_q", "s_k"), [(200, 300), (128, 300), (200, 256), (128, 256)])
 def test_ends_of_lengths(s_q, s_k):
     """In a backward, what lies outside of the tensors is -inf, with a gradient of zero."""
-    call = problem(case("derivatives", 4, s_q, s_k).score(), None, s_q, s_k)
+    call = call_of(case("derivatives", 4, s_q, s_k).score(), None, s_q, s_k)
     assert launch._score_graph(call, False) is score_graph(call.score, False)
     graph = launch._score_graph(call, True)
     assert (graph is score_graph(call.score, True)) == (s_q == 128 and s_k == 256)
@@ -203,7 +203,7 @@ def test_ends_of_lengths(s_q, s_k):
 
 def test_callbacks_are_called_as_they_were_written():
     """The very operations, values that score_mod kept among them, which are made once; the identity is left out."""
-    graph = score_graph(problem(case("softcap", 4, 7, 9).score()).score, True)
+    graph = score_graph(call_of(case("softcap", 4, 7, 9).score()).score, True)
     recorder = Graph()
     inputs = [recorder._input("tensor", i) for i in range(len(graph.inputs))]
     replay = GraphReplay(graph, inputs, data_type)
@@ -212,7 +212,7 @@ def test_callbacks_are_called_as_they_were_written():
     assert [x.name for x in recorder._steps[len(inputs) :]] == [
         "score", "div", "tanh", "mul", "gradient", "mul", "tanh_backward", "div",
     ]  # fmt: skip
-    assert score_graph(problem(case("added", 4, 7, 9).score()).score, True).backward is None
+    assert score_graph(call_of(case("added", 4, 7, 9).score()).score, True).backward is None
 
 
 def test_new_numbers_are_the_same_graph():
@@ -227,7 +227,7 @@ def test_new_numbers_are_the_same_graph():
         )
 
     for make in (kept, scaled):
-        scores = [problem(make(value)).score for value in (0.5, 2.0)]
+        scores = [call_of(make(value)).score for value in (0.5, 2.0)]
         first, second = (score_graph(score, True) for score in scores)
         assert first == second
         assert hash(first) == hash(second)
@@ -286,7 +286,7 @@ class StandIn:
 def stand_in(monkeypatch):
     monkeypatch.setattr(launch, "handle_of", lambda device: None)
     monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_graph", lambda problem, key, handle: StandIn(key))
+    monkeypatch.setattr(launch, "_graph", lambda call, key, handle: StandIn(key))
     monkeypatch.setattr(cudnn, "obstacle", lambda: None)
     anything = SimpleNamespace(reasons=lambda spec: [])
     monkeypatch.setattr(cudnn, "SUPPORT", anything)
@@ -332,7 +332,7 @@ def keys(stand_in, monkeypatch):
         def run(self, given, score_inputs, handle):
             found.append(self.key)
 
-    monkeypatch.setattr(launch, "_graph", lambda problem, key, handle: Listed(key))
+    monkeypatch.setattr(launch, "_graph", lambda call, key, handle: Listed(key))
     return found
 
 
@@ -343,7 +343,7 @@ def test_graph_keys_hold_what_no_key_of_a_problem_does(keys):
     tables = (score_callback(added, None, {"bias": torch.zeros(*n, 7, 9)}) for n in ((1, 1), (2, 4)))
     for score_mod, mask in (*((None, mask) for mask in masks), *((table, None) for table in tables)):
         for scale, lse in ((0.3, False), (0.3, True), (0.4, True)):
-            launch.forward(problem(score_mod, mask).replace(scale=scale, launches=launches), lse)
+            launch.forward(call_of(score_mod, mask).replace(scale=scale, launches=launches), lse)
     assert len(keys) == len({*keys}) == 18
 
 

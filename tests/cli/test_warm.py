@@ -19,7 +19,7 @@ from saccade.cli.app import app
 from saccade.spec import Spec
 from saccade.testing import warm
 from saccade.testing.offline import cuda_library
-from saccade.testing.warm import Made, Task, TaskShape, case_of, problem_of
+from saccade.testing.warm import Made, Task, TaskShape, call_of, case_of
 
 CALLS = """
 import sys
@@ -172,7 +172,7 @@ def test_wrong_shapes(tmp_path):
 def test_a_problem_is_of_its_spec(text, monkeypatch):
     monkeypatch.setattr("saccade.hardware.name", lambda device: "sm90")
     spec = Spec.parse(text)
-    assert problem_of(spec, TaskShape(2, 64, 64)).spec() == spec
+    assert call_of(spec, TaskShape(2, 64, 64)).spec() == spec
     assert case_of(spec, TaskShape(2, 64, 64)).name == str(spec)
 
 

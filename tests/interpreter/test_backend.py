@@ -11,6 +11,6 @@ from saccade.dispatch import plan_for
 
 def test_gradients_are_the_kernels_own():
     x = torch.randn(1, 2, 20, 16)
-    problem = Call(x, x, x)
-    assert plan_for(problem, "triton").backend == plan_for(problem, "triton", gradient=True).backend == "triton"
+    call = Call(x, x, x)
+    assert plan_for(call, "triton").backend == plan_for(call, "triton", gradient=True).backend == "triton"
     assert explain("fp32 d64 cpu", backend="triton").plan.backend == "triton"

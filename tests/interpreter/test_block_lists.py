@@ -55,9 +55,9 @@ def test_lists(tile, by_keys):
     table = torch.rand(7, 6) > 0.5
     mask = causal() & mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q, k = torch.empty(1, 2, s_q, 1), torch.empty(1, 2, s_k, 1)
-    problem = Call(q, k, k, mask=mask)
-    held = block_sparsity.compute_states(problem)
-    made = block_lists.build(problem, *tile, by_keys)
+    call = Call(q, k, k, mask=mask)
+    held = block_sparsity.compute_states(call)
+    made = block_lists.build(call, *tile, by_keys)
     whole = torch.zeros(1, s_q + 192, s_k + 128, dtype=torch.bool)
     whole[:, :s_q, :s_k] = mask.visible(s_q, s_k)
     if by_keys:
@@ -101,13 +101,13 @@ def of_sequence(b, h, q_idx, kv_idx):
 def test_packed_lists(by_keys):
     """The list of each block is that of its sequence alone."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
-    problem = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence) & causal())
-    made = block_lists.build(problem, 64, 32, by_keys)
-    entries = iter(sequences.table(problem, by_keys, 32 if by_keys else 64).tolist())
+    call = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence) & causal())
+    made = block_lists.build(call, 64, 32, by_keys)
+    entries = iter(sequences.table(call, by_keys, 32 if by_keys else 64).tolist())
     (total, _), seen = next(entries), set()
     ones = [
         part.call.replace(mask=mask_mod(lambda b, h, i, j, n=n: of_sequence(n, h, i, j)) & causal())
-        for n, part in enumerate(problem.sequences())
+        for n, part in enumerate(call.sequences())
     ]
     for number, (b, start) in zip(range(total), entries, strict=False):
         if b == len(ones):  # behind the last sequence
@@ -127,11 +127,11 @@ def test_packed_lists(by_keys):
 def test_packed_ranks():
     """Those of each sequence alone; programs without a block come one after the other."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
-    problem = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence))
-    table, made = sequences.table(problem, 1, 32), block_lists.build(problem, 64, 32, by_keys=True)
+    call = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence))
+    table, made = sequences.table(call, 1, 32), block_lists.build(call, 64, 32, by_keys=True)
     (total, _), *entries = table.tolist()
     found = block_lists.ranks(made, 9, table)
-    assert found.shape == (1, 2, sequences.slots(problem, 1, 32) + 1, 9)
+    assert found.shape == (1, 2, sequences.slots(call, 1, 32) + 1, 9)
     visits = [
         [set(made.index[0, h, n, : max(made.count[0, h, n, 1], 1)].tolist()) for n in range(found.shape[2])]
         for h in range(2)
@@ -162,5 +162,5 @@ def test_packed_sequences():
 @pytest.mark.parametrize("name", MASKS)
 def test_states(name):
     q = torch.empty(1, 2, S, 1)
-    problem = Call(q, q, q, mask=as_mask(MASKS[name]))
-    assert torch.equal(block_lists.states(problem), block_sparsity.compute_states(problem))
+    call = Call(q, q, q, mask=as_mask(MASKS[name]))
+    assert torch.equal(block_lists.states(call), block_sparsity.compute_states(call))

@@ -80,8 +80,8 @@ def test_few_distances(kind: str, s_q: int, s_k: int) -> None:
 def test_a_wrong_table_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = distance_tables.tables
 
-    def moved(problem: Call, fast: bool = False) -> tuple[Any, ...]:
-        found = fill(problem, fast)
+    def moved(call: Call, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(call, fast)
         return (*found[:3], found[3] + 2) if found else ()
 
     assert report("relative", 30, 30, "causal").ratios["out"] <= 1
@@ -94,8 +94,8 @@ def test_a_wrong_reach_is_rejected(ends: tuple[float, float], monkeypatch: pytes
     """By 70 distances: tiles that hold some in reach are taken for others."""
     fill = distance_tables.tables
 
-    def nearer(problem: Call, fast: bool = False) -> tuple[Any, ...]:
-        found = fill(problem, fast)
+    def nearer(call: Call, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(call, fast)
         if found:
             found[0][..., :2] += 70 * torch.tensor(ends)
         return found
@@ -121,8 +121,8 @@ def test_a_wrong_reach_is_rejected(ends: tuple[float, float], monkeypatch: pytes
 )
 def test_reach(score_mod: Any, reach: list[list[int]]) -> None:
     q = torch.randn(1, 2, 20, 16)
-    problem = Call(q, q, q, score=bind(score_mod, q))
-    table = distance_tables.tables(problem)[0]
+    call = Call(q, q, q, score=bind(score_mod, q))
+    table = distance_tables.tables(call)[0]
     assert torch.equal(table[0, :, :2], torch.tensor(reach, dtype=torch.float32))
 
 
@@ -147,10 +147,10 @@ OFFSETS = torch.tensor([0, 5, 20])
 def test_calls_that_have_tables(layout: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of whose distances the host knows the largest, unless a table would be too long."""
     q = torch.randn(1, 2, 20, 16)
-    problem = Call(q, q, q, score=bind(relative_bias(torch.randn(2, 9)), q), layout=layout)
-    assert len(distance_tables.empty(problem)) == count * distance_tables.FIELDS
+    call = Call(q, q, q, score=bind(relative_bias(torch.randn(2, 9)), q), layout=layout)
+    assert len(distance_tables.empty(call)) == count * distance_tables.FIELDS
     monkeypatch.setattr(distance_tables, "MOST", 100)
-    assert distance_tables.empty(problem) == ()
+    assert distance_tables.empty(call) == ()
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

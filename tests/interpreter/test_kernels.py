@@ -43,7 +43,7 @@ WIDE = Case("", dtype="fp32", b=1, s_q=20, s_k=40, d=8, d_v=300, mask="causal", 
 
 @pytest.mark.parametrize("case", [WIDE, WIDE.replace(order="thd", b=2, ranges=True)], ids=["dense", "ranges"])
 def test_programs_with_some_columns_of_values(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(kernel: str, problem: Call) -> TileConfig:
+    def config(kernel: str, call: Call) -> TileConfig:
         return TileConfig(16, 16, 4, 1, columns=256 if kernel in ("forward", "dv") else 0)
 
     monkeypatch.setattr(launch, "_config", config)
@@ -98,7 +98,7 @@ def test_drawn_case(seed: int) -> None:
     assert report.ratio <= 1, f"{case.describe()}\n{report}"
 
 
-def problem_of(mask: Mask | None) -> Call:
+def call_of(mask: Mask | None) -> Call:
     q = torch.zeros(1, 1, 8, 8)
     return Call(q, q, q, mask=mask)
 
@@ -106,7 +106,7 @@ def problem_of(mask: Mask | None) -> Call:
 def test_every_mask_and_score_has_a_device_form() -> None:
     made: list[Mask | None] = [case.inputs().keywords.get("mask") for case in SMALL if case.b]
     for mask in made:
-        record = device_masks.record(problem_of(mask))
+        record = device_masks.record(call_of(mask))
         assert record.exact.value == (mask is None or mask.exact)
     for case in SMALL:
         score = case.inputs().keywords.get("score_mod")
@@ -118,7 +118,7 @@ def test_an_unknown_mask_is_refused() -> None:
         kind = "other"
 
     with pytest.raises(TypeError, match="no device form"):
-        device_masks.record(problem_of(Other()))
+        device_masks.record(call_of(Other()))
 
 
 def test_wide_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,24 +31,24 @@ def latent(lens: list[int], h: int, s_q: int, mask: Mask | None, h_k: int = 1) -
     return Call.of_views(q, k, k[..., :D_V], layout, mask=mask, scale=1 / math.sqrt(D))
 
 
-def scheduled(problem: Call, cut: launch.Cut) -> Any:
+def scheduled(call: Call, cut: launch.Cut) -> Any:
     """The schedule that the kernel writes, on memory full of rubbish."""
-    schedule = launch.empty_schedule(problem, cut)
+    schedule = launch.empty_schedule(call, cut)
     schedule.starts.fill_(-7)
-    lengths = problem.q.shape[2], problem.layout.capacity(problem.k.shape[2])
-    launch.scheduling(problem)(None, (schedule, *sequences.spans(problem), masks.record(problem), *lengths))
+    lengths = call.q.shape[2], call.layout.capacity(call.k.shape[2])
+    launch.scheduling(call)(None, (schedule, *sequences.spans(call), masks.record(call), *lengths))
     return schedule
 
 
-def parts_of(problem: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def parts_of(call: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernel for Hopper makes of a schedule: each line of tiles in parts, but for sequences that a line has
     whole. Memory that it leaves has NaN."""
-    parts, part_lse = launch.empty_parts(problem, cut)
+    parts, part_lse = launch.empty_parts(call, cut)
     parts.fill_(torch.nan)
     part_lse.fill_(torch.nan)
-    starts, firsts, b = schedule.starts.tolist(), schedule.firsts.tolist(), problem.layout.sequences
+    starts, firsts, b = schedule.starts.tolist(), schedule.firsts.tolist(), call.layout.sequences
     length = max(-(-starts[b] // cut.lines), 2)
-    whole = [x.call for x in problem.sequences()]
+    whole = [x.call for x in call.sequences()]
     for line in range(cut.lines):
         place, end = line * length, min(line * length + length, starts[b])
         while place < end:
@@ -65,13 +65,13 @@ def parts_of(problem: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Te
     return parts, part_lse
 
 
-def write_part(cut: launch.Cut, problem: Call, keys: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+def write_part(cut: launch.Cut, call: Call, keys: tuple[int, int], out: Tensor, lse: Tensor) -> None:
     """The results of one sequence's keys in a range, in tiles of 64 rows."""
     own = mask_mod(lambda b, h, q_idx, kv_idx: (kv_idx >= keys[0]) & (kv_idx < keys[1]))
-    mask = own if problem.mask is None else problem.mask & own
-    rows_out, rows_lse, _ = run_forward(problem.replace(mask=mask, sink=None), True)
+    mask = own if call.mask is None else call.mask & own
+    rows_out, rows_lse, _ = run_forward(call.replace(mask=mask, sink=None), True)
     assert rows_lse is not None
-    heads, group, s_q = 64 // cut.rows, problem.group, problem.q.shape[2]
+    heads, group, s_q = 64 // cut.rows, call.group, call.q.shape[2]
     packs = -(-group // heads)
     lse.fill_(-torch.inf)
     for tile in range(cut.tiles):
@@ -83,11 +83,11 @@ def write_part(cut: launch.Cut, problem: Call, keys: tuple[int, int], out: Tenso
                 out[tile, i], lse[tile, i] = rows_out[0, h, row], rows_lse[0, h, row]
 
 
-def merged(problem: Call, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
-    out, lse = problem.empty_out().fill_(torch.nan), torch.full(problem.q.shape[:3], torch.nan)
-    parts = parts_of(problem, cut, schedule, out, lse)
-    arguments = *parts, TensorArgs.of(out), lse, problem.sink, schedule, *problem.q.shape[1:3]
-    launch.merging(problem, cut)(None, arguments)
+def merged(call: Call, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
+    out, lse = call.empty_out().fill_(torch.nan), torch.full(call.q.shape[:3], torch.nan)
+    parts = parts_of(call, cut, schedule, out, lse)
+    arguments = *parts, TensorArgs.of(out), lse, call.sink, schedule, *call.q.shape[1:3]
+    launch.merging(call, cut)(None, arguments)
     return out, lse
 
 
@@ -111,24 +111,24 @@ def test_parts_that_follow_the_schedule_merge_to_the_whole(
 ) -> None:
     h, s_q, h_k = heads
     sink = torch.tensor([torch.inf, *torch.randn(h - 1)]) if s_q == 3 else None
-    problem = replace(latent(lens, h, s_q, mask, h_k), sink=sink)
-    cut = launch.Cut.of(problem, processors)
-    schedule = scheduled(problem, cut)
-    out, lse = merged(problem, cut, schedule)
-    exact = run_forward(problem, True)
+    call = replace(latent(lens, h, s_q, mask, h_k), sink=sink)
+    cut = launch.Cut.of(call, processors)
+    schedule = scheduled(call, cut)
+    out, lse = merged(call, cut, schedule)
+    exact = run_forward(call, True)
     torch.testing.assert_close(out, exact[0])
     torch.testing.assert_close(lse, exact[1])
 
 
 def test_lines_are_equally_long() -> None:
-    problem = latent([3000, 64, 0, 5000, 129], 16, 1, None)
-    schedule = scheduled(problem, launch.Cut.of(problem, 7))
+    call = latent([3000, 64, 0, 5000, 129], 16, 1, None)
+    schedule = scheduled(call, launch.Cut.of(call, 7))
     assert schedule.starts[:6].tolist() == [0, 47, 48, 48, 127, 130]
     assert schedule.firsts[:5].tolist() == [0] * 5
 
 
 def test_a_window_hides_the_first_tiles() -> None:
-    problem = latent([3000, 100], 16, 1, window(150, 0))
-    schedule = scheduled(problem, launch.Cut.of(problem, 7))
+    call = latent([3000, 100], 16, 1, window(150, 0))
+    schedule = scheduled(call, launch.Cut.of(call, 7))
     assert schedule.firsts[:2].tolist() == [(2999 - 150) // 64, 0]
     assert schedule.starts[:3].tolist() == [0, 3, 5]

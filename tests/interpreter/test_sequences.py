@@ -66,11 +66,11 @@ def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple
     x = torch.zeros(1, 1, t, 16)
     held = None if used is None else torch.tensor(used)
     cu = torch.tensor(offsets, dtype=torch.int32)
-    problem = Call.of_views(x, x, x, Packed(cu, cu, t, t, held, held))
-    many = sequences.slots(problem, 0, BLOCK) + 1
+    call = Call.of_views(x, x, x, Packed(cu, cu, t, t, held, held))
+    many = sequences.slots(call, 0, BLOCK) + 1
     found = torch.full((many, 8), -1, dtype=torch.int32)
-    blocks_kernel[(many,)](found, sequences.spans(problem)[0], t, BLOCK)
-    return found.tolist(), problem
+    blocks_kernel[(many,)](found, sequences.spans(call)[0], t, BLOCK)
+    return found.tolist(), call
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -102,11 +102,11 @@ def packed(t: int) -> tuple[Call, torch.Tensor]:
 @pytest.mark.parametrize("last_first", [False, True])
 def test_places_of_programs(last_first: bool) -> None:
     """Each program's tile is where the table has it, whichever rows come first; who has none is behind all."""
-    heads, (problem, blocks) = 3, packed(180)
-    table = sequences.table(problem, 1, BLOCK)
-    many, total = sequences.slots(problem, 1, BLOCK) + 1, int(blocks.sum())
+    heads, (call, blocks) = 3, packed(180)
+    table = sequences.table(call, 1, BLOCK)
+    many, total = sequences.slots(call, 1, BLOCK) + 1, int(blocks.sum())
     found = torch.full((many * heads, 4), -1, dtype=torch.int32)
-    span = sequences.spans(problem, table)[1]
+    span = sequences.spans(call, table)[1]
     places_kernel[(many * heads,)](found, span, heads, 180, BLOCK, last_first)
     assert total == table[0, 0]
     for program, (b, h, start, place) in enumerate(found.tolist()):
@@ -123,8 +123,8 @@ def test_places_of_programs(last_first: bool) -> None:
 def test_lists_of_work_items(section: int, by_blocks: bool) -> None:
     """The Hopper forward's items: each block of each head once, as many heads in turns as a section has, and its list
     where `tile_of`, the last rows first, has that block."""
-    heads, packs, (problem, blocks) = 6, 3, packed(180)
-    spans = sequences.spans(problem, sequences.table(problem, 0, BLOCK))
+    heads, packs, (call, blocks) = 6, 3, packed(180)
+    spans = sequences.spans(call, sequences.table(call, 0, BLOCK))
     total = int(blocks.sum())
     tiles, items = torch.full((2, total * heads, 4), -1, dtype=torch.int32)
     places_kernel[(total * heads,)](tiles, spans[0], heads, 180, BLOCK, True)
@@ -151,16 +151,16 @@ def test_broken_offsets_stay_inside() -> None:
 def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
     """No program has a tile before its sequence, nor a place that no table has."""
     heads, x, cu = 2, torch.zeros(1, 1, 180, 16), torch.tensor(offsets, dtype=torch.int32)
-    problem = Call.of_views(x, x, x, Packed(cu, cu, 180, 180))
-    many = sequences.slots(problem, 1, BLOCK) + 1
+    call = Call.of_views(x, x, x, Packed(cu, cu, 180, 180))
+    many = sequences.slots(call, 1, BLOCK) + 1
     found = torch.full((many * heads, 4), -1, dtype=torch.int32)
-    span = sequences.spans(problem, sequences.table(problem, 1, BLOCK))[1]
+    span = sequences.spans(call, sequences.table(call, 1, BLOCK))[1]
     places_kernel[(many * heads,)](found, span, heads, 180, BLOCK, last_first)
     for b, _, start, place in found.tolist():
         assert 0 <= b <= 2
         assert 0 <= start <= 180
         assert 0 <= place < many
-    spans = sequences.spans(problem, sequences.table(problem, 0, BLOCK))
+    spans = sequences.spans(call, sequences.table(call, 0, BLOCK))
     total = int(spans[0].tiles[0, 0])
     items = torch.full((total * heads, 4), -1, dtype=torch.int32)
     items_kernel[(total * heads,)](items, *spans, heads, 0, 1, 180, 180, BLOCK, False)
@@ -181,13 +181,13 @@ def test_what_the_hopper_backward_prepares() -> None:
     lse[:, :, 5] = -torch.inf
     out[:, :, 51:] = torch.nan  # beyond the rows in use
     layout = Packed(torch.tensor(offsets), torch.tensor(offsets), t, t, torch.tensor(used), torch.tensor(used))
-    problem = Call.of_views(dout, dout, dout, layout)
-    blocks = sequences.slots(problem, 0, BLOCK) + 1
+    call = Call.of_views(dout, dout, dout, layout)
+    blocks = sequences.slots(call, 0, BLOCK) + 1
     delta, start = torch.full((2, h_q, blocks, BLOCK), torch.nan)
     dq_accum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)
     parts = 2
     preprocess_kernel[(h_q * blocks * parts,)](
-        TensorArgs.of(dout), TensorArgs.of(out), dlse, lse, delta, start, dq_accum, sequences.spans(problem)[0], h_q, t,
+        TensorArgs.of(dout), TensorArgs.of(out), dlse, lse, delta, start, dq_accum, sequences.spans(call)[0], h_q, t,
         blocks * parts, 2.0, D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16, CHAINED=False,
     )  # fmt: skip
     assert not dq_accum.any()

@@ -124,10 +124,10 @@ def test_how_caches_lie(cache, dtype):
     given = case.inputs()
     check(given.q, given.k, given.v, **given.keywords).assert_ok()
     layout = given.keywords["layout"]
-    problem = Call(given.q, given.k, given.v, layout=layout)
-    assert problem.spec().aligned
+    call = Call(given.q, given.k, given.v, layout=layout)
+    assert call.spec().aligned
     assert cache == "apart" or not given.k.is_contiguous() or not given.v.is_contiguous()
-    assert all(m * given.k.element_size() % 16 == 0 for m in strides(problem.k)[:3])
+    assert all(m * given.k.element_size() % 16 == 0 for m in strides(call.k)[:3])
 
 
 def test_rows_that_begin_anywhere_are_not_aligned():
@@ -135,8 +135,8 @@ def test_rows_that_begin_anywhere_are_not_aligned():
     layout = Paged(torch.arange(3)[None], torch.tensor([20]))
     for x in (*both.split(59, dim=-1), both[..., 1:60]):
         q = torch.randn(1, 1, 2, 59).half()
-        problem = Call(q, x, x, layout=layout)
-        assert not problem.spec().aligned
+        call = Call(q, x, x, layout=layout)
+        assert not call.spec().aligned
         check(q, x, x, layout=layout).assert_ok()
 
 
@@ -336,7 +336,7 @@ def test_which_calls_come_in_bulk(changes, reason):
     case = Case("", b=4, h_q=8, h_k=2, s_q=600, s_k=700, d=8, order="paged", page_size=16).replace(**changes)
     made = case.inputs()
     layout = made.keywords["layout"]
-    problem = Call(made.q, made.k, made.v, layout=layout)
-    found = gluon.refusals(problem, False)
+    call = Call(made.q, made.k, made.v, layout=layout)
+    found = gluon.refusals(call, False)
     assert not found if reason is None else reason in "; ".join(found)
-    assert gluon.refusals(problem, True) == []
+    assert gluon.refusals(call, True) == []

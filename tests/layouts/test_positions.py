@@ -383,7 +383,7 @@ def test_gluon_leaves_the_backward_of_positions_beside_dropout_to_triton():
     """Its warps pass what they are called with through shared memory, where these do not fit."""
     q, k, v = (x.contiguous() for x in operands(dtype=torch.bfloat16))
     layout = Dense(q_offset=3)
-    problem = Call(q, k, v, mask=causal(), layout=layout, dropout=Dropout(torch.zeros(2).long(), 0.5))
-    assert gluon.refusals(problem, True) == ["has no room in shared memory for positions beside dropout"]
-    assert not gluon.refusals(problem, False)
-    assert not gluon.refusals(problem.replace(dropout=None), True)
+    call = Call(q, k, v, mask=causal(), layout=layout, dropout=Dropout(torch.zeros(2).long(), 0.5))
+    assert gluon.refusals(call, True) == ["has no room in shared memory for positions beside dropout"]
+    assert not gluon.refusals(call, False)
+    assert not gluon.refusals(call.replace(dropout=None), True)

@@ -133,19 +133,19 @@ def test_states_are_kept_and_remade():
     ids = IDS.clone()
     mask = mask_mod(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx])
     q, k, v = operands()
-    problem = Call(q, k, v, mask=mask)
+    call = Call(q, k, v, mask=mask)
     count = []
 
     def make(x):
         count.append(1)
         return block_sparsity.compute_states(x)
 
-    first, _ = block_sparsity.states_of(problem, make)
-    assert block_sparsity.states_of(problem, make)[0] is first
+    first, _ = block_sparsity.states_of(call, make)
+    assert block_sparsity.states_of(call, make)[0] is first
     before = attention(q, k, v, mask=mask)
     ids.copy_(ids.flip(0))
     assert len(count) == 1
-    block_sparsity.states_of(problem, make)
+    block_sparsity.states_of(call, make)
     assert len(count) == 2
     after = attention(q, k, v, mask=mask)
     torch.testing.assert_close(after, attention(q, k, v, mask=mask, backend="reference"))

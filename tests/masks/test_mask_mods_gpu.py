@@ -87,8 +87,8 @@ def test_states() -> None:
     from saccade.backends.device import block_lists
 
     for mask in map(as_mask, masks().values()):
-        problem = Call(q, k, v, mask=mask)
-        assert torch.equal(block_lists.states(problem), block_sparsity.compute_states(problem))
+        call = Call(q, k, v, mask=mask)
+        assert torch.equal(block_lists.states(call), block_sparsity.compute_states(call))
 
 
 @pytest.mark.parametrize("beforehand", [False, True])

@@ -126,8 +126,8 @@ def test_few_distances(d: int, s_q: int, s_k: int, heads: int, radius: int, back
 def test_a_wrong_reach_is_rejected(d: int, ends: tuple[float, float], backend: str, monkeypatch) -> None:
     fill = distance_tables.tables
 
-    def nearer(problem: Call, fast: bool = False) -> tuple[Any, ...]:
-        found = fill(problem, fast)
+    def nearer(call: Call, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(call, fast)
         if found:
             found[0][..., :2] += torch.tensor(ends, device="cuda")
         return found

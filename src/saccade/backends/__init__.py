@@ -111,7 +111,7 @@ class Saved:
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out (b, h_q, s_q, d_v); lse (b, h_q, s_q), which a backend may give unasked; and the largest score of each row,
-(b, h_q, s_q), where `problem.max_scores` asks for it."""
+(b, h_q, s_q), where `call.max_scores` asks for it."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[Tensor | None]]
 """dq, dk, dv, dsink, and those of the score's tensors, as far as they are wanted."""
 
@@ -202,21 +202,21 @@ class Backend(Protocol):
         ...
 
     # One that depends on what no Spec holds, such as lengths and the operations of a score function, has besides:
-    # def refusals(self, problem: Call, gradient: bool) -> list[str], by what the Call's key holds.
+    # def refusals(self, call: Call, gradient: bool) -> list[str], by what the Call's key holds.
 
     # One whose forward of some calls is slower than that of a later one has besides:
-    # def outrun(self, problem: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
+    # def outrun(self, call: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
 
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
-    # def run_parts(self, problem: Call, parts: Sequence[Call], lse: bool) -> Outputs: see `shared_pages.py`.
+    # def run_parts(self, call: Call, parts: Sequence[Call], lse: bool) -> Outputs: see `shared_pages.py`.
 
     def workspace(self, spec: Spec) -> str:
         """One line on the memory that a call needs besides its outputs."""
         ...
 
-    def run_forward(self, problem: Call, lse: bool) -> Outputs: ...
+    def run_forward(self, call: Call, lse: bool) -> Outputs: ...
 
-    def run_backward(self, problem: Call, saved: Saved) -> Gradients: ...
+    def run_backward(self, call: Call, saved: Saved) -> Gradients: ...
 
 
 def score_workspace(spec: Spec) -> str:

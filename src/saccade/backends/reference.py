@@ -31,6 +31,6 @@ def workspace(spec: Spec) -> str:
     return "several times the score matrix b h_q s_q s_k"
 
 
-def run_forward(problem: Call, lse: bool) -> Outputs:
-    out, row_lse, max_scores = reference.attention(problem)
-    return ordered_like(out, problem.q), row_lse, max_scores
+def run_forward(call: Call, lse: bool) -> Outputs:
+    out, row_lse, max_scores = reference.attention(call)
+    return ordered_like(out, call.q), row_lse, max_scores

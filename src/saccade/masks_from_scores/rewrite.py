@@ -14,29 +14,29 @@ WHOLE_SCORES = ("cudnn", "reference")
 """Backends that take score functions as they were written."""
 
 
-def move_to_mask(problem: Call, backend: str) -> Call:
+def move_to_mask(call: Call, backend: str) -> Call:
     """The same Call with what its score masks in its mask, where that is possible."""
-    split = window_and_rest(problem, backend)
+    split = window_and_rest(call, backend)
     if split is None:
-        return problem
+        return call
     window, rest = split
-    return problem.replace(mask=window if problem.mask is None else problem.mask & window, score=rest)
+    return call.replace(mask=window if call.mask is None else call.mask & window, score=rest)
 
 
-def window_and_rest(problem: Call, backend: str) -> tuple[Window, Score | None] | None:
+def window_and_rest(call: Call, backend: str) -> tuple[Window, Score | None] | None:
     """The window that the score masks by, and the rest of the score; None where a window would not be the same."""
-    if problem.score is None or backend in WHOLE_SCORES or isinstance(problem.mask, Blocked):
+    if call.score is None or backend in WHOLE_SCORES or isinstance(call.mask, Blocked):
         return None
-    split = split_score(problem.score)
-    positioned = problem.positions is not None or problem.layout.has_pages  # functions and windows alike
-    off = 0 if positioned else problem.layout.common_offset(problem.q.shape[2], problem.k.shape[2])
+    split = split_score(call.score)
+    positioned = call.positions is not None or call.layout.has_pages  # functions and windows alike
+    off = 0 if positioned else call.layout.common_offset(call.q.shape[2], call.k.shape[2])
     if split is None or off is None:
         return None
     band, rest = split
     if positioned and not band.empty_rows:
         return None
     window = _window(band.left, band.right, off)
-    if window is None or not (band.empty_rows or _every_row_sees_a_key(problem, window, off)):
+    if window is None or not (band.empty_rows or _every_row_sees_a_key(call, window, off)):
         return None
     return window, rest
 
@@ -51,14 +51,14 @@ def _window(left: int | None, right: int | None, off: int) -> Window | None:
     return Window(*(None if x is None or x >= UNBOUNDED else x for x in bounds))
 
 
-def _every_row_sees_a_key(problem: Call, window: Window, off: int) -> bool:
+def _every_row_sees_a_key(call: Call, window: Window, off: int) -> bool:
     """Whether every row that sees a key at all sees one in the window too."""
-    own = problem.mask
+    own = call.mask
     if off == 0 and (own is None or _on_diagonal(own)):
         return True
     if not (own is None or isinstance(own, Window)):
         return False
-    s_q, s_k = problem.q.shape[2], problem.k.shape[2]
+    s_q, s_k = call.q.shape[2], call.k.shape[2]
     left, right = (UNBOUNDED, UNBOUNDED) if own is None else own.bounds
     first, last = max(0, -off - right), min(s_q - 1, s_k - 1 - off + left)  # of the rows that see a key
     left, right = min(left, window.bounds[0]), min(right, window.bounds[1])

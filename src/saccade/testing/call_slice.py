@@ -135,7 +135,7 @@ class CheckedCall(NamedTuple):
         rows_at, keys_at = (place.batch_q, heads, place.rows), (place.batch_k, key_heads, place.keys)
         sink, mask, out = keywords.get("sink"), as_mask(keywords.get("mask")), keywords.get("out")
         score = scores.bind(keywords.get("score_mod"), self.q)
-        problem = Call(
+        call = Call(
             q=self.q[rows_at],
             k=self.k[keys_at],
             v=self.v[keys_at],
@@ -149,7 +149,7 @@ class CheckedCall(NamedTuple):
             dropout=None if dropout is None else ShiftedDropout(dropout.state, dropout.p, b, h),
         )
         dout, dlse = (None if x is None else x[rows_at] for x in (self.dout, self.dlse))
-        return CallSlice(rows_at, keys_at, problem, dout, dlse, precision)
+        return CallSlice(rows_at, keys_at, call, dout, dlse, precision)
 
 
 class CallSlice(NamedTuple):
@@ -159,7 +159,7 @@ class CallSlice(NamedTuple):
     """Batch, heads and rows of q, out and dq."""
     keys_at: At
     """Batch, key heads and keys."""
-    problem: Call
+    call: Call
     dout: Tensor | None
     dlse: Tensor | None
     precision: Precision
@@ -168,16 +168,16 @@ class CallSlice(NamedTuple):
         return self._exactly()._oracle()
 
     def eager(self) -> Results:
-        problem = self.problem
-        if problem.out_dtype != torch.float64:
-            plain = self if self.precision.scores == problem.q.dtype else self._wide(self.precision.scores)
+        call = self.call
+        if call.out_dtype != torch.float64:
+            plain = self if self.precision.scores == call.q.dtype else self._wide(self.precision.scores)
             return {name: self._returned(x, name) for name, x in plain._oracle().items()}
         # A plain run in float64 would repeat the exact one bit by bit. This one scales first, and sums the head
         # dimension from its other end.
-        turned = problem.replace(q=problem.q.flip(-1) * problem.scale, k=problem.k.flip(-1), scale=1.0)
-        results = self._replace(problem=turned)._oracle()
+        turned = call.replace(q=call.q.flip(-1) * call.scale, k=call.k.flip(-1), scale=1.0)
+        results = self._replace(call=turned)._oracle()
         if self.dout is not None:
-            results["dq"], results["dk"] = results["dq"].flip(-1) * problem.scale, results["dk"].flip(-1)
+            results["dq"], results["dk"] = results["dq"].flip(-1) * call.scale, results["dk"].flip(-1)
         return results
 
     def terms(self, exact: Results) -> Results:
@@ -189,18 +189,18 @@ class CallSlice(NamedTuple):
         they are multiplied. In the backward p is exp(score - lse), so it has the LSE's roundings too. dp, delta and
         dlse cancel in g = dp - delta + dlse, so they count one by one. Every result is itself rounded.
         """
-        problem = self.problem
-        dtype, sums = problem.out_dtype, problem.lse_dtype()
+        call = self.call
+        dtype, sums = call.out_dtype, call.lse_dtype()
         eps = torch.finfo(dtype).eps
         fine, of_functions = ((torch.finfo(x).eps / eps) ** 2 for x in self.precision[:2])
         # Below these a rounding is absolute: results are as small as their dtype can tell, exponentials become zero.
         smallest = torch.finfo(dtype).smallest_normal ** 2
         least = max(torch.finfo(dtype).smallest_normal, 2 / eps * torch.finfo(sums).smallest_normal) ** 2
 
-        problem, dout, dlse = self._exactly()[2:5]
-        problem = problem.dequantized()
-        q, k, v = reference.operands(problem)
-        p = reference.probability(problem, q, k)[0].detach()
+        call, dout, dlse = self._exactly()[2:5]
+        call = call.dequantized()
+        q, k, v = reference.operands(call)
+        p = reference.probability(call, q, k)[0].detach()
         more_q, more_k, more_d, more_v = (
             n * (2 * torch.finfo(sums).eps / eps) ** 2 for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         )
@@ -208,21 +208,21 @@ class CallSlice(NamedTuple):
         if self.precision.sums:
             of_sums = (2 * self.precision.sums / eps) ** 2
             more_d, more_p = q.shape[3] * of_sums, max(more_k, PROMOTED * of_sums)
-        kept = reference.kept(problem) * problem.dropout.rescale if problem.dropout else q.new_ones(())
+        kept = reference.kept(call) * call.dropout.rescale if call.dropout else q.new_ones(())
         masked = (exact["lse"] == -torch.inf)[..., None]
         out, lse = exact["out"], torch.where(masked, 0, exact["lse"][..., None])
         top = exact["max_scores"][..., None]
         top = torch.where(top.isfinite(), top, 0)
 
-        score = q @ k.mT * problem.scale
-        far = FAR if problem.sink is None else math.inf  # beside a sink of their size they are numbers like others
+        score = q @ k.mT * call.scale
+        far = FAR if call.sink is None else math.inf  # beside a sink of their size they are numbers like others
         coarse = (2 * self.precision.products / eps) ** 2
-        score_term = coarse * score**2 + (fine + more_d) * (score**2 + q**2 @ k.mT**2 * problem.scale**2)
+        score_term = coarse * score**2 + (fine + more_d) * (score**2 + q**2 @ k.mT**2 * call.scale**2)
         slope, slope_term = score.new_ones(()), score.new_zeros(())
-        if problem.score is not None:
+        if call.score is not None:
             modified, slope = self._modified(score)
-            if isinstance(problem.score, ShiftedScore):
-                of_functions = max(of_functions, problem.score.roundings() / eps**2)
+            if isinstance(call.score, ShiftedScore):
+                of_functions = max(of_functions, call.score.roundings() / eps**2)
             # Where a function bends or jumps, a score's rounding does more than its derivative says.
             error = eps / 2 * score_term.sqrt()
             ends = torch.stack([torch.stack(self._modified(score + side * error)) for side in (-1, 1)])
@@ -259,10 +259,10 @@ class CallSlice(NamedTuple):
                 + (dout**2 * (out_term + more_v * out**2)).sum(-1, keepdim=True)
             )
             before = dp - delta + dlse
-            if isinstance(problem.score, ShiftedScore) and problem.score.captured():
+            if isinstance(call.score, ShiftedScore) and call.score.captured():
                 before_term = p_term * before**2 + p**2 * dp_term
                 of_row = p * row_term.sqrt()  # an error in delta, which is common to a row's keys
-                for name, rows in problem.score.squares(before_term, of_row, score.detach(), self.indices()).items():
+                for name, rows in call.score.squares(before_term, of_row, score.detach(), self.indices()).items():
                     squares[name] = exact[name].double() ** 2 + rows
             ds = p * before * slope
             ds_term = p_term * (before * slope) ** 2 + p**2 * ((dp_term + row_term) * slope**2 + before**2 * slope_term)
@@ -271,37 +271,37 @@ class CallSlice(NamedTuple):
             dq_term = (ds_term + more_k * ds**2) @ k**2 + row_term * (p * slope @ k) ** 2
             dk_term = self._of_groups((ds_term + more_q * ds**2).mT @ q**2)
             dv_term = self._of_groups(((p_rounded + p_term + more_q * p**2) * kept**2).mT @ dout**2)
-            squares["dq"] = smallest + (1 + more_k) * exact["dq"] ** 2 + dq_term * problem.scale**2
-            squares["dk"] = smallest + (1 + more_q) * exact["dk"] ** 2 + dk_term * problem.scale**2
+            squares["dq"] = smallest + (1 + more_k) * exact["dq"] ** 2 + dq_term * call.scale**2
+            squares["dk"] = smallest + (1 + more_q) * exact["dk"] ** 2 + dk_term * call.scale**2
             squares["dv"] = smallest + (1 + more_q) * exact["dv"] ** 2 + dv_term
-            if problem.sink is not None:
-                share = torch.where(masked, 0, (problem.sink[:, None, None] - lse).exp())
+            if call.sink is not None:
+                share = torch.where(masked, 0, (call.sink[:, None, None] - lse).exp())
                 rows = share**2 * (row_term + (fine + of_p + more_q) * (delta - dlse) ** 2)
-                assert self.problem.sink is not None
-                tiny = torch.finfo(self.problem.sink.dtype).smallest_normal ** 2
+                assert self.call.sink is not None
+                tiny = torch.finfo(self.call.sink.dtype).smallest_normal ** 2
                 squares["dsink"] = tiny + (1 + more_q) * exact["dsink"] ** 2 + rows.sum((0, 2, 3))
         return {name: square.sqrt() for name, square in squares.items()}
 
     def _oracle(self) -> Results:
-        problem, backward = self.problem, self.dout is not None
-        operands = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsink": problem.sink}
+        call, backward = self.call, self.dout is not None
+        operands = {"dq": call.q, "dk": call.k, "dv": call.v, "dsink": call.sink}
         leaves = {name: x.detach().requires_grad_(backward) for name, x in operands.items() if x is not None}
-        problem = problem.replace(**{name.removeprefix("d"): x for name, x in leaves.items()})
-        if isinstance(problem.score, ShiftedScore):
-            leaves |= problem.score.captured()
-        out, lse, largest = reference.attention(problem)
+        call = call.replace(**{name.removeprefix("d"): x for name, x in leaves.items()})
+        if isinstance(call.score, ShiftedScore):
+            leaves |= call.score.captured()
+        out, lse, largest = reference.attention(call)
         return {"max_scores": largest} | with_gradients(out, lse, leaves, self.dout, self.dlse)
 
     def _returned(self, x: Tensor, name: str) -> Tensor:
         """As the call returns it: rounded once more."""
         if name in ("lse", "max_scores") or name.startswith("dscore"):
             return x
-        sink = self.problem.sink if name == "dsink" else None
-        return x.to(self.problem.out_dtype if sink is None else sink.dtype)
+        sink = self.call.sink if name == "dsink" else None
+        return x.to(self.call.out_dtype if sink is None else sink.dtype)
 
     def _modified(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """The modified score, and its derivative by the score."""
-        function = self._exactly().problem.score
+        function = self._exactly().call.score
         assert function is not None
         score = score.detach().requires_grad_()
         modified = function(score, *self.indices())
@@ -312,23 +312,23 @@ class CallSlice(NamedTuple):
 
     def indices(self) -> tuple[Tensor, ...]:
         """b, h and the positions of rows and keys, which broadcast to whole score matrices."""
-        problem = self.problem
-        sizes = *problem.q.shape[:3], problem.k.shape[2]
+        call = self.call
+        sizes = *call.q.shape[:3], call.k.shape[2]
         b, h, q_idx, kv_idx = (
-            torch.arange(n, device=problem.q.device).view([-1] + [1] * (3 - i)) for i, n in enumerate(sizes)
+            torch.arange(n, device=call.q.device).view([-1] + [1] * (3 - i)) for i, n in enumerate(sizes)
         )
-        return b, h, problem.extent.q_position(b, q_idx), problem.extent.k_position(b, kv_idx)
+        return b, h, call.extent.q_position(b, q_idx), call.extent.k_position(b, kv_idx)
 
     def _of_groups(self, x: Tensor) -> Tensor:
         """(1, h_q, s, d) summed over the query heads of each key head"""
-        return x.unflatten(1, (-1, self.problem.group)).sum(2)
+        return x.unflatten(1, (-1, self.call.group)).sum(2)
 
     def _exactly(self) -> CallSlice:
         """The same numbers in float64, those that a score function makes too."""
         wide = self._wide(torch.float64)
-        score = wide.problem.score
+        score = wide.call.score
         score = score.widened() if isinstance(score, ShiftedScore) else score
-        return wide._replace(problem=wide.problem.replace(score=score))
+        return wide._replace(call=wide.call.replace(score=score))
 
     def _wide(self, dtype: torch.dtype) -> CallSlice:
         """The same numbers in another dtype."""
@@ -336,8 +336,8 @@ class CallSlice(NamedTuple):
         def wide(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(dtype)
 
-        tensors: dict[str, Any] = {name: wide(getattr(self.problem, name)) for name in ("q", "k", "v", "sink")}
-        return self._replace(problem=self.problem.replace(**tensors), dout=wide(self.dout), dlse=wide(self.dlse))
+        tensors: dict[str, Any] = {name: wide(getattr(self.call, name)) for name in ("q", "k", "v", "sink")}
+        return self._replace(call=self.call.replace(**tensors), dout=wide(self.dout), dlse=wide(self.dlse))
 
 
 def with_gradients(

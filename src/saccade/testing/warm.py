@@ -88,7 +88,7 @@ def case_of(spec: Spec, shape: TaskShape) -> Case:
     )  # fmt: skip
 
 
-def problem_of(spec: Spec, shape: TaskShape) -> Call:
+def call_of(spec: Spec, shape: TaskShape) -> Call:
     """A Call of this Spec, on the CPU."""
     drawn = case_of(spec, shape).inputs("cpu")
     q, k, v = drawn.q, drawn.k, drawn.v
@@ -125,14 +125,14 @@ def compiled(task: Task) -> Made:
         # Where no mask says so, a last tile of keys that is not whole takes another kernel.
         b, s_q, s_k = task.shape.b, task.shape.s_q, task.shape.s_k
         for more in (0, 1):
-            problem = problem_of(task.spec, TaskShape(b, s_q + more, s_k + more))
+            call = call_of(task.spec, TaskShape(b, s_q + more, s_k + more))
             gradient = task.part == "backward"
-            plan, problem = dispatch.planned(problem, "auto", gradient=gradient)
+            plan, call = dispatch.planned(call, "auto", gradient=gradient)
             backend = plan.backend
             if gradient:
-                plan.module.run_backward(problem, _saved(problem))
+                plan.module.run_backward(call, _saved(call))
             else:
-                plan.module.run_forward(problem, task.part == "training")
+                plan.module.run_forward(call, task.part == "training")
     except Unsupported as refused:
         return Made(backend, made, known, str(refused))  # a line for each backend
     except Exception as reason:  # whatever keeps one Spec from compiling, the others still count
@@ -142,10 +142,10 @@ def compiled(task: Task) -> Made:
     return Made(backend, made, known, None)
 
 
-def _saved(problem: Call) -> Saved:
+def _saved(call: Call) -> Saved:
     """What a backward gets, of a forward that did not run."""
-    score, q, v = problem.score, problem.q, problem.v
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=problem.out_dtype)
+    score, q, v = call.score, call.q, call.v
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=call.out_dtype)
     learned = score is not None and any(word in score.kind.split("+") for word in _LEARNED)
     wanted = () if score is None else tuple(learned and x.is_floating_point() for x in score.tensors)
     return Saved(torch.zeros_like(out), None, out, torch.zeros(q.shape[:3]), wanted)

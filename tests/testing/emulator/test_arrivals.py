@@ -60,11 +60,11 @@ def farthest(rank: int, seed: int, d: int = 64) -> float:
 
     inline_asm.engine.bring = bring
     with emulated(seed):
-        problem = check_call(made.shard(q), both[..., :d], both[..., d:], mask=causal(), layout=layouts.whole)
-        problem = problem.replace(
-            given=problem.given, arrivals=Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None)
+        call = check_call(made.shard(q), both[..., :d], both[..., d:], mask=causal(), layout=layouts.whole)
+        call = call.replace(
+            given=call.given, arrivals=Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None)
         )
-        out = ops.execute(problem, "gluon", True)[0]
+        out = ops.execute(call, "gluon", True)[0]
     whole = attention(q, k, v, mask=causal(), layout=Packed.from_lengths([*LENGTHS]), backend="reference")
     return float((out - made.shard(whole)).abs().max().nan_to_num(nan=torch.inf))
 

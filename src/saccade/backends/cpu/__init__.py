@@ -34,33 +34,33 @@ def workspace(spec: Spec) -> str:
     return f"a few tiles of scores, at most {4 * 4 * TILE_ELEMENTS >> 20} MB for each thread"
 
 
-def run_forward(problem: Call, lse: bool) -> Outputs:
-    if problem.layout.ragged_keys:
-        return packed.forward(problem, lse, _forward)
-    if problem.layout.has_pages:
-        return paged.forward(problem, lse)
-    if problem.descale is None:
-        return _forward(problem, lse)
-    out, row_lse, top = _forward(problem, lse)
-    return out.to(problem.out_dtype), row_lse, top
+def run_forward(call: Call, lse: bool) -> Outputs:
+    if call.layout.ragged_keys:
+        return packed.forward(call, lse, _forward)
+    if call.layout.has_pages:
+        return paged.forward(call, lse)
+    if call.descale is None:
+        return _forward(call, lse)
+    out, row_lse, top = _forward(call, lse)
+    return out.to(call.out_dtype), row_lse, top
 
 
-def run_backward(problem: Call, saved: Saved) -> Gradients:
-    if problem.layout.ragged_keys:
-        return packed.backward(problem, saved, _backward)
-    return _backward(problem, saved)
+def run_backward(call: Call, saved: Saved) -> Gradients:
+    if call.layout.ragged_keys:
+        return packed.backward(call, saved, _backward)
+    return _backward(call, saved)
 
 
-def _forward(problem: Call, lse: bool) -> Outputs:
+def _forward(call: Call, lse: bool) -> Outputs:
     """Of dense operands; the result of 8-bit ones is float32."""
-    if problem.descale is not None:
-        problem = problem.dequantized()
-    if not problem.max_scores and (result := sdpa.forward(problem)) is not None:
+    if call.descale is not None:
+        call = call.dequantized()
+    if not call.max_scores and (result := sdpa.forward(call)) is not None:
         return *result, None
-    return tiled.forward(problem, lse)
+    return tiled.forward(call, lse)
 
 
-def _backward(problem: Call, saved: Saved) -> Gradients:
-    if sdpa.runs_backward(problem, saved):
-        return *sdpa.backward(problem, saved), ()
-    return tiled.backward(problem, saved)
+def _backward(call: Call, saved: Saved) -> Gradients:
+    if sdpa.runs_backward(call, saved):
+        return *sdpa.backward(call, saved), ()
+    return tiled.backward(call, saved)

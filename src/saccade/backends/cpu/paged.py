@@ -35,31 +35,31 @@ class Block(NamedTuple):
     height: int
 
 
-def forward(problem: Call, lse: bool) -> Outputs:
+def forward(call: Call, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); packed queries are one row of t_q."""
-    layout, extent = problem.layout, problem.extent
+    layout, extent = call.layout, call.extent
     starts = layout.cu_seqlens_q
-    if problem.mask is not None and starts is not None:
-        problem = problem.replace(mask=masks.padded(problem.mask, starts, extent.s_q))
-    out = problem.empty_out()
-    if not problem.keeps_tail:
+    if call.mask is not None and starts is not None:
+        call = call.replace(mask=masks.padded(call.mask, starts, extent.s_q))
+    out = call.empty_out()
+    if not call.keeps_tail:
         out.zero_()
-    row_lse, top = torch.full((2, *problem.q.shape[:3]), -torch.inf, dtype=problem.lse_dtype(), device="cpu")
-    for b, batch, rows, *_ in layout.places(problem.q, problem.k):
+    row_lse, top = torch.full((2, *call.q.shape[:3]), -torch.inf, dtype=call.lse_dtype(), device="cpu")
+    for b, batch, rows, *_ in layout.places(call.q, call.k):
         at = batch, slice(None), rows
         out[at].zero_()
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
-        _sequence(problem, b, keys, problem.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
-        if problem.sink is not None:  # here, since rows of no sequence stay as they are
-            row_lse[at] = sink.join(out[at], row_lse[at], problem.sink)
-    return out, row_lse if lse else None, top if problem.max_scores else None
+        _sequence(call, b, keys, call.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
+        if call.sink is not None:  # here, since rows of no sequence stay as they are
+            row_lse[at] = sink.join(out[at], row_lse[at], call.sink)
+    return out, row_lse if lse else None, top if call.max_scores else None
 
 
-def _sequence(problem: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor, Tensor, Tensor]) -> None:
+def _sequence(call: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor, Tensor, Tensor]) -> None:
     """Fills out (h_q, rows, d_v), lse and max_scores (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a
     key."""
     out, lse, largest = results
-    mask, extent, group, products = problem.mask, problem.extent, problem.group, _products(problem)
+    mask, extent, group, products = call.mask, call.extent, call.group, _products(call)
     h_q, s_q, _ = q.shape
     if mask is None:
         lo, hi = torch.zeros(s_q, dtype=torch.int64, device="cpu"), torch.full((s_q,), keys, device="cpu")
@@ -67,7 +67,7 @@ def _sequence(problem: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor
         lo, hi = (edge[b if edge.shape[0] > 1 else 0, :s_q] for edge in mask.hull(extent).clipped(extent))
     scratch = Scratch()
     b_idx, h_idx = torch.full((1, 1, 1, 1), b, device="cpu"), torch.arange(h_q, device="cpu")[:, None, None]
-    for block in _blocks(problem, s_q, keys):
+    for block in _blocks(call, s_q, keys):
         block_lo, block_hi = (torch.zeros(block.height, dtype=torch.int64, device="cpu") for _ in range(2))
         filled = slice(block.first, block.first + block.rows.stop - block.rows.start)
         block_lo[filled], block_hi[filled] = lo[block.rows], hi[block.rows]
@@ -76,19 +76,19 @@ def _sequence(problem: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor
             continue
         # Rows and keys that only fill a tile take the index of a neighbour, at which functions may read tensors.
         q_idx = (torch.arange(block.height, device="cpu") - block.first + block.rows.start).clamp(0, s_q - 1)
-        stream = OnlineSoftmax(scratch, alone=_fixed(problem))
+        stream = OnlineSoftmax(scratch, alone=_fixed(call))
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
-        rows[:, filled] = _rows(problem, q, b, block.rows).to(products)
+        rows[:, filled] = _rows(call, q, b, block.rows).to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
-        step = _keys(problem, rows)
+        step = _keys(call, rows)
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
-            kv_idx = torch.arange(start, start + step if _fixed(problem) else min(start + step, keys), device="cpu")
-            k, v = (_tile(problem, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
+            kv_idx = torch.arange(start, start + step if _fixed(call) else min(start + step, keys), device="cpu")
+            k, v = (_tile(call, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
             score = scratch("score", (*rows.shape[:2], len(kv_idx)), lse.dtype)
-            score = wide_product(rows, k.mT, problem.scale, score).view(1, h_q, block.height, -1)
-            if problem.score is not None:
+            score = wide_product(rows, k.mT, call.scale, score).view(1, h_q, block.height, -1)
+            if call.score is not None:
                 p = extent.q_position(b_idx, q_idx[:, None])
-                score = problem.score.tile(score, b_idx, h_idx, p, extent.k_position(b_idx, kv_idx.clamp(max=keys - 1)))
+                score = call.score.tile(score, b_idx, h_idx, p, extent.k_position(b_idx, kv_idx.clamp(max=keys - 1)))
             seen = (kv_idx >= block_lo[:, None]) & (kv_idx < block_hi[:, None])
             if mask is not None and not mask.exact:
                 seen = seen & mask.sees(extent, b_idx, h_idx, q_idx[:, None], kv_idx.clamp(max=keys - 1))
@@ -98,26 +98,26 @@ def _sequence(problem: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor
             whole[:, block.rows] = part.view(h_q, block.height)[:, filled].to(whole.dtype)
 
 
-def _products(problem: Call) -> torch.dtype:
+def _products(call: Call) -> torch.dtype:
     """The dtype of matrix products: 8-bit caches are read as float32."""
-    return products_dtype(problem.q.dtype) if problem.descale is None else problem.lse_dtype()
+    return products_dtype(call.q.dtype) if call.descale is None else call.lse_dtype()
 
 
-def _rows(problem: Call, q: Tensor, b: int, rows: slice) -> Tensor:
+def _rows(call: Call, q: Tensor, b: int, rows: slice) -> Tensor:
     """Some query rows of sequence b, of its q (h_q, s_q, d)."""
-    if problem.descale is None or problem.descale.q is None:
+    if call.descale is None or call.descale.q is None:
         return q[:, rows]
-    factor = by_row(problem.descale.q[b : b + 1], q[None])[0]
+    factor = by_row(call.descale.q[b : b + 1], q[None])[0]
     return q[:, rows].to(factor.dtype) * (factor[:, rows] if factor.shape[1] > 1 else factor)
 
 
-def _fixed(problem: Call) -> bool:
-    return problem.layout.num_splits == 1
+def _fixed(call: Call) -> bool:
+    return call.layout.num_splits == 1
 
 
-def _blocks(problem: Call, s_q: int, keys: int) -> Iterator[Block]:
-    fixed = _fixed(problem)
-    height = FIXED_ROWS if fixed else max(1, TILE_ROWS // problem.group)
+def _blocks(call: Call, s_q: int, keys: int) -> Iterator[Block]:
+    fixed = _fixed(call)
+    height = FIXED_ROWS if fixed else max(1, TILE_ROWS // call.group)
     off = keys - s_q if fixed else 0  # the position of the first row; those of rows before the first key are negative
     start = 0
     while start < s_q:
@@ -127,24 +127,24 @@ def _blocks(problem: Call, s_q: int, keys: int) -> Iterator[Block]:
         start = stop
 
 
-def _keys(problem: Call, rows: Tensor) -> int:
+def _keys(call: Call, rows: Tensor) -> int:
     """Keys of a tile against rows (h_k, group * height, d)."""
-    if _fixed(problem):
+    if _fixed(call):
         return FIXED_KEYS
     return max(FIXED_KEYS, TILE_ELEMENTS // (rows.shape[0] * rows.shape[1]))
 
 
-def _tile(problem: Call, name: str, b: int, start: int, n: int, keys: int) -> Tensor:
+def _tile(call: Call, name: str, b: int, start: int, n: int, keys: int) -> Tensor:
     """Keys [start, start + n) of sequence b, in k or v: (h_k, n, d), zero from `keys` on."""
-    layout, x = problem.layout, getattr(problem, name)  # (pages, h_k, page_size, d)
+    layout, x = call.layout, getattr(call, name)  # (pages, h_k, page_size, d)
     size = x.shape[2]
     assert isinstance(layout, Paged)
     stop = min(start + n, keys)
     first = start // size
     pages = layout.block_table[b, first : -(-stop // size)].long().clamp(0, x.shape[0] - 1)
     tile = x[pages].transpose(0, 1).flatten(1, 2)[:, start - first * size : stop - first * size]
-    if problem.descale is not None:
-        tile = tile.to(problem.lse_dtype())
-        if (factor := getattr(problem.descale, name)) is not None:
+    if call.descale is not None:
+        tile = tile.to(call.lse_dtype())
+        if (factor := getattr(call.descale, name)) is not None:
             tile = tile * by_row(factor[b : b + 1], tile[None], start)[0]
     return tile if stop == start + n else torch.nn.functional.pad(tile, (0, 0, 0, start + n - stop))

@@ -51,10 +51,10 @@ def tanh(x: Tensor) -> Tensor:
     return more.div_(more + 2)
 
 
-def bias(problem: Call) -> Tensor | None:
+def bias(call: Call) -> Tensor | None:
     """What the score function adds, (b or 1, h_q or 1, s_q or 1, s_k or 1), if adding a float32 tensor is all that it
     does."""
-    score = problem.score
+    score = call.score
     if not isinstance(score, Traced) or len(score.tensors) != 1 or score.tensors[0].dtype != torch.float32:
         return None
     known = score.program.emitted
@@ -62,8 +62,8 @@ def bias(problem: Call) -> Tensor | None:
         known["cpu bias"] = _bias_places(score)
     if (places := known["cpu bias"]) is None:
         return None
-    (b, h, s_q, _), s_k = problem.q.shape, problem.k.shape[2]
-    return _part(score.tensors[0], places, (problem.first_b, 0, 0, 0), (b, h, s_q, s_k))
+    (b, h, s_q, _), s_k = call.q.shape, call.k.shape[2]
+    return _part(score.tensors[0], places, (call.first_b, 0, 0, 0), (b, h, s_q, s_k))
 
 
 def _bias_places(score: Traced) -> tuple[int, ...] | None:

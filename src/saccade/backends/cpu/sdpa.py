@@ -25,40 +25,40 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def runs_forward(problem: Call) -> bool:
-    q, k, dtype = problem.q, problem.k, problem.q.dtype
+def runs_forward(call: Call) -> bool:
+    q, k, dtype = call.q, call.k, call.q.dtype
     half = dtype == torch.bfloat16 and hardware.cpu_bf16() != "avx512_bf16"
-    if not (half or dtype in (torch.float32, torch.float16)) or problem.score is not None or not _plain(problem):
+    if not (half or dtype in (torch.float32, torch.float16)) or call.score is not None or not _plain(call):
         return False
     # Its causal mask is aligned top-left, and is -inf before the scale multiplies it.
-    causal = problem.mask is not None and problem.mask.kind == "causal" and q.shape[2] == k.shape[2]
-    return (causal and problem.scale > 0) or _sees_all(problem)
+    causal = call.mask is not None and call.mask.kind == "causal" and q.shape[2] == k.shape[2]
+    return (causal and call.scale > 0) or _sees_all(call)
 
 
-def runs_backward(problem: Call, saved: Saved) -> bool:
+def runs_backward(call: Call, saved: Saved) -> bool:
     # Rows that are NaN or see nothing are the tiles'.
-    return saved.dlse is None and runs_forward(problem) and bool(saved.lse.isfinite().all())
+    return saved.dlse is None and runs_forward(call) and bool(saved.lse.isfinite().all())
 
 
-def _plain(problem: Call) -> bool:
+def _plain(call: Call) -> bool:
     """Whether the kernel runs the call, whatever its mask and score are."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = call.q, call.k, call.v
     same_head_dims = k.shape[3] == v.shape[3]
-    plain = not problem.layout.tensors and not problem.layout.positioned and problem.dropout is None
+    plain = not call.layout.tensors and not call.layout.positioned and call.dropout is None
     return plain and same_head_dims and min(q.numel(), k.numel()) > 0
 
 
-def _sees_all(problem: Call) -> bool:
+def _sees_all(call: Call) -> bool:
     """Whether every row sees every key, where all of them are in use."""
-    if problem.mask is None:
+    if call.mask is None:
         return True
-    if not isinstance(problem.mask, Window):
+    if not isinstance(call.mask, Window):
         return False
-    left, right = problem.mask.bounds
-    return right >= problem.q.shape[2] - 1 and left >= problem.k.shape[2] - 1
+    left, right = call.mask.bounds
+    return right >= call.q.shape[2] - 1 and left >= call.k.shape[2] - 1
 
 
-def forward(problem: Call) -> tuple[Tensor, Tensor] | None:
+def forward(call: Call) -> tuple[Tensor, Tensor] | None:
     """out and lse; None where the kernel does not run the call, or is not the fastest, or its result may be wrong.
 
     A mask or a bias is a tensor that the kernel adds to the scores: a score that is not finite, where our tiles replace
@@ -67,23 +67,23 @@ def forward(problem: Call) -> tuple[Tensor, Tensor] | None:
     an LSE of +inf. So a row is kept where its LSE is finite, and is not 0 beside zeros, or beside the NaN of zero times
     what is not finite in v; the tiles work on all others.
     """
-    if runs_forward(problem):
-        out, lse = _without_sink(problem)
+    if runs_forward(call):
+        out, lse = _without_sink(call)
         if not (_finite(lse) and bool(lse.all())):
             wrong = ~lse.isfinite() | ((lse == 0) & ((out == 0) | out.isnan()).all(-1))
             if bool(wrong.any()):
-                again, lse_again, _ = tiled.forward(problem.replace(sink=None, out=None), lse=True)
+                again, lse_again, _ = tiled.forward(call.replace(sink=None, out=None), lse=True)
                 assert lse_again is not None
                 out[wrong], lse[wrong] = again[wrong], lse_again[wrong]
     else:
-        if (added := _added_tensor(problem)) is None:
+        if (added := _added_tensor(call)) is None:
             return None
-        out, lse = _without_sink(problem, added)
+        out, lse = _without_sink(call, added)
         if not (_finite(lse) and bool(lse.all())):
-            if problem.score is None:
-                tiling_of(problem).visited = 0.0  # from now on the tiles run this mask at once
+            if call.score is None:
+                tiling_of(call).visited = 0.0  # from now on the tiles run this mask at once
             return None
-    return out, lse if problem.sink is None else sink.join(out, lse, problem.sink)
+    return out, lse if call.sink is None else sink.join(out, lse, call.sink)
 
 
 def _finite(lse: Tensor) -> bool:
@@ -91,35 +91,35 @@ def _finite(lse: Tensor) -> bool:
     return math.isfinite(lse.sum().item())
 
 
-def _added_tensor(problem: Call) -> Tensor | None:
+def _added_tensor(call: Call) -> Tensor | None:
     """The mask or the bias of a call as a tensor (b or 1, h_q or 1, s_q, s_k), where the kernel is the fastest with it
     and it is cached."""
-    if problem.q.dtype != torch.float32 or not _plain(problem):
+    if call.q.dtype != torch.float32 or not _plain(call):
         return None
-    if problem.score is None:
-        return Worker(problem, tiling_of(problem)).additive_mask()
-    added = score_mods.bias(problem) if problem.mask is None else None
-    whole = added is not None and added.shape[2:] == (problem.q.shape[2], problem.k.shape[2])
+    if call.score is None:
+        return Worker(call, tiling_of(call)).additive_mask()
+    added = score_mods.bias(call) if call.mask is None else None
+    whole = added is not None and added.shape[2:] == (call.q.shape[2], call.k.shape[2])
     return added if whole else None
 
 
-def _without_sink(problem: Call, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    causal = added is None and not _sees_all(problem)
+def _without_sink(call: Call, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    causal = added is None and not _sees_all(call)
     # Query heads find their key heads themselves.
-    result, lse = _forward(problem.q, problem.k, problem.v, 0.0, causal, attn_mask=added, scale=problem.scale)
-    if problem.out is None and problem.q.is_contiguous() and result.is_contiguous():
+    result, lse = _forward(call.q, call.k, call.v, 0.0, causal, attn_mask=added, scale=call.scale)
+    if call.out is None and call.q.is_contiguous() and result.is_contiguous():
         return result, lse.contiguous()
-    out = problem.out if problem.out is not None else empty_like_rows(problem.q, problem.v.shape[3])
-    same = problem.out is None and result.stride() == out.stride()
+    out = call.out if call.out is not None else empty_like_rows(call.q, call.v.shape[3])
+    same = call.out is None and result.stride() == out.stride()
     return result if same else out.copy_(result), lse.contiguous()
 
 
-def backward(problem: Call, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(call: Call, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     # The kernel's formula holds with any lse and out that belong together, a sink's included.
     def members(x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, problem.group))
+        return x.unflatten(1, (-1, call.group))
 
-    amx = problem.q.dtype == torch.bfloat16 and hardware.cpu_bf16() == "amx"
+    amx = call.q.dtype == torch.bfloat16 and hardware.cpu_bf16() == "amx"
     compute = torch.bfloat16 if amx else torch.float32
 
     def rows(x: Tensor) -> Tensor:
@@ -127,17 +127,17 @@ def backward(problem: Call, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tenso
         x = x.to(compute)
         return x if x.stride(3) == 1 else x.contiguous()
 
-    q, dout, out = (members(rows(x)) for x in (problem.q, saved.dout, saved.out))
-    k, v, lse = rows(problem.k), rows(problem.v), members(saved.lse)
-    dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (problem.q, problem.k, problem.v))
+    q, dout, out = (members(rows(x)) for x in (call.q, saved.dout, saved.out))
+    k, v, lse = rows(call.k), rows(call.v), members(saved.lse)
+    dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (call.q, call.k, call.v))
     sums: list[Tensor] = []
-    for member in range(problem.group):
+    for member in range(call.group):
         tensors = dout[:, :, member], q[:, :, member], k, v, out[:, :, member], lse[:, :, member]
-        dq_member, *more = _backward(*tensors, 0.0, not _sees_all(problem), scale=problem.scale)
+        dq_member, *more = _backward(*tensors, 0.0, not _sees_all(call), scale=call.scale)
         members(dq)[:, :, member] = dq_member
         if not sums:  # those of several heads stay in float32 until all are in
-            sums = more if problem.group == 1 else [x.float() for x in more]
+            sums = more if call.group == 1 else [x.float() for x in more]
         else:
             sums = [total.add_(x) for total, x in zip(sums, more, strict=True)]
-    delta = saved.lse if problem.sink is None else sink.delta(saved)
-    return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), sink.gradient(problem, saved, delta)
+    delta = saved.lse if call.sink is None else sink.delta(saved)
+    return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), sink.gradient(call, saved, delta)

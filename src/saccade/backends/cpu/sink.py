@@ -17,13 +17,13 @@ def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return joined
 
 
-def gradient(problem: Call, saved: Saved, delta: Tensor) -> Tensor | None:
+def gradient(call: Call, saved: Saved, delta: Tensor) -> Tensor | None:
     """`-sum p_sink delta`, with p_sink = exp(sink - lse) and delta (b, h, s) = rowsum(dout out) - dlse."""
-    if problem.sink is None:
+    if call.sink is None:
         return None
-    share = torch.exp(problem.sink.to(saved.lse.dtype)[:, None] - saved.lse)
+    share = torch.exp(call.sink.to(saved.lse.dtype)[:, None] - saved.lse)
     # Rows that are not in use have lse = -inf, and anything in dout; a sink of +inf, with lse = +inf, has no gradient.
-    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(problem.sink.dtype)
+    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(call.sink.dtype)
 
 
 def delta(saved: Saved) -> Tensor:

@@ -29,22 +29,22 @@ ALONE = 1 << 18
 """Scores of a call that one thread does in less time than it takes to wake another."""
 
 
-def forward(problem: Call, lse: bool) -> Outputs:
+def forward(call: Call, lse: bool) -> Outputs:
     """out (b, h_q, s_q, d_v), lse (b, h_q, s_q) if it is asked for or a sink needs it, and max_scores if asked for."""
     # The LSE and the largest scores are float32, which bfloat16 is not good enough for.
-    tiling, scores = tiling_of(problem), (wide_dtype if lse or problem.max_scores else scores_dtype)(problem)
-    out = problem.empty_out().zero_()
-    row_lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=problem.lse_dtype(), device="cpu")
-    top = torch.full_like(row_lse, -torch.inf) if problem.max_scores else None
-    want_lse = lse or problem.sink is not None
+    tiling, scores = tiling_of(call), (wide_dtype if lse or call.max_scores else scores_dtype)(call)
+    out = call.empty_out().zero_()
+    row_lse = torch.full(call.q.shape[:3], -torch.inf, dtype=call.lse_dtype(), device="cpu")
+    top = torch.full_like(row_lse, -torch.inf) if call.max_scores else None
+    want_lse = lse or call.sink is not None
 
     def start_worker() -> Callable[[list[list[Tile]]], None]:
-        worker = Worker(problem, tiling, scores)
+        worker = Worker(call, tiling, scores)
 
         def run(groups: list[list[Tile]]) -> None:
             for tiles in groups:
-                k = worker.keys(problem.k, tiles[0], scores)
-                v = worker.keys(problem.v, tiles[0], worker.products)
+                k = worker.keys(call.k, tiles[0], scores)
+                v = worker.keys(call.v, tiles[0], worker.products)
                 for tile in tiles:
                     softmax = _softmax(worker, tile, k, v)
                     if softmax is None:
@@ -59,19 +59,19 @@ def forward(problem: Call, lse: bool) -> Outputs:
 
     workers = _workers(tiling)
     thread_pool.spread(_forward_items(tiling, workers), start_worker, workers)
-    if problem.sink is None:
+    if call.sink is None:
         return out, row_lse if lse else None, top
-    joined = sink.join(out, row_lse, problem.sink)
+    joined = sink.join(out, row_lse, call.sink)
     # Rows that are not in use have no sink either.
-    unused = problem.extent.q_idx() >= problem.extent.rows
+    unused = call.extent.q_idx() >= call.extent.rows
     return out, joined.masked_fill_(unused[:, None], -torch.inf), top
 
 
 def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineSoftmax | None:
     """Of a tile's rows, with v or for `top` and `total` alone; None where nothing is visible."""
-    q = worker.queries(worker.problem.q, tile, worker.scores)
+    q = worker.queries(worker.call.q, tile, worker.scores)
     pieces = worker.pieces(tile)
-    bounded = worker.scores != worker.wide and not worker.problem.max_scores
+    bounded = worker.scores != worker.wide and not worker.call.max_scores
     softmax = OnlineSoftmax(worker.scratch, bounded=bounded)
     for piece in pieces:
         score, _ = worker.score(q, k, piece)
@@ -82,31 +82,31 @@ def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineS
     return softmax if pieces else None
 
 
-def backward(problem: Call, saved: Saved) -> Gradients:
+def backward(call: Call, saved: Saved) -> Gradients:
     """dq, dk, dv, dsink and those of captured tensors; a block of rows at a time recomputes its softmax and adds to dk
     and dv in float32.
 
     With dropout the factor 1 / (1 - p) waits for the sums, where nothing rounds it to bfloat16.
     """
-    tiling, scores = tiling_of(problem), scores_dtype(problem)
-    call = _Backward(problem, saved)
+    tiling, scores = tiling_of(call), scores_dtype(call)
+    work = _Backward(call, saved)
     workers = _workers(tiling)
-    items, captures = _backward_items(tiling, workers), call.zeros()
+    items, captures = _backward_items(tiling, workers), work.zeros()
     captured = sum(x.numel() for x in captures if x is not None)
     if captured * len(items) > TILE_ELEMENTS:  # with several threads each item has sums of its own
         workers, items = 1, _backward_items(tiling, 1)
     sums = [_Sums([], [])] * len(items)
 
     def start_worker() -> Callable[[int], None]:
-        worker = Worker(problem, tiling, scores)
+        worker = Worker(call, tiling, scores)
 
         def run(number: int) -> None:
-            sums[number] = call.run(worker, items[number], captures if workers == 1 else call.zeros())
+            sums[number] = work.run(worker, items[number], captures if workers == 1 else work.zeros())
 
         return run
 
     thread_pool.spread(range(len(items)), start_worker, workers)
-    return call.gradients(items, sums, captures)
+    return work.gradients(items, sums, captures)
 
 
 class _Sums(NamedTuple):
@@ -135,30 +135,28 @@ class _Item(NamedTuple):
 class _Backward:
     """One backward, by items."""
 
-    def __init__(self, problem: Call, saved: Saved) -> None:
-        self.problem, self.saved = problem, saved
+    def __init__(self, call: Call, saved: Saved) -> None:
+        self.call, self.saved = call, saved
         self.delta = sink.delta(saved)
-        self.dq, self.dk, self.dv = (empty_like_rows(x, x.shape[3]).zero_() for x in (problem.q, problem.k, problem.v))
+        self.dq, self.dk, self.dv = (empty_like_rows(x, x.shape[3]).zero_() for x in (call.q, call.k, call.v))
         # exp(score - lse) must be zero, not NaN, where a row sees nothing.
         self.lse = torch.where(saved.lse == -torch.inf, 0, saved.lse)
         self.own_sums = bool((self.lse.abs() > LARGE).any())
         """Whether each tile computes the sum of its softmax itself, in one more product."""
-        self.rescale = problem.dropout.rescale if problem.dropout else 1.0
-        self.captures = problem.score.tensors if problem.score else ()
+        self.rescale = call.dropout.rescale if call.dropout else 1.0
+        self.captures = call.score.tensors if call.score else ()
 
     def zeros(self) -> list[Tensor | None]:
         """Sums of captured tensors' gradients."""
         pairs = zip(self.captures, self.saved.wanted, strict=True)
-        return [
-            torch.zeros(x.shape, dtype=self.problem.lse_dtype(), device="cpu") if want else None for x, want in pairs
-        ]
+        return [torch.zeros(x.shape, dtype=self.call.lse_dtype(), device="cpu") if want else None for x, want in pairs]
 
     def run(self, worker: Worker, item: _Item, captures: list[Tensor | None]) -> _Sums:
         """Adds to `captures`; stores dk and dv where no other item has the same heads."""
-        tiles, problem = item.tiles, self.problem
-        k, v = worker.keys(problem.k, tiles[0], worker.scores), worker.keys(problem.v, tiles[0], worker.wide)
+        tiles, call = item.tiles, self.call
+        k, v = worker.keys(call.k, tiles[0], worker.scores), worker.keys(call.v, tiles[0], worker.wide)
         sums = _Sums([torch.zeros_like(x, dtype=worker.inside) for x in (k, v)], captures)
-        keys = k, worker.keys(problem.k, tiles[0], worker.products), v
+        keys = k, worker.keys(call.k, tiles[0], worker.products), v
         for tile in tiles:
             if pieces := worker.pieces(tile):
                 self._tile(worker, tile, pieces, keys, sums)
@@ -170,8 +168,8 @@ class _Backward:
     def _tile(self, worker: Worker, tile: Tile, pieces: list[Tile], keys: tuple[Tensor, ...], sums: _Sums) -> None:
         """One block of rows against its keys, k for scores, k for dq, and v: dq, and what it adds to the sums."""
         (k, k_of_dq, v), (dk, dv) = keys, sums.dk_dv
-        q, dout = (worker.queries(x, tile, worker.products) for x in (self.problem.q, self.saved.dout))
-        q_of_score = worker.queries(self.problem.q, tile, worker.scores)
+        q, dout = (worker.queries(x, tile, worker.products) for x in (self.call.q, self.saved.dout))
+        q_of_score = worker.queries(self.call.q, tile, worker.scores)
         dout_of_dp = worker.queries(self.saved.dout, tile, worker.wide)
         delta = worker.queries(self.delta[..., None], tile, worker.inside) / self.rescale
         shift, share = self._shift(worker, tile, k)
@@ -194,7 +192,7 @@ class _Backward:
             dk[:, piece.keys] += product(rounded.mT, q)
             # Of several pieces each would be rounded, and their sum again.
             ds, multiply = (rounded, product) if len(pieces) == 1 else (ds, wide_product)
-            dq += multiply(ds, k_of_dq[:, piece.keys], self.problem.scale * self.rescale)
+            dq += multiply(ds, k_of_dq[:, piece.keys], self.call.scale * self.rescale)
         worker.store(self.dq, dq, tile)
 
     def _shift(self, worker: Worker, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -205,13 +203,13 @@ class _Backward:
         softmax = _softmax(worker, tile, k, None)
         assert softmax is not None
         shift, total = torch.where(softmax.top == -torch.inf, 0, softmax.top), softmax.total
-        if self.problem.sink is not None:
-            column = self.problem.sink.to(worker.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
+        if self.call.sink is not None:
+            column = self.call.sink.to(worker.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
             total = total + (worker.queries(column, tile, worker.inside) - shift).exp()
         return shift, 1 / torch.where(total == 0, 1, total)
 
     def _store(self, tile: Tile, dk_dv: list[Tensor]) -> None:
-        for target, total, scale in zip((self.dk, self.dv), dk_dv, (self.problem.scale, 1.0), strict=True):
+        for target, total, scale in zip((self.dk, self.dv), dk_dv, (self.call.scale, 1.0), strict=True):
             place = target[tile.batch, tile.heads]
             place.copy_(total.mul_(scale * self.rescale).view(place.shape))
 
@@ -231,7 +229,7 @@ class _Backward:
                 self._store(item.tiles[0], dk_dv)
         pairs = zip(captures, self.captures, strict=True)
         of_captures = [None if x is None else x.mul_(self.rescale).to(capture.dtype) for x, capture in pairs]
-        return self.dq, self.dk, self.dv, sink.gradient(self.problem, self.saved, self.delta), of_captures
+        return self.dq, self.dk, self.dv, sink.gradient(self.call, self.saved, self.delta), of_captures
 
 
 def _workers(tiling: Tiling) -> int:

@@ -62,9 +62,9 @@ class TilingShape(NamedTuple):
         return self.s_q * self.group * self.s_k <= SMALL
 
     @staticmethod
-    def of(problem: Call) -> TilingShape:
-        (b, _, s_q, _), (_, h_k, s_k, _) = problem.q.shape, problem.k.shape
-        return TilingShape(b, h_k, problem.group, s_q, s_k, products_dtype(problem.q.dtype))
+    def of(call: Call) -> TilingShape:
+        (b, _, s_q, _), (_, h_k, s_k, _) = call.q.shape, call.k.shape
+        return TilingShape(b, h_k, call.group, s_q, s_k, products_dtype(call.q.dtype))
 
 
 def products_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -175,10 +175,10 @@ class Tiling:
         return runs
 
 
-def tiling_of(problem: Call) -> Tiling:
+def tiling_of(call: Call) -> Tiling:
     """The Tiling of a call, cached as long as shape, mask, numbers and what the tensors of mask and layout hold are the
     same."""
-    mask, layout, shape = problem.mask, problem.layout, TilingShape.of(problem)
+    mask, layout, shape = call.mask, call.layout, TilingShape.of(call)
     tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
     if not tensors and (mask is None or not mask.listed) and not layout.positioned:
         return _of_numbers(shape, mask)
@@ -186,10 +186,10 @@ def tiling_of(problem: Call) -> Tiling:
     def make() -> Tiling:
         tiles: tuple[int, ...] = (1, 1)
         if mask is not None and mask.listed and not shape.small:
-            tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else states_shape(problem)
-        return Tiling(shape, mask, problem.extent, (tiles[0] > 1, tiles[1] > 1))
+            tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else states_shape(call)
+        return Tiling(shape, mask, call.extent, (tiles[0] > 1, tiles[1] > 1))
 
-    if problem.positions is not None or (mask is not None and mask.by_row):
+    if call.positions is not None or (mask is not None and mask.by_row):
         return make()
     numbers = () if mask is None else (mask.identity, mask.numbers)
     return derived_from_values(("tiling", shape, layout.text, numbers), tensors, make)

@@ -39,30 +39,30 @@ class Modification(NamedTuple):
         return ds.mul_(slope)
 
 
-def scores_dtype(problem: Call) -> torch.dtype:
+def scores_dtype(call: Call) -> torch.dtype:
     """Of the operands of q k^T: float32 for bfloat16 where that would round scores of more than HARMLESS, by
     |score| <= |q| |k| |scale| of the rows and keys in use."""
-    products = products_dtype(problem.q.dtype)
-    if products != torch.bfloat16 or not min(problem.q.numel(), problem.k.numel()):
+    products = products_dtype(call.q.dtype)
+    if products != torch.bfloat16 or not min(call.q.numel(), call.k.numel()):
         return products
-    if (dtype := wide_dtype(problem)) == products or problem.score is not None:
+    if (dtype := wide_dtype(call)) == products or call.score is not None:
         return dtype
     # The first rows and keys say so most of the time.
-    small = all(_score_bound(problem, most) <= HARMLESS for most in (8, max(problem.q.shape[2], problem.k.shape[2])))
+    small = all(_score_bound(call, most) <= HARMLESS for most in (8, max(call.q.shape[2], call.k.shape[2])))
     return products if small else dtype
 
 
-def wide_dtype(problem: Call) -> torch.dtype:
+def wide_dtype(call: Call) -> torch.dtype:
     """Of the operands of wide products, which take few rows of bfloat16 as they are."""
-    few = problem.group * problem.q.shape[2] <= FEW
-    return products_dtype(problem.q.dtype) if few else problem.lse_dtype()
+    few = call.group * call.q.shape[2] <= FEW
+    return products_dtype(call.q.dtype) if few else call.lse_dtype()
 
 
-def _score_bound(problem: Call, most: int) -> float:
+def _score_bound(call: Call, most: int) -> float:
     """Of the scores of the first so many rows and keys."""
-    bound, extent = abs(problem.scale), problem.extent
-    for x, used in (problem.q, extent.rows), (problem.k, extent.keys):
-        norms = torch.linalg.vector_norm(x[:, :, :most], dim=-1, dtype=problem.lse_dtype())
+    bound, extent = abs(call.scale), call.extent
+    for x, used in (call.q, extent.rows), (call.k, extent.keys):
+        norms = torch.linalg.vector_norm(x[:, :, :most], dim=-1, dtype=call.lse_dtype())
         out_of_use = torch.arange(norms.shape[2], device="cpu") >= used
         bound *= norms.masked_fill(norms.isnan() | out_of_use[:, None], 0).max().item()  # a NaN has no rounding
     return bound
@@ -75,23 +75,23 @@ class Worker:
     dtype `scores`, those of dout v^T `wide`, operands and results of other products `products`, and all else `inside`.
     """
 
-    def __init__(self, problem: Call, tiling: Tiling, scores: torch.dtype = torch.float32) -> None:
-        self.problem, self.tiling, self.scratch = problem, tiling, Scratch()
-        self.scores, self.wide = scores, wide_dtype(problem)
-        self.products, self.inside = tiling.shape.products, problem.lse_dtype()
-        self.placed = problem.layout.positioned
-        self.bias = score_mods.bias(problem) if problem.score is not None and not self.placed else None
-        self.rescale = 1.0 if problem.dropout is None else problem.dropout.rescale
+    def __init__(self, call: Call, tiling: Tiling, scores: torch.dtype = torch.float32) -> None:
+        self.call, self.tiling, self.scratch = call, tiling, Scratch()
+        self.scores, self.wide = scores, wide_dtype(call)
+        self.products, self.inside = tiling.shape.products, call.lse_dtype()
+        self.placed = call.layout.positioned
+        self.bias = score_mods.bias(call) if call.score is not None and not self.placed else None
+        self.rescale = 1.0 if call.dropout is None else call.dropout.rescale
 
     def pieces(self, tile: Tile) -> list[Tile]:
         """The tile in pieces of at most TILE_ELEMENTS scores, without empty tiles of block sparsity."""
-        tiling, mask = self.tiling, self.problem.mask
+        tiling, mask = self.tiling, self.call.mask
         if mask is None or not mask.listed or tiling.shape.small:
             return tiling.split([tile])
         first_b, first_h = tile.batch.start if tiling.by_batch else 0, tile.heads.start if tiling.by_head else 0
         place = first_b, first_h, tile.rows.start
         if place not in tiling.pieces:
-            tiling.pieces[place] = tiling.split(tiling.runs(states_of(self.problem, compute_states)[0], tile))
+            tiling.pieces[place] = tiling.split(tiling.runs(states_of(self.call, compute_states)[0], tile))
         # They were made for the first of the batch rows and heads that share them.
         return [piece._replace(batch=tile.batch, heads=tile.heads) for piece in tiling.pieces[place]]
 
@@ -109,7 +109,7 @@ class Worker:
         place.copy_(x.view(place.shape))
 
     def _rows(self, x: Tensor, tile: Tile) -> Tensor:
-        return x.unflatten(1, (-1, self.problem.group))[tile.batch, tile.heads, :, tile.rows]
+        return x.unflatten(1, (-1, self.call.group))[tile.batch, tile.heads, :, tile.rows]
 
     def score(self, q: Tensor, k: Tensor, tile: Tile, derivative: bool = False) -> tuple[Tensor, Modification | None]:
         """The modified scores (n, m, keys), -inf where they are masked; and the Modification if its derivative is asked
@@ -117,11 +117,11 @@ class Worker:
         k = k[:, tile.keys]
         score = self.scratch("score", (q.shape[0], q.shape[1], k.shape[1]), self.inside)
         if self.scores == self.wide:
-            score = wide_product(q, k.mT, self.problem.scale, score)
+            score = wide_product(q, k.mT, self.call.scale, score)
         else:
             rounded = self.scratch("rounded", score.shape, self.scores)
-            score.copy_(product(q, k.mT, self.problem.scale, rounded))
-        place, modify, modification = tile.place(self.problem.group), self.problem.score, None
+            score.copy_(product(q, k.mT, self.call.scale, rounded))
+        place, modify, modification = tile.place(self.call.group), self.call.score, None
         tile_score = score.view([x.stop - x.start for x in place])
         if self.bias is not None and not derivative:
             part = (x if n > 1 else slice(None) for x, n in zip(place, self.bias.shape, strict=True))
@@ -136,23 +136,21 @@ class Worker:
 
     def _indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch rows, query heads, rows and keys of a tile, which broadcast to (b, h, q, k)."""
-        b_idx, h_idx, q_idx, kv_idx = (
-            torch.arange(x.start, x.stop, device="cpu") for x in tile.place(self.problem.group)
-        )
+        b_idx, h_idx, q_idx, kv_idx = (torch.arange(x.start, x.stop, device="cpu") for x in tile.place(self.call.group))
         return b_idx[:, None, None, None], h_idx[:, None, None], q_idx[:, None], kv_idx
 
     def _function_indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What score functions and dropout take for a tile's indices: positions, where there are any."""
         b_idx, h_idx, q_idx, kv_idx = self._indices(tile)
         if not self.placed:
-            return b_idx + self.problem.first_b, h_idx, q_idx, kv_idx
-        extent = self.problem.extent
+            return b_idx + self.call.first_b, h_idx, q_idx, kv_idx
+        extent = self.call.extent
         p, r = extent.q_position(b_idx, q_idx), extent.k_position(b_idx, kv_idx)
-        return b_idx + self.problem.first_b, h_idx, p, r
+        return b_idx + self.call.first_b, h_idx, p, r
 
     def dropout_mask(self, tile: Tile) -> Tensor | None:
         """1 where dropout keeps a probability, else 0, (n, m, keys); None without dropout."""
-        dropout = self.problem.dropout
+        dropout = self.call.dropout
         if dropout is None:
             return None
         b_idx, h_idx, p, r = self._function_indices(tile)
@@ -160,7 +158,7 @@ class Worker:
             keep = dropout.keep(b_idx.flatten(), h_idx.flatten(), tile.rows, tile.keys)
         else:
             keep = dropout.keep_at(b_idx, h_idx, p, r)
-        keep = keep.unflatten(1, (-1, self.problem.group)).flatten(0, 1).flatten(1, 2)
+        keep = keep.unflatten(1, (-1, self.call.group)).flatten(0, 1).flatten(1, 2)
         return self.scratch("keep", keep.shape, self.inside).copy_(keep)
 
     def _apply_mask(self, score: Tensor, tile: Tile) -> None:
@@ -175,11 +173,11 @@ class Worker:
 
     def _mask_tile(self, tile: Tile) -> Tensor:
         """-inf where a key is masked, else +inf, (b or 1, h_q or 1, rows, keys)."""
-        tiling, mask = self.tiling, self.problem.mask
+        tiling, mask = self.tiling, self.call.mask
         tested = mask if mask is not None and not mask.exact else None
         by_batch = tiling.hull.lo.shape[0] > 1
         if tested is not None and not by_batch:
-            by_batch = "b" in tested.indices or self.problem.extent.differs
+            by_batch = "b" in tested.indices or self.call.extent.differs
         by_head = tested is not None and "h" in tested.indices
         place = (
             id(tiling),
@@ -196,7 +194,7 @@ class Worker:
         if tested is not None:
             # What does not depend on the batch row or the head is computed for the first of them.
             b_idx, h_idx = b_idx if by_batch else b_idx[:1], h_idx if by_head else h_idx[:1]
-            seen = seen & tested.sees(self.problem.extent, b_idx, h_idx, q_idx, kv_idx)
+            seen = seen & tested.sees(self.call.extent, b_idx, h_idx, q_idx, kv_idx)
         limit = seen.to(self.inside).sub_(0.5).mul_(torch.inf)
         return self._cached(place, limit)
 

@@ -37,22 +37,22 @@ def obstacle() -> str | None:
     return None
 
 
-def refusals(problem: Call, gradient: bool) -> list[str]:
+def refusals(call: Call, gradient: bool) -> list[str]:
     """What no Spec says: lengths, and what a callback does."""
     from saccade.backends.cudnn.callbacks import NoCallback, score_graph
     from saccade.backends.cudnn.limits import callback_limits
 
     reasons = []
-    if problem.mask is not None and not isinstance(problem.mask, Window):
-        reasons.append(f"has one window of keys for each row, not {problem.mask.kind}")
-    if problem.score is not None:
+    if call.mask is not None and not isinstance(call.mask, Window):
+        reasons.append(f"has one window of keys for each row, not {call.mask.kind}")
+    if call.score is not None:
         try:
-            reasons += callback_limits(problem.score, score_graph(problem.score, gradient), gradient)
+            reasons += callback_limits(call.score, score_graph(call.score, gradient), gradient)
         except NoCallback as reason:
             reasons.append(str(reason))
-    if gradient and problem.q.shape[2] == problem.k.shape[2] == 1:
+    if gradient and call.q.shape[2] == call.k.shape[2] == 1:
         reasons.append("has no backward for one query and one key")
-    spec = problem.spec()
+    spec = call.spec()
     if gradient and spec.device != "sm90" and max(spec.d, spec.d_v) > 128:
         reasons.append(f"supports head dims up to 128 in the backward on {spec.device}, not {max(spec.d, spec.d_v)}")
     return reasons
@@ -63,13 +63,13 @@ def workspace(spec: Spec) -> str:
     return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
 
 
-def run_forward(problem: Call, lse: bool) -> Outputs:
+def run_forward(call: Call, lse: bool) -> Outputs:
     from saccade.backends.cudnn import launch
 
-    return *launch.forward(problem, lse), None
+    return *launch.forward(call, lse), None
 
 
-def run_backward(problem: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, saved: Saved) -> Gradients:
     from saccade.backends.cudnn import launch
 
-    return launch.backward(problem, saved)
+    return launch.backward(call, saved)

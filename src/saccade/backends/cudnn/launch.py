@@ -36,68 +36,68 @@ class UsedRows(NamedTuple):
     """bool (b or 1, 1, s_q): rows that see no key, those not in use among them."""
 
 
-def forward(problem: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
-    q, v = problem.q, problem.v
+    q, v = call.q, call.v
     out = empty_like_rows(q, v.shape[3])
-    if not out.numel() or not problem.k.numel():
-        return out.zero_(), _empty_lse(problem) if lse else None
-    used = _used_rows(problem)
-    tensors = {**_operands(problem, used), "out": out}
+    if not out.numel() or not call.k.numel():
+        return out.zero_(), _empty_lse(call) if lse else None
+    used = _used_rows(call)
+    tensors = {**_operands(call, used), "out": out}
     row_lse = None
-    if lse or problem.sink is not None:
+    if lse or call.sink is not None:
         row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         tensors["stats"] = row_lse[..., None]
-    _run(problem, tensors, used, gradient=False)
+    _run(call, tensors, used, gradient=False)
     if used is not None:
         out.masked_fill_(used.empty_rows[..., None], 0)
         if row_lse is not None:
             row_lse.masked_fill_(used.empty_rows, -torch.inf)
-    if problem.sink is not None and row_lse is not None:
-        row_lse = _add_sink(problem.sink, out, row_lse)
+    if call.sink is not None and row_lse is not None:
+        row_lse = _add_sink(call.sink, out, row_lse)
         if used is not None:
             row_lse.masked_fill_(used.unused_rows[..., 0], -torch.inf)
     return out, row_lse if lse else None
 
 
-def backward(problem: Call, saved: Saved) -> Gradients:
+def backward(call: Call, saved: Saved) -> Gradients:
     """dq, dk, dv, dsink and those of the score's tensors."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = call.q, call.k, call.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved), _captured(problem, saved)
-    dout, out, stats, dlse, used = saved.dout, saved.out, saved.lse.contiguous(), saved.dlse, _used_rows(problem)
+        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, saved), _captured(call, saved)
+    dout, out, stats, dlse, used = saved.dout, saved.out, saved.lse.contiguous(), saved.dlse, _used_rows(call)
     if used is not None:
         dout, out = _clear(dout, used.empty_rows[..., None]), _clear(out, used.empty_rows[..., None])
         stats = stats.masked_fill(used.empty_rows, torch.inf)  # of these no probability is left
         dlse = None if dlse is None else dlse.masked_fill(used.empty_rows, 0)
     dsink = None
-    if problem.sink is not None:
+    if call.sink is not None:
         delta = (dout.float() * out.float()).sum(-1)
-        dsink = sink_gradient(problem, saved, delta if saved.dlse is None else delta - saved.dlse)
-    operands, wide_dv = _operands(problem, used), dv
+        dsink = sink_gradient(call, saved, delta if saved.dlse is None else delta - saved.dlse)
+    operands, wide_dv = _operands(call, used), dv
     if dlse is not None:
         operands["v"], out, dout = append_dlse(operands["v"], out, dout, dlse)
         wide_dv = empty_like_rows(operands["v"], operands["v"].shape[3])
     tensors = {**operands, "out": _aligned(out), "dout": _aligned(dout), "stats": stats[..., None]}
     tensors |= {"dq": dq, "dk": dk, "dv": wide_dv}
-    _run(problem, tensors, used, gradient=True)
+    _run(call, tensors, used, gradient=True)
     if dlse is not None:
         dv.copy_(wide_dv[..., : dv.shape[3]])
     if used is not None:
         dq.masked_fill_(used.empty_rows[..., None], 0)
         dk.masked_fill_(used.unused_keys, 0)
         dv.masked_fill_(used.unused_keys, 0)
-    return dq, dk, dv, dsink, _captured(problem, saved)
+    return dq, dk, dv, dsink, _captured(call, saved)
 
 
-def _captured(problem: Call, saved: Saved) -> Sequence[Tensor | None]:
+def _captured(call: Call, saved: Saved) -> Sequence[Tensor | None]:
     """By the kernel that all backends share: cuDNN has no such gradients."""
     if not any(saved.wanted):
         return [None] * len(saved.wanted)
     from saccade.backends.device import captured_gradients
 
-    return captured_gradients.gradients(problem, saved)
+    return captured_gradients.gradients(call, saved)
 
 
 DLSE_COLUMNS = 8
@@ -118,52 +118,52 @@ def append_dlse(v: Tensor, out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Ten
     return torch.cat([v, nothing], -1), torch.cat([out, minus], -1), torch.cat([dout, more], -1)
 
 
-def _run(problem: Call, tensors: dict[str, Tensor], used: UsedRows | None, gradient: bool) -> None:
+def _run(call: Call, tensors: dict[str, Tensor], used: UsedRows | None, gradient: bool) -> None:
     score, score_inputs = None, []
-    window = (problem.mask.left, problem.mask.right) if isinstance(problem.mask, Window) else None
-    if problem.score is not None:
-        score = _score_graph(problem, gradient)
-        score_inputs = score.tensors(problem.score)
+    window = (call.mask.left, call.mask.right) if isinstance(call.mask, Window) else None
+    if call.score is not None:
+        score = _score_graph(call, gradient)
+        score_inputs = score.tensors(call.score)
     elif used is not None:
         tensors |= {"rows": used.rows, "keys": used.keys}
     # All that a GraphKey holds and the Call's key does not.
     launch = (
-        *(gradient, *tensors, problem.scale, window, *((x.shape, x.stride()) for x in score_inputs)),
+        *(gradient, *tensors, call.scale, window, *((x.shape, x.stride()) for x in score_inputs)),
         *((tensors["out"].stride(), tensors["dout"].stride()) if gradient else ()),
     )
     device = tensors["q"].device
-    key = problem.launches.get(launch)
+    key = call.launches.get(launch)
     if key is None:
-        key = problem.launches[launch] = GraphKey(
+        key = call.launches[launch] = GraphKey(
             device.index,
             tuple((name, TensorDesc.of(x)) for name, x in tensors.items()),
-            problem.scale,
+            call.scale,
             window,
             # Both alignments are the same on whole squares, where more engines know the other.
             "rows" in tensors or tensors["q"].shape[2] != tensors["k"].shape[2],
-            problem.deterministic and gradient,
+            call.deterministic and gradient,
             score,
             tuple(map(TensorDesc.of, score_inputs)),
         )
     with on_device(device):
         handle = handle_of(device)
-        _graph(problem, key, handle).run(tensors, score_inputs, handle)
+        _graph(call, key, handle).run(tensors, score_inputs, handle)
 
 
-def _score_graph(problem: Call, gradient: bool) -> ScoreGraph:
+def _score_graph(call: Call, gradient: bool) -> ScoreGraph:
     """The callback's, which masks the ends of a backward's last tiles."""
-    assert problem.score is not None
-    graph = score_graph(problem.score, gradient)
-    rows, keys = problem.q.shape[2], problem.k.shape[2]
+    assert call.score is not None
+    graph = score_graph(call.score, gradient)
+    rows, keys = call.q.shape[2], call.k.shape[2]
     if not gradient or rows % TILE == keys % TILE == 0:
         return graph
-    key = "score graph", problem.score.identity
-    if key not in problem.launches:
-        problem.launches[key] = within(graph, rows, keys)
-    return problem.launches[key]
+    key = "score graph", call.score.identity
+    if key not in call.launches:
+        call.launches[key] = within(graph, rows, keys)
+    return call.launches[key]
 
 
-def _graph(problem: Call, key: GraphKey, handle: object) -> BuiltGraph:
+def _graph(call: Call, key: GraphKey, handle: object) -> BuiltGraph:
     """
     Raises:
         Unsupported: cuDNN does not build it, in its own words.
@@ -173,28 +173,28 @@ def _graph(problem: Call, key: GraphKey, handle: object) -> BuiltGraph:
         return built_graph(key, handle)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as refused:
         reason = f"cuDNN {cudnn.backend_version()} does not build its graph: {refused}"
-        raise Unsupported(f"no backend runs {problem.spec()}\n  cudnn: {reason}") from refused
+        raise Unsupported(f"no backend runs {call.spec()}\n  cudnn: {reason}") from refused
 
 
-def _used_rows(problem: Call) -> UsedRows | None:
+def _used_rows(call: Call) -> UsedRows | None:
     """None where everything is in use, and every row sees its diagonal at least."""
-    s_q, s_k, b = problem.q.shape[2], problem.k.shape[2], problem.q.shape[0]
-    if not problem.layout.tensors and (problem.mask is None or s_q <= s_k):
+    s_q, s_k, b = call.q.shape[2], call.k.shape[2], call.q.shape[0]
+    if not call.layout.tensors and (call.mask is None or s_q <= s_k):
         return None
-    extent = problem.extent
+    extent = call.extent
     unused_rows = extent.q_idx() >= extent.rows
-    unused_keys = torch.arange(s_k, device=problem.k.device)[None] >= extent.keys
+    unused_keys = torch.arange(s_k, device=call.k.device)[None] >= extent.keys
     empty_rows = unused_rows | (extent.keys == 0)
-    if problem.mask is not None:
-        empty_rows = empty_rows | (problem.mask.hull(extent).clipped(extent).length() == 0)
+    if call.mask is not None:
+        empty_rows = empty_rows | (call.mask.hull(extent).clipped(extent).length() == 0)
     rows, keys = (x.expand(b, 1).to(torch.int32).contiguous().view(b, 1, 1, 1) for x in (extent.rows, extent.keys))
     return UsedRows(rows, keys, unused_rows[:, None, :, None], unused_keys[:, None, :, None], empty_rows[:, None])
 
 
-def _operands(problem: Call, used: UsedRows | None) -> dict[str, Tensor]:
+def _operands(call: Call, used: UsedRows | None) -> dict[str, Tensor]:
     """q, k and v, with zeros in rows that are not in use, and no element twice."""
-    q, k, v = problem.q, problem.k, problem.v
-    if problem.layout.tensors and used is not None:
+    q, k, v = call.q, call.k, call.v
+    if call.layout.tensors and used is not None:
         q, k, v = _clear(q, used.unused_rows), _clear(k, used.unused_keys), _clear(v, used.unused_keys)
     return {"q": _once(q), "k": _once(k), "v": _once(v)}
 
@@ -213,13 +213,13 @@ def _once(x: Tensor) -> Tensor:
     return x.contiguous() if 0 in x.stride() else x
 
 
-def _empty_lse(problem: Call) -> Tensor:
+def _empty_lse(call: Call) -> Tensor:
     """The LSE of rows that see no key."""
-    lse = torch.full(problem.q.shape[:3], -torch.inf, device=problem.q.device)
-    if problem.sink is None:
+    lse = torch.full(call.q.shape[:3], -torch.inf, device=call.q.device)
+    if call.sink is None:
         return lse
-    seen = problem.extent.q_idx() < problem.extent.rows
-    return torch.where(seen[:, None], problem.sink.float()[:, None], lse)
+    seen = call.extent.q_idx() < call.extent.rows
+    return torch.where(seen[:, None], call.sink.float()[:, None], lse)
 
 
 def _add_sink(sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:

@@ -32,14 +32,14 @@ class TileShape(NamedTuple):
     """columns of q and k after the first BLOCK_D that are a tile of their own: a power of two, or 0"""
 
     @staticmethod
-    def of(problem: Call, block_q: int, block_k: int, columns: int = 0) -> TileShape:
+    def of(call: Call, block_q: int, block_k: int, columns: int = 0) -> TileShape:
         """columns: of v that a program sums, or 0: all."""
-        d, d_v = problem.q.shape[3], problem.v.shape[3]
+        d, d_v = call.q.shape[3], call.v.shape[3]
         of_k, of_v = block_d(d), min(columns or block_d(d_v), block_d(d_v))
         whole = of_v == block_d(d_v) and max(d, d_v) <= ONE_WIDTH
-        if problem.k.dtype in EIGHT_BITS and block_q >= WARP_GROUP_ROWS and whole:
+        if call.k.dtype in EIGHT_BITS and block_q >= WARP_GROUP_ROWS and whole:
             of_k = of_v = max(of_k, of_v)
-        sizes = problem.group, d, d_v, block_q, block_k, of_k, of_v, precision()
+        sizes = call.group, d, d_v, block_q, block_k, of_k, of_v, precision()
         return TileShape(*map(tl.constexpr, sizes))
 
 
@@ -55,32 +55,32 @@ def precision() -> str:
 
 
 def common_arguments(
-    problem: Call,
+    call: Call,
     mask: masks.DeviceMask,
     table: Tensor | None = None,
     fast: bool = False,
     distances: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
     """The arguments from `used_q` to `scale`. `fast` is as `scores.record` says; distances: see `distance_tables`."""
-    q, records = problem.q, (mask, scores.record(problem, fast, distances), dropout.record(problem))
-    return *sequences.spans(problem, table), *records, q.shape[1], q.shape[2], problem.k.shape[2], problem.scale
+    q, records = call.q, (mask, scores.record(call, fast, distances), dropout.record(call))
+    return *sequences.spans(call, table), *records, q.shape[1], q.shape[2], call.k.shape[2], call.scale
 
 
 def tile_arguments(
-    problem: Call, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False, reads: bool = True
+    call: Call, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False, reads: bool = True
 ) -> tuple[Any, ...]:
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
     packed tiles. reads: whether it reads enough scores for tables of distances."""
-    mask = block_lists.record(problem, block_q, block_k, by_keys)
-    ragged = problem.layout.ragged_keys
-    table = sequences.table(problem, by_keys, block_k if by_keys else block_q) if ragged else None
-    distances = distance_tables.tables(problem, fast) if reads else ()
-    return common_arguments(problem, mask, table, fast, distances)
+    mask = block_lists.record(call, block_q, block_k, by_keys)
+    ragged = call.layout.ragged_keys
+    table = sequences.table(call, by_keys, block_k if by_keys else block_q) if ragged else None
+    distances = distance_tables.tables(call, fast) if reads else ()
+    return common_arguments(call, mask, table, fast, distances)
 
 
-def tile_grid(problem: Call, block_q: int, block_k: int, by_keys: bool = False) -> tuple[int, int, int]:
+def tile_grid(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> tuple[int, int, int]:
     """Blocks, then heads, then batch rows, all in one dimension: the others end at 65,535."""
-    x, block = (problem.k, block_k) if by_keys else (problem.q, block_q)
+    x, block = (call.k, block_k) if by_keys else (call.q, block_q)
     b, h, s = x.shape[:3]
-    blocks = sequences.slots(problem, by_keys, block) if problem.layout.ragged_keys else b * -(-s // block)
+    blocks = sequences.slots(call, by_keys, block) if call.layout.ragged_keys else b * -(-s // block)
     return h * blocks, 1, 1

@@ -46,50 +46,50 @@ SPAN, AT_ONCE = 32, 2
 """States of one program, and those that it computes at a time."""
 
 
-def states(problem: Call) -> Tensor:
+def states(call: Call) -> Tensor:
     """The states of the mask's tiles: see `saccade.block_sparsity`."""
-    packed = problem.layout.ragged_keys
+    packed = call.layout.ragged_keys
     allocate = torch.zeros if packed else torch.empty  # no program writes the tiles after a packed sequence's keys
-    tile_states = allocate(*block_sparsity.states_shape(problem), dtype=torch.uint8, device=problem.q.device)
+    tile_states = allocate(*block_sparsity.states_shape(call), dtype=torch.uint8, device=call.q.device)
     if tile_states.numel():
-        launch, arguments = states_launch(problem, tile_states, sequences.table(problem, 0, TILE) if packed else None)
-        launch(problem.q.device.index, arguments)
+        launch, arguments = states_launch(call, tile_states, sequences.table(call, 0, TILE) if packed else None)
+        launch(call.q.device.index, arguments)
     return tile_states
 
 
-def states_launch(problem: Call, states: Tensor, table: Tensor | None) -> tuple[Launch, tuple[Any, ...]]:
+def states_launch(call: Call, states: Tensor, table: Tensor | None) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills states, and its arguments; packed sequences have a table of q tiles."""
     b, h, n_q, n_k = states.shape
     kernel, grid = tile_states_kernel, (b * h * n_q * -(-n_k // SPAN), 1, 1)
     if table is not None:
-        kernel, grid = packed_tile_states_kernel, (h * sequences.slots(problem, 0, TILE), -(-n_k // SPAN), 1)
-    lengths = problem.q.shape[2], problem.k.shape[2]
-    arguments = states, *sequences.spans(problem, table), masks.record(problem), h, *lengths, n_q, n_k
+        kernel, grid = packed_tile_states_kernel, (h * sequences.slots(call, 0, TILE), -(-n_k // SPAN), 1)
+    lengths = call.q.shape[2], call.k.shape[2]
+    arguments = states, *sequences.spans(call, table), masks.record(call), h, *lengths, n_q, n_k
     return Launch(kernel, grid, (AT_ONCE, SPAN)), arguments
 
 
-def build(problem: Call, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
+def build(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
     """For each q block its tiles of keys, or `by_keys` for each kv block its tiles of rows."""
-    tile_states, outlives = block_sparsity.states_of(problem, states)
+    tile_states, outlives = block_sparsity.states_of(call, states)
     b, h = tile_states.shape[:2]
-    lengths = problem.q.shape[2], problem.k.shape[2]
+    lengths = call.q.shape[2], call.k.shape[2]
     blocks = block_q, block_k
     if by_keys:
         lengths, blocks = lengths[::-1], blocks[::-1]
     outers, inners = (-(-n // block) for n, block in zip(lengths, blocks, strict=True))
-    if problem.layout.ragged_keys:  # and an empty list, for programs without a tile
-        outers = sequences.slots(problem, by_keys, blocks[0]) + 1
+    if call.layout.ragged_keys:  # and an empty list, for programs without a tile
+        outers = sequences.slots(call, by_keys, blocks[0]) + 1
 
     def write_lists() -> tuple[Tensor, Tensor]:
         index = torch.empty(b, h, outers, inners, dtype=torch.int32, device=tile_states.device)
         count = torch.zeros(b, h, outers, 2, dtype=torch.int32, device=tile_states.device)
         if index.numel():
             table = None
-            if problem.layout.ragged_keys:  # blocks without rows in use have empty lists
-                table = sequences.table(problem, by_keys, blocks[0])
+            if call.layout.ragged_keys:  # blocks without rows in use have empty lists
+                table = sequences.table(call, by_keys, blocks[0])
                 index[..., 0] = 0
-            launch, arguments = lists_launch(problem, tile_states, index, count, blocks, by_keys, table)
-            launch(problem.q.device.index, arguments)
+            launch, arguments = lists_launch(call, tile_states, index, count, blocks, by_keys, table)
+            launch(call.q.device.index, arguments)
         return index, count
 
     key = "lists", *blocks, by_keys, *lengths
@@ -99,7 +99,7 @@ def build(problem: Call, block_q: int, block_k: int, by_keys: bool = False) -> B
 
 
 def lists_launch(
-    problem: Call,
+    call: Call,
     states: Tensor,
     index: Tensor,
     count: Tensor,
@@ -115,7 +115,7 @@ def lists_launch(
     if table is None:
         grid_of_states = (n_k, n_q, 1, n_k) if by_keys else (n_q, n_k, n_k, 1)
         return Launch(block_list_kernel, grid, sizes), (states, index, count, outers, inners, *grid_of_states)
-    spans, lengths = sequences.spans(problem, table), (problem.q.shape[2], problem.k.shape[2])
+    spans, lengths = sequences.spans(call, table), (call.q.shape[2], call.k.shape[2])
     if by_keys:
         spans, lengths = spans[::-1], lengths[::-1]
     arguments = states, index, count, *spans, h, *lengths, n_q, n_k, outers, inners
@@ -123,12 +123,12 @@ def lists_launch(
     return Launch(packed_block_list_kernel, grid, (*sizes, by_keys, last_first)), arguments
 
 
-def record(problem: Call, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
+def record(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask for kernels of these tiles."""
-    mask = masks.record(problem)
-    if problem.mask is None or not problem.mask.listed:
-        return visits.visited(problem, mask, block_q) if by_keys and problem.by_row else mask
-    return with_lists(mask, build(problem, block_q, block_k, by_keys))
+    mask = masks.record(call)
+    if call.mask is None or not call.mask.listed:
+        return visits.visited(call, mask, block_q) if by_keys and call.by_row else mask
+    return with_lists(mask, build(call, block_q, block_k, by_keys))
 
 
 def with_lists(mask: masks.DeviceMask, lists: BlockLists) -> masks.DeviceMask:

@@ -31,7 +31,7 @@ from saccade.scores import Traced
 
 
 def gradients(
-    problem: Call,
+    call: Call,
     saved: Saved,
     fast: bool = False,
     levels: LevelSums | None = None,
@@ -45,35 +45,35 @@ def gradients(
     call a first launch computes the largest value, and a second one adds up integers, whose sum does not depend on the
     order.
     """
-    score = problem.score
+    score = call.score
     if not isinstance(score, Traced) or not any(saved.wanted):
         return [None] * len(saved.wanted)
     given = zip(saved.wanted, score.tensors, strict=True)
     wanted = [want and x.is_floating_point() and i not in made for i, (want, x) in enumerate(given)]
     if not any(wanted):
         return [made.get(i) for i in range(len(wanted))]
-    single = alone(problem, score, wanted) if levels is None else frozenset()
+    single = alone(call, score, wanted) if levels is None else frozenset()
     own = {i: torch.zeros(x.shape, dtype=x.dtype, device=x.device) for i, x in enumerate(score.tensors) if i in single}
     shared = [x for i, x in enumerate(score.tensors) if wanted[i] and i not in single]
-    with on_device(problem.q):
-        launch = _accumulate(problem, saved, wanted, single, fast, levels)
+    with on_device(call.q):
+        launch = _accumulate(call, saved, wanted, single, fast, levels)
 
         def accumulate(add: Any, sums: Sequence[Any]) -> None:
             rest = iter(sums)
             launch(add, [own[i] if i in single else next(rest) for i, want in enumerate(wanted) if want])
 
-        many = len(score.program.reads) * problem.q.shape[:3].numel() * problem.k.shape[2]
-        deterministic = problem.deterministic and shared
+        many = len(score.program.reads) * call.q.shape[:3].numel() * call.k.shape[2]
+        deterministic = call.deterministic and shared
         sums = iter(_repeatable(shared, accumulate, many) if deterministic else _in_any_order(shared, accumulate))
     gradients = (own[i] if i in single else next(sums) if want else made.get(i) for i, want in enumerate(wanted))
     return [None if x is None else x.to(t.dtype) for x, t in zip(gradients, score.tensors, strict=True)]
 
 
-def alone(problem: Call, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
+def alone(call: Call, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
     """The tensors of which every score of the call has an element of its own."""
-    if not positions.reached(problem):
+    if not positions.reached(call):
         return frozenset()
-    one = {name for name, n in zip(("b", "h"), problem.q.shape, strict=False) if n == 1}
+    one = {name for name, n in zip(("b", "h"), call.q.shape, strict=False) if n == 1}
     own = score.program.own_elements.items()
     return frozenset(i for i, names in own if wanted[i] and {"b", "h"} - {*names} <= one)
 
@@ -105,26 +105,26 @@ def _repeatable(captured: Sequence[Tensor], accumulate: Accumulate, many: int) -
 
 
 def _accumulate(
-    problem: Call, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool, levels: LevelSums | None
+    call: Call, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool, levels: LevelSums | None
 ) -> Accumulate:
-    if problem.scoreless:
+    if call.scoreless:
         return lambda add, sums: None
-    operands, arguments = tensors(problem, saved), tile_arguments(problem, *recompute_blocks(problem), fast=fast)
-    scatter = scores.scatter(problem, wanted, alone, fast)
+    operands, arguments = tensors(call, saved), tile_arguments(call, *recompute_blocks(call), fast=fast)
+    scatter = scores.scatter(call, wanted, alone, fast)
 
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
         near = (0, 0) if levels is None else (levels.block_q, levels.block_k)
         constants = tl.constexpr(add), scatter, *map(tl.constexpr, near)
-        launch = recompute_launch(captured_gradients_kernel, problem, *constants)
-        launch(problem.q.device.index, (*operands, tuple(sums), *arguments))
+        launch = recompute_launch(captured_gradients_kernel, call, *constants)
+        launch(call.q.device.index, (*operands, tuple(sums), *arguments))
         if levels is not None:
-            rest = level_sums.launch(problem, levels, add, wanted, fast)
-            rest(problem.q.device.index, level_sums.arguments(problem, levels, sums))
+            rest = level_sums.launch(call, levels, add, wanted, fast)
+            rest(call.q.device.index, level_sums.arguments(call, levels, sums))
 
     return accumulate
 
 
-def tensors(problem: Call, saved: Saved) -> tuple[Any, ...]:
+def tensors(call: Call, saved: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the sums."""
-    operands = map(aligned_rows, (problem.q, problem.k, problem.v, saved.dout, saved.out))
+    operands = map(aligned_rows, (call.q, call.k, call.v, saved.dout, saved.out))
     return *operands, saved.lse.contiguous(), None if saved.dlse is None else saved.dlse.contiguous()

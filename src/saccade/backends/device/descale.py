@@ -46,11 +46,11 @@ class DescaleArgs(NamedTuple):
     v: Any
 
 
-def record(problem: Call) -> DescaleArgs | None:
+def record(call: Call) -> DescaleArgs | None:
     """The device form of a Call's descale, if it has one."""
-    if problem.descale is None:
+    if call.descale is None:
         return None
-    return DescaleArgs(*(FactorArgs.of(x, problem.q) for x in problem.descale.each))
+    return DescaleArgs(*(FactorArgs.of(x, call.q) for x in call.descale.each))
 
 
 @triton.jit

@@ -36,45 +36,45 @@ LARGEST = tl.constexpr(4096.0)
 other, so that sums are rounded as in all other tiles."""
 
 
-def tables(problem: Call, fast: bool = False) -> tuple[Any, ...]:
+def tables(call: Call, fast: bool = False) -> tuple[Any, ...]:
     """What emitted functions take after the tensors and numbers: of each table its pointer, its strides, and the place
     of distance 0. None of a call whose distances are not those of the numbers of rows and keys, of which the host knows
     the largest."""
-    found = empty(problem)
+    found = empty(call)
     for i in range(0, len(found), FIELDS):
         table, _, _, zero = found[i : i + FIELDS]
-        launch = cached_launch(problem, ("table", i, fast), lambda i=i: table_launch(problem, i // FIELDS, fast))
+        launch = cached_launch(call, ("table", i, fast), lambda i=i: table_launch(call, i // FIELDS, fast))
         numbers = runtime_int(table.shape[1]), runtime_int(table.shape[2]), zero
-        launch(problem.q.device.index, (table, scores.data(problem.score), *numbers))
+        launch(call.q.device.index, (table, scores.data(call.score), *numbers))
     return found
 
 
 FIELDS = 4
 
 
-def empty(problem: Call) -> tuple[Any, ...]:
+def empty(call: Call) -> tuple[Any, ...]:
     """The same before they are filled."""
-    score = problem.score
-    if not isinstance(score, Traced) or problem.layout.ragged_keys or positions.kind(problem) != "numbers":
+    score = call.score
+    if not isinstance(score, Traced) or call.layout.ragged_keys or positions.kind(call) != "numbers":
         return ()
-    (b, h_q, s_q), s_k = problem.q.shape[:3], problem.k.shape[2]
+    (b, h_q, s_q), s_k = call.q.shape[:3], call.k.shape[2]
     length = REACH.value + s_q + s_k + 2 * MARGIN
     if b * h_q * length > MOST:
         return ()
     found: list[Any] = []
     for by_row, by_head in score.program.distance_inputs:
         shape = b if by_row else 1, h_q if by_head else 1, length
-        table = torch.empty(shape, dtype=torch.float32, device=problem.q.device)
+        table = torch.empty(shape, dtype=torch.float32, device=call.q.device)
         strides = table.stride(0) * by_row, table.stride(1) * by_head, REACH.value + s_q + MARGIN
         found += table, *map(runtime_int, strides)
     return tuple(found)
 
 
-def table_launch(problem: Call, n: int, fast: bool) -> Launch:
+def table_launch(call: Call, n: int, fast: bool) -> Launch:
     """Of the n-th table."""
-    score: Any = problem.score
+    score: Any = call.score
     read = list(score.program.distance_reads)[n]
-    b, h, _ = empty(problem)[FIELDS * n].shape
+    b, h, _ = empty(call)[FIELDS * n].shape
     constants = scores.table_value(score, read, fast), scores.table_place(score, read, fast), tl.constexpr(BLOCK)
     return Launch(table_kernel, (b * h, 1, 1), constants)
 

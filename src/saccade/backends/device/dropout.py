@@ -35,12 +35,12 @@ class DeviceDropout(NamedTuple):
     """constexpr"""
 
 
-def record(problem: Call) -> DeviceDropout | None:
+def record(call: Call) -> DeviceDropout | None:
     """The device form of dropout; None is none."""
-    x = problem.dropout
+    x = call.dropout
     if x is None:
         return None
-    places = positions.record(problem)
+    places = positions.record(call)
     numbers = x.state, x.threshold - (1 << 31), x.rescale
     return DeviceDropout(*numbers) if places is None else DeviceDropout(*numbers, places, tl.constexpr(True))
 

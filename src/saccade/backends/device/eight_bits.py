@@ -31,9 +31,9 @@ def readable(x: Tensor) -> Tensor:
     return x
 
 
-def products(problem: Call) -> bool:
+def products(call: Call) -> bool:
     """Whether products are those of bytes; of others, such as few columns, float16's."""
-    q = problem.q
+    q = call.q
     return q.dtype in EIGHT_BITS and hardware.has_e4m3(q.device) and block_d(q.shape[3]) >= LEAST_COLUMNS
 
 

@@ -63,7 +63,7 @@ class GateRow(NamedTuple):
         d, d_v = map(int, dims.removeprefix("d").split("/"))
         return GateRow(kernel, DTYPES[size], d, d_v, words)
 
-    def problem(self) -> Call:
+    def call(self) -> Call:
         """The Call of the row: two heads of 512 rows and keys."""
         q, k, v = (torch.empty(1, 2, 512, n, dtype=self.dtype) for n in (self.d, self.d, self.d_v))
         packed = "packed" in self.words
@@ -125,11 +125,11 @@ def _score(words: list[str]) -> Any:
     return next(tables, None)
 
 
-def device_mask(problem: Call, by_keys: bool = False) -> masks.DeviceMask:
+def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask, with stand-ins for its block lists, or for its table of visits."""
-    mask = masks.record(problem)
-    if problem.mask is None or not problem.mask.listed:
-        return visits.stand_in(problem, mask) if by_keys and problem.by_row else mask
+    mask = masks.record(call)
+    if call.mask is None or not call.mask.listed:
+        return visits.stand_in(call, mask) if by_keys and call.by_row else mask
     empty = torch.empty(16, dtype=torch.int32)
     return block_lists.with_lists(mask, block_lists.BlockLists(empty, empty, *map(runtime_int, (1, 1, 1))))
 
@@ -140,37 +140,37 @@ SHARED = (
 )  # fmt: skip
 
 
-def compiled(kernel: str, problem: Call) -> Any:
+def compiled(kernel: str, call: Call) -> Any:
     """One of the SHARED kernels, not run."""
-    lse = torch.empty(problem.q.shape[:3])
-    saved = Saved(problem.v, lse, problem.v, lse)
-    distances = () if kernel == "row_totals" else distance_tables.empty(problem)
-    arguments = common_arguments(problem, device_mask(problem), distances=distances)
+    lse = torch.empty(call.q.shape[:3])
+    saved = Saved(call.v, lse, call.v, lse)
+    distances = () if kernel == "row_totals" else distance_tables.empty(call)
+    arguments = common_arguments(call, device_mask(call), distances=distances)
     if kernel == "order":
         tiles = torch.empty(9, 2, dtype=torch.int32)
-        launch, arguments = sequences.order_launch(problem, tiles, 0, 64)
+        launch, arguments = sequences.order_launch(call, tiles, 0, 64)
     elif kernel == "captured_gradients":
-        assert isinstance(problem.score, Traced)
-        sums = tuple(torch.empty(x.shape) for x in problem.score.tensors)
-        adding = scatter(problem, [True] * len(sums))
-        launch = recompute_launch(captured_gradients_kernel, problem, tl.constexpr(in_any_order), adding, *NEVER)
+        assert isinstance(call.score, Traced)
+        sums = tuple(torch.empty(x.shape) for x in call.score.tensors)
+        adding = scatter(call, [True] * len(sums))
+        launch = recompute_launch(captured_gradients_kernel, call, tl.constexpr(in_any_order), adding, *NEVER)
         saved = replace(saved, dlse=None)
-        arguments = *captured_gradients.tensors(problem, saved), sums, *arguments
+        arguments = *captured_gradients.tensors(call, saved), sums, *arguments
     elif kernel == "level_sums":
         levels = LevelSums(torch.empty(1, 2, 4, 2, 128), 128, 128)
-        launch = level_sums.launch(problem, levels, in_any_order, [True], False)
-        arguments = level_sums.arguments(problem, levels, [torch.empty(2, 1)])
+        launch = level_sums.launch(call, levels, in_any_order, [True], False)
+        arguments = level_sums.arguments(call, levels, [torch.empty(2, 1)])
     elif kernel == "row_totals":
-        launch = recompute_launch(row_totals_kernel, problem)
-        arguments = *row_totals.tensors(problem, saved, saved), *arguments
+        launch = recompute_launch(row_totals_kernel, call)
+        arguments = *row_totals.tensors(call, saved, saved), *arguments
     else:
         states, lists = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(1, 1, 4, 4, dtype=torch.int32)
         packed = kernel.startswith("packed")
         if packed:
-            problem = problem.replace(layout=PACKED)
+            call = call.replace(layout=PACKED)
         table = lists if packed else None
         if kernel.endswith("states"):
-            launch, arguments = block_lists.states_launch(problem, states, table)
+            launch, arguments = block_lists.states_launch(call, states, table)
         else:
-            launch, arguments = block_lists.lists_launch(problem, states, lists, lists, (128, 128), packed, table)
+            launch, arguments = block_lists.lists_launch(call, states, lists, lists, (128, 128), packed, table)
     return launch.warmup(arguments)

@@ -24,12 +24,12 @@ def padded(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def sink_gradient(problem: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
+def sink_gradient(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
     """`-sum p_sink delta` with p_sink = exp(sink - lse) and delta = rowsum(dout out) - dlse; rows that are not in use
     have lse = -inf, and those of a sink of +inf, which has no gradient, +inf."""
-    if problem.sink is None:
+    if call.sink is None:
         return None
     if delta is None:  # no keys or no rows: only the LSE has a gradient
         delta = torch.zeros_like(saved.lse) if saved.dlse is None else -saved.dlse
-    share = torch.exp(problem.sink.float()[:, None] - saved.lse)
-    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(problem.sink.dtype)
+    share = torch.exp(call.sink.float()[:, None] - saved.lse)
+    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(call.sink.dtype)

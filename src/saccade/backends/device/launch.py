@@ -69,11 +69,11 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": stages, **more}
 
 
-def cached_launch(problem: Call, key: Any, make: Callable[[], Launch]) -> Launch:
+def cached_launch(call: Call, key: Any, make: Callable[[], Launch]) -> Launch:
     """The Launch that all Problems of one key share."""
-    launch = problem.launches.get(key)
+    launch = call.launches.get(key)
     if launch is None:
-        launch = problem.launches[key] = make()
+        launch = call.launches[key] = make()
     return launch
 
 
@@ -88,9 +88,9 @@ def run(compiled: Any, grid: tuple[int, int, int], device: Any, arguments: Any) 
     compiled.run(*grid, stream, *handles, None, None, None, *arguments)
 
 
-def per_row(problem: Call, asked: bool) -> Tensor | None:
+def per_row(call: Call, asked: bool) -> Tensor | None:
     """Memory for a number of each row, (b, h_q, s_q) float32, contiguous."""
-    return torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.q.device) if asked else None
+    return torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if asked else None
 
 
 def nothing_seen(x: Tensor | None) -> Tensor | None:
@@ -98,17 +98,17 @@ def nothing_seen(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.fill_(-torch.inf)
 
 
-def without_scores(problem: Call, out: Tensor, lse: Tensor | None, top: Tensor | None) -> Outputs:
+def without_scores(call: Call, out: Tensor, lse: Tensor | None, top: Tensor | None) -> Outputs:
     """The results of a call without keys or sequences, in their memory."""
-    out = out if problem.keeps_tail else out.zero_()
-    return out, _lse_of_sink(problem, lse), nothing_seen(top)
+    out = out if call.keeps_tail else out.zero_()
+    return out, _lse_of_sink(call, lse), nothing_seen(top)
 
 
-def _lse_of_sink(problem: Call, lse: Tensor | None) -> Tensor | None:
-    layout = problem.layout
-    if lse is None or problem.sink is None or layout.has_pages:  # a cache has keys, or there is no sequence
+def _lse_of_sink(call: Call, lse: Tensor | None) -> Tensor | None:
+    layout = call.layout
+    if lse is None or call.sink is None or layout.has_pages:  # a cache has keys, or there is no sequence
         return nothing_seen(lse)
-    lse.copy_(problem.sink[:, None].expand_as(lse))
+    lse.copy_(call.sink[:, None].expand_as(lse))
     if isinstance(layout, Packed):
         return lse.masked_fill_(~layout.rows_in_use(lse.shape[2]), -torch.inf)
     used = layout.seqused_q

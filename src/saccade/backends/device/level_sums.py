@@ -39,43 +39,43 @@ class LevelSums(NamedTuple):
     """The tiles of which it says whether they are in reach."""
 
     @staticmethod
-    def of(problem: Call, saved: Saved, tile: tuple[int, int], blocks: int, n: int) -> LevelSums | None:
+    def of(call: Call, saved: Saved, tile: tuple[int, int], blocks: int, n: int) -> LevelSums | None:
         """Memory for them; None where the kernel of captured tensors has to visit all tiles: where the order of sums
         counts, where tiles are listed or no whole ones of its own, and of scores that are no sums of reads by
         distance."""
-        if problem.deterministic or not any(saved.wanted) or not flat(problem):
+        if call.deterministic or not any(saved.wanted) or not flat(call):
             return None
-        score: Any = problem.score
+        score: Any = call.score
         program = score.program
         if len(program.distance_reads) < len(program.differentiable) or not steady(program):
             return None
-        if any(a % b for a, b in zip(tile, recompute_blocks(problem), strict=True)):
+        if any(a % b for a, b in zip(tile, recompute_blocks(call), strict=True)):
             return None
-        sums = torch.empty(*problem.q.shape[:2], blocks, 2, n, dtype=torch.float32, device=problem.q.device)
+        sums = torch.empty(*call.q.shape[:2], blocks, 2, n, dtype=torch.float32, device=call.q.device)
         return LevelSums(sums, *tile)
 
 
-def flat(problem: Call) -> bool:
+def flat(call: Call) -> bool:
     """Whether beyond the reach of its tables a score function adds one number to all scores of a tile."""
-    score, mask = problem.score, problem.mask
+    score, mask = call.score, call.mask
     if not isinstance(score, Traced) or (mask is not None and mask.listed):
         return False
-    return has_plateaus(score.program) and bool(distance_tables.empty(problem))
+    return has_plateaus(score.program) and bool(distance_tables.empty(call))
 
 
-def launch(problem: Call, levels: LevelSums, add: Any, wanted: Sequence[bool], fast: bool) -> Launch:
+def launch(call: Call, levels: LevelSums, add: Any, wanted: Sequence[bool], fast: bool) -> Launch:
     """Of the kernel that adds them to the gradients of captured tensors."""
-    score: Any = problem.score
+    score: Any = call.score
     adding = scores.level_scatter(score, wanted, fast)
     constants = tl.constexpr(add), adding, tl.constexpr(levels.sums.shape[4])
-    return Launch(level_sums_kernel, (problem.q.shape[:2].numel(), 1, 1), constants)
+    return Launch(level_sums_kernel, (call.q.shape[:2].numel(), 1, 1), constants)
 
 
-def arguments(problem: Call, levels: LevelSums, sums: Sequence[Any]) -> tuple[Any, ...]:
+def arguments(call: Call, levels: LevelSums, sums: Sequence[Any]) -> tuple[Any, ...]:
     """What it takes."""
-    (h_q, s_q), s_k = problem.q.shape[1:3], problem.k.shape[2]
+    (h_q, s_q), s_k = call.q.shape[1:3], call.k.shape[2]
     numbers = map(runtime_int, (h_q, s_q, s_k, levels.sums.shape[2]))
-    return levels.sums, tuple(sums), scores.data(problem.score), *numbers
+    return levels.sums, tuple(sums), scores.data(call.score), *numbers
 
 
 @triton.jit

@@ -230,30 +230,30 @@ _INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, pos
 _ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
 
 
-def record(problem: Call) -> DeviceMask:
+def record(call: Call) -> DeviceMask:
     """The device form of a Call's mask; None shows every key. Its constants, parts and all, follow from the mask's
     identity and `lower`, which the Call's key holds."""
-    mask = problem.mask
+    mask = call.mask
     if mask is None:
         return _ALL
-    return _record(mask, FLAGS[mask.lower], problem)._replace(ordered=FLAGS[not problem.by_row])
+    return _record(mask, FLAGS[mask.lower], call)._replace(ordered=FLAGS[not call.by_row])
 
 
-def _record(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask:
+def _record(mask: masks.Mask, lower: Any, call: Call) -> DeviceMask:
     """The same, with the `lower` of the whole mask, which its parts share."""
-    plain = _leaf(mask, lower, problem)
+    plain = _leaf(mask, lower, call)
     if plain is None:
-        return _combined(mask, lower, problem)
+        return _combined(mask, lower, call)
     functions = isinstance(mask, masks.MaskMod)
-    if problem.positions is None and not (problem.layout.has_pages and functions):
+    if call.positions is None and not (call.layout.has_pages and functions):
         return plain
     if isinstance(mask, masks.Documents | masks.TensorMask):  # they count from the first row and key
         return plain
     shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
-    return DeviceMask(*shape, plain.exact, (plain, positions.record(problem)), lower=lower)
+    return DeviceMask(*shape, plain.exact, (plain, positions.record(call)), lower=lower)
 
 
-def _leaf(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask | None:
+def _leaf(mask: masks.Mask, lower: Any, call: Call) -> DeviceMask | None:
     """A mask without parts, of the numbers of rows and keys; None for one that has parts."""
     match mask:
         case masks.Window():
@@ -263,7 +263,7 @@ def _leaf(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask | None:
         case masks.Prefix(n=Tensor() as n):
             return DeviceMask(*_PREFIXES, (n.contiguous(),), lower=lower)
         case masks.KeyInterval():
-            return _interval_record(mask, lower, problem.layout)
+            return _interval_record(mask, lower, call.layout)
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
@@ -271,20 +271,20 @@ def _leaf(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask | None:
             data = (*tensors, runtime_int(stride), runtime_int(s))
             return DeviceMask(*_DOCUMENTS, data, lower=lower)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
-            indices = positions.kind(problem) if isinstance(mask, masks.MaskMod) else "numbers"
-            keys_of, rows_of, sees, exact = _predicate(predicate, indices, positions.reached(problem))
+            indices = positions.kind(call) if isinstance(mask, masks.MaskMod) else "numbers"
+            keys_of, rows_of, sees, exact = _predicate(predicate, indices, positions.reached(call))
             return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate), lower=lower)
     return None
 
 
-def _combined(mask: masks.Mask, lower: Any, problem: Call) -> DeviceMask:
+def _combined(mask: masks.Mask, lower: Any, call: Call) -> DeviceMask:
     match mask:
         case masks.Not():
-            return DeviceMask(*_NOT, (_record(mask.part, lower, problem),), lower=lower)
+            return DeviceMask(*_NOT, (_record(mask.part, lower, call),), lower=lower)
         case masks.Blocked():
-            return _record(mask.mask, lower, problem)
+            return _record(mask.mask, lower, call)
         case masks.And() | masks.Or():
-            first, *rest = (_record(part, lower, problem) for part in mask.parts)
+            first, *rest = (_record(part, lower, call) for part in mask.parts)
             for other in rest:
                 exact = first.exact.value and other.exact.value
                 functions = _AND[exact] if isinstance(mask, masks.And) else _OR

@@ -20,10 +20,10 @@ MANY_ROWS, TOGETHER = 2048, 8
 """Rows from which a program merges several, as programs of one row come one after the other; and how many."""
 
 
-def merge_launch(problem: Call, parts: int, most: int) -> Launch:
+def merge_launch(call: Call, parts: int, most: int) -> Launch:
     """The launch of `merge_kernel` for `parts` parts; no call of the Call's key has more than `most`, a power of two
     above FEW_PARTS."""
-    d_v, rows = problem.v.shape[3], problem.q.shape[:3].numel()
+    d_v, rows = call.v.shape[3], call.q.shape[:3].numel()
     many = parts > FEW_PARTS
     together = 1 if many or rows < MANY_ROWS else TOGETHER
     warps = 8 if many else 4

@@ -57,33 +57,33 @@ class DevicePositions(NamedTuple):
     k: Offset
 
 
-def record(problem: Call) -> DevicePositions | None:
+def record(call: Call) -> DevicePositions | None:
     """What functions of positions take for indices; None stands for the numbers of rows and keys."""
-    positions, layout = problem.positions, problem.layout
+    positions, layout = call.positions, call.layout
     if positions is not None:
         q = Offset.of(positions.q, positions.by_row, layout.cu_seqlens_q)
         return DevicePositions(q, Offset.of(positions.k, False, None))
     if not layout.has_pages:
         return None
     used, starts = layout.seqused_k.contiguous(), layout.cu_seqlens_q
-    numbers = problem.q.shape[2], layout.capacity(problem.k.shape[2])
+    numbers = call.q.shape[2], layout.capacity(call.k.shape[2])
     given = used if starts is None else starts.contiguous()
     aligned = Aligned(used, given, *map(runtime_int, numbers), FLAGS[starts is not None])
     return DevicePositions(Offset(ALIGNED, aligned), Offset.of(0, False, None))
 
 
-def kind(problem: Call) -> str:
+def kind(call: Call) -> str:
     """What functions take for indices: `EmitOptions.indices`."""
-    positions = problem.positions
+    positions = call.positions
     if positions is None:
-        return "positions" if problem.layout.has_pages else "numbers"
+        return "positions" if call.layout.has_pages else "numbers"
     return "rows" if positions.by_row else "positions"
 
 
-def reached(problem: Call) -> bool:
+def reached(call: Call) -> bool:
     """Whether indices are the numbers of keys that exist, which a captured tensor that is read there is known to have:
     see `capture_checks.short`."""
-    return problem.positions is None and problem.layout.rectangular
+    return call.positions is None and call.layout.rectangular
 
 
 @triton.jit

@@ -27,10 +27,10 @@ from saccade.layouts import empty_like_rows
 from saccade.scores import Traced
 
 
-def divide_gradients(problem: Call, saved: Saved, fast: bool = False) -> Saved:
+def divide_gradients(call: Call, saved: Saved, fast: bool = False) -> Saved:
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
     a softcap bounds, are not so large. `fast` is as `scores.record` says."""
-    if not isinstance(problem.score, Traced) or problem.scoreless:
+    if not isinstance(call.score, Traced) or call.scoreless:
         return saved
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     divided = replace(
@@ -38,20 +38,20 @@ def divide_gradients(problem: Call, saved: Saved, fast: bool = False) -> Saved:
         dout=empty_like_rows(saved.dout, saved.dout.shape[3]),
         dlse=None if dlse is None else torch.empty_like(dlse),
     )
-    with on_device(problem.q):
-        operands = tensors(problem, replace(saved, dlse=dlse), divided)
+    with on_device(call.q):
+        operands = tensors(call, replace(saved, dlse=dlse), divided)
         _, _, dout, weighted, *rows = operands[:6]
         # What Triton specialises for and the Call's key does not hold: how dout and what belongs to rows lie.
         lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
         key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *lies, precision()
-        launch = cached_launch(problem, key, lambda: recompute_launch(row_totals_kernel, problem))
-        arguments = tile_arguments(problem, *recompute_blocks(problem), fast=fast, reads=False)
-        launch(problem.q.device.index, (*operands, *arguments))
+        launch = cached_launch(call, key, lambda: recompute_launch(row_totals_kernel, call))
+        arguments = tile_arguments(call, *recompute_blocks(call), fast=fast, reads=False)
+        launch(call.q.device.index, (*operands, *arguments))
     return divided
 
 
-def tensors(problem: Call, saved: Saved, divided: Saved) -> tuple[Any, ...]:
+def tensors(call: Call, saved: Saved, divided: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the common arguments."""
-    operands = map(aligned_rows, (problem.q, problem.k, saved.dout))
-    sink = None if problem.sink is None else problem.sink.contiguous()
+    operands = map(aligned_rows, (call.q, call.k, saved.dout))
+    sink = None if call.sink is None else call.sink.contiguous()
     return *operands, TensorArgs.of(divided.dout), saved.lse.contiguous(), saved.dlse, divided.dlse, sink

@@ -138,13 +138,13 @@ def _placed_slope(data, score, b, h, q_idx, kv_idx):
 _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
 
 
-def record(problem: Call, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None) -> DeviceScore:
+def record(call: Call, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None) -> DeviceScore:
     """The device form of a Call's score modification. All kernels of a call are to have the same tanh: `fast`, or to
     float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. brought: a captured
     tensor of which `core` and `slope` take a tile behind all other data."""
-    score = problem.score
-    places = positions.record(problem) if isinstance(score, scores.Traced) else None
-    plain = unplaced(score, fast, positions.kind(problem), tables, positions.reached(problem), brought)
+    score = call.score
+    places = positions.record(call) if isinstance(score, scores.Traced) else None
+    plain = unplaced(score, fast, positions.kind(call), tables, positions.reached(call), brought)
     if places is None:
         return plain
     return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
@@ -178,14 +178,14 @@ def unit(score: scores.Score | None) -> float:
     return LOG2E.value if score is None else 1.0
 
 
-def weight(problem: Call, score: DeviceScore) -> str:
+def weight(call: Call, score: DeviceScore) -> str:
     """What the Call's score function costs a kernel in this form: nothing that is not measured with it; "linear",
     one multiply-add; "traced", some arithmetic; "table", one load for every score too; "flat", the same in few
     tiles."""
-    if not isinstance(problem.score, scores.Traced):
+    if not isinstance(call.score, scores.Traced):
         return ""
-    if source.reads_tiles(problem.score.program):
-        inside = problem.mask is not None and (problem.mask.lower or problem.mask.listed)
+    if source.reads_tiles(call.score.program):
+        inside = call.mask is not None and (call.mask.lower or call.mask.listed)
         return "flat" if score.flat.value and not inside else "table"
     return "linear" if score.linear.value else "traced"
 
@@ -239,11 +239,11 @@ def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
     return emitted[key]
 
 
-def scatter(problem: Call, wanted: Sequence[bool], alone: frozenset[int] = frozenset(), fast: bool = False) -> Any:
+def scatter(call: Call, wanted: Sequence[bool], alone: frozenset[int] = frozenset(), fast: bool = False) -> Any:
     """constexpr: what adds to the gradients of captured tensors, or stores them, emitted once for each choice of
     them."""
-    score: Any = problem.score
-    options = form(score, fast, positions.kind(problem), positions.reached(problem))
+    score: Any = call.score
+    options = form(score, fast, positions.kind(call), positions.reached(call))
     key = "scatter", options, tuple(wanted), alone
     if key not in score.program.emitted:
         text = source.scatter_source(score.program, options, wanted, alone)

@@ -234,9 +234,9 @@ N = 32
 """Sequences of one program of order_kernel."""
 
 
-def spans(problem: Call, tiles: Tensor | None = None) -> tuple[SequenceSpans | None, SequenceSpans | None]:
+def spans(call: Call, tiles: Tensor | None = None) -> tuple[SequenceSpans | None, SequenceSpans | None]:
     """Of the queries and of the keys. With a table of `tiles` the keys know of the rows after the last sequence."""
-    layout = problem.layout
+    layout = call.layout
     if layout.cu_seqlens_q is None:  # the hot path of small calls
         return spans_of(None, layout.seqused_q), spans_of(None, layout.seqused_k)
     count = runtime_int(layout.sequences)
@@ -268,32 +268,32 @@ def tiles_of(span: SequenceSpans | None) -> Tensor | None:
     return span.tiles if span is not None and span.packed.value else None
 
 
-def slots(problem: Call, side: int, block: int) -> int:
+def slots(call: Call, side: int, block: int) -> int:
     """How many tiles of `block` rows there may be, of queries (0) or keys (1)."""
-    s, layout = (problem.q, problem.k)[side].shape[2], problem.layout
+    s, layout = (call.q, call.k)[side].shape[2], call.layout
     if side and layout.starts_k is not None:  # each sequence may have all keys; and one where there is none
         return layout.sequences * -(-s // block) + 1
     return layout.tiles(s, block)
 
 
-def lengths(problem: Call) -> tuple[int, int]:
+def lengths(call: Call) -> tuple[int, int]:
     """How many rows and keys there are, of a batch row or of all sequences; in pages, what a sequence may have."""
-    return problem.q.shape[2], problem.layout.capacity(problem.k.shape[2])
+    return call.q.shape[2], call.layout.capacity(call.k.shape[2])
 
 
-def table(problem: Call, side: int, block: int) -> Tensor:
+def table(call: Call, side: int, block: int) -> Tensor:
     """The tiles of queries (0) or keys (1), in the order in which programs take them."""
-    tiles = torch.empty(1 + slots(problem, side, block), 2, dtype=torch.int32, device=problem.q.device)
-    launch, arguments = order_launch(problem, tiles, side, block)
-    launch(problem.q.device.index, arguments)
+    tiles = torch.empty(1 + slots(call, side, block), 2, dtype=torch.int32, device=call.q.device)
+    launch, arguments = order_launch(call, tiles, side, block)
+    launch(call.q.device.index, arguments)
     return tiles
 
 
-def order_launch(problem: Call, tiles: Tensor, side: int, block: int) -> tuple[Launch, tuple[Any, ...]]:
+def order_launch(call: Call, tiles: Tensor, side: int, block: int) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills the table, and its arguments."""
     direction = -1 if side else 1
-    own, other = spans(problem, tiles)[::direction]
+    own, other = spans(call, tiles)[::direction]
     assert own is not None
     grid = -(-len(own.starts) // N), 1, 1
-    launch = cached_launch(problem, ("tiles", side, block), lambda: Launch(order_kernel, grid, (block, N)))
-    return launch, (tiles, own, other, *lengths(problem)[::direction], len(tiles) - 1)
+    launch = cached_launch(call, ("tiles", side, block), lambda: Launch(order_kernel, grid, (block, N)))
+    return launch, (tiles, own, other, *lengths(call)[::direction], len(tiles) - 1)

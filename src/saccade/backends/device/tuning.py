@@ -40,7 +40,7 @@ class TuneRow(ABC):
         """Configs worth a try."""
 
     @abstractmethod
-    def call(self, problem: Call, best: Mapping[str, Any]) -> Callable[[Any], object]:
+    def runner(self, call: Call, best: Mapping[str, Any]) -> Callable[[Any], object]:
         """What runs a candidate, with the `best` of the other kernels that run with it."""
 
     @property
@@ -51,7 +51,7 @@ class TuneRow(ABC):
     def spec(self) -> Spec:
         return Spec(DTYPES[self.dtype], self.d, self.d_v, mask="causal" if self.masked else "none", aligned=True)
 
-    def problem(self, tokens: int = TOKENS, length: int = LENGTH) -> Call:
+    def call(self, tokens: int = TOKENS, length: int = LENGTH) -> Call:
         """The Call that stands for the row, with random operands; a short one compiles the same kernels."""
         shape = tokens // length, max(1, WIDTH // self.d), length
         q, k, v = (torch.randn(*shape, n, device="cuda").to(self.dtype) for n in (self.d, self.d, self.d_v))
@@ -60,15 +60,15 @@ class TuneRow(ABC):
 
     def milliseconds(self, best: Mapping[str, Any]) -> Callable[[Any], float]:
         """What times a candidate, on one problem for all of them."""
-        call = self.call(self.problem(), best)
-        return lambda tile: triton.testing.do_bench(lambda: call(tile), return_mode="median")
+        run = self.runner(self.call(), best)
+        return lambda tile: triton.testing.do_bench(lambda: run(tile), return_mode="median")
 
 
 def compile_one(task: tuple[TuneRow, Any]) -> str | None:
     """Fills Triton's cache for a candidate, in a process of its own; says why it cannot run, if it cannot."""
     row, tile = task
     try:
-        row.call(row.problem(512, 512), {})(tile)
+        row.runner(row.call(512, 512), {})(tile)
         torch.cuda.synchronize()
     except Exception as reason:  # a candidate may fail in any stage of the compiler; the others still count
         return f"{type(reason).__name__}: {reason}".splitlines()[0]

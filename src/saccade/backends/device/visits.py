@@ -153,38 +153,38 @@ def _tiles_of_rows(hulls, base, i, count, start, stop, CHUNK: tl.constexpr):
     return inside & (lo < stop) & (hi > start), inside & (core_lo <= start) & (core_hi >= stop), row
 
 
-def visited(problem: Call, mask: DeviceMask, block_q: int) -> DeviceMask:
+def visited(call: Call, mask: DeviceMask, block_q: int) -> DeviceMask:
     """The mask with a table of visits, for kernels whose programs own keys and take `block_q` rows at a time. The table
     knows whole tiles of rows, so tiles of scores outside the core ask which pairs are visible."""
-    s_q, s_k = problem.q.shape[2], problem.k.shape[2]
-    spans = by_row = by_key = sequences.spans(problem)
+    s_q, s_k = call.q.shape[2], call.k.shape[2]
+    spans = by_row = by_key = sequences.spans(call)
     packed = spans[1] is not None and spans[1].packed.value
     if packed:
-        b, n_q, n_k = 1, *(sequences.slots(problem, side, MASK_TILE) for side in (0, 1))
-        blocks = sequences.slots(problem, 0, block_q) + 1
-        by_row, by_key = (sequences.spans(problem, sequences.table(problem, side, MASK_TILE)) for side in (0, 1))
+        b, n_q, n_k = 1, *(sequences.slots(call, side, MASK_TILE) for side in (0, 1))
+        blocks = sequences.slots(call, 0, block_q) + 1
+        by_row, by_key = (sequences.spans(call, sequences.table(call, side, MASK_TILE)) for side in (0, 1))
     else:
         b, n_q, n_k, blocks = (
-            problem.q.shape[0],
+            call.q.shape[0],
             *(-(-s // n) for s, n in ((s_q, MASK_TILE), (s_k, MASK_TILE), (s_q, block_q))),
         )
-    device, q_rows = problem.q.device, (b * blocks + 1) * block_q
+    device, q_rows = call.q.device, (b * blocks + 1) * block_q
     hulls, table = (torch.empty(b, max(n, 1), 4, dtype=torch.int32, device=device) for n in (n_q, n_k))
     lo, hi = torch.empty(2, q_rows, dtype=torch.int32, device=device)
     if b * n_q:
         key = "hulls", block_q
-        launch = cached_launch(problem, key, lambda: Launch(hulls_kernel, (b * n_q, 1, 1), (block_q,), warps=1))
+        launch = cached_launch(call, key, lambda: Launch(hulls_kernel, (b * n_q, 1, 1), (block_q,), warps=1))
         launch(device.index, (hulls, lo, hi, mask, *by_row, s_q, s_k, n_q, blocks))
     if b * n_k:
-        launch = cached_launch(problem, "visits", lambda: Launch(visits_kernel, (b * n_k, 1, 1), (CHUNK,), warps=1))
+        launch = cached_launch(call, "visits", lambda: Launch(visits_kernel, (b * n_k, 1, 1), (CHUNK,), warps=1))
         launch(device.index, (table, hulls, *by_key, s_q, s_k, n_q, n_k))
     keys_at: Tensor = spans[1].starts if packed else table  # pyright: ignore[reportOptionalMemberAccess]
     return _with_table(mask, table, keys_at, packed, lo, hi)
 
 
-def stand_in(problem: Call, mask: DeviceMask) -> DeviceMask:
+def stand_in(call: Call, mask: DeviceMask) -> DeviceMask:
     """The same as the compile gate sees it."""
-    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32, device="cpu"), sequences.spans(problem)
+    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32, device="cpu"), sequences.spans(call)
     return _with_table(mask, empty, empty, keys is not None and keys.packed.value, empty, empty)
 
 

@@ -41,24 +41,24 @@ LEAST_ITEMS = 64
 """Work items, or parts of their keys: with fewer half of an H200 is idle (docs/findings/triton.md)."""
 
 
-def refusals(problem: Call, gradient: bool) -> list[str]:
+def refusals(call: Call, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
-    layout = problem.layout
-    if gradient and problem.positions is not None and problem.dropout is not None:
+    layout = call.layout
+    if gradient and call.positions is not None and call.dropout is not None:
         return ["has no room in shared memory for positions beside dropout"]
     if gradient or not layout.has_pages:
         return []
-    if limits.applies(problem):
-        return limits.refusals(problem)
-    size = problem.k.shape[2]
+    if limits.applies(call):
+        return limits.refusals(call)
+    size = call.k.shape[2]
     reasons = []
     if size % MIN_PAGE_ROWS:
         reasons.append(f"takes page sizes that are multiples of {MIN_PAGE_ROWS}, not {size}")
     if layout.num_splits is not None:
         reasons.append(f"cuts keys as it likes: not with num_splits={layout.num_splits}")
-    rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // max(layout.sequences, 1))
-    items = splits.work_items(problem) * splits.most_splits(problem)
-    least = LEAST_ROWS if problem.descale is None else LEAST_EIGHT_BIT_ROWS
+    rows = -(-call.q.shape[0] * call.q.shape[2] * call.group // max(layout.sequences, 1))
+    items = splits.work_items(call) * splits.most_splits(call)
+    least = LEAST_ROWS if call.descale is None else LEAST_EIGHT_BIT_ROWS
     if layout.sequences and (rows < least or items < LEAST_ITEMS):
         reasons.append(
             f"takes many query rows for pages: at least {least} for each sequence and key head, not {rows}, and at "
@@ -68,15 +68,15 @@ def refusals(problem: Call, gradient: bool) -> list[str]:
     return reasons
 
 
-def outrun(problem: Call) -> str | None:
+def outrun(call: Call) -> str | None:
     """Measured of a bias that no bulk copies bring: 157 against 125 us and 1151 against 930 for d 64, 222 against 256
     and 1656 against 1826 for d 128."""
-    score, d = problem.score, max(problem.q.shape[3], problem.v.shape[3])
+    score, d = call.score, max(call.q.shape[3], call.v.shape[3])
     if d > 64 or not isinstance(score, Traced) or not score.program.own_elements:
         return None
     from saccade.backends.gluon.forward.launch import captured_rows
 
-    if captured_rows(problem) is not None:
+    if captured_rows(call) is not None:
         return None
     return "triton reads a bias of every score faster for head dims up to 64, unless it has 16 bits and aligned rows"
 
@@ -102,23 +102,23 @@ def recorder() -> Any:
     return new_recorder()
 
 
-def run_forward(problem: Call, lse: bool) -> Outputs:
-    if limits.applies(problem):
+def run_forward(call: Call, lse: bool) -> Outputs:
+    if limits.applies(call):
         from saccade.backends.gluon.latent import launch as latent_launch
 
-        return latent_launch.forward(problem, lse)
+        return latent_launch.forward(call, lse)
     from saccade.backends.gluon.forward import launch
 
-    return launch.forward(problem, lse)
+    return launch.forward(call, lse)
 
 
-def run_backward(problem: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.gluon.backward import launch as backward_launch
 
-    saved = row_totals.divide_gradients(problem, saved, fast=True)
-    levels = backward_launch.level_sums_of(problem, saved)
-    captured = backward_launch.captured_of(problem, saved)
-    gradients = backward_launch.backward(problem, saved, levels, captured)
+    saved = row_totals.divide_gradients(call, saved, fast=True)
+    levels = backward_launch.level_sums_of(call, saved)
+    captured = backward_launch.captured_of(call, saved)
+    gradients = backward_launch.backward(call, saved, levels, captured)
     made = {} if captured is None else captured.made
-    return *gradients, captured_gradients.gradients(problem, saved, fast=True, levels=levels, made=made)
+    return *gradients, captured_gradients.gradients(call, saved, fast=True, levels=levels, made=made)

@@ -41,24 +41,24 @@ class CapturedTileArgs(NamedTuple):
     """constexpr: each query head has its own"""
 
 
-def captured_tile(problem: Call) -> CapturedTile | None:
+def captured_tile(call: Call) -> CapturedTile | None:
     """The first tensor of the call that bulk copies can bring: 16-bit elements, of keys side by side, in rows at
     multiples of 16 bytes."""
-    score = problem.score
-    if not isinstance(score, Traced) or not positions.reached(problem):
+    score = call.score
+    if not isinstance(score, Traced) or not positions.reached(call):
         return None
     tiles = (_tile(i, score.tensors[i], indices) for i, indices in score.program.own_elements.items())
     return next(filter(None, tiles), None)
 
 
-def like(tile: CapturedTile, memory: Tensor, problem: Call) -> CapturedTile | None:
+def like(tile: CapturedTile, memory: Tensor, call: Call) -> CapturedTile | None:
     """The same of other memory of its tensor's shape, without the rows and keys that the call does not have."""
-    score: Any = problem.score
+    score: Any = call.score
     found = _tile(tile.number, memory, score.program.own_elements[tile.number])
     if found is None:
         return None
     x = found.x
-    shape = *x.shape[:2], problem.q.shape[2], problem.k.shape[2]
+    shape = *x.shape[:2], call.q.shape[2], call.k.shape[2]
     return found._replace(x=x.as_strided(shape, x.stride()))
 
 

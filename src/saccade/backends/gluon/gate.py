@@ -78,30 +78,30 @@ def compiled(name: str) -> tuple[Any, int]:
         return latent_gate.compiled(row)
     if row.kernel not in ("forward", "transpose"):
         return backward_gate.compiled(name)
-    problem = row.problem()
+    call = row.call()
     if row.kernel == "transpose":
-        kernel, arguments = transpose.transpose_launch(problem, transpose.empty(problem, problem.v.device))
+        kernel, arguments = transpose.transpose_launch(call, transpose.empty(call, call.v.device))
         return kernel.warmup(arguments), 0
     packed, paged = "packed" in row.words, "paged" in row.words
-    out = torch.empty(*problem.q.shape[:3], row.d_v, dtype=problem.out_dtype)
+    out = torch.empty(*call.q.shape[:3], row.d_v, dtype=call.out_dtype)
     if "tail" in row.words:  # of the caller's, whose rows after the last sequence stay
-        problem = problem.replace(out=out)
+        call = call.replace(out=out)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
     if "arriving" in row.words:
         numbers = torch.empty(3, 2, dtype=torch.int32)
-        problem = problem.replace(arrivals=Arrivals(ArrivalArgs(counter, numbers, counter), lambda: None))
+        call = call.replace(arrivals=Arrivals(ArrivalArgs(counter, numbers, counter), lambda: None))
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
-    captured = launch.captured_rows(problem)
-    score = launch.score_record(problem, distance_tables.empty(problem), captured)
-    config = forward_config(problem.spec(), GPU, "tile" if captured else weight(problem, score))
+    captured = launch.captured_rows(call)
+    score = launch.score_record(call, distance_tables.empty(call), captured)
+    config = forward_config(call.spec(), GPU, "tile" if captured else weight(call, score))
     config = TWO_CONSUMERS if "short" in row.words else config
-    mask = launch.mask_record(problem, config) if paged else device_mask(problem)
+    mask = launch.mask_record(call, config) if paged else device_mask(call)
     parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
-    arguments = launch.arguments(problem, out, lse, top, counter, table, mask, score, parts, captured)
-    forward = launch.prepare(problem, out, config, 1, captured)
+    arguments = launch.arguments(call, out, lse, top, counter, table, mask, score, parts, captured)
+    forward = launch.prepare(call, out, config, 1, captured)
     spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
-    operands = launch.operands(problem.q, problem.k, problem.v, out, captured)
-    compiled = forward.warmup(operands, arguments, problem.scale)
+    operands = launch.operands(call.q, call.k, call.v, out, captured)
+    compiled = forward.warmup(operands, arguments, call.scale)
     spill += PACKED_SPILL * packed + PAGED_SPILL * paged
     eight_bits = row.dtype in EIGHT_BITS and not triton.__version__.startswith("3.6")
     return compiled, spill + EIGHT_BIT_SPILL * eight_bits

@@ -65,8 +65,8 @@ class ForwardRow(tuning.TuneRow):
             if shared <= SHARED_BYTES - BARRIER_BYTES and held + SPARE // 2 <= registers:
                 yield config
 
-    def call(self, problem: Call, best: Mapping[str, ForwardConfig]) -> Callable[[ForwardConfig], object]:
-        return lambda tile: launch.forward(problem, tile=tile)
+    def runner(self, call: Call, best: Mapping[str, ForwardConfig]) -> Callable[[ForwardConfig], object]:
+        return lambda tile: launch.forward(call, tile=tile)
 
 
 def rows(dims: list[tuple[int, int]]) -> list[ForwardRow]:

@@ -34,14 +34,14 @@ SUPPORT = Support(
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32"), kv=())
 
 
-def refusals(problem: Call, gradient: bool) -> list[str]:
+def refusals(call: Call, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
-    d, d_v = problem.k.shape[3], problem.v.shape[3]
-    eight_bit_pages = problem.layout.has_pages and problem.k.dtype in EIGHT_BITS
+    d, d_v = call.k.shape[3], call.v.shape[3]
+    eight_bit_pages = call.layout.has_pages and call.k.dtype in EIGHT_BITS
     if eight_bit_pages and max(d, d_v) > SUPPORT.max_d:
         return [f"takes 8-bit pages of head dims up to {SUPPORT.max_d}, not {d} and {d_v}"]
-    if gradient and max(d, d_v) > WIDE and problem.q.dtype == torch.float32 and problem.k.is_cuda:
-        room = WIDE_GRADIENTS if torch.version.hip else hardware.shared_bytes(problem.k.device)
+    if gradient and max(d, d_v) > WIDE and call.q.dtype == torch.float32 and call.k.is_cuda:
+        room = WIDE_GRADIENTS if torch.version.hip else hardware.shared_bytes(call.k.device)
         if room < WIDE_GRADIENTS:
             needed = f"needs {WIDE_GRADIENTS >> 10} KB of shared memory for float32 gradients of head dims above {WIDE}"
             return [f"{needed}, and a program has {room >> 10} KB here; 16-bit ones need 98"]
@@ -61,28 +61,28 @@ def recorder() -> Any:
     return new_recorder()
 
 
-def run_forward(problem: Call, lse: bool) -> Outputs:
-    if problem.layout.has_pages:
+def run_forward(call: Call, lse: bool) -> Outputs:
+    if call.layout.has_pages:
         from saccade.backends.triton import paged
 
-        return paged.forward(problem, lse)
+        return paged.forward(call, lse)
     from saccade.backends.triton import launch
 
-    return launch.forward(problem, lse)
+    return launch.forward(call, lse)
 
 
-def run_parts(problem: Call, parts: Sequence[Call], lse: bool) -> Outputs:
+def run_parts(call: Call, parts: Sequence[Call], lse: bool) -> Outputs:
     """The call over pages that is the sum of these over disjoint keys, and whose rows are theirs."""
     from saccade.backends.triton import paged
 
-    return paged.forward(problem, lse, parts)
+    return paged.forward(call, lse, parts)
 
 
-def run_backward(problem: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.triton import launch
 
-    saved = row_totals.divide_gradients(problem, saved)
-    levels = launch.level_sums_of(problem, saved)
-    gradients = launch.backward(problem, saved, levels=levels)
-    return *gradients, captured_gradients.gradients(problem, saved, levels=levels)
+    saved = row_totals.divide_gradients(call, saved)
+    levels = launch.level_sums_of(call, saved)
+    gradients = launch.backward(call, saved, levels=levels)
+    return *gradients, captured_gradients.gradients(call, saved, levels=levels)

@@ -102,22 +102,22 @@ def compiled(name: str) -> tuple[Any, int]:
         kernel = paged.compiled(word, row.d, row.d_v, row.dtype, "max_scores" in features, latent)
         spill = DRAFTS_SPILL if word.startswith("drafts") else 0
         return kernel, paged.LATENT[word] if latent else spill
-    problem = row.problem()
+    call = row.call()
     if row.kernel in SHARED:
-        return device_gate.compiled(row.kernel, problem), 0
-    q, k, v, rows = problem.q, problem.k, problem.v, torch.empty(1, 2, 512)
+        return device_gate.compiled(row.kernel, call), 0
+    q, k, v, rows = call.q, call.k, call.v, torch.empty(1, 2, 512)
     top = rows if "max_scores" in row.words else None
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
     outputs = {
-        "forward": (out, rows, top, None, descale.record(problem)),
+        "forward": (out, rows, top, None, descale.record(call)),
         "dkdv": (v, k, v, rows, rows),
         "dk": (v, k, None, rows, rows),
         "dv": (v, None, v, rows, rows),
         "dq": (v, q, rows, rows, None),
     }[row.kernel]
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
-    tile = config(row.kernel, problem.spec(), GPU)
-    arguments = common_arguments(problem, device_mask(problem), distances=distance_tables.empty(problem))
-    kernel = launch.prepare(row.kernel, problem, tile).warmup((*tensors, *arguments))
-    more = RANGES_SPILL if "ranges" in row.words else 0 if problem.dropout is None else DROPOUT_SPILL
+    tile = config(row.kernel, call.spec(), GPU)
+    arguments = common_arguments(call, device_mask(call), distances=distance_tables.empty(call))
+    kernel = launch.prepare(row.kernel, call, tile).warmup((*tensors, *arguments))
+    more = RANGES_SPILL if "ranges" in row.words else 0 if call.dropout is None else DROPOUT_SPILL
     return kernel, tile.spill + more + BIAS_SPILL * ("bias" in row.words)

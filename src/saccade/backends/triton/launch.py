@@ -30,46 +30,46 @@ Tiles = Mapping[str, TileConfig]
 """Configs by kernel that take the place of the table's, for tuning."""
 
 
-def forward(problem: Call, lse: bool = True, tiles: Tiles | None = None) -> Outputs:
+def forward(call: Call, lse: bool = True, tiles: Tiles | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
-    q = problem.q
-    out = problem.empty_out()
-    row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
-    if problem.scoreless:
-        return without_scores(problem, out, row_lse, top)
+    q = call.q
+    out = call.empty_out()
+    row_lse, top = per_row(call, lse), per_row(call, call.max_scores)
+    if call.scoreless:
+        return without_scores(call, out, row_lse, top)
     if out.numel():
         with on_device(q):
-            operands = (operand(problem, name) for name in ("q", "k", "v"))
-            sink = None if problem.sink is None else problem.sink.contiguous()
-            tensors = (*operands, operand(problem, "out", out), row_lse, top, sink, descale.record(problem))
-            _launch("forward", problem, tensors, tiles)
+            operands = (operand(call, name) for name in ("q", "k", "v"))
+            sink = None if call.sink is None else call.sink.contiguous()
+            tensors = (*operands, operand(call, "out", out), row_lse, top, sink, descale.record(call))
+            _launch("forward", call, tensors, tiles)
     return out, row_lse, top
 
 
-def level_sums_of(problem: Call, saved: Saved) -> LevelSums | None:
+def level_sums_of(call: Call, saved: Saved) -> LevelSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
-    if problem.scoreless:
+    if call.scoreless:
         return None
-    tile = _config("dq", problem)
-    blocks = -(-problem.q.shape[2] // tile.block_q)
-    return LevelSums.of(problem, saved, (tile.block_q, tile.block_k), blocks, tile.block_q)
+    tile = _config("dq", call)
+    blocks = -(-call.q.shape[2] // tile.block_q)
+    return LevelSums.of(call, saved, (tile.block_q, tile.block_k), blocks, tile.block_q)
 
 
 def backward(
-    problem: Call, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
+    call: Call, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = call.q, call.k, call.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
-    if problem.scoreless:
-        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
+    if call.scoreless:
+        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, saved)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
         dout = aligned_rows(saved.dout)
         # Packed rows stand alone here.
-        used = None if problem.layout.ragged_keys else sequences.spans(problem)[0]
-        rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(problem.score)
+        used = None if call.layout.ragged_keys else sequences.spans(call)[0]
+        rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(call.score)
         block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
         grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
         out = aligned_rows(saved.out)
@@ -77,18 +77,18 @@ def backward(
         lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows[:2])
         key = "delta", *(x.value for y in (dout, out) for x in (y.unit, y.wide)), *lies
         sizes = v.shape[3], block_q, block_d(v.shape[3])
-        preprocess = cached_launch(problem, key, lambda: Launch(delta_kernel, grid, sizes))
+        preprocess = cached_launch(call, key, lambda: Launch(delta_kernel, grid, sizes))
         preprocess(q.device.index, (dout, out, *rows))
-        operands = (*(operand(problem, name) for name in ("q", "k", "v")), dout)
+        operands = (*(operand(call, name) for name in ("q", "k", "v")), dout)
         sums = TensorArgs.of(dk), TensorArgs.of(dv)
         if max(q.shape[3], v.shape[3]) > WIDE:
-            _launch("dk", problem, (*operands, sums[0], None, shift, delta), tiles)
-            _launch("dv", problem, (*operands, None, sums[1], shift, delta), tiles)
+            _launch("dk", call, (*operands, sums[0], None, shift, delta), tiles)
+            _launch("dv", call, (*operands, None, sums[1], shift, delta), tiles)
         else:
-            _launch("dkdv", problem, (*operands, *sums, shift, delta), tiles)
+            _launch("dkdv", call, (*operands, *sums, shift, delta), tiles)
         own = None if levels is None else levels.sums
-        _launch("dq", problem, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
-    return dq, dk, dv, sink_gradient(problem, saved, delta)
+        _launch("dq", call, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
+    return dq, dk, dv, sink_gradient(call, saved, delta)
 
 
 DELTA_ROWS = 32
@@ -96,15 +96,15 @@ LEAST_SCALE = 1e-6
 """Below, numbers that are divided by the scale may leave float32."""
 
 
-def operand(problem: Call, name: str, x: Tensor | None = None) -> TensorArgs:
+def operand(call: Call, name: str, x: Tensor | None = None) -> TensorArgs:
     """q, k or v as kernels take them, or another tensor whose rows they can read. The strides are stored for the next
     Call of the same key, which knows where its operands lie, unless they are those of a copy."""
-    tensor = eight_bits.readable(getattr(problem, name) if x is None else x)
-    if name in problem.launches:
-        return TensorArgs(tensor, *problem.launches[name])
+    tensor = eight_bits.readable(getattr(call, name) if x is None else x)
+    if name in call.launches:
+        return TensorArgs(tensor, *call.launches[name])
     args = aligned_rows(tensor) if x is None else TensorArgs.of(tensor)
     if args.ptr is tensor:
-        problem.launches[name] = args[1:]
+        call.launches[name] = args[1:]
     return args
 
 
@@ -113,51 +113,51 @@ RANGES_KERNELS = KERNELS | dict.fromkeys(BY_KEYS, ranges_dkdv_kernel)
 """The same where sequences may share keys."""
 
 
-def _launch(name: str, problem: Call, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
+def _launch(name: str, call: Call, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
     """Runs a kernel with one program for each q block, or for each kv block."""
     # What Triton specialises for and the Call's key does not hold: how out or dout lies,
     # and the scale's sign.
     given = tensors[4] is None, tensors[-1] is None
-    key = name, tensors[3].unit.value, tensors[3].wide.value, *given, precision(), rising(problem)
-    cached = problem.launches.get(key) if tiles is None else None
+    key = name, tensors[3].unit.value, tensors[3].wide.value, *given, precision(), rising(call)
+    cached = call.launches.get(key) if tiles is None else None
     if cached is None:
-        tile = tiles[name] if tiles and name in tiles else _config(name, problem)
+        tile = tiles[name] if tiles and name in tiles else _config(name, call)
         # A tuning candidate fits as it is, or fails.
-        cached = prepare(name, problem, tile, least_stages=tile.stages if tiles else 1), tile
+        cached = prepare(name, call, tile, least_stages=tile.stages if tiles else 1), tile
         if tiles is None:
-            problem.launches[key] = cached
+            call.launches[key] = cached
     launch, tile = cached
-    launch(problem.q.device.index, (*tensors, *_tile_arguments(name, problem, tile)))
+    launch(call.q.device.index, (*tensors, *_tile_arguments(name, call, tile)))
 
 
-def _tile_arguments(name: str, problem: Call, tile: TileConfig) -> tuple[Any, ...]:
+def _tile_arguments(name: str, call: Call, tile: TileConfig) -> tuple[Any, ...]:
     by_keys = name in BY_KEYS
-    if by_keys and problem.layout.starts_k is not None:  # its programs own no sequence's block
-        return common_arguments(problem, masks.record(problem))
-    return tile_arguments(problem, tile.block_q, tile.block_k, by_keys)
+    if by_keys and call.layout.starts_k is not None:  # its programs own no sequence's block
+        return common_arguments(call, masks.record(call))
+    return tile_arguments(call, tile.block_q, tile.block_k, by_keys)
 
 
-def prepare(name: str, problem: Call, tile: TileConfig, least_stages: int = 1) -> Launch:
+def prepare(name: str, call: Call, tile: TileConfig, least_stages: int = 1) -> Launch:
     blocks, by_keys = (tile.block_q, tile.block_k), name in BY_KEYS
-    grid, shape = tile_grid(problem, *blocks, by_keys), TileShape.of(problem, *blocks, tile.columns)
-    if by_keys and problem.layout.starts_k is not None:
-        grid = problem.k.shape[1] * -(-problem.k.shape[2] // tile.block_k), 1, 1
+    grid, shape = tile_grid(call, *blocks, by_keys), TileShape.of(call, *blocks, tile.columns)
+    if by_keys and call.layout.starts_k is not None:
+        grid = call.k.shape[1] * -(-call.k.shape[2] // tile.block_k), 1, 1
     if tile.columns:
-        grid = grid[0], -(-problem.v.shape[3] // shape.BLOCK_DV.value), 1
-    kernels = KERNELS if problem.layout.starts_k is None else RANGES_KERNELS
+        grid = grid[0], -(-call.v.shape[3] // shape.BLOCK_DV.value), 1
+    kernels = KERNELS if call.layout.starts_k is None else RANGES_KERNELS
     constants: tuple[Any, ...] = (shape,)
     if name == "forward":
-        constants += eight_bits.products(problem), FLAGS[rising(problem)]
+        constants += eight_bits.products(call), FLAGS[rising(call)]
     return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages)
 
 
-def rising(problem: Call) -> bool:
+def rising(call: Call) -> bool:
     """Whether the largest product is the largest score, as the scale is not negative, and it was measured to pay: wider
     heads were 1 % slower. What functions add is divided by the scale."""
-    q, v = problem.q, problem.v
-    least = 0 if problem.score is None else LEAST_SCALE
-    return problem.scale >= least and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
+    q, v = call.q, call.v
+    least = 0 if call.score is None else LEAST_SCALE
+    return call.scale >= least and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
 
 
-def _config(kernel: str, problem: Call) -> TileConfig:
-    return config(kernel, problem.spec(), configs.gpu_of(problem.q.device))
+def _config(kernel: str, call: Call) -> TileConfig:
+    return config(kernel, call.spec(), configs.gpu_of(call.q.device))

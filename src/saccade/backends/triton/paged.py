@@ -86,107 +86,105 @@ def columns(d: int, dtype: torch.dtype) -> tuple[int, int]:
     return (first, block_d(d - first)) if WIDE < d != first and dtype not in EIGHT_BITS else (block_d(d), 0)
 
 
-def reads_once(problem: Call) -> bool:
+def reads_once(call: Call) -> bool:
     """Whether the kernel takes values from its tile of keys."""
-    first, _ = columns(problem.k.shape[3], problem.k.dtype)
-    return problem.latent and problem.k.dtype not in EIGHT_BITS and first == block_d(problem.v.shape[3])
+    first, _ = columns(call.k.shape[3], call.k.dtype)
+    return call.latent and call.k.dtype not in EIGHT_BITS and first == block_d(call.v.shape[3])
 
 
-def split_kv(problem: Call, processors: int) -> SplitKV:
+def split_kv(call: Call, processors: int) -> SplitKV:
     """From shapes alone."""
-    layout, h_k = problem.layout, problem.k.shape[1]
-    b, _, s_q, _ = problem.q.shape
-    flat, sequences_ = s_q * problem.group, layout.sequences
+    layout, h_k = call.layout, call.k.shape[1]
+    b, _, s_q, _ = call.q.shape
+    flat, sequences_ = s_q * call.group, layout.sequences
     packed = layout.cu_seqlens_q is not None
-    tile = config(problem, -(-flat // sequences_) if packed else flat)
+    tile = config(call, -(-flat // sequences_) if packed else flat)
     if packed:
         tiles = flat // tile.block_q + sequences_ + 1
         least = max(flat // tile.block_q, sequences_)
     else:
         tiles = least = b * -(-flat // tile.block_q)
     # With room for rounding, where it was measured: four parts of each of 64 sequences, not five.
-    slots = processors * PROGRAMS * (15 if problem.k.shape[3] > 2 * WIDE else 16) // 16
-    room = layout.capacity(problem.k.shape[2])
+    slots = processors * PROGRAMS * (15 if call.k.shape[3] > 2 * WIDE else 16) // 16
+    room = layout.capacity(call.k.shape[2])
     if layout.num_splits is None:
         programs = slots if sequences_ == 1 else 2 * slots  # as lengths may differ
         most = min(programs // (least * h_k), room // (tile.block_k * LEAST_TILES), MAX_SPLITS)
         splits = max(1, most)
     else:
         splits = min(layout.num_splits, MAX_SPLITS)
-    edges = layout.num_splits != 1 and (tile.block_q > FIXED_ROWS or asks(problem))
+    edges = layout.num_splits != 1 and (tile.block_q > FIXED_ROWS or asks(call))
     # The longest first, where programs come one after the other, and may be long.
     ordered = not packed and splits == 1 and tiles * h_k >= 2 * slots and room >= LONG and sequences_ < FEW
     bits = -(-room.bit_length() // 4) * 4 if ordered else 0
-    return SplitKV(
-        tile, tiles, splits, slots, layout.num_splits is None, edges, bits, word(problem), slices(problem, tile)
-    )
+    return SplitKV(tile, tiles, splits, slots, layout.num_splits is None, edges, bits, word(call), slices(call, tile))
 
 
-def config(problem: Call, rows: int) -> TileConfig:
+def config(call: Call, rows: int) -> TileConfig:
     """Tiles for about so many flat rows of a sequence: 32 KB of keys and values, three times, so that two programs have
     room in a multiprocessor."""
-    spec, layout = problem.spec(), problem.layout
+    spec, layout = call.spec(), call.layout
     if spec.dtype == "fp32":
         return formula("forward", spec)
-    wide, eight = max(block_d(spec.d), block_d(spec.d_v)), problem.k.dtype in EIGHT_BITS
+    wide, eight = max(block_d(spec.d), block_d(spec.d_v)), call.k.dtype in EIGHT_BITS
     block_k = 128 if wide <= 64 else 64 if wide <= 128 else 16 if wide == 2 * WIDE else 32  # above, v is part of k
     # Converted tiles need registers.
     most = FIXED_ROWS // 2 if eight and wide > WIDE else FIXED_ROWS
     fixed = TileConfig(most, block_k, 8 if wide > (128 if eight else WIDE) else 4, 3)
     if layout.num_splits == 1:
         return fixed if wide <= 2 * WIDE else LATENT_TILE
-    if wide > WIDE and reads_once(problem):
+    if wide > WIDE and reads_once(call):
         return LATENT_TILE if rows <= FEW_ROWS else TileConfig(FIXED_ROWS, 64, 8, 2)
     if wide > WIDE:
         few = TileConfig(FEW_ROWS, 32, 8, 4) if eight else TileConfig(FEW_ROWS, 16, 4, 4)
         return few if rows <= FEW_ROWS else fixed
     if rows <= FEW_ROWS:
-        return _sliced(problem, rows, min(2 * block_k, 128)) if eight else TileConfig(FEW_ROWS, block_k, 4, 4)
+        return _sliced(call, rows, min(2 * block_k, 128)) if eight else TileConfig(FEW_ROWS, block_k, 4, 4)
     if rows > FIXED_ROWS and wide <= 128:
         return TileConfig(128, block_k, 8, 3)
     # What a predicate's answers pass through leaves no room in shared memory for a second program beside three stages.
-    return replace(fixed, stages=2) if 64 < wide <= 128 and not eight and asks(problem) else fixed
+    return replace(fixed, stages=2) if 64 < wide <= 128 and not eight and asks(call) else fixed
 
 
-def asks(problem: Call) -> bool:
+def asks(call: Call) -> bool:
     """Whether tiles on the mask's edge ask its function: more than a comparison, where the hull is not the core."""
-    return problem.mask is not None and not problem.mask.exact
+    return call.mask is not None and not call.mask.exact
 
 
-def _sliced(problem: Call, rows: int, block_k: int) -> TileConfig:
+def _sliced(call: Call, rows: int, block_k: int) -> TileConfig:
     """Tiles of few rows against 8-bit pages: as many bytes as of 16 bits, which blocks of a Descale hold whole, or half
     of them where even these are too few for all multiprocessors."""
-    block_q = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(problem.q.device) else LEAST_ROWS
+    block_q = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(call.q.device) else LEAST_ROWS
     half = block_k // 2
-    programs = problem.layout.sequences * problem.k.shape[1] * (
-        problem.layout.capacity(problem.k.shape[2]) // (half * LEAST_TILES)
+    programs = call.layout.sequences * call.k.shape[1] * (
+        call.layout.capacity(call.k.shape[2]) // (half * LEAST_TILES)
     )  # fmt: skip
     if half >= LEAST_SLICED and programs < FULL:
         return TileConfig(block_q, half, 4, 4)
     return TileConfig(block_q, block_k, 4, 3)
 
 
-def forward(problem: Call, lse: bool = True, parts: Sequence[Call] = ()) -> Outputs:
+def forward(call: Call, lse: bool = True, parts: Sequence[Call] = ()) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); queries end to end are one row of
     t_q.
 
     parts: calls over disjoint keys whose sum this one is, with the same rows in the same order: (b, h_q, s_q) or
     (1, h_q, b s_q). What they find goes into one memory, and is added up once.
     """
-    q, layout = problem.q, problem.layout
-    out = problem.empty_out()
-    row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
+    q, layout = call.q, call.layout
+    out = call.empty_out()
+    row_lse, top = per_row(call, lse), per_row(call, call.max_scores)
     if not layout.sequences:
-        return out if problem.keeps_tail else out.zero_(), nothing_seen(row_lse), nothing_seen(top)
+        return out if call.keeps_tail else out.zero_(), nothing_seen(row_lse), nothing_seen(top)
     if not out.numel():
         return out, row_lse, top
     with on_device(q):
-        if parts or (split := _split(problem)).splits > 1:
-            _merged(parts or (problem,), problem, (out, row_lse, top))
+        if parts or (split := _split(call)).splits > 1:
+            _merged(parts or (call,), call, (out, row_lse, top))
         else:
-            target = launch.operand(problem, "out", out)
-            tensors = *_operands(problem), target, row_lse, top, *arguments(problem, split)
-            _launch("whole", problem, split, (row_lse is None, target.unit.value), tensors)
+            target = launch.operand(call, "out", out)
+            tensors = *_operands(call), target, row_lse, top, *arguments(call, split)
+            _launch("whole", call, split, (row_lse is None, target.unit.value), tensors)
     return out, row_lse, top
 
 
@@ -211,31 +209,31 @@ def _merged(parts: Sequence[Call], whole: Call, outputs: tuple[Tensor, Tensor | 
     _launch("merge" if count <= FEW_PARTS else "merge many", parts[0], splits[0], form, tensors)
 
 
-def _split(problem: Call) -> SplitKV:
-    split = problem.launches.get("split_kv")
+def _split(call: Call) -> SplitKV:
+    split = call.launches.get("split_kv")
     if split is None:
-        split = problem.launches["split_kv"] = split_kv(problem, multiprocessors(problem.q.device))
+        split = call.launches["split_kv"] = split_kv(call, multiprocessors(call.q.device))
     return split
 
 
-def _operands(problem: Call) -> tuple[TensorArgs | None, ...]:
+def _operands(call: Call) -> tuple[TensorArgs | None, ...]:
     """q, k and v, which is None where the kernel takes it from k."""
-    v = None if reads_once(problem) else launch.operand(problem, "v", problem.v)
-    return launch.operand(problem, "q"), launch.operand(problem, "k", problem.k), v
+    v = None if reads_once(call) else launch.operand(call, "v", call.v)
+    return launch.operand(call, "q"), launch.operand(call, "k", call.k), v
 
 
-def arguments(problem: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
+def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
     """What the kernel takes after its results; `parted`: these are merged with others."""
-    q, k, layout = problem.q, problem.k, problem.layout
+    q, k, layout = call.q, call.k, call.layout
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    flags = FLAGS[problem.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
+    flags = FLAGS[call.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
     flags = *flags, FLAGS[eight_bits.converts(q.device)], UNITS[split.slices]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
-    records = page_table(layout, k), numbers, masks.record(problem), scores.record(problem)
-    records = *records, descale.record(problem)
-    sink = None if problem.sink is None else problem.sink.contiguous()
-    return sink, *sequences.spans(problem), *records, q.shape[1], q.shape[2], problem.scale
+    records = page_table(layout, k), numbers, masks.record(call), scores.record(call)
+    records = *records, descale.record(call)
+    sink = None if call.sink is None else call.sink.contiguous()
+    return sink, *sequences.spans(call), *records, q.shape[1], q.shape[2], call.scale
 
 
 def page_table(layout: Paged, cache: Tensor) -> PageTable:
@@ -245,30 +243,30 @@ def page_table(layout: Paged, cache: Tensor) -> PageTable:
     return PageTable(table, *map(runtime_int, numbers))
 
 
-def prepare(name: str, problem: Call, split: SplitKV) -> Launch:
-    q, layout, tile = problem.q, problem.layout, split.config
+def prepare(name: str, call: Call, split: SplitKV) -> Launch:
+    q, layout, tile = call.q, call.layout, split.config
     assert isinstance(layout, Paged)
     if name.startswith("merge"):
-        return merge_launch(problem, FEW_PARTS + (name == "merge many"), 2 * MAX_SPLITS)
-    first, rest = map(tl.constexpr, columns(q.shape[3], problem.k.dtype))
-    shape = TileShape.of(problem, tile.block_q, tile.block_k)
+        return merge_launch(call, FEW_PARTS + (name == "merge many"), 2 * MAX_SPLITS)
+    first, rest = map(tl.constexpr, columns(q.shape[3], call.k.dtype))
+    shape = TileShape.of(call, tile.block_q, tile.block_k)
     if rest.value:
         shape = shape._replace(BLOCK_D=first, REST=rest)
     features = name == "part", LEAST_TILES, split.edges, many(layout), split.bits
-    grid = split.tiles * split.splits * problem.k.shape[1], 1, 1
-    return Launch(paged_kernel, grid, (shape, problem.k.shape[2], *features), tile.warps, tile.stages, 1)
+    grid = split.tiles * split.splits * call.k.shape[1], 1, 1
+    return Launch(paged_kernel, grid, (shape, call.k.shape[2], *features), tile.warps, tile.stages, 1)
 
 
-def slices(problem: Call, tile: TileConfig) -> int:
+def slices(call: Call, tile: TileConfig) -> int:
     """A tile's slices, one for each warp, where few rows read 8-bit pages; else 1."""
-    plain = problem.k.element_size() > 1 or problem.q.dtype == torch.float32
-    wide = max(problem.k.shape[3], problem.v.shape[3]) > WIDE
+    plain = call.k.element_size() > 1 or call.q.dtype == torch.float32
+    wide = max(call.k.shape[3], call.v.shape[3]) > WIDE
     return 1 if plain or wide or tile.block_q > FEW_ROWS else tile.warps
 
 
-def word(problem: Call) -> int:
+def word(call: Call) -> int:
     """Bytes of 8-bit values that few rows read at once: as many as leave 16 columns."""
-    d_v = problem.v.shape[3]
+    d_v = call.v.shape[3]
     return next(n for n in (4, 2, 1) if d_v % n == 0 and (n == 1 or block_d(d_v) >= 16 * n))
 
 
@@ -277,10 +275,10 @@ def many(layout: Layout) -> int:
     return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 
 
-def _launch(name: str, problem: Call, split: SplitKV, form: Iterable[Any], tensors: tuple[Any, ...]) -> None:
+def _launch(name: str, call: Call, split: SplitKV, form: Iterable[Any], tensors: tuple[Any, ...]) -> None:
     """form: what Triton specialises for and the Call's key does not hold."""
-    launch = cached_launch(problem, (name, precision(), *form), lambda: prepare(name, problem, split))
-    launch(problem.q.device.index, tensors)
+    launch = cached_launch(call, (name, precision(), *form), lambda: prepare(name, call, split))
+    launch(call.q.device.index, tensors)
 
 
 # The rows of the compile gate: what comes after "triton paged 16bit d128/128".
@@ -317,16 +315,16 @@ def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool =
     if latent:
         caches[1] = caches[0][..., :d_v]
     factors = Factors(None, torch.empty(b, h_k, 1), torch.empty(b, h_k, 1)) if eight else None
-    problem = Call.of_views(q, caches[0], caches[1], layout, mask=mask, descale=factors)
-    split = split_kv(problem, 132)
+    call = Call.of_views(q, caches[0], caches[1], layout, mask=mask, descale=factors)
+    split = split_kv(call, 132)
     lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
     top = lse if max_scores else None
     name = "whole" if split.splits == 1 else "part"
     if word.startswith("merge"):
         name = {"merges": "merge many"}.get(word, word)
         numbers = out[..., 0].numel(), split.splits, *shape[1:]
-        return prepare(name, problem, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
+        return prepare(name, call, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
     target = (TensorArgs.of(out), None) if split.splits == 1 else (parts, lse)
-    operands = TensorArgs.of(q), TensorArgs.of(caches[0]), None if reads_once(problem) else TensorArgs.of(caches[1])
-    given = arguments(problem, split, parted=name == "part")
-    return prepare(name, problem, split).warmup((*operands, *target, top, *given))
+    operands = TensorArgs.of(q), TensorArgs.of(caches[0]), None if reads_once(call) else TensorArgs.of(caches[1])
+    given = arguments(call, split, parted=name == "part")
+    return prepare(name, call, split).warmup((*operands, *target, top, *given))

@@ -50,13 +50,13 @@ class TritonTuneRow(TuneRow):
                         if shared <= SHARED_BYTES and 32 <= registers <= 200:
                             yield TileConfig(block_q, block_k, warps, stages, columns=columns)
 
-    def call(self, problem: Call, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
+    def runner(self, call: Call, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
         if self.kernel == "forward":
-            return lambda tile: launch.forward(problem, tiles={self.kernel: tile})
-        out, lse, _ = launch.forward(problem, tiles=best)
+            return lambda tile: launch.forward(call, tiles={self.kernel: tile})
+        out, lse, _ = launch.forward(call, tiles=best)
         assert lse is not None
         saved = Saved(torch.randn_like(out), None, out, lse)
-        return lambda tile: launch.backward(problem, saved, {**best, self.kernel: tile})
+        return lambda tile: launch.backward(call, saved, {**best, self.kernel: tile})
 
 
 def rows(dims: list[tuple[int, int]]) -> list[TritonTuneRow]:

@@ -28,14 +28,14 @@ class BackwardCapture(NamedTuple):
     """a kernel of its own clears what the main one leaves out"""
 
     @staticmethod
-    def of(problem: Call, saved: Saved) -> BackwardCapture | None:
+    def of(call: Call, saved: Saved) -> BackwardCapture | None:
         """None where score functions load what they capture."""
-        if problem.scoreless or (tile := captured_tile(problem)) is None:
+        if call.scoreless or (tile := captured_tile(call)) is None:
             return None
-        if not _is_ds(problem, saved, tile.number):
+        if not _is_ds(call, saved, tile.number):
             return BackwardCapture(tile, None, None, False)
-        memory, clears = _memory(problem, tile)
-        gradient = like(tile, memory, problem)
+        memory, clears = _memory(call, tile)
+        gradient = like(tile, memory, call)
         return BackwardCapture(tile, None if gradient is None else memory, gradient, clears and gradient is not None)
 
     @property
@@ -59,24 +59,24 @@ class BackwardCapture(NamedTuple):
         return self.tile.key, None if self.gradient is None else self.gradient.key, self.clears
 
 
-def _is_ds(problem: Call, saved: Saved, number: int) -> bool:
+def _is_ds(call: Call, saved: Saved, number: int) -> bool:
     """Whether the gradient of a captured tensor is wanted, and is what the kernel computes of each score, in the dtype
     of its products."""
-    score = problem.score
+    score = call.score
     assert isinstance(score, Traced)
     wanted = bool(saved.wanted) and saved.wanted[number]
-    same = score.tensors[number].dtype == problem.q.dtype
-    return wanted and same and number in score.program.added and number in alone(problem, score, saved.wanted)
+    same = score.tensors[number].dtype == call.q.dtype
+    return wanted and same and number in score.program.added and number in alone(call, score, saved.wanted)
 
 
-def _memory(problem: Call, tile: CapturedTile) -> tuple[Tensor, bool]:
+def _memory(call: Call, tile: CapturedTile) -> tuple[Tensor, bool]:
     """For the gradient, and whether its tiles that the main kernel leaves out are to be cleared: they are zeros already
     where lists choose them, and where the tensor has more than the call."""
-    score: Any = problem.score
-    x, layout, s_k = score.tensors[tile.number], problem.layout, problem.k.shape[2]
-    all_of_it = x.numel() == problem.q.shape[:3].numel() * s_k
-    visited = problem.mask is None and layout.seqused_q is None and layout.seqused_k is None
-    listed = problem.mask is not None and problem.mask.listed
+    score: Any = call.score
+    x, layout, s_k = score.tensors[tile.number], call.layout, call.k.shape[2]
+    all_of_it = x.numel() == call.q.shape[:3].numel() * s_k
+    visited = call.mask is None and layout.seqused_q is None and layout.seqused_k is None
+    listed = call.mask is not None and call.mask.listed
     clears = all_of_it and not visited and not listed and s_k % UNIT.value == 0
     make = torch.empty if all_of_it and (visited or clears) else torch.zeros
     return make(x.shape, dtype=x.dtype, device=x.device), clears

@@ -71,24 +71,24 @@ def combinations() -> Iterator[str]:
 def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     row = GateRow.of(name)
-    problem = row.problem()
-    q, k, v = problem.q, problem.k, problem.v
+    call = row.call()
+    q, k, v = call.q, call.k, call.v
     out, lse = torch.empty_like(v), torch.empty(1, 2, 512)
     saved = Saved(out, lse, out, lse, (True,))
-    captured = captured_of(problem, saved)
+    captured = captured_of(call, saved)
     config = BackwardConfig.of(row.d, row.d_v, captured is not None)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    plan = BackwardPlan.of(problem, out, out, gradients, 1, config, captured)
-    mask, spans = device_mask(problem, by_keys=True), sequences.spans(problem)
+    plan = BackwardPlan.of(call, out, out, gradients, 1, config, captured)
+    mask, spans = device_mask(call, by_keys=True), sequences.spans(call)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, mask, spans), counter
-    tables = distance_tables.empty(problem)
-    levels = level_sums_of(problem, saved)
-    calls = arguments(problem, plan, saved, gradients, space, mask, spans, tables, levels, captured)
+    tables = distance_tables.empty(call)
+    levels = level_sums_of(call, saved)
+    all_given = arguments(call, plan, saved, gradients, space, mask, spans, tables, levels, captured)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
-    launch, call = next(x for x in zip(plan.launches, calls, strict=True) if x[0].kernel.__name__ in names)
-    kernel = launch.warmup(*call)
+    launch, given = next(x for x in zip(plan.launches, all_given, strict=True) if x[0].kernel.__name__ in names)
+    kernel = launch.warmup(*given)
     if launch.kernel is backward_kernel:
-        promised = config.shared_bytes(problem, captured is not None, plan.tight)
+        promised = config.shared_bytes(call, captured is not None, plan.tight)
         assert kernel.metadata.shared <= promised, f"{kernel.metadata.shared} bytes of shared memory, not {promised}"
     return kernel, ALLOWED.get(name, SCORE_SPILL if row.words[1:] else 0)

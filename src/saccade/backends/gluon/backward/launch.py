@@ -29,67 +29,67 @@ from saccade.layouts import empty_like_rows
 CONSUMER_THREADS = 256
 
 
-def captured_of(problem: Call, saved: Saved) -> BackwardCapture | None:
+def captured_of(call: Call, saved: Saved) -> BackwardCapture | None:
     """What the main kernel's score function takes tiles of, and memory for its gradient if `backward` fills that."""
-    config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3], True)
-    found = BackwardCapture.of(problem, saved) if config.stays else None
-    return None if found is None or config.shared_bytes(problem, True, True) > SHARED_BYTES else found
+    config = BackwardConfig.of(call.q.shape[3], call.v.shape[3], True)
+    found = BackwardCapture.of(call, saved) if config.stays else None
+    return None if found is None or config.shared_bytes(call, True, True) > SHARED_BYTES else found
 
 
-def level_sums_of(problem: Call, saved: Saved) -> LevelSums | None:
+def level_sums_of(call: Call, saved: Saved) -> LevelSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
-    config = BackwardConfig.of(problem.q.shape[3], problem.v.shape[3])
-    if not config.stays or problem.scoreless:
+    config = BackwardConfig.of(call.q.shape[3], call.v.shape[3])
+    if not config.stays or call.scoreless:
         return None
-    blocks = -(-problem.k.shape[2] // config.block_k)
-    return LevelSums.of(problem, saved, (config.block_q, config.block_k), blocks, CONSUMER_THREADS)
+    blocks = -(-call.k.shape[2] // config.block_k)
+    return LevelSums.of(call, saved, (config.block_q, config.block_k), blocks, CONSUMER_THREADS)
 
 
 def backward(
-    problem: Call, saved: Saved, levels: LevelSums | None = None, captured: BackwardCapture | None = None
+    call: Call, saved: Saved, levels: LevelSums | None = None, captured: BackwardCapture | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = call.q, call.k, call.v
     assert max(q.shape[3], v.shape[3]) <= GRADIENT.max_d, f"head dims {q.shape[3]} and {v.shape[3]}"
     gradients = empty_like_rows(q, q.shape[3]), empty_like_rows(k, k.shape[3]), empty_like_rows(v, v.shape[3])
     dq, dk, dv = gradients
-    packed = problem.layout.ragged_keys
-    if problem.scoreless:
-        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(problem, saved)
+    packed = call.layout.ragged_keys
+    if call.scoreless:
+        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, saved)
     with on_device(q):
         dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
         # What the compiled kernels depend on besides the Call's key.
-        key = "backward", saved.dlse is None, problem.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
+        key = "backward", saved.dlse is None, call.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
         key = *key, captured and captured.key
-        plan = problem.launches.get(key)
+        plan = call.launches.get(key)
         config = BackwardConfig.of(q.shape[3], v.shape[3], captured is not None)
         if plan is None:
             processors = multiprocessors(q.device)
-            plan = BackwardPlan.of(problem, dout, out, gradients, processors, config, captured)
-            problem.launches[key] = plan
-        mask = block_lists.record(problem, config.block_q, config.block_k, by_keys=True)
-        spans = sequences.spans(problem, sequences.table(problem, 1, config.block_k) if packed else None)
+            plan = BackwardPlan.of(call, dout, out, gradients, processors, config, captured)
+            call.launches[key] = plan
+        mask = block_lists.record(call, config.block_q, config.block_k, by_keys=True)
+        spans = sequences.spans(call, sequences.table(call, 1, config.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
         space = *space, counter(q.device) if config.stays else None
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
-        tables = distance_tables.tables(problem, fast=True)
-        calls = arguments(problem, plan, saved, (dq, *shares), space, mask, spans, tables, levels, captured)
-        for launch, call in zip(plan.launches, calls, strict=True):
-            launch(q.device.index, *call)
+        tables = distance_tables.tables(call, fast=True)
+        all_given = arguments(call, plan, saved, (dq, *shares), space, mask, spans, tables, levels, captured)
+        for launch, given in zip(plan.launches, all_given, strict=True):
+            launch(q.device.index, *given)
         if plan.divided > 1:
             for share, whole in zip(shares, (dk, dv), strict=True):
                 torch.sum(share.unflatten(1, (-1, plan.divided)), 2, out=whole)
-    if problem.sink is None:
+    if call.sink is None:
         return dq, dk, dv, None
     if packed:  # the kernels' delta has whole q blocks for each sequence
         delta = (saved.dout.float() * saved.out).sum(-1)
         delta = delta if saved.dlse is None else delta - saved.dlse
     else:
         delta = -space[0].view(*q.shape[:2], -1)[:, :, : q.shape[2]]  # the kernels add it
-    return dq, dk, dv, sink_gradient(problem, saved, delta)
+    return dq, dk, dv, sink_gradient(call, saved, delta)
 
 
 def workspace(
@@ -116,7 +116,7 @@ def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
 
 
 def arguments(
-    problem: Call,
+    call: Call,
     plan: BackwardPlan,
     saved: Saved,
     gradients: tuple[Tensor, ...],
@@ -129,7 +129,7 @@ def arguments(
 ) -> Iterator[tuple[Any, ...]]:
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
     one."""
-    scale, (dq, dk, dv), (neg_delta, neg_lse, dq_accum, semaphore, drawn) = problem.scale, gradients, space
+    scale, (dq, dk, dv), (neg_delta, neg_lse, dq_accum, semaphore, drawn) = call.scale, gradients, space
     span_q, span_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
@@ -140,14 +140,14 @@ def arguments(
     yield (), (
         TensorArgs(saved.dout, *dout_rows), TensorArgs(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta,
         neg_lse, dq_accum, span_q,
-    ), -1 / scale if plan.fold else -scores.unit(problem.score)  # fmt: skip
-    tensors = problem.q, problem.k, problem.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
-    packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if problem.layout.ragged_keys else None
+    ), -1 / scale if plan.fold else -scores.unit(call.score)  # fmt: skip
+    tensors = call.q, call.k, call.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
+    packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if call.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
-    score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.tile.number)
+    score = scores.record(call, fast=True, tables=tables, brought=captured and captured.tile.number)
     flat, sums = FLAGS[plan.flat], None if levels is None else levels.sums
     found = (None, None) if captured is None else captured.args
-    score_args = BackwardScoreArgs(mask, score, scale, flat, FLAGS[plan.tight], sums, *found, dropout.record(problem))
+    score_args = BackwardScoreArgs(mask, score, scale, flat, FLAGS[plan.tight], sums, *found, dropout.record(call))
     rest = packed, own, spans, score_args, plan.order, semaphore
     if drawn is None:
         yield tensors[:-1], rest

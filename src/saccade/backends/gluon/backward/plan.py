@@ -101,13 +101,13 @@ class BackwardConfig:
         rows = 4 * (self.columns + self.v_columns) + 4 * self.block_k + 16 + 4 * self.columns + 512 * captured
         return self.block_q * rows + 2 * self.block_k * (k_places * self.columns + v_places * self.v_columns)
 
-    def shared_bytes(self, problem: Call, captured: bool, tight: bool) -> int:
+    def shared_bytes(self, call: Call, captured: bool, tight: bool) -> int:
         """At most, with what the call hands to the warps, which is more for each tensor that its functions capture.
         tight: with one place for a tile of values, and for one of long keys, where there are two."""
-        rules = masks.record(problem), scores.record(problem, fast=True), dropout.record(problem)
-        given = runtime_bytes((*rules, *sequences.spans(problem)))
-        if isinstance(problem.score, Traced):
-            given += TABLE_BYTES * len(problem.score.program.distance_inputs)
+        rules = masks.record(call), scores.record(call, fast=True), dropout.record(call)
+        given = runtime_bytes((*rules, *sequences.spans(call)))
+        if isinstance(call.score, Traced):
+            given += TABLE_BYTES * len(call.score.program.distance_inputs)
         return self.tile_bytes(captured, tight) + HANDED + given
 
     def constants(self, d: int, d_v: int) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class BackwardPlan:
 
     @staticmethod
     def of(
-        problem: Call,
+        call: Call,
         dout: Tensor,
         out: Tensor,
         gradients: tuple[Tensor, ...],
@@ -152,39 +152,39 @@ class BackwardPlan:
         config: BackwardConfig,
         captured: BackwardCapture | None = None,
     ) -> BackwardPlan:
-        q, k, v = problem.q, problem.k, problem.v
+        q, k, v = call.q, call.k, call.v
         b, h_q, s_q, d = q.shape
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
         block_q, block_k = config.block_q, config.block_k
-        packed = problem.layout.ragged_keys
+        packed = call.layout.ragged_keys
         if packed:  # and one of each that is no sequence's
-            blocks, kv_blocks = (sequences.slots(problem, *side) + 1 for side in ((0, block_q), (1, block_k)))
+            blocks, kv_blocks = (sequences.slots(call, *side) + 1 for side in ((0, block_q), (1, block_k)))
         else:
             blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, config.piece)
         programs = b * h_k * kv_blocks
-        divided = shares_of(problem.group, programs, processors * (1 if problem.mask is None else BALANCE))
-        if problem.mask is not None and "h" in problem.mask.indices:  # a list is of one head
-            divided = problem.group
-        flat = config.stays and not problem.deterministic and level_sums.flat(problem)
+        divided = shares_of(call.group, programs, processors * (1 if call.mask is None else BALANCE))
+        if call.mask is not None and "h" in call.mask.indices:  # a list is of one head
+            divided = call.group
+        flat = config.stays and not call.deterministic and level_sums.flat(call)
         if flat:  # what is in reach is so for one head
-            divided = problem.group
+            divided = call.group
         dq, dk, dv = gradients
         if divided > 1:
             dk, dv = share_by_share(dk, divided), share_by_share(dv, divided)
         operands = (q, block_q), (k, block_k), (v, block_k), (dout, block_q), (dk, 64), (dv, 64)
         parts = blocks * block_q // config.prepared_rows
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
-        listed = problem.mask is not None and problem.mask.listed
-        spills = listed or (problem.mask is not None and re.search(r"\||\bprefix\b", problem.mask.kind) is not None)
-        plain_scores = problem.score is None and problem.dropout is None and problem.scale > LEAST_SCALE
+        listed = call.mask is not None and call.mask.listed
+        spills = listed or (call.mask is not None and re.search(r"\||\bprefix\b", call.mask.kind) is not None)
+        plain_scores = call.score is None and call.dropout is None and call.scale > LEAST_SCALE
         fold = block_q == 64 and plain_scores and not spills
-        masked = packed or problem.mask is not None or problem.layout.seqused_k is not None or s_k % block_k != 0
-        section = SECTION if problem.group == 1 else divided
-        if problem.deterministic and kv_blocks > MANY:
+        masked = packed or call.mask is not None or call.layout.seqused_k is not None or s_k % block_k != 0
+        section = SECTION if call.group == 1 else divided
+        if call.deterministic and kv_blocks > MANY:
             section = min(section, 2)
         if packed:  # in rows, as sequences have more or fewer
-            section = L2_BYTES // (problem.group * ((d + d_v) * q.element_size() + 4 * d))
+            section = L2_BYTES // (call.group * ((d + d_v) * q.element_size() + 4 * d))
         else:
             section = min(section, b * h_k * divided)
         # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum and what is captured
@@ -210,7 +210,7 @@ class BackwardPlan:
             config.kernel,
             (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
             shapes,
-            (problem.group // divided, h_q, blocks),
+            (call.group // divided, h_q, blocks),
             {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v)},
             chained,
         )
@@ -223,19 +223,19 @@ class BackwardPlan:
             chained,
         )
         launches = preprocess, main, postprocess
-        if problem.deterministic and not listed:
+        if call.deterministic and not listed:
             sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k}
             one_warp = {**OPTIONS, "num_warps": 1}
             ranks = TMALaunch(rank_kernel, (b * kv_blocks, 1, 1), (), (kv_blocks, blocks, s_q, s_k), sizes, one_warp)
             launches = ranks, *launches
         if captured is not None and captured.clears:
-            launches = clearing(problem, captured, config), *launches
+            launches = clearing(call, captured, config), *launches
         return BackwardPlan(
             fold=fold,
             flat=flat,
-            tight=config.stays and config.shared_bytes(problem, captured is not None, False) > SHARED_BYTES,
+            tight=config.stays and config.shared_bytes(call, captured is not None, False) > SHARED_BYTES,
             launches=launches,
-            ranks=(b, kv_blocks, blocks) if problem.deterministic else None,
+            ranks=(b, kv_blocks, blocks) if call.deterministic else None,
             counters=2 * b * h_q * blocks,
             rows=rows,
             tiles=tiles,
@@ -245,10 +245,10 @@ class BackwardPlan:
         )
 
 
-def clearing(problem: Call, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:
+def clearing(call: Call, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:
     """Of the kernel that clears what the main one leaves out of a captured tensor's gradient."""
     assert captured.gradient is not None
-    (b, h, s_q), s_k = problem.q.shape[:3], problem.k.shape[2]
+    (b, h, s_q), s_k = call.q.shape[:3], call.k.shape[2]
     blocks, q_blocks = -(-s_k // config.block_k), -(-s_q // config.block_q)
     grid = b * h * blocks, -(-q_blocks // CHUNK), 1
     numbers = blocks, q_blocks, h, s_q, s_k, *captured.gradient.x.stride()[:3]

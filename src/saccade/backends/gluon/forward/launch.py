@@ -54,60 +54,60 @@ LATE_ROUNDS = 16
 (docs/findings/distributed.md)."""
 
 
-def forward(problem: Call, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
+def forward(call: Call, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
-    out = _destination(problem)
-    if not aligned(problem.q):  # which the Spec of a cache leaves open
-        problem = problem.replace(q=padded(problem.q))
-    q, k, v = problem.q, problem.k, problem.v
-    row_lse, top = per_row(problem, lse), per_row(problem, problem.max_scores)
+    out = _destination(call)
+    if not aligned(call.q):  # which the Spec of a cache leaves open
+        call = call.replace(q=padded(call.q))
+    q, k, v = call.q, call.k, call.v
+    row_lse, top = per_row(call, lse), per_row(call, call.max_scores)
     if not out.numel():
         return out, row_lse, top
-    packed = packed_sequences(problem)
+    packed = packed_sequences(call)
     if not k.shape[2] or packed == 0:
-        return without_scores(problem, out, row_lse, top)
+        return without_scores(call, out, row_lse, top)
     with on_device(q):
-        parts = empty_parts(problem)
-        distances = distance_tables.tables(problem, fast=True)
-        captured = captured_rows(problem)
-        score = score_record(problem, distances, captured)
+        parts = empty_parts(call)
+        distances = distance_tables.tables(call, fast=True)
+        captured = captured_rows(call)
+        score = score_record(call, distances, captured)
         # What is compiled for, and the Call's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
-        key = *key, captured and captured.key, problem.arrivals is None
-        cached = problem.launches.get(key) if tile is None else None
+        key = *key, captured and captured.key, call.arrivals is None
+        cached = call.launches.get(key) if tile is None else None
         if cached is None:
-            config = tile or config_of(problem, score, captured)
-            cached = prepare(problem, out, config, multiprocessors(q.device), captured), config
+            config = tile or config_of(call, score, captured)
+            cached = prepare(call, out, config, multiprocessors(q.device), captured), config
             if tile is None:
-                problem.launches[key] = cached
+                call.launches[key] = cached
         launch, config = cached
-        rows = rows_of_a_consumer(problem, config.consumers) * config.consumers
-        table, mask = None if packed is None else sequences.table(problem, 0, rows), mask_record(problem, config)
+        rows = rows_of_a_consumer(call, config.consumers) * config.consumers
+        table, mask = None if packed is None else sequences.table(call, 0, rows), mask_record(call, config)
         if parts is None:
-            call = arguments(problem, out, row_lse, top, counter(q.device), table, mask, score, captured=captured)
+            given = arguments(call, out, row_lse, top, counter(q.device), table, mask, score, captured=captured)
         else:
             found = paged_tma.Parts.of(parts[0])
-            call = arguments(problem, out, *parts[1:], counter(q.device), table, mask, score, found)
-        if problem.descale is not None and not config.transposer_registers:
-            v = transpose.transposed(problem)
-        launch(q.device.index, operands(q, k, v, out, captured), call, problem.scale)
+            given = arguments(call, out, *parts[1:], counter(q.device), table, mask, score, found)
+        if call.descale is not None and not config.transposer_registers:
+            v = transpose.transposed(call)
+        launch(q.device.index, operands(q, k, v, out, captured), given, call.scale)
         if parts is not None:
-            _merge(problem, parts, (out, row_lse, top))
+            _merge(call, parts, (out, row_lse, top))
     return out, row_lse, top
 
 
-def captured_rows(problem: Call) -> CapturedTile | None:
+def captured_rows(call: Call) -> CapturedTile | None:
     """What score functions take tiles of, where a consumer's rows are one head's; beside 8-bit operands nothing."""
-    if problem.descale is not None or rows_of_a_consumer(problem, CAPTURED_CONSUMERS) != 64:
+    if call.descale is not None or rows_of_a_consumer(call, CAPTURED_CONSUMERS) != 64:
         return None
-    return captured_tile(problem)
+    return captured_tile(call)
 
 
-def config_of(problem: Call, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
+def config_of(call: Call, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
     """The schedule of a call's kernel."""
-    weight = scores.weight(problem, score) if captured is None else "tile"
-    config = forward_config(problem.spec(), configs.gpu_of(problem.q.device), weight)
-    return for_rows(problem, config, multiprocessors(problem.q.device))
+    weight = scores.weight(call, score) if captured is None else "tile"
+    config = forward_config(call.spec(), configs.gpu_of(call.q.device), weight)
+    return for_rows(call, config, multiprocessors(call.q.device))
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, out: Tensor, captured: CapturedTile | None) -> tuple[Tensor, ...]:
@@ -119,34 +119,34 @@ PartTensors = tuple[Tensor, Tensor, Tensor | None]
 """Float32 out (splits, b, s_q, h_q, d_v), LSE and largest scores (splits, b, s_q, h_q)."""
 
 
-def empty_parts(problem: Call) -> PartTensors | None:
+def empty_parts(call: Call) -> PartTensors | None:
     """Memory for the results of parts, where keys are cut."""
-    splits = problem.launches.get("splits")
+    splits = call.launches.get("splits")
     if splits is None:
-        splits = problem.launches["splits"] = key_splits(problem, multiprocessors(problem.q.device))
+        splits = call.launches["splits"] = key_splits(call, multiprocessors(call.q.device))
     if splits == 1:
         return None
-    b, h_q, s_q, _ = problem.q.shape
-    make = {"dtype": torch.float32, "device": problem.q.device}
-    found, lses = torch.empty(splits, b, s_q, h_q, problem.v.shape[3], **make), torch.empty(splits, b, s_q, h_q, **make)
-    return found, lses, torch.empty_like(lses) if problem.max_scores else None
+    b, h_q, s_q, _ = call.q.shape
+    make = {"dtype": torch.float32, "device": call.q.device}
+    found, lses = torch.empty(splits, b, s_q, h_q, call.v.shape[3], **make), torch.empty(splits, b, s_q, h_q, **make)
+    return found, lses, torch.empty_like(lses) if call.max_scores else None
 
 
-def _merge(problem: Call, parts: PartTensors, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+def _merge(call: Call, parts: PartTensors, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     """Writes what the parts are together."""
     found, lses, tops = parts
     out, row_lse, row_top = outputs
-    end = problem.layout.cu_seqlens_q[-1:] if problem.keeps_tail and out is problem.out else None
+    end = call.layout.cu_seqlens_q[-1:] if call.keeps_tail and out is call.out else None
     target = TensorArgs.of(out)
     # What is compiled for, and the Call's key does not hold.
     key = "merge", row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype
-    launch = cached_launch(problem, key, lambda: merge_launch(problem, lses.shape[0], MAX_SPLITS))
-    numbers = lses[0].numel(), lses.shape[0], *problem.q.shape[1:3]
+    launch = cached_launch(call, key, lambda: merge_launch(call, lses.shape[0], MAX_SPLITS))
+    numbers = lses[0].numel(), lses.shape[0], *call.q.shape[1:3]
     launch(out.device.index, (found, lses, tops, target, row_lse, row_top, end, *numbers))
 
 
 def arguments(
-    problem: Call,
+    call: Call,
     out: Tensor,
     lse: Tensor | None,
     max_scores: Tensor | None,
@@ -159,78 +159,78 @@ def arguments(
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles. `lse`
     and `max_scores` are those of parts, if there are some."""
-    sink = None if problem.sink is None else problem.sink.contiguous()
-    keeps_tail = problem.keeps_tail and out is problem.out
-    unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(problem) else None
+    sink = None if call.sink is None else call.sink.contiguous()
+    keeps_tail = call.keeps_tail and out is call.out
+    unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(call) else None
     rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
     tensors = rows, lse, max_scores, sink, drawn
-    rules = mask, score, captured and captured.args, problem.arrivals and problem.arrivals.args
-    records = paged_tma.record(problem, parts), rules, dropout.record(problem), descale.record(problem)
+    rules = mask, score, captured and captured.args, call.arrivals and call.arrivals.args
+    records = paged_tma.record(call, parts), rules, dropout.record(call), descale.record(call)
     no_descriptor = () if captured else (None,)
-    return *no_descriptor, *tensors, sequences.spans(problem, table), *records
+    return *no_descriptor, *tensors, sequences.spans(call, table), *records
 
 
-def _hides_rows(problem: Call) -> bool:
+def _hides_rows(call: Call) -> bool:
     """Whether the producer passes over tiles of rows that see nothing: where tensors hide the first keys, as left
     padding does. Other masks hide few tiles or none. Producers beside sums of 256 columns have no registers for it."""
-    mask = problem.mask
-    wide = max(problem.q.shape[3], problem.v.shape[3]) > 192
-    return mask is not None and mask.lower and not mask.listed and problem.by_row and not wide
+    mask = call.mask
+    wide = max(call.q.shape[3], call.v.shape[3]) > 192
+    return mask is not None and mask.lower and not mask.listed and call.by_row and not wide
 
 
-def _destination(problem: Call) -> Tensor:
+def _destination(call: Call) -> Tensor:
     """Memory for the result: the caller's, where bulk copies can write there."""
-    if problem.out is not None and problem.out.dtype == problem.out_dtype and aligned(problem.out):
-        return problem.out
-    return empty_like_rows(problem.q, problem.v.shape[3], problem.out_dtype)
+    if call.out is not None and call.out.dtype == call.out_dtype and aligned(call.out):
+        return call.out
+    return empty_like_rows(call.q, call.v.shape[3], call.out_dtype)
 
 
-def mask_record(problem: Call, config: ForwardConfig) -> masks.DeviceMask:
+def mask_record(call: Call, config: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
-    if problem.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
-        listed = problem.mask is not None and problem.mask.listed
-        return masks.record(problem)._replace(all_tiles=masks.FLAGS[listed])
-    return block_lists.record(problem, 64 * config.consumers, config.block_k)
+    if call.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
+        listed = call.mask is not None and call.mask.listed
+        return masks.record(call)._replace(all_tiles=masks.FLAGS[listed])
+    return block_lists.record(call, 64 * config.consumers, config.block_k)
 
 
 def prepare(
-    problem: Call, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None = None
+    call: Call, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None = None
 ) -> TMALaunch:
     """The launch of all calls of the Call's key."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = call.q, call.k, call.v
     b, _, s_q, d = q.shape
-    h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(problem), v.shape[3]
-    packed = packed_sequences(problem) is not None
-    paged = problem.layout.has_pages
-    rows = rows_of_a_consumer(problem, config.consumers)
+    h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(call), v.shape[3]
+    packed = packed_sequences(call) is not None
+    paged = call.layout.has_pages
+    rows = rows_of_a_consumer(call, config.consumers)
     heads = 64 // rows
     columns = block_dv(d_v)
     # Of pages, in whose boxes one stripe of columns comes at a time.
     stripe = STRIPE_BYTES // q.element_size()
     box, width = (paged_tma.box_rows(k.shape[2], config.block_k), stripe) if paged else (config.block_k, 256)
     values = shape_of(v, (1, 1, box, min(columns, width)))
-    if problem.descale is not None and not config.transposer_registers:
-        values = shape_of(transpose.empty(problem, torch.device("meta")), (1, 1, columns, config.block_k))
+    if call.descale is not None and not config.transposer_registers:
+        values = shape_of(transpose.empty(call, torch.device("meta")), (1, 1, columns, config.block_k))
     shapes = [
-        shape_of(grouped(q, problem.group), (1, 1, heads, rows, chunk(d))),
+        shape_of(grouped(q, call.group), (1, 1, heads, rows, chunk(d))),
         shape_of(k, (1, 1, box, min(chunk(d), width))),
         values,
-        shape_of(grouped(out, problem.group), (1, 1, heads, rows, config.out_columns or columns)),
+        shape_of(grouped(out, call.group), (1, 1, heads, rows, config.out_columns or columns)),
     ]
     if captured is not None:
         shapes.append(shape_of(captured.x, (1, 1, 64, config.block_k)))
     blocks = -(-s_q // (rows * config.consumers))
-    packs = -(-problem.group // heads)
+    packs = -(-call.group // heads)
     section = tile_scheduler.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
-    if problem.mask is None:
+    if call.mask is None:
         section = packs
     if packed:
-        blocks = sequences.slots(problem, 0, rows * config.consumers)
-        section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if problem.mask is not None else 0
-        if problem.arrivals is not None:  # few key heads in turns, as they come
+        blocks = sequences.slots(call, 0, rows * config.consumers)
+        section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if call.mask is not None else 0
+        if call.arrivals is not None:  # few key heads in turns, as they come
             section = processors // packs
     items = blocks * b * h_k * packs
-    numbers = blocks, b * h_k * packs, section, h_k, problem.group, s_q, s_k
+    numbers = blocks, b * h_k * packs, section, h_k, call.group, s_q, s_k
     dv_parts, dv_last = parts_of_out(d_v, config, q.element_size())
     sizes = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d, q.element_size()),
@@ -238,41 +238,41 @@ def prepare(
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
-        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late(problem, items / processors),
+        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late(call, items / processors),
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
-    grid = min(items * key_splits(problem, processors), processors), 1, 1
+    grid = min(items * key_splits(call, processors), processors), 1, 1
     return TMALaunch(forward_kernel, grid, shapes, numbers, constants, OPTIONS)
 
 
-def is_sorted(problem: Call) -> bool:
+def is_sorted(call: Call) -> bool:
     """Whether work items see fewer and fewer keys: within a section, later ones have earlier rows. Not said of 8-bit
     operands, whose tiles take too little time to hide what the producer does beside them."""
-    causal = problem.mask is not None and problem.mask.kind == "causal"
-    return causal and problem.descale is None and not problem.layout.tensors
+    causal = call.mask is not None and call.mask.kind == "causal"
+    return causal and call.descale is None and not call.layout.tensors
 
 
-def draws_late(problem: Call, rounds: float) -> bool:
+def draws_late(call: Call, rounds: float) -> bool:
     """Whether programs, which have so many items each, draw the next when one is nearly done. Packed sequences take
     longer to open, which pays where keys come, the longest sequences first, and items are few."""
-    return rounds <= LATE_ROUNDS if problem.arrivals is not None else is_sorted(problem)
+    return rounds <= LATE_ROUNDS if call.arrivals is not None else is_sorted(call)
 
 
-def packed_sequences(problem: Call) -> int | None:
+def packed_sequences(call: Call) -> int | None:
     """How many sequences of queries there are end to end; None of a batch."""
-    match problem.layout:
+    match call.layout:
         case Packed() | Paged(cu_seqlens_q=Tensor()) as layout:
             return layout.sequences
     return None
 
 
-def rows_of_a_consumer(problem: Call, consumers: int) -> int:
+def rows_of_a_consumer(call: Call, consumers: int) -> int:
     """How many of a consumer's 64 rows are one head's."""
     # A list is of one head; with dropout 16 rows that belong together are those of one.
-    listed = problem.mask is not None and problem.mask.listed and not problem.layout.has_pages
-    if problem.dropout is not None or listed:
+    listed = call.mask is not None and call.mask.listed and not call.layout.has_pages
+    if call.dropout is not None or listed:
         return 64
-    return rows_of_a_head(problem.group, problem.q.shape[2], consumers, packed_sequences(problem))
+    return rows_of_a_head(call.group, call.q.shape[2], consumers, packed_sequences(call))
 
 
 def rows_of_a_head(group: int, s_q: int, consumers: int, packed: int | None = None) -> int:
@@ -294,23 +294,23 @@ def tiles_of_rows(s_q: int, rows: int, packed: int | None) -> float:
     return max(packed, (s_q + packed * (rows - 1) / 2) / rows)
 
 
-def for_rows(problem: Call, config: ForwardConfig, processors: int) -> ForwardConfig:
+def for_rows(call: Call, config: ForwardConfig, processors: int) -> ForwardConfig:
     """Two consumers in place of three where those would have more rows: of 128, 256 or 512 rows, but not of 384; and
     where there are few tiles, as of 8 heads of 4096 rows."""
-    if replace(config, spill=0) != formula(64, 64) or problem.layout.has_pages or problem.layout.ragged_keys:
+    if replace(config, spill=0) != formula(64, 64) or call.layout.has_pages or call.layout.ragged_keys:
         return config
-    rows = [busy_rows(problem, n, processors) for n in (config.consumers, TWO_CONSUMERS.consumers)]
+    rows = [busy_rows(call, n, processors) for n in (config.consumers, TWO_CONSUMERS.consumers)]
     return TWO_CONSUMERS if rows[0] >= SHORT_GAIN * rows[1] else config
 
 
-def busy_rows(problem: Call, consumers: int, processors: int) -> float:
+def busy_rows(call: Call, consumers: int, processors: int) -> float:
     """Rows of all tiles of the program that works longest, counted as if each saw all keys."""
-    b, _, s_q, _ = problem.q.shape
-    h_k, s_k = problem.k.shape[1:3]
-    own = rows_of_a_consumer(problem, consumers)
-    items = b * h_k * -(-s_q // (own * consumers)) * -(-problem.group * own // 64)
+    b, _, s_q, _ = call.q.shape
+    h_k, s_k = call.k.shape[1:3]
+    own = rows_of_a_consumer(call, consumers)
+    items = b * h_k * -(-s_q // (own * consumers)) * -(-call.group * own // 64)
     rounds = -(-items // processors)
-    if is_sorted(problem) and s_q == s_k:  # of the keys half are seen
+    if is_sorted(call) and s_q == s_k:  # of the keys half are seen
         rounds = max(1.0, items / processors / 2)
     return rounds * consumers * 64
 
@@ -320,8 +320,8 @@ def grouped(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group))
 
 
-def score_record(problem: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
+def score_record(call: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
-    score = scores.record(problem, fast=True, tables=tables, brought=captured and captured.number)
-    return score if problem.scale > LEAST_SCALE else scores.plainly(score)
+    score = scores.record(call, fast=True, tables=tables, brought=captured and captured.number)
+    return score if call.scale > LEAST_SCALE else scores.plainly(score)

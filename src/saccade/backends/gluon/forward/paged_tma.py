@@ -57,13 +57,13 @@ class Pages(NamedTuple):
     """constexpr: keys are cut in parts"""
 
 
-def record(problem: Call, parts: Parts | None = None) -> Pages | None:
+def record(call: Call, parts: Parts | None = None) -> Pages | None:
     """The device form of a layout's pages, if it has some."""
-    layout = problem.layout
+    layout = call.layout
     if not isinstance(layout, Paged):
         return None
     table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
-    pages, _, size, _ = problem.k.shape
+    pages, _, size, _ = call.k.shape
     stand_in = Parts(table, runtime_int(0), runtime_int(1), _constant(0))
     numbers = runtime_int(table.stride(0)), runtime_int(pages), _constant(size)
     return Pages(table, *numbers, parts or stand_in, FLAGS[parts is not None])

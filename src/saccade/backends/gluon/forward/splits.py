@@ -14,29 +14,29 @@ START, MERGE = 256, 6
 """What a part costs besides its keys, in the time of so many keys: its begin and its end, and the merge of an item."""
 
 
-def work_items(problem: Call) -> int:
+def work_items(call: Call) -> int:
     """Blocks of ITEM_ROWS rows of all sequences and key heads; of sequences end to end the mean length counts."""
-    b = max(problem.layout.sequences, 1)
-    rows = -(-problem.q.shape[0] * problem.q.shape[2] * problem.group // b)
-    return max(b * problem.k.shape[1] * -(-rows // ITEM_ROWS), 1)
+    b = max(call.layout.sequences, 1)
+    rows = -(-call.q.shape[0] * call.q.shape[2] * call.group // b)
+    return max(b * call.k.shape[1] * -(-rows // ITEM_ROWS), 1)
 
 
-def most_splits(problem: Call) -> int:
+def most_splits(call: Call) -> int:
     """How many parts there are keys for; one of 8-bit keys, and of whatever is not in pages."""
-    layout = problem.layout
-    if not isinstance(layout, Paged) or layout.num_splits is not None or problem.descale is not None:
+    layout = call.layout
+    if not isinstance(layout, Paged) or layout.num_splits is not None or call.descale is not None:
         return 1
-    return max(1, min(MAX_SPLITS, layout.capacity(problem.k.shape[2]) // LEAST_KEYS))
+    return max(1, min(MAX_SPLITS, layout.capacity(call.k.shape[2]) // LEAST_KEYS))
 
 
-def key_splits(problem: Call, processors: int) -> int:
+def key_splits(call: Call, processors: int) -> int:
     """The number of parts with which all multiprocessors end soonest, if each works on one part of one item at a
     time."""
-    most = most_splits(problem)
+    most = most_splits(call)
     if most == 1:  # as of all layouts that have no sequences
         return 1
-    items = work_items(problem)
-    keys = problem.layout.capacity(problem.k.shape[2])
+    items = work_items(call)
+    keys = call.layout.capacity(call.k.shape[2])
 
     def cost(n: int) -> float:
         return -(-items * n // processors) * (keys / n + START) + (MERGE * items * n if n > 1 else 0)

@@ -49,27 +49,27 @@ def transpose_kernel(out, v, used, blocks, h_k, s, D: tl.constexpr, WIDTH: tl.co
     tl.store(out + line[:, None] + place[None, :], tl.trans(words), mask=(column < D)[:, None])
 
 
-def transposed(problem: Call) -> Tensor:
+def transposed(call: Call) -> Tensor:
     """v as (b, h_k, d_v, keys): columns of whole blocks of 128 keys; packed, those of each sequence are its own."""
-    out = empty(problem, problem.v.device)
-    launch, arguments = transpose_launch(problem, out)
+    out = empty(call, call.v.device)
+    launch, arguments = transpose_launch(call, out)
     launch(out.device.index, arguments)
     return out
 
 
-def empty(problem: Call, device: torch.device) -> Tensor:
+def empty(call: Call, device: torch.device) -> Tensor:
     """Memory for them."""
-    b, h_k, s, d = problem.v.shape
-    return torch.empty(b, h_k, d, problem.layout.tiles(s, BLOCK) * BLOCK, dtype=problem.v.dtype, device=device)
+    b, h_k, s, d = call.v.shape
+    return torch.empty(b, h_k, d, call.layout.tiles(s, BLOCK) * BLOCK, dtype=call.v.dtype, device=device)
 
 
-def transpose_launch(problem: Call, out: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+def transpose_launch(call: Call, out: Tensor) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills `out`, and its arguments."""
-    b, h_k, s, d = problem.v.shape
+    b, h_k, s, d = call.v.shape
     blocks = out.shape[3] // BLOCK
     width = min(_COLUMNS, triton.next_power_of_2(d))
     grid = blocks, b * h_k, -(-d // width)
-    launch = cached_launch(problem, "transpose", lambda: Launch(transpose_kernel, grid, (d, width, BLOCK)))
-    _, used = spans(problem)
-    values = TensorArgs.of(problem.v.view(torch.uint8))
+    launch = cached_launch(call, "transpose", lambda: Launch(transpose_kernel, grid, (d, width, BLOCK)))
+    _, used = spans(call)
+    values = TensorArgs.of(call.v.view(torch.uint8))
     return launch, (out.view(torch.int32), values, used, blocks, h_k, s)

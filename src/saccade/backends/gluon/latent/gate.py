@@ -45,19 +45,19 @@ def compiled(row: GateRow) -> tuple[Any, int]:
             s_q, mask = 2, causal()
     q, cache = torch.empty(4, 128, s_q, row.d, dtype=row.dtype), torch.empty(256, 1, size, row.d, dtype=row.dtype)
     layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
-    problem = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
-    cut = launch.Cut.of(problem, 132)
-    schedule, parts = launch.empty_schedule(problem, cut), launch.empty_parts(problem, cut)
+    call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
+    cut = launch.Cut.of(call, 132)
+    schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
     if row.words[0] == "schedule":
-        numbers = schedule, *sequences.spans(problem), masks.record(problem), s_q, 4096
-        return launch.scheduling(problem).warmup(numbers), 0
+        numbers = schedule, *sequences.spans(call), masks.record(call), s_q, 4096
+        return launch.scheduling(call).warmup(numbers), 0
     if row.words[0] == "merge":
-        out, sink = TensorArgs.of(problem.empty_out()), torch.empty(128)
+        out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
         tensors = *parts, out, torch.empty(4, 128, s_q), sink, schedule, 128, s_q
-        return launch.merging(problem, cut).warmup(tensors), 0
-    kernel = launch.prepare(problem, cut)
-    results = TensorArgs.of(problem.empty_out()), torch.empty(4, 128, s_q), *parts, None
-    records = sequences.spans(problem), masks.record(problem), score_record(problem)
+        return launch.merging(call, cut).warmup(tensors), 0
+    kernel = launch.prepare(call, cut)
+    results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), *parts, None
+    records = sequences.spans(call), masks.record(call), score_record(call)
     return kernel.warmup(
-        (q, cache), launch.arguments(problem, results, schedule, *records), 1.0
+        (q, cache), launch.arguments(call, results, schedule, *records), 1.0
     ), LISTED_SPILL if row.words[0] == "listed" else SPILL

@@ -41,8 +41,8 @@ class Cut:
     """programs for each of them, for the keys of all sequences together"""
 
     @staticmethod
-    def of(problem: Call, processors: int) -> Cut:
-        h_k, s_q, group = problem.k.shape[1], problem.q.shape[2], problem.group
+    def of(call: Call, processors: int) -> Cut:
+        h_k, s_q, group = call.k.shape[1], call.q.shape[2], call.group
 
         def packs(rows: int) -> tuple[int, int]:
             return -(-group // (64 // rows)), -(-s_q // rows)
@@ -52,71 +52,71 @@ class Cut:
         return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles))
 
 
-def forward(problem: Call, lse: bool = True) -> Outputs:
+def forward(call: Call, lse: bool = True) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
-    layout = problem.layout
-    if not aligned(problem.q):  # which the Spec of a cache leaves open
-        problem = problem.replace(q=padded(problem.q))
-    q = problem.q
-    out, row_lse = problem.empty_out(), per_row(problem, lse)
-    if not layout.sequences or not layout.capacity(problem.k.shape[2]):
+    layout = call.layout
+    if not aligned(call.q):  # which the Spec of a cache leaves open
+        call = call.replace(q=padded(call.q))
+    q = call.q
+    out, row_lse = call.empty_out(), per_row(call, lse)
+    if not layout.sequences or not layout.capacity(call.k.shape[2]):
         return out.zero_(), nothing_seen(row_lse), None
     if not out.numel():
         return out, row_lse, None
     with on_device(q):
-        cut = problem.launches.get("latent cut")
+        cut = call.launches.get("latent cut")
         if cut is None:
-            cut = problem.launches["latent cut"] = Cut.of(problem, multiprocessors(q.device))
-        score, mask, spans = score_record(problem), masks.record(problem), sequences.spans(problem)
+            cut = call.launches["latent cut"] = Cut.of(call, multiprocessors(q.device))
+        score, mask, spans = score_record(call), masks.record(call), sequences.spans(call)
         target = TensorArgs.of(out)
-        sink = None if problem.sink is None else problem.sink.contiguous()
+        sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
         key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.vast.value
-        launch = problem.launches.get(key)
+        launch = call.launches.get(key)
         if launch is None:
-            launch = problem.launches[key] = prepare(problem, cut)
+            launch = call.launches[key] = prepare(call, cut)
         index = q.device.index
-        schedule, parts = empty_schedule(problem, cut), empty_parts(problem, cut)
-        lengths = q.shape[2], layout.capacity(problem.k.shape[2])
-        scheduling(problem)(index, (schedule, *spans, mask, *lengths))
+        schedule, parts = empty_schedule(call, cut), empty_parts(call, cut)
+        lengths = q.shape[2], layout.capacity(call.k.shape[2])
+        scheduling(call)(index, (schedule, *spans, mask, *lengths))
         results = target, row_lse, *parts, sink
-        launch(index, (q, problem.k), arguments(problem, results, schedule, spans, mask, score), problem.scale)
+        launch(index, (q, call.k), arguments(call, results, schedule, spans, mask, score), call.scale)
         tensors = *parts, target, row_lse, sink, schedule, *q.shape[1:3]
-        merging(problem, cut, (lse, target.unit.value))(index, tensors)
+        merging(call, cut, (lse, target.unit.value))(index, tensors)
     return out, row_lse, None
 
 
-def empty_schedule(problem: Call, cut: Cut) -> Schedule:
-    b = problem.layout.sequences
-    places = torch.empty(2 * b + 1, dtype=torch.int32, device=problem.q.device)
+def empty_schedule(call: Call, cut: Cut) -> Schedule:
+    b = call.layout.sequences
+    places = torch.empty(2 * b + 1, dtype=torch.int32, device=call.q.device)
     return Schedule(places, places[b + 1 :], runtime_int(b), runtime_int(cut.lines))
 
 
-def empty_parts(problem: Call, cut: Cut) -> tuple[Tensor, Tensor]:
+def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor]:
     """Memory for the parts' out and LSE."""
-    rows = problem.layout.sequences + cut.lines, cut.tiles, 64
-    make = {"dtype": torch.float32, "device": problem.q.device}
-    return torch.empty(*rows, problem.v.shape[3], **make), torch.empty(rows, **make)
+    rows = call.layout.sequences + cut.lines, cut.tiles, 64
+    make = {"dtype": torch.float32, "device": call.q.device}
+    return torch.empty(*rows, call.v.shape[3], **make), torch.empty(rows, **make)
 
 
-def scheduling(problem: Call) -> Launch:
-    return cached_launch(problem, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
+def scheduling(call: Call) -> Launch:
+    return cached_launch(call, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
 
 
-def merging(problem: Call, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
+def merging(call: Call, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
     """`key`: what is compiled for besides, and the Call's key does not hold."""
 
     def make() -> Launch:
         # Many sequences have few parts each, whose rows are small programs; few sequences have as many as lines.
-        warps, chunk = (1, 4) if 2 * problem.layout.sequences >= cut.lines else (4, 16)
-        constants = problem.group, cut.rows, problem.v.shape[3], 1 << (cut.lines - 1).bit_length(), chunk
-        return Launch(merge_kernel, (problem.q.shape[:3].numel(), 1, 1), constants, warps, stages=1)
+        warps, chunk = (1, 4) if 2 * call.layout.sequences >= cut.lines else (4, 16)
+        constants = call.group, cut.rows, call.v.shape[3], 1 << (cut.lines - 1).bit_length(), chunk
+        return Launch(merge_kernel, (call.q.shape[:3].numel(), 1, 1), constants, warps, stages=1)
 
-    return cached_launch(problem, ("latent merge", *key), make)
+    return cached_launch(call, ("latent merge", *key), make)
 
 
 def arguments(
-    problem: Call,
+    call: Call,
     results: tuple[Any, ...],
     schedule: Schedule,
     spans: tuple[Any, Any],
@@ -124,22 +124,22 @@ def arguments(
     score: scores.DeviceScore,
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
-    listed = problem.mask is not None and problem.mask.listed
+    listed = call.mask is not None and call.mask.listed
     rules = mask._replace(all_tiles=FLAGS[listed]), score
-    cache = TensorArgs.of(problem.k) if gathers(problem.k.shape[2]) else None
-    return cache, *results, *spans, paged_tma.record(problem), schedule, rules
+    cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
+    return cache, *results, *spans, paged_tma.record(call), schedule, rules
 
 
-def prepare(problem: Call, cut: Cut) -> TMALaunch:
+def prepare(call: Call, cut: Cut) -> TMALaunch:
     """The launch of all calls of the Call's key."""
-    q, k = problem.q, problem.k
+    q, k = call.q, call.k
     box = paged_tma.box_rows(k.shape[2], BLOCK_K)
     shapes = [
-        shape_of(grouped(q, problem.group), (1, 1, 64 // cut.rows, cut.rows, 64)),
+        shape_of(grouped(q, call.group), (1, 1, 64 // cut.rows, cut.rows, 64)),
         shape_of(k, (1, 1, box, 64)),
     ]
-    capacity = problem.layout.capacity(k.shape[2])
-    numbers = cut.tiles, cut.blocks, k.shape[1], problem.group, q.shape[2], capacity
+    capacity = call.layout.capacity(k.shape[2])
+    numbers = cut.tiles, cut.blocks, k.shape[1], call.group, q.shape[2], capacity
     sizes = {"ROWS": cut.rows, "REGISTERS": 232, "LOADER_REGISTERS": 48}
     constants = {"shape": LatentShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     return TMALaunch(latent_kernel, (cut.tiles * cut.lines, 1, 1), shapes, numbers, constants, OPTIONS)

@@ -11,27 +11,27 @@ LEAST_ROWS = 17
 above, these tiles of 64 rows are faster than its, even half empty (docs/findings/gluon_latent.md)."""
 
 
-def applies(problem: Call) -> bool:
+def applies(call: Call) -> bool:
     """Whether a call is this kernel's, if it is one of this backend's: values are the first columns of keys in pages,
     and too many for the forward's kernel."""
-    return problem.latent and max(problem.q.shape[3], problem.v.shape[3]) > 256
+    return call.latent and max(call.q.shape[3], call.v.shape[3]) > 256
 
 
-def refusals(problem: Call) -> list[str]:
+def refusals(call: Call) -> list[str]:
     """Why the kernel does not take a call that is its."""
-    layout, (d, d_v) = problem.layout, DIMS
+    layout, (d, d_v) = call.layout, DIMS
     reasons = []
-    if (problem.q.shape[3], problem.v.shape[3]) != DIMS:
-        reasons.append(f"takes head dims {d}/{d_v} for latent attention, not {problem.q.shape[3]}/{problem.v.shape[3]}")
-    if problem.k.element_size() != 2:
+    if (call.q.shape[3], call.v.shape[3]) != DIMS:
+        reasons.append(f"takes head dims {d}/{d_v} for latent attention, not {call.q.shape[3]}/{call.v.shape[3]}")
+    if call.k.element_size() != 2:
         reasons.append("takes latent attention of 16-bit operands")
     if layout.cu_seqlens_q is not None:
         reasons.append("takes latent attention of equally many queries for each sequence, (b, s, h, d), not end to end")
     if layout.num_splits is not None:
         reasons.append(f"splits the keys of latent attention by itself: not with num_splits={layout.num_splits}")
-    if problem.dropout is not None or problem.max_scores:
+    if call.dropout is not None or call.max_scores:
         reasons.append("has no dropout and no max_scores for latent attention")
-    rows = problem.q.shape[2] * problem.group
+    rows = call.q.shape[2] * call.group
     if rows < LEAST_ROWS:
         reasons.append(
             f"takes latent attention of {LEAST_ROWS} query rows and more for each sequence and key head, not {rows}"
