@@ -98,7 +98,7 @@ _plans: BoundedCache[Any, Plan] = BoundedCache(4096)
 
 
 def forget() -> None:
-    """Drops the plans of Problems, and all that backends keep in them."""
+    """Drops the plans of Calls, and all that backends keep in them."""
     _plans.clear()
 
 

@@ -53,7 +53,7 @@ def watched() -> bool:
 
 
 def key_of(call: Call, *more: Hashable) -> Hashable | None:
-    """What Problems share that allocate and launch the same; None of those that are not kept."""
+    """What Calls share that allocate and launch the same; None of those that are not kept."""
     layout, mask, score, dropout = call.layout, call.mask, call.score, call.dropout
     if call.q.dtype not in _HALF or call.out is not None or call.descale is not None or on_host(call.q):
         return None

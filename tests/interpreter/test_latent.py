@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,7 +110,7 @@ def test_parts_that_follow_the_schedule_merge_to_the_whole(
 ) -> None:
     h, s_q, h_k = heads
     sink = torch.tensor([torch.inf, *torch.randn(h - 1)]) if s_q == 3 else None
-    call = replace(latent(lens, h, s_q, mask, h_k), sink=sink)
+    call = latent(lens, h, s_q, mask, h_k).replace(sink=sink)
     cut = launch.Cut.of(call, processors)
     schedule = scheduled(call, cut)
     out, lse = merged(call, cut, schedule)

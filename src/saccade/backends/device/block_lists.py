@@ -21,7 +21,7 @@ from saccade.backends.device.block_lists_kernel import (
     packed_tile_states_kernel,
     tile_states_kernel,
 )
-from saccade.backends.device.launch import Launch
+from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import runtime_int
 from saccade.bounded_cache import derived
 from saccade.call import Call
@@ -65,7 +65,7 @@ def states_launch(call: Call, states: Tensor, table: Tensor | None) -> tuple[Lau
         kernel, grid = packed_tile_states_kernel, (h * sequences.slots(call, 0, TILE), -(-n_k // SPAN), 1)
     lengths = call.q.shape[2], call.k.shape[2]
     arguments = states, *sequences.spans(call, table), masks.record(call), h, *lengths, n_q, n_k
-    return Launch(kernel, grid, (AT_ONCE, SPAN)), arguments
+    return cached_launch(call, "tile states", lambda: Launch(kernel, grid, (AT_ONCE, SPAN))), arguments
 
 
 def build(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
@@ -111,16 +111,18 @@ def lists_launch(
     table: see `block_lists_kernel.block_number`."""
     b, h, n_q, n_k = states.shape
     outers, inners = index.shape[2:]
-    grid, sizes = (b * h * outers, 1, 1), (*blocks, CHUNK)
+    grid, sizes, key = (b * h * outers, 1, 1), (*blocks, CHUNK), ("block lists", *blocks, by_keys)
     if table is None:
         grid_of_states = (n_k, n_q, 1, n_k) if by_keys else (n_q, n_k, n_k, 1)
-        return Launch(block_list_kernel, grid, sizes), (states, index, count, outers, inners, *grid_of_states)
+        launch = cached_launch(call, key, lambda: Launch(block_list_kernel, grid, sizes))
+        return launch, (states, index, count, outers, inners, *grid_of_states)
     spans, lengths = sequences.spans(call, table), (call.q.shape[2], call.k.shape[2])
     if by_keys:
         spans, lengths = spans[::-1], lengths[::-1]
     arguments = states, index, count, *spans, h, *lengths, n_q, n_k, outers, inners
     last_first = not by_keys  # as the kernels go through them
-    return Launch(packed_block_list_kernel, grid, (*sizes, by_keys, last_first)), arguments
+    constants = *sizes, by_keys, last_first
+    return cached_launch(call, key, lambda: Launch(packed_block_list_kernel, grid, constants)), arguments
 
 
 def record(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:

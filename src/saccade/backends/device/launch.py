@@ -70,7 +70,7 @@ class Launch:
 
 
 def cached_launch(call: Call, key: Any, make: Callable[[], Launch]) -> Launch:
-    """The Launch that all Problems of one key share."""
+    """The Launch that all Calls of one key share."""
     launch = call.launches.get(key)
     if launch is None:
         launch = call.launches[key] = make()

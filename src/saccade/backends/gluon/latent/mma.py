@@ -171,7 +171,7 @@ def score_rows(args, rule, rows, b, used, keys):
     q_idx = rows.row + i % ROWS
     h = heads_of_rows(rows, args.group, i, ROWS)
     bounds = bounds_of_rows(rule.mask, b, q_idx, used, keys)
-    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, keys - used), b, h, q_idx, used, keys, bounds, (), ())
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, used, keys), b, h, q_idx, used, keys, bounds, (), ())
 
 
 @gluon.jit
