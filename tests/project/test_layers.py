@@ -150,7 +150,7 @@ def test_everything_public_is_exported():
 def test_files_are_small():
     for file in FILES:
         lines = len(file.read_text(encoding="utf-8").splitlines())
-        assert lines <= 400, f"{file.name}: {lines} lines"
+        assert lines <= 800, f"{file.name}: {lines} lines"
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGE.rglob("__init__.py")), ids=lambda file: file.parent.name)
