@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from saccade.kept_memory import keep
+from saccade.kept_memory import capturing, keep
 
 
 class PeerMemory:
@@ -49,7 +49,7 @@ class PeerMemory:
     def begin(self, seconds: float | None = None) -> None:
         """Before a rank writes for an exchange."""
         self._half ^= 1
-        if _capturing():
+        if capturing():
             self.barrier(seconds)
         elif self._met is not None:
             torch.cuda.current_stream(self.device).wait_event(self._met)
@@ -58,10 +58,10 @@ class PeerMemory:
         """Of all ranks' devices, on the current streams, when what was copied before has come. A device that waits
         longer stops, with words of its rank."""
         stream = torch.cuda.current_stream(self.device)
-        if self._copied is not None and not _capturing():
+        if self._copied is not None and not capturing():
             stream.wait_event(self._copied)
         self._handle.barrier(channel=0, timeout_ms=max(1, int(1000 * (seconds or self._patience))))
-        if not _capturing():
+        if not capturing():
             self._met = stream.record_event()
 
     def copied(self, copies: Callable[[], None]) -> Any:
@@ -93,7 +93,7 @@ class PeerMemory:
 
     def tells(self) -> bool:
         """Whether `tell` may be called: CUDA graphs take no writes of streams."""
-        return not _capturing()
+        return not capturing()
 
     def tell(self, x: Tensor, number: int) -> None:
         """Writes an int32 behind the copies before. In `copied`."""
@@ -106,14 +106,10 @@ class PeerMemory:
 
     def read(self, seconds: float | None = None) -> None:
         """After kernels on the current stream that have read what others wrote."""
-        if _capturing():
+        if capturing():
             self.barrier(seconds)
         else:
             self._copied = torch.cuda.current_stream(self.device).record_event()
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def group_seconds(group: Any, device: torch.device) -> float:
@@ -180,7 +176,7 @@ def memory_of(group: Any, size: int, device: torch.device) -> PeerMemory:
     """The group's memory, of at least so many bytes. It grows by a collective: size is equal on all ranks."""
     found = _memories.get(group.group_name)
     if found is None or found[0] is not group or found[1].size < size:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and capturing():
             raise RuntimeError(
                 f"memory of {size} bytes for exchanges is made by a call before a CUDA graph captures one: run the "
                 "forward and backward once first"

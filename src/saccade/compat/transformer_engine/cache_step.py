@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.compat.transformer_engine.call import FORMATS, WrongCall
+from saccade.kept_memory import capturing
 from saccade.kv_cache import append_kv
 from saccade.layouts import Paged
 
@@ -35,7 +36,7 @@ class CacheStep:
             raise WrongCall(f"qkv_format is one of {', '.join(FORMATS)}, got {order!r} with {tuple(shape)}")
         self.params, self.layer, self.order = params, layer, order
         self.lengths = params.step_lengths
-        captured = _captured(params.device)  # into a graph, which may see other lengths
+        captured = capturing()  # into a graph, which may see other lengths
         if order == "thd":
             most = params.max_batch_size if captured else params.batch_size
             self.b, self.s = most if sequences is None else sequences, None
@@ -83,7 +84,3 @@ class CacheStep:
             return out.transpose(0, 1) if self.order == "sbhd" else out
         sizes = (self.b, self.s) if self.order == "bshd" else (self.s, self.b)
         return out[self.places].unflatten(0, sizes)
-
-
-def _captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

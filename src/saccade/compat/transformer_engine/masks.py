@@ -13,6 +13,7 @@ from saccade.arguments import is_one_of
 from saccade.bounded_cache import derived
 from saccade.compat.transformer_engine.call import CallArguments, WrongCall
 from saccade.dispatch import Unsupported
+from saccade.kept_memory import capturing
 from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask, as_mask, window
 from saccade.scores import ScoreMod
@@ -195,7 +196,7 @@ def _tokens(masked: Any, b: int, s: int) -> Tensor:
 def _at_the_end(masked: Tensor) -> bool:
     """Whether the masked tokens of each sequence are known to be its last. The host waits for a GPU once for each mask,
     but not during compilation or capture, which may see other masks: block lists serve them all."""
-    if torch.compiler.is_compiling() or (masked.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or capturing():
         return False
     key = "padding at the end", tuple(masked.shape)
     return derived(key, [masked], lambda: not bool((masked[:, :-1] & ~masked[:, 1:]).any()))
