@@ -145,6 +145,8 @@ def dense_of(layout: Layout, place: SequencePlace, s_q: int) -> Dense:
     """The layout of one sequence as a batch of one row; s_q rows are those of the canonical operand."""
     i = place.number
     of_keys = layout.seqused_k if layout.starts_k is None else None  # a range has all of its keys in use
+    if layout.seqused_q is of_keys is None and not (layout.positioned or layout.has_pages):
+        return PLAIN["bhsd"]
     used = {"seqused_q": layout.seqused_q, "seqused_k": of_keys}
     own = {name: None if x is None else x[i : i + 1] for name, x in used.items()}
     q_offset, k_offset = layout.sequence_offsets(place, s_q)
