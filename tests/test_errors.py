@@ -185,6 +185,7 @@ TYPE_ERRORS = {
     "scale in words": (lambda: attention(Q, K, V, scale="0.125"), "scale must be a number, got '0.125'"),
     "complex scale": (lambda: attention(Q, K, V, scale=1j), "1j"),
     "scale of a list": (lambda: attention(Q, K, V, scale=[0.1]), "got list"),
+    "a Spec's text beside others": (lambda: plan("bf16 d64 cpu", mask=causal()), "a Spec's text alone"),
     "keyword of plan": (lambda: plan(Q, K, V, is_causal=True), "is_causal"),
     "keyword of explain": (lambda: explain(Q, K, V, maks=None), "maks"),
 }

@@ -243,6 +243,9 @@ _SIGNATURE = inspect.signature(attention)
 def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords: dict[str, Any]) -> Spec | Call:
     """The call of these arguments of `attention`, or of a Spec's text, to plan."""
     if isinstance(q, str):
+        if operands or keywords:
+            got = ", ".join([*map(arguments.told, operands), *(f"{name}=" for name in keywords)])
+            raise TypeError(f"explain takes a Spec's text alone, and a backend, got {got} beside {q!r}")
         return Spec.parse(q)
     try:
         bound = _SIGNATURE.bind(q, *operands, backend=backend, **keywords)
