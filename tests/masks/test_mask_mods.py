@@ -271,3 +271,33 @@ def test_copies(copied):
 def test_errors(made, error, words):
     with pytest.raises(error, match=re.escape(words)):
         made()
+
+
+BESIDE_TENSORS = {
+    "causal & t": lambda t: causal() & t,
+    "t & causal": lambda t: t & causal(),
+    "mask_mod & t": lambda t: mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx) & t,
+    "t | mask_mod": lambda t: t | mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
+    "~causal | t": lambda t: ~causal() | t,
+    "t & causal & t": lambda t: t & causal() & t.mT,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_TENSORS)
+def test_tensors_combine_in_compiled_regions(name):
+    """Dynamo takes an operator beside a tensor for torch's, and asks the mask."""
+    torch._dynamo.reset()
+    q, t = torch.randn(2, 2, 5, 8), torch.rand(2, 1, 5, 5) < 0.6
+    made = torch.compile(
+        lambda q, t: attention(q, q, q, mask=BESIDE_TENSORS[name](t)), fullgraph=True, backend="aot_eager"
+    )
+    wanted = attention(q, q, q, mask=BESIDE_TENSORS[name](t), backend="reference")
+    torch.testing.assert_close(made(q, t), wanted)
+
+
+def test_torch_does_nothing_else_to_masks():
+    t = torch.ones(2, 2, dtype=torch.bool)
+    assert (t == causal()) is False
+    assert (t != causal()) is True
+    with pytest.raises(TypeError):
+        torch.add(t, causal())  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -149,6 +149,18 @@ class Mask:
         other = other if isinstance(other, Mask) else COMBINATIONS["mask"](other)
         return COMBINATIONS[sign](self.unblocked(), other.unblocked())
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of torch's operations on a tensor and a mask only `&` and `|` mean something, and no tensor equals a mask.
+        Dynamo takes these operators for torch's wherever one side is a tensor, and asks here."""
+        sign = _SIGNS.get(func.__name__)
+        if sign is None or len(args) != 2:
+            return NotImplemented
+        if sign in ("==", "!="):
+            return sign == "!="
+        mask, other = args if isinstance(args[0], Mask) else args[::-1]
+        return mask._combined(sign, other)
+
     def __invert__(self) -> Mask:
         return COMBINATIONS["~"](self.unblocked())
 
@@ -210,6 +222,15 @@ class Mask:
 
     def __str__(self) -> str:
         return self.draw() if (self._size() or 8) <= 64 else repr(self)
+
+
+_SIGNS = {
+    **dict.fromkeys(("__and__", "__rand__", "and_", "bitwise_and"), "&"),
+    **dict.fromkeys(("__or__", "__ror__", "or_", "bitwise_or"), "|"),
+    **dict.fromkeys(("__eq__", "eq"), "=="),
+    **dict.fromkeys(("__ne__", "ne"), "!="),
+}
+"""Which operator a function of torch is."""
 
 
 def _printable(text: str) -> bool:
