@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
 
 import pytest
@@ -154,14 +154,16 @@ def test_planning_changes_nothing(everywhere):
     q, k, v = torch.randn(3, 1, 2, 12, 16)
     score = bind(lambda score, b, h, i, j: torch.where(i >= j, score + 1, -math.inf), q)
     call = Call(q, k, v, score=score)
-    key = call.key
-    before = dict(vars(call))
+    before, key = dict(vars(call)), call.key
     plan, hidden = planned(call, "auto")
     assert {name: vars(call)[name] for name in before} == before
     assert call.replace().key == key == call.key
     assert (str(call.spec().mask), plan.spec.mask, hidden.spec().mask) == ("none", "causal", "causal")
     assert hidden.key != key
     assert planned(call, "reference")[1].mask is None
+    for name in ("mask", "out", "launches"):
+        with pytest.raises(FrozenInstanceError):
+            setattr(call, name, None)
 
 
 def test_auto_goes_on_where_a_problem_is_refused(everywhere):

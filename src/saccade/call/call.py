@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import FrozenInstanceError
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,29 @@ _FIELDS = (
 
 
 class Call:
-    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`: one call of `attention`, checked.
+    """`out = dropout(softmax(mask(score_mod(scale q k^T)), with sink)) v`: one call of `attention`, checked. Frozen:
+    what it derives from its fields it computes when first asked."""
 
-    Nothing writes to a Call after it is made: what it derives from its fields it computes when first asked.
-    """
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    """q, k, v and out, as the user has them"""
+    layout: Layout
+    mask: Mask | None
+    score: Score | None
+    sink: Tensor | None
+    """(h_q)"""
+    scale: float
+    deterministic: bool
+    dropout: Dropout | None
+    max_scores: bool
+    """Whether the forward is asked for the largest score of each row."""
+    descale: Factors | None
+    """What 8-bit operands stand for; None where k and v have more bits."""
+    first_b: int
+    """What scores and dropout call the first batch row."""
+    arrivals: Arrivals | None
+    """Where keys and values may come while the call runs, what tells which have."""
+    launches: dict[Any, Any]
+    """What the backend keeps for Calls of this key, such as compiled kernels and grids; no tensors. A Plan's."""
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
@@ -67,29 +87,18 @@ class Call:
         descale: Factors | None = None,
         out: Tensor | None = None,
     ) -> None:
-        """
-        Args:
-            q: as the user has it, and so are k, v and out.
-            sink: (h_q).
-            max_scores: whether the forward is asked for the largest score of each row.
-            descale: what 8-bit operands stand for; None where k and v have more bits.
-        """
-        self.given: tuple[Tensor, Tensor, Tensor, Tensor | None] = (q, k, v, out)
-        self.layout: Layout = _BHSD if layout is None else layout  # no default: Dynamo takes objects from globals
-        self.mask = mask
-        self.score = score
-        self.sink = sink
-        self.scale = scale
-        self.deterministic = deterministic
-        self.dropout = dropout
-        self.max_scores = max_scores
-        self.descale = descale
-        self.first_b = 0
-        """What scores and dropout call the first batch row."""
-        self.arrivals: Arrivals | None = None
-        """Where keys and values may come while the call runs, what tells which have."""
-        self.launches: dict[Any, Any] = {}
-        """What the backend keeps for Calls of this key, such as compiled kernels and grids; no tensors. A Plan's."""
+        """q, k, v and out as the user has them."""
+        layout = _BHSD if layout is None else layout  # no default: Dynamo takes objects from globals
+        fields = {
+            "given": (q, k, v, out), "layout": layout, "mask": mask, "score": score, "sink": sink, "scale": scale,
+            "deterministic": deterministic, "dropout": dropout, "max_scores": max_scores, "descale": descale,
+            "first_b": 0, "arrivals": None, "launches": {},
+        }  # fmt: skip
+        for name, x in fields.items():
+            object.__setattr__(self, name, x)
+
+    def __setattr__(self, name: str, x: Any) -> None:
+        raise FrozenInstanceError(f"a Call is frozen: call.replace({name}=…)")
 
     @staticmethod
     def of_views(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **fields: Any) -> Call:
@@ -114,9 +123,9 @@ class Call:
         if "given" not in changes:
             views = {name: getattr(self, name) for name in _VIEWS}
             changes = views | ({} if changes.keys().isdisjoint(_OF_VIEWS) else {"given": None}) | changes
-        own = self.__dict__
         call = object.__new__(Call)
-        call.__dict__.update({name: own[name] for name in _FIELDS}, **changes)
+        for name, x in ({name: getattr(self, name) for name in _FIELDS} | changes).items():
+            object.__setattr__(call, name, x)
         return call
 
     def planned(self, launches: dict[Any, Any]) -> Call:
