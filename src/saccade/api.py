@@ -198,7 +198,7 @@ def _run(call: Call, score_mod: Any, backend: str, lse: bool) -> Outputs:
         from saccade.distributed import dtensor  # which imports torch.distributed
 
         return dtensor.run(call, score_mod, backend, lse)
-    return ops.run(call, backend, lse)
+    return ops.run_by_operator(call, backend, lse)
 
 
 def _returned(

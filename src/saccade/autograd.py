@@ -17,6 +17,7 @@ from saccade import shortcuts
 from saccade.backends import Outputs
 from saccade.call import (
     Call,
+    Static,
     eight_bit_gradients,
     flatten,
     joined,
@@ -43,45 +44,46 @@ class SingleLevel(torch.autograd.function._SingleLevelFunction):
 class _Attention(SingleLevel):
     @staticmethod
     def forward(flat: Sequence[Any], *tensors: Tensor):
-        return below(operator("forward", flat[6]), *flat, True)
+        return below(operator("forward", flat), *flat, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         flat, *tensors = inputs
-        _, ctx.static = split(flat)
-        ctx.programs = programs(flat[6])
-        out, lse, max_scores = output
-        ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
-        ctx.mark_non_differentiable(max_scores)
-        ctx.set_materialize_grads(False)
+        _, static = split(flat)
+        _save(ctx, static, tensors, output)
 
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         out, lse, *tensors = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (1 + len(tensors))
-        captures, header, *_ = ctx.static
+        captures, *_ = ctx.static
         dout = torch.zeros_like(out) if dout is None else dout
         needs = ctx.needs_input_grad[-len(tensors) :][: 4 + captures]
         flat = joined(tensors, ctx.static)
-        *gradients, dcaptures = operator("backward", header)(dout, dlse, out, lse, *flat, needs[4:])
+        *gradients, dcaptures = operator("backward", flat)(dout, dlse, out, lse, *flat, needs[4:])
         gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
         return (None, *gradients, *[None] * (len(tensors) - len(needs)))
+
+
+def _save(ctx: Any, static: Static, tensors: Sequence[Tensor], results: Outputs) -> None:
+    """What the backward needs of a call, by its `split`, and of its results."""
+    out, lse, max_scores = results
+    ctx.static, ctx.programs = static, programs(static)
+    ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
+    if max_scores is not None:
+        ctx.mark_non_differentiable(max_scores)
+    ctx.set_materialize_grads(False)
 
 
 class _Eager(torch.autograd.Function):
     """The same past the dispatcher: where no mode or transform may see what a call does."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Outputs], flat: Sequence[Any], *tensors: Tensor) -> Any:
-        out, lse, max_scores = run()
-        _, ctx.static = split(flat)
-        ctx.programs = programs(flat[6])
-        ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
-        ctx.set_materialize_grads(False)
-        if max_scores is not None:
-            ctx.mark_non_differentiable(max_scores)
-        return out, lse, max_scores
+    def forward(ctx: Any, run: Callable[[], Outputs], static: Static, *tensors: Tensor) -> Any:
+        results = run()
+        _save(ctx, static, tensors, results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,9 +99,8 @@ def eager(call: Call, backend: str, run: Callable[[], Outputs]) -> Outputs:
     """What `run` returns, with gradients."""
     dequantized = call.descale is not None and call.descale.backward
     _refuse_without_gradients(call.layout, call.given[:3], dequantized)
-    flat = flatten(call, backend)
-    tensors, _ = split(flat)
-    return _apply_eager(run, flat, *tensors)
+    tensors, static = split(flatten(call, backend))
+    return _apply_eager(run, static, *tensors)
 
 
 def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantized: bool) -> None:
@@ -118,7 +119,7 @@ class _Gradient(SingleLevel):
 
     @staticmethod
     def forward(arguments: tuple[Any, ...], *tensors: Tensor):
-        *gradients, dcaptures = below(operator("backward", arguments[10]), *arguments)
+        *gradients, dcaptures = below(operator("backward", arguments[4:]), *arguments)
         return (*gradients, *dcaptures)
 
     @staticmethod
@@ -197,7 +198,7 @@ def forward(*arguments: Any) -> Any:
 
 def _forward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return operator("forward", arguments[6])(*arguments)
+        return operator("forward", arguments)(*arguments)
 
 
 def forward_out(out: Tensor, *arguments: Any) -> Any:
@@ -205,7 +206,7 @@ def forward_out(out: Tensor, *arguments: Any) -> Any:
     refuse_tangents(*tensors)
     refuse_gradients(*tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        return operator("forward_out", arguments[6])(out, *arguments)
+        return operator("forward_out", arguments)(out, *arguments)
 
 
 def backward(*arguments: Any) -> Any:
@@ -219,4 +220,4 @@ def backward(*arguments: Any) -> Any:
 
 def _backward_below(*arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return operator("backward", arguments[10])(*arguments)
+        return operator("backward", arguments[4:])(*arguments)

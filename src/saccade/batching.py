@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from saccade.call import Call, flatten, operator, unflatten
-from saccade.layouts import ORDERS
+from saccade.layouts import LENGTHS, ORDERS
 from saccade.masks import Blocked, Mask, MaskMod
 from saccade.scores import Traced
 
@@ -27,7 +27,7 @@ from saccade.scores import Traced
 def forward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     """The rule of `saccade::forward`."""
     *flat, lse = arguments
-    of_calls, dims = operator("forward", flat[6]), in_dims[:-1]
+    of_calls, dims = operator("forward", flat), in_dims[:-1]
     call, backend = unflatten(*_example(flat, dims, 0))
     if not _folds(call, dims):
         return _looped(of_calls, info, in_dims, arguments)
@@ -39,7 +39,7 @@ def forward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
 def backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     """The rule of `saccade::backward`."""
     saved, flat, wanted = arguments[:4], arguments[4:-1], arguments[-1]
-    of_calls, dims = operator("backward", flat[6]), in_dims[4:-1]
+    of_calls, dims = operator("backward", flat), in_dims[4:-1]
     call, backend = unflatten(*_example(flat, dims, 0))
     if not _folds(call, dims) or call.sink is not None or any(wanted):
         return _looped(of_calls, info, in_dims, arguments)
@@ -118,7 +118,7 @@ def forward_out(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
             f"vmap: out {tuple(arguments[0].shape)} is one tensor for a batch of {info.batch_size} calls: map over it "
             "too, or omit it"
         )
-    return _looped(operator("forward_out", arguments[7]), info, in_dims, arguments)
+    return _looped(operator("forward_out", arguments[1:]), info, in_dims, arguments)
 
 
 _OPERANDS = 3
@@ -164,7 +164,7 @@ def _folded(call: Call, flat: Sequence[Any], dims: Sequence[Any], fold: Fold, at
     """The call of all examples, of which `call` is one."""
     q, k, v = (fold(x, dim, at) for x, dim in zip(flat[:_OPERANDS], dims, strict=False))
     layout: Any = call.layout
-    names = [name for name in ("seqused_q", "seqused_k") if getattr(layout, name) is not None]
+    names = [name for name in LENGTHS if getattr(layout, name) is not None]
     lengths = zip(names, flat[_OPERANDS + 2], dims[_OPERANDS + 2], strict=False)
     used = {name: fold(x, dim) for name, x, dim in lengths}
     return call.replace(given=(q, k, v, None), layout=replace(layout, **used))

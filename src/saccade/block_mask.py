@@ -66,7 +66,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     call = Call(q, k, k, mask=bound)
     if torch.compiler.is_compiling():
         flat = flatten(call, "auto")
-        states = operator("tile_states", flat[6])(*flat)
+        states = operator("tile_states", flat)(*flat)
         return Blocked(mask, states, (s_q, s_k), kept=False)
     return with_states(mask, _states(call), (s_q, s_k))
 

@@ -51,12 +51,8 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
 
 def run(call: Call, backend: str, lse: bool) -> Outputs:
     """The results in the layout's order, directly or by the operator. Those that nobody asked for are None or empty."""
-    if (results := run_directly(call, backend, lse)) is not None:
-        return results
-    out, flat = call.given[3], flatten(call, backend)
-    if out is None:
-        return operator("forward", flat[6])(*flat, bool(lse))
-    return out, *operator("forward_out", flat[6])(out, *flat, bool(lse))
+    results = run_directly(call, backend, lse)
+    return run_by_operator(call, backend, lse) if results is None else results
 
 
 def gradients(
@@ -64,7 +60,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call by its results, in the layout's order; for those who have an autograd of their own."""
     flat = flatten(call, backend)
-    return operator("backward", flat[6])(dout, dlse, out, lse, *flat, [])[:3]
+    return operator("backward", flat)(dout, dlse, out, lse, *flat, [])[:3]
 
 
 def run_directly(call: Call, backend: str, lse: bool) -> Outputs | None:
@@ -87,6 +83,14 @@ def run_directly(call: Call, backend: str, lse: bool) -> Outputs | None:
     return autograd.eager(call, backend, partial(execute, call, backend, True))
 
 
+def run_by_operator(call: Call, backend: str, lse: bool) -> Outputs:
+    """The same by the dispatcher."""
+    out, flat = call.given[3], flatten(call, backend)
+    if out is None:
+        return operator("forward", flat)(*flat, bool(lse))
+    return out, *operator("forward_out", flat)(out, *flat, bool(lse))
+
+
 def runs_directly(*tensors: Tensor | None) -> bool:
     """Whether an operator of these may go past the dispatcher, and needs no gradient."""
     return _unseen(*tensors) and not needs_gradient(*tensors)
@@ -106,7 +110,7 @@ _is_meta = attrgetter("is_meta")
 
 def execute(call: Call, backend: str, lse: bool) -> Outputs:
     """Plan and run: what the operator does. Results are in the layout's order."""
-    key = None if repeats.on_host(call.q) else repeats.key_of(call, backend, lse)
+    key = repeats.key_of(call, backend, lse)
     if key and (repeat := repeats.find(key)) is not None:
         return cast(Outputs, tuple(repeat([x.data_ptr() for x in repeats.operands_of(call)])))
     layout = call.layout

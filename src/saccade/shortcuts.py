@@ -234,7 +234,7 @@ class _Training:
         self.repeat, self.lse = repeat, lse
         _, self.static = split(flat)
         self.sink, self.captures = flat[3] is not None, len(flat[4])
-        self.programs = programs(flat[6])  # which the header names
+        self.programs = programs(self.static)  # which the header names
         self.backwards: dict[Hashable, Any] = {}
 
     def __call__(self, found: Found) -> Any:

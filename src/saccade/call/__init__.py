@@ -4,6 +4,7 @@ from saccade.call.call import Call, Sequence, aligned, strides
 from saccade.call.check import autocast, check_call
 from saccade.call.flatten import (
     SCHEMA,
+    Static,
     flatten,
     joined,
     operator,
@@ -17,6 +18,7 @@ from saccade.call.flatten import (
 from saccade.call.gradients import eight_bit_gradients, needs_gradient
 
 __all__ = [
-    "SCHEMA", "Call", "Sequence", "aligned", "autocast", "check_call", "eight_bit_gradients", "flatten", "joined",
-    "needs_gradient", "operator", "outline", "programs", "read_header", "savable", "split", "strides", "unflatten",
+    "SCHEMA", "Call", "Sequence", "Static", "aligned", "autocast", "check_call", "eight_bit_gradients", "flatten",
+    "joined", "needs_gradient", "operator", "outline", "programs", "read_header", "savable", "split", "strides",
+    "unflatten",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The arguments of `attention`, checked: one path for `attention`, `explain` and `plan`."""
+"""The arguments of `attention`, checked: one path for `attention` and `explain`."""
 
 from __future__ import annotations
 

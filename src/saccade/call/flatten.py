@@ -117,15 +117,17 @@ def read_header(header: str) -> tuple[str, str, str, str, str, frozenset[str]]:
     return layout, mask, score, backend, factors, frozenset(flags)
 
 
-def operator(name: str, header: str) -> Any:
-    """The registered operator for calls with this header. A CUDA graph would replay the numbers that the host had when
-    it was captured: the overload `numbers` is for calls that torch.compile leaves out of its graphs."""
-    overloads = getattr(torch.ops.saccade, name)
+def operator(name: str, flat: Flat) -> Any:
+    """The registered operator for a call of these arguments, which others may follow. A CUDA graph would replay the
+    numbers that the host had when it was captured: the overload `numbers` is for calls that torch.compile leaves out
+    of its graphs."""
+    header, overloads = flat[6], getattr(torch.ops.saccade, name)
     return overloads.numbers if header.endswith(" numbers") else overloads.default
 
 
-def programs(header: str) -> list[Any]:
+def programs(static: Static) -> list[Any]:
     """What a backward has to keep alive besides tensors."""
+    _, header, *_ = static
     _, mask, score, *_ = read_header(header)
     own = [] if score == "none" else [scores.program_of(score)]
     return [*own, *masks.programs(mask)] if "[" in mask else own

@@ -1,6 +1,6 @@
 """Where the rows of q, k and v live."""
 
-from saccade.layouts.base import Layout, SequencePlace
+from saccade.layouts.base import LENGTHS, Layout, SequencePlace
 from saccade.layouts.dense import ORDERS, Dense, dense_of
 from saccade.layouts.nested import unwrap
 from saccade.layouts.packed import Packed
@@ -10,6 +10,6 @@ from saccade.layouts.slots import CacheSlots
 from saccade.layouts.strides import empty_bytes, empty_like_rows, ordered_like, with_rows
 
 __all__ = [
-    "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "dense_of", "empty_bytes",
+    "LENGTHS", "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "dense_of", "empty_bytes",
     "empty_like_rows", "from_tensors", "ordered_like", "unwrap", "view_layout", "with_rows",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ class SequencePlace(NamedTuple):
     keys: slice
 
 
-OFFSETS = "q_offset", "k_offset"
+LENGTHS, OFFSETS = ("seqused_q", "seqused_k"), ("q_offset", "k_offset")
 
 
 class Layout:

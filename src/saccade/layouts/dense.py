@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.arguments import broadcasts
-from saccade.layouts.base import OFFSETS, Layout, SequencePlace
+from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_vector, same_vector, shortened
 from saccade.layouts.positions import check_offset
 from saccade.layouts.validate import interval_error, operand_error
@@ -56,14 +56,14 @@ class Dense(Layout):
     q_offset: int | Tensor | None = None
     k_offset: int | Tensor | None = None
 
-    FLAT = "seqused_q", "seqused_k", *OFFSETS
+    FLAT = *LENGTHS, *OFFSETS
     cu_seqlens_q = cu_seqlens_k = None
     rectangular = True
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}; a Dense layout has one of {', '.join(map(repr, ORDERS))}")
-        for name in ("seqused_q", "seqused_k"):
+        for name in LENGTHS:
             if getattr(self, name) is not None:
                 check_vector(name, getattr(self, name), "(b,)")
         check_offset("q_offset", self.q_offset)
@@ -96,7 +96,7 @@ class Dense(Layout):
         b, _, s_q, s_k, _ = sizes
         if mask is not None and mask.listed and (error := mask.shape_error(sizes)):
             return error
-        for name in ("seqused_q", "seqused_k"):
+        for name in LENGTHS:
             if (used := getattr(self, name)) is not None and used.shape != (b,):
                 return f"{name} must have shape ({b},), got {tuple(used.shape)}"
         if error := self.place_error(mask, sizes, s_q):

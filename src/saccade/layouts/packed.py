@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade import arguments
-from saccade.layouts.base import OFFSETS, Layout, SequencePlace
+from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
 from saccade.layouts.positions import check_offset
 from saccade.layouts.sources import offsets_of_lengths, offsets_of_position_ids
@@ -75,7 +75,7 @@ class Packed(Layout):
     order = "thd"
     ragged_keys = True
     # No bounds: no result needs them.
-    FLAT = "cu_seqlens_q", "cu_seqlens_k", "starts_k", "seqused_q", "seqused_k", *OFFSETS, "validate"
+    FLAT = "cu_seqlens_q", "cu_seqlens_k", "starts_k", *LENGTHS, *OFFSETS, "validate"
 
     def __post_init__(self) -> None:
         arguments.flags(validate=self.validate)
@@ -89,7 +89,7 @@ class Packed(Layout):
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must have one shape (b + 1,), got {shapes[0]}, {shapes[1]}"
             )
-        for name in ("starts_k", "seqused_q", "seqused_k"):
+        for name in ("starts_k", *LENGTHS):
             if (used := getattr(self, name)) is None:
                 continue
             check_vector(name, used, "(b,)")
