@@ -18,7 +18,8 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from saccade import Dense, Descale, Paged, append_kv, attention, causal, mask_mod, shortcuts
+from saccade import Dense, Descale, Paged, append_kv, attention, causal, mask_mod
+from saccade.ops import replay
 from saccade.partial import Partial
 from saccade.testing import check
 from saccade.testing.cases import NAMED, Case
@@ -53,7 +54,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Any:
-    shortcuts.forget()
+    replay.forget()
     torch._dynamo.reset()
     gc.collect()  # graphs that are freed while another one is captured would spoil it
     yield
@@ -217,7 +218,7 @@ def test_eight_bits() -> None:
     q, k, v = (torch.randn(2, 4, 256, 128, device="cuda").to(torch.float8_e4m3fn) for _ in range(3))
     scales = Descale(q=torch.tensor(1.5, device="cuda"))
     right = attention(q, k, v, mask=causal(), descale=scales)
-    shortcuts.forget()
+    replay.forget()
     run = compiled("reduce-overhead")
     for function in (in_graph, run, run, run):
         assert torch.equal(function(q, k, v, mask=causal(), descale=scales), right)

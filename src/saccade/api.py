@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 
-from saccade import arguments, dispatch, ops, repeats, shortcuts
+from saccade import arguments, dispatch, ops
 from saccade.backends import Outputs
 from saccade.call import Call, check_call
 from saccade.descale import Descale
 from saccade.explanation import Explanation
 from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
+from saccade.ops import replay
+from saccade.ops.replay import Found
 from saccade.partial import Partial, Scored
 from saccade.spec import Spec
 
@@ -164,12 +165,13 @@ def attention(
             out=out, descale=descale,
         )  # fmt: skip
         return _returned(result, lse, max_scores, return_lse, return_max_scores)
-    found, flags = None, (return_lse, return_max_scores, deterministic)
-    plain = out is descale is None and type(dropout_p) is float and not dropout_p
-    if plain and isinstance(q, Tensor) and not torch.compiler.is_compiling() and not repeats.on_host(q):
-        found = shortcuts.find(q, k, v, sink, mask, score_mod, layout, scale, flags, backend)
-        if found is not None and found.shortcut and (known := found.shortcut(found)) is not None:
-            return known
+    found = None
+    if isinstance(q, Tensor) and descale is None and not torch.compiler.is_compiling() and not replay.on_host(q):
+        flags = return_lse, return_max_scores, deterministic
+        found = replay.of_arguments(q, k, v, mask, score_mod, layout, scale, sink, dropout_p, flags, backend, out)
+        if found is not None and (results := ops.replayed(found)) is not None:
+            result, lse, max_scores = results
+            return _returned(result if out is None else out, lse, max_scores, return_lse, return_max_scores)
     call = check_call(
         q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, dropout_p=dropout_p,
         return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic, backend=backend,
@@ -178,9 +180,7 @@ def attention(
     shift = None if descale is None else descale.shift  # of smoothed keys
     if shift is not None and out is not None:
         shift = shift.clone()  # out may be written over it
-    result, lse, max_scores = _run(call, score_mod, backend, return_lse)
-    if found is not None and found.shortcut is None and all(map(is_, call.given, (q, k, v))):
-        shortcuts.learn(found, call, backend, flags)
+    result, lse, max_scores = _run(call, score_mod, backend, return_lse, found)
     if shift is not None:
         lse = cast(Tensor, lse) + call.scale * shift if return_lse else None
         max_scores = cast(Tensor, max_scores) + call.scale * shift if return_max_scores else None
@@ -191,8 +191,8 @@ def attention(
     return _returned(result, lse, max_scores, return_lse, return_max_scores)
 
 
-def _run(call: Call, score_mod: Any, backend: str, lse: bool) -> Outputs:
-    if (results := ops.run_directly(call, backend, lse)) is not None:
+def _run(call: Call, score_mod: Any, backend: str, lse: bool, found: Found | None) -> Outputs:
+    if (results := ops.run_directly(call, backend, lse, found)) is not None:
         return results
     if arguments.has_dtensor(*call.differentiable()):
         from saccade.distributed import dtensor  # which imports torch.distributed

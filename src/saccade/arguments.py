@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _USUAL = {bool, type(None)}
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+PLAIN = {Tensor, torch.nn.Parameter}
+"""The classes of tensors whose operations are torch's own."""
+_PLAIN = {*PLAIN, type(None)}
 _FLAGS = (bool, type(None), torch.SymBool)
 LEAST_FLOAT32, MOST_FLOAT32 = 2.0**-126, torch.finfo(torch.float32).max
 """Kernels take numbers as float32: the smallest positive one that no device flushes to zero, and the largest one."""
@@ -130,3 +133,14 @@ def told(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return repr(x) if isinstance(x, (bool, int, float, complex, str, bytes)) else type(x).__name__
+
+
+def watched() -> bool:
+    """Whether a compiler, mode or transform may look at what a call does, or change what operations do."""
+    return bool(
+        torch.compiler.is_compiling()  # first, as torch.compile follows this code
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or getattr(forward_ad, "_current_level", 0) >= 0
+        or torch._C._get_tracing_state() is not None
+    )

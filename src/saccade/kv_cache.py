@@ -8,11 +8,12 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from saccade import aliasing, arguments, autograd, batching, layouts, ops
+from saccade import aliasing, arguments, layouts, ops
 from saccade.backends import Append, Rotary
 from saccade.call import needs_gradient
 from saccade.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
 from saccade.layouts import CacheSlots, Paged
+from saccade.ops import autograd, vmap
 
 ops.library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? q, Tensor[] tensors, "
@@ -198,11 +199,11 @@ def _mapped(info: Any, in_dims: Any, *flat: Any) -> tuple[Any, Any]:
                 "it: map over it too, or append all rows in one call"
             )
     operator = torch.ops.saccade.append_kv
-    (rotated,), _ = batching.one_by_one(lambda *example: (operator(*example),))(info, in_dims, *flat)
+    (rotated,), _ = vmap.one_by_one(lambda *example: (operator(*example),))(info, in_dims, *flat)
     return rotated, 0
 
 
-batching.register(ops.library, "append_kv", _mapped)
+vmap.register(ops.library, "append_kv", _mapped)
 
 
 _APART = (

@@ -8,12 +8,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments, autograd, hardware, layouts, ops
+from saccade import arguments, hardware, layouts, ops
 from saccade.backends import Quantization
 from saccade.call import needs_gradient
 from saccade.descale import BLOCK, EIGHT_BITS, WIDER, Descale
 from saccade.layouts import Dense, Layout, Paged
 from saccade.layouts.offsets import check_offsets, shortened
+from saccade.ops import autograd
 
 ops.library.define(
     "quantize(Tensor x, SymInt h_k, Tensor? starts, Tensor? used, Tensor? mean, bool subtracts, str per, "

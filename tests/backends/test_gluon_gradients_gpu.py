@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saccade import Dense, attention, causal, dispatch, documents, prefix, shortcuts, softcap, window
+from saccade import Dense, attention, causal, dispatch, documents, prefix, softcap, window
 from saccade.api import explain
 from saccade.backends.gluon.backward import launch as backward_launch
 from saccade.masks import Mask
+from saccade.ops import replay
 from saccade.testing.accuracy import check
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -256,9 +257,9 @@ def test_keys_for_every_batch_row() -> None:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three programs up to d = 128, so that each has many blocks of keys; plans that are kept know another number."""
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
-    shortcuts.forget()
+    replay.forget()
     yield
-    shortcuts.forget()
+    replay.forget()
 
 
 @masks

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, attention, causal, documents, explain, shortcuts, window
+from saccade import Dense, attention, causal, documents, explain, window
 from saccade.call import check_call, flatten
+from saccade.ops import replay
 from saccade.testing.accuracy import check
 from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
 
@@ -54,7 +55,7 @@ WINDOWS = ["window(None,7)", "window(7,None)", "window(7,0)", "window(None,0)", 
 def test_windows_one_after_the_other(d: int, kind: str, s_q: int, s_k: int, masks: list[str], backend: str) -> None:
     """Of the same shapes, so that a call finds what the one before left: a window without a left bound has a kernel of
     its own in gluon."""
-    shortcuts.forget()
+    replay.forget()
     told: dict[str, Any] = {"padded": {"used": "qk"}, "packed": {"order": "thd"}}.get(kind, {})
     for mask in masks:
         given = Case("", b=3, h_q=4, s_q=s_q, s_k=s_k, d=d, mask=mask, **told).inputs("cuda")

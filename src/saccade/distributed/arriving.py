@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import batching, ops
+from saccade import ops
 from saccade.arrivals import ArrivalArgs, Arrivals
-from saccade.autograd import FIRST_ALONE
 from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable, split, unflatten
 from saccade.distributed import exchanges
@@ -26,6 +25,8 @@ from saccade.distributed.transport import Transport
 from saccade.errors import Unsupported
 from saccade.kept_memory import keep
 from saccade.layouts import Packed
+from saccade.ops import vmap
+from saccade.ops.autograd import FIRST_ALONE
 
 COPY_BYTES, MOST_COPIES = 2 << 20, 96
 """A copy brings so many bytes in the mean of a step, or those of one head, unless that takes more copies. Each costs
@@ -271,7 +272,7 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
 for _name, _kernel, _fake in (("arriving", _forward, _fake_forward), ("arriving_back", _backward, _fake_backward)):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
-    batching.register(library, _name, batching.one_by_one(getattr(torch.ops.saccade_distributed, _name)))
+    vmap.register(library, _name, vmap.one_by_one(getattr(torch.ops.saccade_distributed, _name)))
     exchanges.met(_name)
 torch.library.register_autograd("saccade_distributed::arriving", _gradient, setup_context=_setup, lib=library)
 torch.library.register_autograd("saccade_distributed::arriving_back", _no_second, lib=library)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from saccade import arguments, dispatch, ops, scores
-from saccade.autograd import forward_mode
 from saccade.call import Call, autocast, check_call
 from saccade.descale import EIGHT_BITS
 from saccade.distributed.arriving import ArrivingRows
@@ -25,6 +24,7 @@ from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import counts_from_first, sink_error
 from saccade.masks import KeyInterval, Mask, Window, as_mask
+from saccade.ops.autograd import forward_mode
 
 KEYS, PIECES = "the exchange of keys and values", "the exchange of keys and values for pieces"
 CAUSAL, BESIDE = "the exchange of keys and values for causal pieces", "the exchange of keys and values beside own ones"

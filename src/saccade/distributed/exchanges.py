@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from saccade import batching
-from saccade.autograd import SingleLevel, apply, below, forward_mode
 from saccade.call import needs_gradient
+from saccade.ops import vmap
+from saccade.ops.autograd import SingleLevel, apply, below, forward_mode
 
 _numbers = count()
 
@@ -88,7 +88,7 @@ def met(name: str) -> None:
 
 
 class _Moved(SingleLevel):
-    """An operator, whose derivative is the other one: see `saccade.autograd`."""
+    """An operator, whose derivative is the other one: see `saccade.ops.autograd`."""
 
     @staticmethod
     def forward(operator: Any, exchange: str, stage: str, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -152,4 +152,4 @@ for _name, _kernel, _fake in (
     library.impl(_name, _derivative(_name), "Autograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)
     met(_name)
-    batching.register(library, _name, _batch_rule(_name))
+    vmap.register(library, _name, _batch_rule(_name))

@@ -66,6 +66,8 @@ class Layout:
     """The tensors that `text` names, in that order."""
     ints: tuple[int, ...]
     """The offsets that are numbers, which `text` names too."""
+    bounds: tuple[Any, ...]
+    """What does not pass, and checks depend on: numbers such as `max_seqlen_q`."""
     positioned: bool
     """Whether the caller says where rows and keys stand."""
 
@@ -84,7 +86,9 @@ class Layout:
             elif x:
                 words.append(f"{name}={x}")
         positioned = self.q_offset is not None or self.k_offset is not None
-        flat = {"text": ",".join(words), "tensors": (*tensors,), "ints": (*ints,), "positioned": positioned}
+        flat: dict[str, Any] = {"text": ",".join(words), "tensors": (*tensors,), "ints": (*ints,)}
+        bounds = [x for name, x in self.__dict__.items() if name not in self.FLAT and not isinstance(x, Tensor)]
+        flat |= {"positioned": positioned, "bounds": (*bounds,)}
         for name, x in flat.items():
             object.__setattr__(self, name, x)
 

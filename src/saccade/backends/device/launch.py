@@ -13,8 +13,8 @@ from triton.runtime.errors import OutOfResources
 
 from saccade import hardware
 from saccade.backends import Outputs
-from saccade.backends.device import recorder, stable_keys
-from saccade.backends.device.recorder import hooked
+from saccade.backends.device import replay, stable_keys
+from saccade.backends.device.replay import hooked
 from saccade.call import Call
 from saccade.kept_memory import relaxed_capture
 from saccade.layouts import Packed
@@ -41,7 +41,7 @@ class Launch:
     """How many a thread may have, so that a multiprocessor has more programs; None is up to the compiler."""
 
     def __call__(self, device: Any, arguments: tuple[Any, ...]) -> None:
-        recorder.note_launch(self.compiled, self.grid, (*arguments, *self.constants))
+        replay.note_launch(self.compiled, self.grid, (*arguments, *self.constants))
         if self.compiled is None:  # as always in the interpreter, which compiles nothing
             self.compiled = self._first(arguments)
         else:

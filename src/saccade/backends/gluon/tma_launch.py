@@ -19,10 +19,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade.backends.device import recorder
+from saccade.backends.device import replay
 from saccade.backends.device.launch import run
-from saccade.backends.device.packed_launch import Encoding
-from saccade.backends.device.recorder import hooked
+from saccade.backends.device.replay import Encoding, hooked
 from saccade.backends.gluon import shim
 from saccade.call import strides
 from saccade.kept_memory import capturing, keep, relaxed_capture
@@ -58,7 +57,7 @@ class TMALaunch:
     def __call__(self, device: Any, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> None:
         """Starts the kernel on the current stream: the descriptors' tensors, what comes before the numbers, and what
         comes after them."""
-        if recorder.current() is not None:
+        if replay.current() is not None:
             self._note(operands, arguments, *scale)
         if self.compiled is None:
             options = {**self.constants, **self.options}
@@ -84,7 +83,7 @@ class TMALaunch:
         if (encoded := self.encoded) is not None:
             fills = zip(encoded.fills, self.shapes, strict=True)
             encodings = [Encoding(encoded.encode, fill, x["shape"], x["strides"]) for (fill, _), x in fills]
-        recorder.note_launch(self.compiled, self.grid, given, encodings)
+        replay.note_launch(self.compiled, self.grid, given, encodings)
 
     def warmup(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> Any:
         """The compiled kernel, not run: for the compile gate."""
@@ -157,5 +156,5 @@ def counter(device: torch.device) -> Tensor:
     drawn = _counters.get(key)
     if drawn is None:
         drawn = _counters[key] = keep(lambda: torch.zeros(2, dtype=torch.int32, device=device))
-    recorder.note_counter(drawn, counter)
+    replay.note_counter(drawn, counter)
     return drawn

@@ -56,7 +56,7 @@ def workspace(spec: Spec) -> str:
 
 def recorder() -> Any:
     """What notes a call to be repeated; None where Triton's interpreter runs it."""
-    from saccade.backends.device.recorder import new_recorder
+    from saccade.backends.device.replay import new_recorder
 
     return new_recorder()
 

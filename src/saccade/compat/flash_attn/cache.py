@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments, repeats
+from saccade import arguments
 from saccade.backends import Rotary
 from saccade.backends.cpu.append import rotated
 from saccade.compat.flash_attn.call import Terms, attend
@@ -115,7 +115,7 @@ def _check_numbers(name: str, x: Any, b: int, stop: int | None = None) -> None:
     arguments.tensors(**{name: x})
     if x.shape != (b,) or x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 or int64 (b,), got {x.dtype} {tuple(x.shape)} for {b} sequences")
-    if stop is None or x.device.type != "cpu" or not b or repeats.watched():
+    if stop is None or x.device.type != "cpu" or not b or arguments.watched():
         return
     if not 0 <= int(x.min()) <= int(x.max()) < stop:
         raise ValueError(f"{name} must be from 0 to {stop - 1}, got {x.tolist()}")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, attention, causal, shortcuts, softcap, window
-from saccade.backends.device import recorder
+from saccade import Dense, attention, causal, softcap, window
+from saccade.backends.device.replay import Replay
+from saccade.ops import replay
 from saccade.testing.accuracy import check
 from saccade.testing.cases import Case
 
@@ -19,18 +20,18 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The addresses of each repeat."""
+    """The addresses of each replay."""
     seen: list[Any] = []
-    call = recorder.Repeat.__call__
+    call = Replay.__call__
 
     def counted(self: Any, addresses: Any) -> Any:
         seen.append(addresses)
         return call(self, addresses)
 
-    monkeypatch.setattr(recorder.Repeat, "__call__", counted)
-    shortcuts.forget()
+    monkeypatch.setattr(Replay, "__call__", counted)
+    replay.forget()
     yield seen
-    shortcuts.forget()
+    replay.forget()
 
 
 PLAIN = Case("", b=2, h_q=4, s_q=300, s_k=333, d=128)

@@ -6,7 +6,6 @@ that they get, as kernels do; so a key that lacks something gives another call's
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import importlib
 import sys
@@ -21,61 +20,67 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import Dense, alibi, attention, causal, ops, repeats, scores, shortcuts, softcap, window
+from saccade import Dense, alibi, attention, causal, scores, softcap, window
 from saccade.backends import cpu
+from saccade.call import flatten, unflatten
 from saccade.errors import Unsupported
+from saccade.ops import execution, replay
 
 bind = importlib.import_module("saccade.scores.bind")
 """By name, as the package holds its function."""
 
 
-class Repeat:
+class Replay:
     """Does a call again on what lies at other addresses."""
+
+    static = None
 
     def __init__(self, work: Any, operands: list[Tensor], done: list[str]) -> None:
         self.plan, self.call, self.rest = work.args
+        self.operands = operands
         self.lies = [(x.shape, x.stride(), x.dtype) for x in operands]
         self.function, self.done = work.func, done
-        self.backward = self.function is ops._planned_backward
+        self.backward = self.function is execution._planned_backward
         self.stopped = False
 
     def ready(self) -> bool:
         return not self.stopped
 
-    def nothing(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(0, dtype=dtype)
-
     def __call__(self, addresses: list[int]) -> list[Tensor | None]:
         self.done.append("backward" if self.backward else "forward")
         given = [at(address, *lie) for address, lie in zip(addresses, self.lies, strict=True)]
-        rest = self.rest
+        others = {id(x): y for x, y in zip(self.operands, given, strict=True)}
+        rest, flat = self.rest, [other(x, others) for x in flatten(self.call, self.plan.backend)]
+        out = self.call.given[3]
+        call, _ = unflatten(*flat, out=None if out is None else others[id(out)])
         if self.backward:
-            dlse = None if rest.dlse is None else given.pop(1)
-            dout, out, lse, *given = given
-            rest = replace(rest, dout=dout, out=out, lse=lse, dlse=dlse)
-        q, k, v, *others = given
-        changes: dict[str, Any] = {"q": q, "k": k, "v": v}
-        if self.call.sink is not None:
-            changes["sink"], *others = others
-        if self.call.score is not None and self.call.score.tensors:
-            score = copy.copy(self.call.score)
-            score.tensors = [others.pop(0) for _ in score.tensors]
-            changes["score"] = score
-        assert not others
-        call = self.call.replace(**changes, launches={})
+            dout, out, lse = given[:3]
+            dlse = None if rest.dlse is None else given[3]
+            views = {"dout": call.layout.canonical(dout), "out": call.layout.canonical(out)}
+            rest = replace(rest, **views, lse=lse, dlse=dlse)
         with torch._C._AutoDispatchBelowAutograd():
-            return list(self.function(self.plan, call, rest))
+            results = list(self.function(self.plan, call.planned({}), rest))
+        return [None if x is out and not self.backward else x for x in results]
+
+
+def other(x: Any, others: dict[int, Tensor]) -> Any:
+    """What stands in the place of an operand."""
+    if isinstance(x, (list, tuple)):
+        return [other(y, others) for y in x]
+    return others[id(x)] if isinstance(x, Tensor) else x
 
 
 def at(address: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A copy of what lies in memory."""
+    """What lies in memory."""
     size = 1 + sum((n - 1) * m for n, m in zip(shape, strides, strict=True))
-    raw = bytearray(ctypes.string_at(address, size * dtype.itemsize))
+    raw = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
     return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides)
 
 
 class Recorder:
-    """What `repeats.run` asks a backend for."""
+    """What `Found.recorded` asks a backend for."""
+
+    compiles = False
 
     def __init__(self, done: list[str]) -> None:
         self.done, self.work = done, None
@@ -86,13 +91,17 @@ class Recorder:
     def __exit__(self, *of: Any) -> None:
         pass
 
-    def repeat(self, operands: list[Tensor], results: Any) -> Repeat:
-        return Repeat(self.work, operands, self.done)
+    def replay(self, operands: list[Tensor], results: Any) -> Replay | None:
+        known = {*map(id, operands)}
+        plan, call, _ = self.work.args
+        read = [x for of in flatten(call, plan.backend) for x in (of if isinstance(of, (list, tuple)) else [of])]
+        unknown = [x for x in read if isinstance(x, Tensor) and id(x) not in known]
+        return None if unknown else Replay(self.work, operands, self.done)
 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What was repeated."""
+    """What was replayed."""
     done: list[str] = []
     recorders: list[Recorder] = []
 
@@ -100,22 +109,22 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Any:
         recorders.append(Recorder(done))
         return recorders[-1]
 
-    run = repeats.run
+    recorded = replay.Found.recorded
 
-    def noted(key: Any, module: Any, operands: Any, call: Callable[[], Any]) -> Any:
-        def work() -> Any:
+    def noted(self: Any, module: Any, more: Any, work: Callable[[], Any]) -> Any:
+        def noted_work() -> Any:
             for one in recorders:
-                one.work = one.work or call
-            return call()
+                one.work = one.work or work
+            return work()
 
-        return run(key, module, operands, work)
+        return recorded(self, module, more, noted_work)
 
-    monkeypatch.setattr(repeats, "run", noted)
-    monkeypatch.setattr(repeats, "on_host", lambda x: False)
+    monkeypatch.setattr(replay.Found, "recorded", noted)
+    monkeypatch.setattr(replay, "on_host", lambda x: False)
     monkeypatch.setattr(cpu, "recorder", recorder, raising=False)
-    shortcuts.forget()
+    replay.forget()
     yield done
-    shortcuts.forget()
+    replay.forget()
 
 
 def operands(s: int = 8, *, grad: bool = False, dtype: torch.dtype = torch.bfloat16, order: str = "bhsd") -> Any:
@@ -231,7 +240,7 @@ def test_arguments_are_checked_as_ever(done: list[str]) -> None:
     assert not done
 
 
-def test_unaligned_rows_and_other_views_take_the_long_way(done: list[str]) -> None:
+def test_unaligned_rows_and_other_views(done: list[str]) -> None:
     given = operands()
     settle(*given)
     done.clear()
@@ -240,7 +249,7 @@ def test_unaligned_rows_and_other_views_take_the_long_way(done: list[str]) -> No
     for x in (q, given[0].mT.contiguous().mT):
         for _ in range(3):
             check(attention(x, *given[1:]), (x, *given[1:]))
-    assert not shortcuts._plain_operands(negative, *given[1:])
+    assert replay._find((), (negative, *given[1:])) is None
 
 
 @pytest.mark.parametrize("place", range(5))
@@ -390,12 +399,7 @@ def test_modes_transforms_and_subclasses_take_the_long_way(done: list[str]) -> N
     torch.vmap(attention)(*(torch.stack([x, x]) for x in given))
     torch.func.vjp(attention, *given)[1](given[0])
     attention(given[0].as_subclass(Own), *given[1:])
-    assert (
-        shortcuts.find(
-            given[0].as_subclass(Own), *given[1:], None, None, None, Dense(), None, (False, False, None), "auto"
-        )
-        is None
-    )
+    assert replay._find((), (given[0].as_subclass(Own), *given[1:])) is None
     with pytest.raises(Unsupported, match="forward mode"):
         torch.func.jvp(lambda q: attention(q, *given[1:]), (given[0],), (given[0],))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
@@ -431,14 +435,14 @@ def test_deterministic_algorithms(done: list[str]) -> None:
     given = operands(grad=True)
     for _ in range(5):
         gradients(given, given[0].detach())
-    kept = len(shortcuts._shortcuts)
+    kept = len(replay._replays)
     torch.use_deterministic_algorithms(True)
     try:
         gradients(given, given[0].detach())
     finally:
         torch.use_deterministic_algorithms(False)
     settle(*given, deterministic=True)
-    assert len(shortcuts._shortcuts) > kept
+    assert len(replay._replays) > kept
 
 
 def test_a_repeat_that_may_not_run(done: list[str]) -> None:
@@ -447,8 +451,8 @@ def test_a_repeat_that_may_not_run(done: list[str]) -> None:
     for _ in range(5):
         gradients(given, given[0].detach())
     done.clear()
-    for entry in repeats._repeats._entries.values():
-        if isinstance(entry.value, Repeat):
+    for entry in replay._replays._entries.values():
+        if isinstance(entry.value, Replay):
             entry.value.stopped = True
     check(attention(*given), given)
     check_gradients(given, given[0].detach())
@@ -603,12 +607,9 @@ def test_a_guess_is_of_one_kind_of_call(done: list[str], monkeypatch: pytest.Mon
     guessed(monkeypatch, biased, given)
     monkeypatch.setattr(scores, "proven", lambda *of: asked.append(1) or proven(*of))
     for keywords in ({"mask": causal()}, {"sink": torch.ones(2)}, {"scale": 0.5}):
-        found = attention(*given, score_mod=biased, **keywords)
-        assert asked
-        check(found, given, score_mod=biased, **keywords)
-        asked.clear()
+        check(attention(*given, score_mod=biased, **keywords), given, score_mod=biased, **keywords)
     assert isinstance(attention(*given, score_mod=biased, return_lse=True), tuple)
-    assert asked
+    assert not asked
     for mode in (torch.no_grad(), torch.inference_mode()):
         asked.clear()
         with mode:
@@ -623,8 +624,6 @@ def test_a_guess_is_of_one_kind_of_call(done: list[str], monkeypatch: pytest.Mon
     assert asked
     asked.clear()
     assert attention(*operands(grad=True), score_mod=biased).requires_grad
-    assert asked
-    asked.clear()
     attention(*given, score_mod=biased)
     assert not asked
 
@@ -633,7 +632,7 @@ def test_an_address_that_another_function_has(done: list[str], monkeypatch: pyte
     def of(factor: float) -> Any:
         return lambda score, b, h, q_idx, kv_idx: factor * score
 
-    monkeypatch.setattr(shortcuts, "id", lambda x: 1, raising=False)
+    monkeypatch.setattr(replay, "id", lambda x: 1, raising=False)
     given, table = operands(), torch.tensor([1.0, -2.0])
     for fn in (
         of(2.0),
@@ -689,7 +688,7 @@ def test_captured_tensors_that_were_made_in_inference_mode(done: list[str]) -> N
     def fn(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score * slopes[h]
 
-    for _ in range(4):
+    for _ in range(6):
         given, dout = operands(grad=True), operands()[0]
         exactly = attention(*(x.double() for x in given), score_mod=fn, sink=sink.double(), backend="reference")
         want = torch.autograd.grad(exactly, given, dout.double())
@@ -717,8 +716,8 @@ def test_sinks(done: list[str]) -> None:
         attention(*given, sink=torch.zeros(3))
     with pytest.raises(ValueError, match="sink must be a float tensor"):
         attention(*given, sink=1.0)
-    assert shortcuts._others([torch.zeros(2, 2).to_sparse_csr()], []) is None
-    assert shortcuts._others([torch.zeros(2).to("meta")], []) is None
+    assert replay._find((), [torch.zeros(2, 2).to_sparse_csr()]) is None
+    assert replay._find((), [torch.zeros(2).to("meta")]) is None
 
 
 def test_compiled_functions_that_capture_are_repeated(done: list[str]) -> None:

@@ -17,9 +17,9 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from saccade.backends.device import packed_launch, recorder
+from saccade.backends.device import replay
 from saccade.backends.device.launch import Launch
-from saccade.backends.device.packed_launch import Encoding, PackedLaunch, packed
+from saccade.backends.device.replay import Encoding, PackedLaunch, packed
 
 FORMATS = "<Q", "<i", "<f", "<Q", "<q", "<Q", "<Q"
 """Of the kernel's parameters, after the tensor map and its numbers: `SIGNATURE`, and Triton's two pieces of scratch."""
@@ -81,9 +81,8 @@ def encode(address: int, word: str) -> bytes:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(packed_launch, "driver", lambda: driver)
-    monkeypatch.setattr(recorder, "driver", lambda: driver)
-    monkeypatch.setattr(packed_launch, "_bytes_of", lambda x: x)
+    monkeypatch.setattr(replay, "driver", lambda: driver)
+    monkeypatch.setattr(replay, "_bytes_of", lambda x: x)
     return driver
 
 
@@ -179,7 +178,7 @@ def test_what_triton_has_to_launch(change: dict[str, Any], driver: Driver) -> No
 
 def test_maps_whose_addresses_cannot_be_replaced(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a driver or Triton writes more than the address in it, Triton encodes each map."""
-    monkeypatch.setattr(packed_launch, "_bytes_of", lambda x: x[:8] + x[:8] + x[16:])
+    monkeypatch.setattr(replay, "_bytes_of", lambda x: x[:8] + x[:8] + x[16:])
     x, y = torch.zeros(64, 32, dtype=torch.bfloat16), torch.zeros(4)
     assert launch_of(x, y, compiled()) is None
 
@@ -201,9 +200,9 @@ class Kernel:
 
 
 def recorded(work: Any, *operands: Tensor) -> Any:
-    with recorder.Recorder() as watching:
+    with replay.Recorder() as watching:
         results = work(*operands)
-    return watching.repeat(operands, results)
+    return watching.replay(operands, results)
 
 
 @pytest.fixture
@@ -294,7 +293,7 @@ def test_hooks_end_repeats(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> N
 
 WATCHED = """
 import sys, torch
-from saccade.backends.device.recorder import Recorder
+from saccade.backends.device.replay import Recorder
 
 with Recorder() as watched:
     torch.empty(4).view(2, 2)

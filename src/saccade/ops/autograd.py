@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch._C._functorch import (
 )
 from torch.autograd import forward_ad
 
-from saccade import shortcuts
 from saccade.backends import Outputs
 from saccade.call import (
     Call,
@@ -31,6 +31,8 @@ from saccade.call import (
 from saccade.descale import EIGHT_BITS
 from saccade.errors import Unsupported
 from saccade.layouts import Layout, view_layout
+from saccade.ops import execution, replay
+from saccade.ops.replay import Found
 
 
 class SingleLevel(torch.autograd.function._SingleLevelFunction):
@@ -61,7 +63,12 @@ class _Attention(SingleLevel):
         dout = torch.zeros_like(out) if dout is None else dout
         needs = ctx.needs_input_grad[-len(tensors) :][: 4 + captures]
         flat = joined(tensors, ctx.static)
-        *gradients, dcaptures = operator("backward", flat)(dout, dlse, out, lse, *flat, needs[4:])
+        given, wanted = (dout, dlse, out, lse), needs[4:]
+        found = None if torch.is_grad_enabled() else replay.of_backward(*given, flat, wanted)
+        if found is None:
+            *gradients, dcaptures = operator("backward", flat)(*given, *flat, wanted)
+        else:  # nothing could tell that it goes past the dispatcher
+            *gradients, dcaptures = execution.gradients(found, *given, flat, wanted)
         gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
         return (None, *gradients, *[None] * (len(tensors) - len(needs)))
 
@@ -81,7 +88,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Outputs], static: Static, *tensors: Tensor) -> Any:
-        results = run()
+        out, lse, max_scores = run()
+        results = out, lse, max_scores
         _save(ctx, static, tensors, results)
         return results
 
@@ -95,12 +103,30 @@ _apply_eager = _above.apply
 """That of C++: torch's own looks for transforms first, of which there are none here."""
 
 
-def eager(call: Call, backend: str, run: Callable[[], Outputs]) -> Outputs:
-    """What `run` returns, with gradients."""
+def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | None) -> Outputs:
+    """What `run` returns, with gradients.
+
+    Args:
+        found: the call by its arguments, if it has a key.
+    """
     dequantized = call.descale is not None and call.descale.backward
     _refuse_without_gradients(call.layout, call.given[:3], dequantized)
     tensors, static = split(flatten(call, backend))
-    return _apply_eager(run, static, *tensors)
+    results = _apply_eager(run, static, *tensors)
+    if found is not None:
+        found.learn(tensors, static)
+    return results
+
+
+def replayed(found: Found) -> Outputs | None:
+    """What an earlier call of this key did, with gradients; None where the call takes the long way."""
+    if found.replay is None or found.replay.static is None or not found.replay.ready():
+        return None
+    if found.dropout_p:
+        found = found.drawn()
+    static, sunk = found.replay.static
+    tensors = found.operands if sunk else (*found.operands[:3], None, *found.operands[3:])
+    return _apply_eager(partial(found.replay, found.addresses), static, *tensors)
 
 
 def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantized: bool) -> None:
@@ -112,6 +138,13 @@ def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantiz
         raise Unsupported(error)
     if operands[1].dtype in EIGHT_BITS and not dequantized:
         raise Unsupported(eight_bit_gradients(*operands))
+
+
+def forward(flat: Sequence[Any], *tensors: Tensor | None) -> Any:
+    """The operator of tensors that need gradients."""
+    layout, *_, flags = read_header(flat[6])
+    _refuse_without_gradients(view_layout(layout), flat[:3], "dequantized" in flags)
+    return apply(_Attention, flat, *tensors)
 
 
 class _Gradient(SingleLevel):
@@ -129,6 +162,12 @@ class _Gradient(SingleLevel):
     @staticmethod
     def backward(ctx, *gradients):
         raise Unsupported(FIRST_ALONE)
+
+
+def backward(arguments: Sequence[Any], *tensors: Tensor | None) -> Any:
+    """The operator's backward of tensors that need gradients."""
+    gradients = apply(_Gradient, arguments, *tensors)
+    return (*gradients[:4], list(gradients[4:]))
 
 
 FIRST_ALONE = (
@@ -179,45 +218,3 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
     """
     if needs_gradient(*tensors):
         raise ValueError("out=… is for calls without gradients: omit it, or call inside torch.no_grad()")
-
-
-# The operators at the Autograd key.
-
-
-def forward(*arguments: Any) -> Any:
-    *flat, _ = arguments
-    operands, captures, others, header = flat[:4], flat[4], flat[5], flat[6]
-    tensors = *operands, *captures
-    refuse_tangents(*tensors)
-    if needs_gradient(*tensors):
-        layout, *_, flags = read_header(header)
-        _refuse_without_gradients(view_layout(layout), operands[:3], "dequantized" in flags)
-        return apply(_Attention, flat, *tensors, *others)
-    return shortcuts.forward(arguments, _forward_below)
-
-
-def _forward_below(*arguments: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator("forward", arguments)(*arguments)
-
-
-def forward_out(out: Tensor, *arguments: Any) -> Any:
-    tensors = out, *arguments[:4], *arguments[4]
-    refuse_tangents(*tensors)
-    refuse_gradients(*tensors)
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator("forward_out", arguments)(out, *arguments)
-
-
-def backward(*arguments: Any) -> Any:
-    tensors = *arguments[:8], *arguments[8]
-    refuse_tangents(*tensors)
-    if needs_gradient(*tensors):
-        gradients = apply(_Gradient, arguments, *tensors)
-        return (*gradients[:4], list(gradients[4:]))
-    return shortcuts.backward(arguments, _backward_below)
-
-
-def _backward_below(*arguments: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator("backward", arguments[4:])(*arguments)
