@@ -24,7 +24,7 @@ def paths() -> dict[str, list[list[str]]]:
 
 
 def module_of(function: str) -> tuple[str, str]:
-    """`ops.execute` -> `saccade.ops`, `execute`; a folder stands for its __init__."""
+    """`ops/execution.execute` -> `saccade.ops.execution`, `execute`; a folder stands for its __init__."""
     module, _, name = function.rpartition(".")
     return "saccade." + module.replace("/", "."), name
 
@@ -48,6 +48,13 @@ def imports(module: str) -> dict[str, str]:
     return {name.asname or name.name: f"{node.module}.{name.name}" for node in nodes for name in node.names}
 
 
+def passed_on(name: str) -> str | None:
+    """What a package passes on by this name."""
+    package, _, own = name.rpartition(".")
+    is_package = (ROOT / "src" / package.replace(".", "/")).is_dir()
+    return imports(package).get(own) if package.startswith("saccade") and is_package else None
+
+
 def constants(module: str) -> dict[str, ast.AST]:
     """The values that a module assigns to names, such as tables of kernels."""
     nodes = [node for node in tree_of(module).body if isinstance(node, ast.Assign)]
@@ -66,7 +73,7 @@ def refers(caller: str, callee: str) -> bool:
             return True
         if isinstance(node, ast.Attribute) and node.attr == name:
             of_module = isinstance(node.value, ast.Name) and node.value.id in known
-            if not of_module or known[node.value.id] == target:
+            if not of_module or f"{target}.{name}" in (named := known[node.value.id] + f".{name}", passed_on(named)):
                 return True
     return False
 
