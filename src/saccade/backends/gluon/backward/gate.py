@@ -60,6 +60,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
     yield "gluon backward 16bit d96/96 full"
     yield "gluon backward 16bit d64/64 full temperatures"
+    yield "gluon share_sums 16bit d192/128 grouped"
 
 
 def combinations() -> Iterator[str]:
@@ -78,13 +79,15 @@ def compiled(name: str) -> tuple[Any, int]:
     captured = captured_of(call, saved)
     config = BackwardConfig.of(row.d, row.d_v, captured is not None)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    plan = BackwardPlan.of(call, out, out, gradients, 1, config, captured)
+    processors = 132 if row.kernel == "share_sums" else 1  # so many that a group is divided
+    plan = BackwardPlan.of(call, out, out, gradients, processors, config, captured)
     mask, spans = device_mask(call, by_keys=True), sequences.spans(call)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(plan, q.device, mask, spans), counter
     tables = distance_tables.empty(call)
     levels = level_sums_of(call, saved)
-    all_given = arguments(call, plan, saved, gradients, space, mask, spans, tables, levels, captured)
+    written = *gradients, *gradients[1:]
+    all_given = arguments(call, plan, saved, written, space, mask, spans, tables, levels, captured)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, given = next(x for x in zip(plan.launches, all_given, strict=True) if x[0].kernel.__name__ in names)
     kernel = launch.warmup(*given)

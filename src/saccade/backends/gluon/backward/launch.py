@@ -76,12 +76,10 @@ def backward(
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
         tables = distance_tables.tables(call, fast=True)
-        all_given = arguments(call, plan, saved, (dq, *shares), space, mask, spans, tables, levels, captured)
+        written = dq, *shares, dk, dv
+        all_given = arguments(call, plan, saved, written, space, mask, spans, tables, levels, captured)
         for launch, given in zip(plan.launches, all_given, strict=True):
             launch(q.device.index, *given)
-        if plan.divided > 1:
-            for share, whole in zip(shares, (dk, dv), strict=True):
-                torch.sum(share.unflatten(1, (-1, plan.divided)), 2, out=whole)
     if call.sink is None:
         return dq, dk, dv, None
     if packed:  # the kernels' delta has whole q blocks for each sequence
@@ -128,8 +126,8 @@ def arguments(
     captured: BackwardCapture | None = None,
 ) -> Iterator[tuple[Any, ...]]:
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
-    one."""
-    scale, (dq, dk, dv), (neg_delta, neg_lse, dq_accum, semaphore, drawn) = call.scale, gradients, space
+    one. `gradients`: dq, the shares' dk and dv, and their sums."""
+    scale, (dq, dk, dv, *whole), (neg_delta, neg_lse, dq_accum, semaphore, drawn) = call.scale, gradients, space
     span_q, span_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
@@ -155,6 +153,8 @@ def arguments(
         of_captured = () if captured is None else captured.tensors
         yield (*tensors, *of_captured), (*(None,) * (2 - len(of_captured)), *rest)
     yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale
+    if plan.divided > 1:
+        yield (), tuple(map(TensorArgs.of, (dk, dv, *whole)))
 
 
 def bulk_rows(x: Tensor) -> Tensor:

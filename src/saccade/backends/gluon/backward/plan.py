@@ -22,6 +22,7 @@ from saccade.backends.gluon.backward.clear import CHUNK, clear_kernel
 from saccade.backends.gluon.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
 from saccade.backends.gluon.backward.dq_semaphore import rank_kernel
 from saccade.backends.gluon.backward.kernel import backward_kernel
+from saccade.backends.gluon.backward.share_sums import TILE, share_sums_kernel
 from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
 from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
 from saccade.backends.gluon.forward.config import SHARED_BYTES
@@ -127,7 +128,7 @@ class BackwardPlan:
     """Functions capture so much that there is less room for tiles."""
     launches: tuple[TMALaunch, ...]
     """Of the kernel that clears a captured tensor's gradient, if there is one to clear, of the rank kernel, if dq is
-    added in order, of the preprocess, the main and the postprocess kernel."""
+    added in order, of the preprocess, the main and the postprocess kernel, and of the sums of shares, if there are."""
     ranks: tuple[int, ...] | None
     """Shape of the semaphore's ranks, or None: dq is added in any order."""
     counters: int
@@ -230,6 +231,8 @@ class BackwardPlan:
             launches = ranks, *launches
         if captured is not None and captured.clears:
             launches = clearing(call, captured, config), *launches
+        if divided > 1:
+            launches = *launches, summing(call, divided)
         return BackwardPlan(
             fold=fold,
             flat=flat,
@@ -254,6 +257,15 @@ def clearing(call: Call, captured: BackwardCapture, config: BackwardConfig) -> T
     numbers = blocks, q_blocks, h, s_q, s_k, *captured.gradient.x.stride()[:3]
     sizes = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "ROWS": CHUNK}
     return TMALaunch(clear_kernel, grid, (), numbers, sizes, OPTIONS)
+
+
+def summing(call: Call, divided: int) -> TMALaunch:
+    """Of the kernel that adds up the dk and dv of shares."""
+    (b, h_k, s_k, d), d_v = call.k.shape, call.v.shape[3]
+    block_d, block_dv = next_power_of_2(d), next_power_of_2(d_v)
+    rows = TILE // max(block_d, block_dv)
+    sizes = {"D": d, "D_V": d_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "ROWS": rows}
+    return TMALaunch(share_sums_kernel, (b * h_k * -(-s_k // rows), 2, 1), (), (divided, h_k, s_k), sizes, OPTIONS)
 
 
 def upper_half(d: int, columns: int) -> int:
