@@ -184,11 +184,13 @@ def test_what_the_hopper_backward_prepares() -> None:
     call = Call.of_views(dout, dout, dout, layout)
     blocks = sequences.slots(call, 0, BLOCK) + 1
     delta, start = torch.full((2, h_q, blocks, BLOCK), torch.nan)
+    plain_delta = torch.full_like(lse, torch.nan)
     dq_accum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)
     parts = 2
     preprocess_kernel[(h_q * blocks * parts,)](
-        TensorArgs.of(dout), TensorArgs.of(out), dlse, lse, delta, start, dq_accum, sequences.spans(call)[0], h_q, t,
-        blocks * parts, 2.0, D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16, CHAINED=False,
+        TensorArgs.of(dout), TensorArgs.of(out), dlse, lse, delta, start, plain_delta, dq_accum,
+        sequences.spans(call)[0], h_q, t, blocks * parts, 2.0,
+        D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16, CHAINED=False,
     )  # fmt: skip
     assert not dq_accum.any()
     wanted_delta, wanted_start = torch.zeros_like(delta), torch.full_like(start, -torch.inf)
@@ -200,3 +202,6 @@ def test_what_the_hopper_backward_prepares() -> None:
             wanted_start[:, *place] = 2.0 * lse[0, :, first + i]
     torch.testing.assert_close(delta, wanted_delta)
     torch.testing.assert_close(start, wanted_start)
+    in_use = [*range(21), *range(21, 51)]
+    torch.testing.assert_close(plain_delta[:, :, in_use], -rows[:, :, in_use])
+    assert not plain_delta.isnan().any()

@@ -16,7 +16,6 @@ from saccade.backends import Gradients, Saved
 from saccade.backends.cudnn.callbacks import TILE, ScoreGraph, score_graph, within
 from saccade.backends.cudnn.frontend import frontend, handle_of, on_device
 from saccade.backends.cudnn.graphs import BuiltGraph, GraphKey, TensorDesc, built_graph
-from saccade.backends.device.gradients import sink_gradient
 from saccade.call import Call, aligned
 from saccade.errors import Unsupported
 from saccade.layouts import empty_like_rows
@@ -65,7 +64,7 @@ def backward(call: Call, saved: Saved) -> Gradients:
     q, k, v = call.q, call.k, call.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, saved), _captured(call, saved)
+        return dq.zero_(), dk.zero_(), dv.zero_(), _of_sink(call, saved), _captured(call, saved)
     dout, out, stats, dlse, used = saved.dout, saved.out, saved.lse.contiguous(), saved.dlse, _used_rows(call)
     if used is not None:
         dout, out = _clear(dout, used.empty_rows[..., None]), _clear(out, used.empty_rows[..., None])
@@ -74,7 +73,7 @@ def backward(call: Call, saved: Saved) -> Gradients:
     dsink = None
     if call.sink is not None:
         delta = (dout.float() * out.float()).sum(-1)
-        dsink = sink_gradient(call, saved, delta if saved.dlse is None else delta - saved.dlse)
+        dsink = _of_sink(call, saved, delta if saved.dlse is None else delta - saved.dlse)
     operands, wide_dv = _operands(call, used), dv
     if dlse is not None:
         operands["v"], out, dout = append_dlse(operands["v"], out, dout, dlse)
@@ -89,6 +88,17 @@ def backward(call: Call, saved: Saved) -> Gradients:
         dk.masked_fill_(used.unused_keys, 0)
         dv.masked_fill_(used.unused_keys, 0)
     return dq, dk, dv, dsink, _captured(call, saved)
+
+
+def _of_sink(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
+    """`-sum p_sink delta` with p_sink = exp(sink - lse) and delta = rowsum(dout out) - dlse; rows that are not in use
+    have lse = -inf, and those of a sink of +inf, which has no gradient, +inf."""
+    if call.sink is None:
+        return None
+    if delta is None:  # no keys or no rows: only the LSE has a gradient
+        delta = torch.zeros_like(saved.lse) if saved.dlse is None else -saved.dlse
+    share = torch.exp(call.sink.float()[:, None] - saved.lse)
+    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(call.sink.dtype)
 
 
 def _captured(call: Call, saved: Saved) -> Sequence[Tensor | None]:

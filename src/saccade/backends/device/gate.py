@@ -24,6 +24,7 @@ from saccade.backends.device import (
 )
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
+from saccade.backends.device.gradients import sink_launch
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.recompute import recompute_launch
 from saccade.backends.device.records import runtime_int
@@ -137,8 +138,8 @@ def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
 
 
 SHARED = (
-    "order", "captured_gradients", "level_sums", "row_totals", "tile_states", "block_list", "packed_tile_states",
-    "packed_block_list",
+    "order", "captured_gradients", "level_sums", "row_totals", "sink", "tile_states", "block_list",
+    "packed_tile_states", "packed_block_list",
 )  # fmt: skip
 
 
@@ -165,6 +166,8 @@ def compiled(kernel: str, call: Call) -> Any:
     elif kernel == "row_totals":
         launch = recompute_launch(row_totals_kernel, call)
         arguments = *row_totals.tensors(call, saved, saved), *arguments
+    elif kernel == "sink":
+        launch, arguments = sink_launch(call.replace(sink=torch.empty(2)), lse, lse, 1.0, torch.empty(2))
     else:
         states, lists = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(1, 1, 4, 4, dtype=torch.int32)
         packed = kernel.startswith("packed")

@@ -1,13 +1,20 @@
 """Helpers that the backwards of all kernel backends share."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
-from saccade.backends.device.records import TensorArgs
+from saccade.backends.device.launch import Launch, cached_launch, on_device
+from saccade.backends.device.records import TensorArgs, plain_int, runtime_int
 from saccade.call import Call, aligned
 
 
@@ -25,11 +32,44 @@ def padded(x: Tensor) -> Tensor:
 
 
 def sink_gradient(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
-    """`-sum p_sink delta` with p_sink = exp(sink - lse) and delta = rowsum(dout out) - dlse; rows that are not in use
-    have lse = -inf, and those of a sink of +inf, which has no gradient, +inf."""
+    """`-sum p_sink delta` with p_sink = exp(sink - lse) and delta = rowsum(dout out) - dlse, (b, h_q, s_q)."""
     if call.sink is None:
         return None
-    if delta is None:  # no keys or no rows: only the LSE has a gradient
-        delta = torch.zeros_like(saved.lse) if saved.dlse is None else -saved.dlse
-    share = torch.exp(call.sink.float()[:, None] - saved.lse)
-    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(call.sink.dtype)
+    rows, sign = (saved.dlse, 1.0) if delta is None else (delta, -1.0)
+    if rows is None or not rows.numel():  # no keys or no rows: only the LSE has a gradient
+        return torch.zeros_like(call.sink)
+    dsink = torch.empty_like(call.sink)
+    with on_device(call.q):
+        launch, arguments = sink_launch(call, saved.lse.contiguous(), rows.contiguous(), sign, dsink)
+        launch(call.q.device.index, arguments)
+    return dsink
+
+
+def sink_launch(call: Call, lse: Tensor, rows: Tensor, sign: float, dsink: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+    """The kernel that fills dsink, and its arguments."""
+    sink, (b, h_q, s_q) = call.sink, rows.shape
+    assert sink is not None
+    launch = cached_launch(call, "sink", lambda: Launch(sink_kernel, (h_q, 1, 1), (SINK_ROWS,), warps=8))
+    return launch, (sink, lse, rows, dsink, *map(runtime_int, (*sink.stride(), h_q, s_q, b * s_q)), sign)
+
+
+SINK_ROWS = 4096
+"""Rows that `sink_kernel` adds up at a time."""
+
+
+@triton.jit(do_not_specialize=["sign"], do_not_specialize_on_alignment=["lse", "values"])
+def sink_kernel(sink, lse, values, dsink, pitch, h_q, s_q, count, sign, BLOCK: tl.constexpr):
+    """`dsink = sign sum exp(sink - lse) values` of one head, over all of its `count` rows. Rows that are not in use
+    have lse = -inf, and those of a sink of +inf, which has no gradient, +inf."""
+    h_q, s_q, count = plain_int(h_q), plain_int(s_q), plain_int(count)
+    h = tl.program_id(0)
+    own = tl.load(sink + h * plain_int(pitch)).to(tl.float32)
+    # [BLOCK]
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        place = ((row // s_q).to(tl.int64) * h_q + h) * s_q + row % s_q
+        row_lse = tl.load(lse + place, mask=row < count, other=float("-inf"))
+        value = tl.load(values + place, mask=row < count, other=0.0)
+        total += tl.where(tl.abs(row_lse) == float("inf"), 0.0, tl.exp(own - row_lse) * value)
+    tl.store(dsink + h, (sign * tl.sum(total)).to(dsink.dtype.element_ty))

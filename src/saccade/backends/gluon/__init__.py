@@ -82,7 +82,8 @@ def outrun(call: Call) -> str | None:
 
 
 def workspace(spec: Spec) -> str:
-    sums = "4 bytes for every element of q, d in whole multiples of 64, and 8 for every query row and head"
+    rows = 12 if spec.sink else 8
+    sums = f"4 bytes for every element of q, d in whole multiples of 64, and {rows} for every query row and head"
     shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
     turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
     turns += score_workspace(spec)

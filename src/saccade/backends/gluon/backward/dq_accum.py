@@ -23,14 +23,15 @@ PIECE = gl.constexpr(64 * 64)
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "blocks"], do_not_specialize_on_alignment=["dlse", "lse"])
 def preprocess_kernel(
-    dout, out, dlse, lse, neg_delta, neg_lse, dq_accum, span_q, h_q, s_q, blocks, unit,
+    dout, out, dlse, lse, neg_delta, neg_lse, delta, dq_accum, span_q, h_q, s_q, blocks, unit,
     D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """neg_delta = dlse - rowsum(dout out) and neg_lse = lse unit, both ready to be added; clears dq_accum.
 
     Both have whole q blocks for each head: beyond the rows in use, and where a row has no keys, neg_lse is -inf, so
-    that p = 0, and neg_delta is 0. CHAINED: the next kernel may start; it waits for the end of this one.
+    that p = 0, and neg_delta is 0. delta: -neg_delta as `lse` lies, or None. CHAINED: the next kernel may start; it
+    waits for the end of this one.
     """
     if CHAINED:
         start_next()
@@ -38,7 +39,7 @@ def preprocess_kernel(
     PARTS: tl.constexpr = BLOCK_Q // ROWS
     bh = tl.program_id(0) // blocks
     number = tl.program_id(0) % blocks
-    b, h, sequence, first, _, rows = block_of_rows(span_q, bh, number // PARTS, h_q, s_q, BLOCK_Q)
+    b, h, sequence, first, there, rows = block_of_rows(span_q, bh, number // PARTS, h_q, s_q, BLOCK_Q)
     first += number % PARTS * ROWS
     # [ROWS, d_v]
     dout_tile = load_tile(dout, head(dout, b, h, sequence), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
@@ -52,6 +53,8 @@ def preprocess_kernel(
     row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
     padded = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(neg_delta + padded, row)
+    if delta is not None:
+        tl.store(delta + place, -row, mask=q_idx < there)
     tl.store(neg_lse + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
     tile = dq_accum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
     for piece in tl.static_range(BLOCK_D // 64):

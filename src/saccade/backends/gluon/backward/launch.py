@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.backends import Saved
 from saccade.backends.device import block_lists, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
-from saccade.backends.device.launch import multiprocessors, on_device
+from saccade.backends.device.launch import multiprocessors, on_device, per_row
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.gluon import GRADIENT
@@ -70,7 +70,8 @@ def backward(
         mask = block_lists.record(call, config.block_q, config.block_k, by_keys=True)
         spans = sequences.spans(call, sequences.table(call, 1, config.block_k) if packed else None)
         space = workspace(plan, q.device, mask, spans)
-        space = *space, counter(q.device) if config.stays else None
+        delta = per_row(call, call.sink is not None)
+        space = *space, counter(q.device) if config.stays else None, delta
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
@@ -80,13 +81,6 @@ def backward(
         all_given = arguments(call, plan, saved, written, space, mask, spans, tables, levels, captured)
         for launch, given in zip(plan.launches, all_given, strict=True):
             launch(q.device.index, *given)
-    if call.sink is None:
-        return dq, dk, dv, None
-    if packed:  # the kernels' delta has whole q blocks for each sequence
-        delta = (saved.dout.float() * saved.out).sum(-1)
-        delta = delta if saved.dlse is None else delta - saved.dlse
-    else:
-        delta = -space[0].view(*q.shape[:2], -1)[:, :, : q.shape[2]]  # the kernels add it
     return dq, dk, dv, sink_gradient(call, saved, delta)
 
 
@@ -127,7 +121,7 @@ def arguments(
 ) -> Iterator[tuple[Any, ...]]:
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
     one. `gradients`: dq, the shares' dk and dv, and their sums."""
-    scale, (dq, dk, dv, *whole), (neg_delta, neg_lse, dq_accum, semaphore, drawn) = call.scale, gradients, space
+    scale, (dq, dk, dv, *whole), (neg_delta, neg_lse, dq_accum, semaphore, drawn, delta) = call.scale, gradients, space
     span_q, span_k = spans
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     dout_rows, out_rows, dq_rows = plan.records
@@ -137,7 +131,7 @@ def arguments(
         yield (), (semaphore.ranks, mask, span_q, span_k)
     yield (), (
         TensorArgs(saved.dout, *dout_rows), TensorArgs(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta,
-        neg_lse, dq_accum, span_q,
+        neg_lse, delta, dq_accum, span_q,
     ), -1 / scale if plan.fold else -scores.unit(call.score)  # fmt: skip
     tensors = call.q, call.k, call.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if call.layout.ragged_keys else None
