@@ -83,8 +83,9 @@ def test_ranks():
     table = torch.tensor([[True, False, True], [False, False, True], [True, False, True]])
     mask = mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q = torch.empty(1, 1, 192, 1)
-    made = block_lists.build(Call(q, q, q, mask=mask), 64, 64, by_keys=True)
-    assert block_lists.ranks(made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
+    call = Call(q, q, q, mask=mask)
+    made = block_lists.build(call, 64, 64, by_keys=True)
+    assert block_lists.ranks(call, made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
 
 
 LAYOUT = Packed(
@@ -130,7 +131,7 @@ def test_packed_ranks():
     call = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence))
     table, made = sequences.table(call, 1, 32), block_lists.build(call, 64, 32, by_keys=True)
     (total, _), *entries = table.tolist()
-    found = block_lists.ranks(made, 9, table)
+    found = block_lists.ranks(call, made, 9, table)
     assert found.shape == (1, 2, sequences.slots(call, 1, 32) + 1, 9)
     visits = [
         [set(made.index[0, h, n, : max(made.count[0, h, n, 1], 1)].tolist()) for n in range(found.shape[2])]

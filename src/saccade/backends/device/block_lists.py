@@ -8,6 +8,7 @@ a kernel that always has one tile may visit with the mask.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from saccade import block_sparsity
 from saccade.backends.device import masks, sequences, visits
 from saccade.backends.device.block_lists_kernel import (
     block_list_kernel,
+    mark_kernel,
     packed_block_list_kernel,
     packed_tile_states_kernel,
+    ranks_kernel,
     tile_states_kernel,
 )
 from saccade.backends.device.launch import Launch, cached_launch
@@ -85,9 +88,8 @@ def build(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> Bloc
         count = torch.zeros(b, h, outers, 2, dtype=torch.int32, device=tile_states.device)
         if index.numel():
             table = None
-            if call.layout.ragged_keys:  # blocks without rows in use have empty lists
+            if call.layout.ragged_keys:
                 table = sequences.table(call, by_keys, blocks[0])
-                index[..., 0] = 0
             launch, arguments = lists_launch(call, tile_states, index, count, blocks, by_keys, table)
             launch(call.q.device.index, arguments)
         return index, count
@@ -138,22 +140,30 @@ def with_lists(mask: masks.DeviceMask, lists: BlockLists) -> masks.DeviceMask:
     return mask._replace(block_sparse=masks.FLAGS[True], block_lists=lists, lower=masks.FLAGS[False])
 
 
-def ranks(lists: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:
+def ranks(call: Call, lists: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:
     """int32 (b or 1, h_q or 1, blocks of keys, `blocks` of rows): how many later blocks of keys visit a block of rows.
     Of lists by keys; a block without a tile visits tile 0.
 
     With the `table` of packed sequences, how many of the same one; programs without a block come last, in their order.
     """
-    *outer, inners = lists.index.shape
-    listed = torch.arange(inners, device=lists.index.device) < lists.count[..., 1:].clamp(min=1)
-    visits = torch.zeros(*outer, blocks + 1, dtype=torch.int32, device=lists.index.device)
-    visits.scatter_(3, torch.where(listed, lists.index, blocks).long(), 1)
-    visits = visits[..., :blocks]
-    later = visits.flip(2).cumsum(2, dtype=torch.int32).flip(2) - visits
-    if table is None:
-        return later
-    place, total = torch.arange(outer[2], device=table.device), table[0, 0]
-    # [blocks of keys]: the first one of the sequence, and its last one
-    first = torch.where(place < total, torch.nn.functional.pad(table[1:, 1], (0, outer[2] + 1 - len(table))), total)
-    last = torch.searchsorted(first, first, right=True) - 1
-    return torch.where((place < total)[:, None], later - later[:, :, last], (place - total)[:, None]).int()
+    made = torch.zeros(*lists.index.shape[:3], blocks, dtype=torch.int32, device=lists.index.device)
+    if made.numel():
+        for launch, arguments in ranks_launches(call, made, lists, table):
+            launch(call.q.device.index, arguments)
+    return made
+
+
+def ranks_launches(
+    call: Call, made: Tensor, lists: BlockLists, table: Tensor | None
+) -> list[tuple[Launch, tuple[Any, ...]]]:
+    """The kernels that turn zeros into ranks, and their arguments."""
+    *heads, outers, blocks = made.shape
+    n, inners = math.prod(heads), lists.index.shape[3]
+    given = {
+        mark_kernel: ((n * outers, 1, 1), (made, lists.index, lists.count, inners, blocks)),
+        ranks_kernel: ((n, -(-blocks // CHUNK), 1), (made, table, outers, blocks)),
+    }
+    return [
+        (cached_launch(call, kernel, lambda k=kernel, g=grid: Launch(k, g, (CHUNK,), warps=1)), arguments)
+        for kernel, (grid, arguments) in given.items()
+    ]

@@ -172,14 +172,16 @@ def packed_block_list_kernel(
     OUTER: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, BY_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """The same of packed sequences, for one tile of the table of `own`. Full tiles are inside of the sequence, whatever
-    offsets say that begin where others have not ended."""
+    offsets say that begin where others have not ended. Blocks without rows in use have empty lists."""
     b, h, _, start = tile_of(own, heads, s, OUTER, LAST_FIRST)
     _, first, _, length = extent(own, b, s)
     _, other_first, _, other_length = extent(other, b, other_s)
-    if start < length:
+    row = h.to(tl.int64) * outers + block_number(own, heads, start, OUTER)
+    if start >= length:
+        tl.store(index + row * inners, 0)
+    else:
         first_q = other_first if BY_KEYS else first
         states += (h.to(tl.int64) * n_q + blocks_before(own, b, first_q, TILE)) * n_k
-        row = h.to(tl.int64) * outers + block_number(own, heads, start, OUTER)
         block = start // OUTER
         tiles = tl.cdiv(other_length, INNER)
         n_outer = tl.cdiv(length, TILE)
@@ -214,3 +216,38 @@ def _write_list(
     tl.store(index, 0, mask=full_at == 0)
     tl.store(count, partial)
     tl.store(count + 1, full_at)
+
+
+@triton.jit(do_not_specialize=["inners", "blocks"])
+def mark_kernel(ranks, index, count, inners, blocks, CHUNK: tl.constexpr):
+    """Ones in ranks, int32 (lists, blocks), of zeros: where a list has a tile. One without a tile visits tile 0."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.maximum(tl.load(count + 2 * row + 1), 1)
+    for start in range(0, total, CHUNK):
+        # [CHUNK]
+        place = start + tl.arange(0, CHUNK)
+        tile = tl.load(index + row * inners + place, mask=place < total, other=0)
+        tl.store(ranks + row * blocks + tile, 1, mask=place < total)
+
+
+@triton.jit(do_not_specialize=["outers", "blocks"])
+def ranks_kernel(ranks, table, outers, blocks, CHUNK: tl.constexpr):
+    """ranks, of `mark_kernel`, as `block_lists.ranks` says, in place: CHUNK blocks of one head."""
+    # [CHUNK]
+    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    head = ranks + tl.program_id(0).to(tl.int64) * outers * blocks + place
+    later = place * 0
+    following = outers * 0 - 1  # where the next list's sequence begins in the table
+    for i in range(outers):
+        number = outers - 1 - i
+        rank = later
+        row = head + number.to(tl.int64) * blocks
+        mark = tl.load(row, mask=place < blocks, other=0)
+        if table is not None:
+            total = tl.load(table)
+            first = tl.where(number < total, tl.load(table + 3 + 2 * tl.minimum(number, total - 1)), -1)
+            later = tl.where(first == following, later, 0)
+            rank = tl.where(number < total, later, number - total)
+            following = first
+        tl.store(row, rank, mask=place < blocks)
+        later += mark

@@ -62,7 +62,7 @@ def features() -> Iterator[str]:
     yield from (f"triton {name} 16bit d64/64 full one_distance" for name in ("captured_gradients", "level_sums"))
     yield from (f"triton {name} 16bit d128/128 masked bias" for name in ("forward", "dkdv", "dq", "captured_gradients"))
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
-    lists = (name for name in SHARED if name.endswith(("states", "list")))
+    lists = (name for name in SHARED if name.endswith(("states", "list", "mark", "ranks")))
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))

@@ -69,7 +69,7 @@ def backward(
             call.launches[key] = plan
         mask = block_lists.record(call, config.block_q, config.block_k, by_keys=True)
         spans = sequences.spans(call, sequences.table(call, 1, config.block_k) if packed else None)
-        space = workspace(plan, q.device, mask, spans)
+        space = workspace(call, plan, mask, spans)
         delta = per_row(call, call.sink is not None)
         space = *space, counter(q.device) if config.stays else None, delta
         saved = Saved(dout, saved.dlse, out, saved.lse)
@@ -85,16 +85,17 @@ def backward(
 
 
 def workspace(
-    plan: BackwardPlan, device: torch.device, mask: masks.DeviceMask, spans: tuple[Any, Any]
+    call: Call, plan: BackwardPlan, mask: masks.DeviceMask, spans: tuple[Any, Any]
 ) -> tuple[Tensor, Tensor, Tensor, DQSemaphore | None]:
     """neg_delta, neg_lse, dq_accum and the semaphore for it."""
+    device = call.q.device
     neg_delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
     neg_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
     dq_accum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
     if plan.ranks is None:
         return neg_delta, neg_lse, dq_accum, None
     if mask.block_sparse.value:
-        ranks = block_lists.ranks(mask.block_lists, plan.ranks[2], sequences.tiles_of(spans[1]))
+        ranks = block_lists.ranks(call, mask.block_lists, plan.ranks[2], sequences.tiles_of(spans[1]))
     else:
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     counts = torch.zeros(plan.counters, dtype=torch.int32, device=device)
