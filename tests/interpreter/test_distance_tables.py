@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Packed, attention, causal, relative_bias, t5_bias, window
+from saccade import Dense, Packed, attention, causal, dispatch, relative_bias, t5_bias, window
 from saccade.backends.device import distance_tables, level_sums
 from saccade.backends.device.level_sums import LevelSums
 from saccade.call import Call
@@ -180,5 +180,6 @@ def test_sums_beyond_the_reach(mask: str, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(LevelSums, "of", counted)
         assert error() > 0.1
+    dispatch.forget()
     monkeypatch.setattr(level_sums, "launch", lambda *arguments: lambda *arguments: None)
     assert error() > 0.1

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,19 +16,24 @@ from torch import Tensor
 
 from saccade.backends import Saved
 from saccade.backends.device import level_sums, positions, scores
-from saccade.backends.device.arguments import tile_arguments
+from saccade.backends.device.arguments import precision, tile_arguments
 from saccade.backends.device.captured_gradients_kernel import (
     as_integers,
     captured_gradients_kernel,
     in_any_order,
     largest,
+    results_kernel,
 )
-from saccade.backends.device.gradients import aligned_rows
-from saccade.backends.device.launch import on_device
+from saccade.backends.device.gradients import aligned_rows, specialised
+from saccade.backends.device.launch import Launch, cached_launch, on_device
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.recompute import recompute_blocks, recompute_launch
+from saccade.backends.device.records import runtime_int
 from saccade.call import Call
 from saccade.scores import Traced
+
+BLOCK = 1024
+"""Numbers of one program of `results_kernel`."""
 
 
 def gradients(
@@ -64,9 +70,9 @@ def gradients(
 
         many = len(score.program.reads) * call.q.shape[:3].numel() * call.k.shape[2]
         deterministic = call.deterministic and shared
-        sums = iter(_repeatable(shared, accumulate, many) if deterministic else _in_any_order(shared, accumulate))
-    gradients = (own[i] if i in single else next(sums) if want else made.get(i) for i, want in enumerate(wanted))
-    return [None if x is None else x.to(t.dtype) for x, t in zip(gradients, score.tensors, strict=True)]
+        add_up = partial(_repeatable, many=many) if deterministic else _in_any_order
+        sums = iter(add_up(call, shared, accumulate))
+    return [own[i] if i in single else next(sums) if want else made.get(i) for i, want in enumerate(wanted)]
 
 
 def alone(call: Call, score: Traced, wanted: Sequence[bool]) -> frozenset[int]:
@@ -82,26 +88,34 @@ Accumulate = Callable[[Any, Sequence[Any]], None]
 """Runs the kernel, with the function that adds and the sums that it adds to."""
 
 
-def _in_any_order(captured: Sequence[Tensor], accumulate: Accumulate) -> list[Tensor]:
+def _in_any_order(call: Call, captured: Sequence[Tensor], accumulate: Accumulate) -> list[Tensor]:
     sums = [torch.zeros(x.shape, device=x.device) for x in captured]
     accumulate(in_any_order, sums)
-    return sums
+    return [x if x.dtype == t.dtype else _result(call, x, t) for x, t in zip(sums, captured, strict=True)]
 
 
-def _repeatable(captured: Sequence[Tensor], accumulate: Accumulate, many: int) -> list[Tensor]:
+def _repeatable(call: Call, captured: Sequence[Tensor], accumulate: Accumulate, many: int) -> list[Tensor]:
     """`many`: more values than can meet in one place."""
-    tops = torch.zeros(len(captured), dtype=torch.int32, device=captured[0].device)
-    accumulate(largest, tops.unbind())
+    tops = torch.zeros(len(captured), dtype=torch.int32, device=captured[0].device).unbind()
+    accumulate(largest, tops)
     # All of them, of the largest size, stay below 2^62.
-    room = 62 - math.ceil(math.log2(max(many, 1)))
-    top = tops.view(torch.float32)
-    # 2^shift: exact in every product. A top of NaN or infinity, of which there is no integer, comes out as NaN.
-    shift = (room - torch.frexp(top).exponent).clamp(-120, 120)
-    unit = torch.ldexp(torch.ones_like(top), shift)
+    room = runtime_int(62 - math.ceil(math.log2(max(many, 1))))
     sums = [torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in captured]
-    accumulate(as_integers, list(zip(sums, unit.unbind(), strict=True)))
-    broken = torch.where(top.isfinite(), 0.0, torch.nan)
-    return [(x.double() / unit[i] + broken[i]).float() for i, x in enumerate(sums)]
+    accumulate(as_integers, [(x, top, room) for x, top in zip(sums, tops, strict=True)])
+    return [_result(call, x, t, top, room) for x, t, top in zip(sums, captured, tops, strict=True)]
+
+
+def _result(call: Call, sums: Tensor, captured: Tensor, top: Tensor | None = None, room: int = 0) -> Tensor:
+    """The gradient of a captured tensor by its sums; `top` and `room` as `results_kernel` takes them."""
+    made = torch.empty(captured.shape, dtype=captured.dtype, device=captured.device)
+    if made.numel():
+        results_launch(call, made)(made.device.index, (made, sums, top, room, made.numel()))
+    return made
+
+
+def results_launch(call: Call, made: Tensor) -> Launch:
+    grid = -(-made.numel() // BLOCK), 1, 1
+    return cached_launch(call, ("results", grid, made.dtype), lambda: Launch(results_kernel, grid, (BLOCK,)))
 
 
 def _accumulate(
@@ -111,14 +125,17 @@ def _accumulate(
         return lambda add, sums: None
     operands, arguments = tensors(call, saved), tile_arguments(call, *recompute_blocks(call), fast=fast)
     scatter = scores.scatter(call, wanted, alone, fast)
+    near = (0, 0) if levels is None else (levels.block_q, levels.block_k)
+    key = tuple(wanted), alone, fast, near, precision(), *specialised(operands[3:5], operands[5:])
 
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
-        near = (0, 0) if levels is None else (levels.block_q, levels.block_k)
         constants = tl.constexpr(add), scatter, *map(tl.constexpr, near)
-        launch = recompute_launch(captured_gradients_kernel, call, *constants)
+        make = partial(recompute_launch, captured_gradients_kernel, call, *constants)
+        launch = cached_launch(call, ("captured", add, *key), make)
         launch(call.q.device.index, (*operands, tuple(sums), *arguments))
         if levels is not None:
-            rest = level_sums.launch(call, levels, add, wanted, fast)
+            make = partial(level_sums.launch, call, levels, add, wanted, fast)
+            rest = cached_launch(call, ("levels", *key), make)
             rest(call.q.device.index, level_sums.arguments(call, levels, sums))
 
     return accumulate

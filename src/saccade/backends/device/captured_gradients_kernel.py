@@ -26,7 +26,11 @@ from saccade.backends.device.q_block import (
     weight_gradient,
     within,
 )
+from saccade.backends.device.records import plain_int
 from saccade.backends.device.tiles import in_units
+
+_INFINITY = tl.constexpr(0x7F800000)
+"""The bits of a float32."""
 
 
 @triton.jit
@@ -45,9 +49,16 @@ def largest(top, place, value):
 
 
 @triton.jit
+def unit(top, room):
+    """A power of two, exact in every product, with which values up to `top`, float32 bits, stay below 2^room."""
+    shift = tl.minimum(tl.maximum(room + 126 - (top >> 23), -120), 120)
+    return ((shift + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def as_integers(total, place, value):
-    """Adds multiples of 1 / unit, int64, of which every order gives the same sum. total: sums and unit."""
-    whole = tl.floor(value * tl.load(total[1]) + 0.5)
+    """Adds multiples of 1 / unit, int64, of which every order gives the same sum. total: sums, a top and its room."""
+    whole = tl.floor(value * unit(tl.load(total[1]), plain_int(total[2])) + 0.5)
     tl.atomic_add(total[0] + place, whole.to(tl.int64), mask=whole != 0, sem="relaxed")
 
 
@@ -137,3 +148,17 @@ def captured_gradients_kernel(
         start = core_start(mask, tiles, step, shape.BLOCK_K)
         level = level_at(tiles, levels, start) if tiles.near is not None else None
         _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, False, level)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["top"])
+def results_kernel(made, sums, top, room, count, BLOCK: tl.constexpr):
+    """made = sums, in made's dtype; of integers with a `top` as `as_integers` adds them. A top of NaN or infinity, of
+    which there is no integer, comes out as NaN."""
+    # [BLOCK]
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + place, mask=place < count)
+    if top is not None:
+        bits = tl.load(top)
+        value = (value.to(tl.float64) / unit(bits, plain_int(room)).to(tl.float64)).to(tl.float32)
+        value = tl.where(bits >= _INFINITY, float("nan"), value)
+    tl.store(made + place, value.to(made.dtype.element_ty), mask=place < count)

@@ -139,7 +139,7 @@ def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
 
 SHARED = (
     "order", "captured_gradients", "level_sums", "row_totals", "sink", "tile_states", "block_list",
-    "packed_tile_states", "packed_block_list", "mark", "ranks",
+    "packed_tile_states", "packed_block_list", "mark", "ranks", "results",
 )  # fmt: skip
 
 
@@ -168,6 +168,9 @@ def compiled(kernel: str, call: Call) -> Any:
         arguments = *row_totals.tensors(call, saved, saved), *arguments
     elif kernel == "sink":
         launch, arguments = sink_launch(call.replace(sink=torch.empty(2)), lse, lse, 1.0, torch.empty(2))
+    elif kernel == "results":
+        launch, made = captured_gradients.results_launch(call, lse), lse.long()
+        arguments = lse.bfloat16(), made, made[0, 0].int(), runtime_int(40), lse.numel()
     elif kernel in ("mark", "ranks"):
         index = torch.empty(1, 1, 4, 4, dtype=torch.int32)
         found = block_lists.BlockLists(index, index, *map(runtime_int, (1, 1, 1)))

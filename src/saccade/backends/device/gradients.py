@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ def padded(x: Tensor) -> Tensor:
     whole = ALIGNMENT // x.element_size()
     copy = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
     return copy.copy_(x)
+
+
+def specialised(operands: Iterable[TensorArgs], rows: Iterable[Tensor | None]) -> tuple[Any, ...]:
+    """What Triton specialises for and the Call's key does not hold: how a gradient's tensors lie, such as dout, and
+    what belongs to rows."""
+    units = (x.value for y in operands for x in (y.unit, y.wide))
+    return *units, *(None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
 
 
 def sink_gradient(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:

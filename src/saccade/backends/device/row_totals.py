@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.backends.device.arguments import precision, tile_arguments
-from saccade.backends.device.gradients import aligned_rows
+from saccade.backends.device.gradients import aligned_rows, specialised
 from saccade.backends.device.launch import cached_launch, on_device
 from saccade.backends.device.recompute import recompute_blocks, recompute_launch
 from saccade.backends.device.records import TensorArgs
@@ -41,9 +40,7 @@ def divide_gradients(call: Call, saved: Saved, fast: bool = False) -> Saved:
     with on_device(call.q):
         operands = tensors(call, replace(saved, dlse=dlse), divided)
         _, _, dout, weighted, *rows = operands[:6]
-        # What Triton specialises for and the Call's key does not hold: how dout and what belongs to rows lie.
-        lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
-        key = "totals", fast, *(x.value for y in (dout, weighted) for x in (y.unit, y.wide)), *lies, precision()
+        key = "totals", fast, precision(), *specialised((dout, weighted), rows)
         launch = cached_launch(call, key, lambda: recompute_launch(row_totals_kernel, call))
         arguments = tile_arguments(call, *recompute_blocks(call), fast=fast, reads=False)
         launch(call.q.device.index, (*operands, *arguments))

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from saccade import configs
-from saccade.alignment import ALIGNMENT
 from saccade.backends import Outputs, Saved
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
-from saccade.backends.device.gradients import aligned_rows, sink_gradient
+from saccade.backends.device.gradients import aligned_rows, sink_gradient, specialised
 from saccade.backends.device.launch import Launch, cached_launch, on_device, per_row, without_scores
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, TensorArgs
@@ -73,10 +72,7 @@ def backward(
         block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
         grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
         out = aligned_rows(saved.out)
-        # What Triton specialises for and the Call's key does not hold.
-        lies = (None if x is None else x.data_ptr() % ALIGNMENT for x in rows[:2])
-        key = "delta", *(x.value for y in (dout, out) for x in (y.unit, y.wide)), *lies
-        sizes = v.shape[3], block_q, block_d(v.shape[3])
+        sizes, key = (v.shape[3], block_q, block_d(v.shape[3])), ("delta", *specialised((dout, out), rows[:2]))
         preprocess = cached_launch(call, key, lambda: Launch(delta_kernel, grid, sizes))
         preprocess(q.device.index, (dout, out, *rows))
         operands = (*(operand(call, name) for name in ("q", "k", "v")), dout)
