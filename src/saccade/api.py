@@ -166,9 +166,10 @@ def attention(
         )  # fmt: skip
         return _returned(result, lse, max_scores, return_lse, return_max_scores)
     found = None
-    if isinstance(q, Tensor) and descale is None and not torch.compiler.is_compiling() and not replay.on_host(q):
+    if isinstance(q, Tensor) and not torch.compiler.is_compiling() and not replay.on_host(q):
         flags = return_lse, return_max_scores, deterministic
-        found = replay.of_arguments(q, k, v, mask, score_mod, layout, scale, sink, dropout_p, flags, backend, out)
+        given = mask, score_mod, layout, scale, sink, dropout_p, flags, backend, out, descale
+        found = replay.of_arguments(q, k, v, *given)
         if found is not None and (results := ops.replayed(found)) is not None:
             result, lse, max_scores = results
             return _returned(result if out is None else out, lse, max_scores, return_lse, return_max_scores)

@@ -259,21 +259,65 @@ def test_whatever_else_a_call_does_is_not_repeated(launch: Launch) -> None:
     works = {
         "an operation": lambda x, y: launched(x + 1, y),
         "a copy": lambda x, y: launched(x.mT.contiguous(), y),
-        "zeros": lambda x, y: launched(x, y, torch.zeros(8, 8)),
+        "wide numbers": lambda x, y: launched(x, y, torch.full((8, 8), 3, dtype=torch.int64)),
+        "a part that is filled": lambda x, y: [launched(x, y)[0][:, :4].zero_()],
         "another tensor": lambda x, y: launched(x, kept),
         "part of a result": lambda x, y: [launched(x, y)[0][1:]],
-        "an operand": lambda x, y: [launched(x, y) and x],
+        "a part of an operand": lambda x, y: [launched(x, y) and x[1:]],
         "no launch": lambda x, y: [torch.empty(8, 8)],
     }
     given = torch.zeros(8, 8), torch.zeros(8, 8)
     assert recorded(launched, *given) is not None
     for what, work in works.items():
         assert recorded(work, *given) is None, what
-    one = torch.zeros(2, 8, 8)  # a view of memory that two operands share may belong to either
-    assert recorded(launched, one[0], one[1]) is not None
-    assert recorded(lambda x, y: launched(x[1:], y), one[0], one[1]) is None
+    one = torch.zeros(2, 8, 8)  # operands of one piece of memory: an argument belongs to that whose element it is
+    assert recorded(lambda x, y: launched(x[1:], y), one[0], one[1]) is not None
+    assert recorded(lambda x, y: launched(x, y[2:]), one[0], one[0]) is not None  # a key says that they are one
+    assert recorded(lambda x, y: launched(x, y[2:]), one[0], one[0, 2:]) is None  # or which of two
     launch.compiled = None
     assert recorded(launched, *given) is None
+
+
+def test_fills_are_done_again(launch: Launch, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory that a call allocates, returns or is given, with any pattern of at most four bytes."""
+
+    def work(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        out, halves = torch.full((4, 2), -torch.inf), torch.empty(6, dtype=torch.bfloat16).fill_(1)
+        launch(None, (x, y.zero_(), out, torch.zeros(3, dtype=torch.int64), 3))
+        launch(None, (x, y, halves, torch.zeros(0), 3))
+        return [out, y]
+
+    filled: list[tuple[int, int, int, int]] = []
+    for width in (1, 2, 4):
+
+        def fill(place: Any, pattern: int, many: Any, stream: Any, width: int = width) -> int:
+            filled.append((width, pattern, many.value, place.value))
+            return 0
+
+        monkeypatch.setattr(driver, f"cuMemsetD{8 * width}Async", fill, raising=False)
+    repeat = recorded(work, torch.zeros(8, 8), torch.ones(8, 8))
+    others = torch.zeros(8, 8), torch.zeros(8, 8)
+    (out, same), seen = started(driver, monkeypatch, repeat, *others)
+    assert same is None  # the operand itself
+    assert [x[:3] for x in filled] == [(4, 0xFF800000, 8), (2, 0x3F80, 6), (1, 0, 256), (1, 0, 24)]
+    assert [x[3] for x in filled] == [out.data_ptr(), seen[1][2], others[1].data_ptr(), seen[0][3]]
+
+
+def test_what_lives_on_is_read_on_its_stream(launch: Launch, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = torch.zeros(8)
+
+    def work(x: Tensor, y: Tensor) -> list[Tensor]:
+        replay.note_kept(lists)
+        out = torch.empty(8, 8)
+        launch(None, (x, y, out, lists[2:], 3))
+        return [out]
+
+    repeat = recorded(work, torch.zeros(8, 8), torch.zeros(8, 8))
+    assert repeat.ready()
+    _, seen = started(driver, monkeypatch, repeat, torch.zeros(8, 8), torch.zeros(8, 8))
+    assert seen[0][3] == lists.data_ptr() + 8
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 8, raising=False)
+    assert not repeat.ready()
 
 
 def test_hooks_end_repeats(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +341,7 @@ from saccade.backends.device.replay import Recorder
 
 with Recorder() as watched:
     torch.empty(4).view(2, 2)
-assert len(watched.allocated) == 1 and not watched.fails
+assert len(watched.allocated) == 1 and not watched.obstacle
 print(*sorted({"sympy", "torch._dynamo", "torch._inductor"} & {*sys.modules}))
 """
 

@@ -1,17 +1,13 @@
 """Calls that repeat an earlier one: what a key holds, and what takes the long way.
 
-The cpu backend stands in for one with kernels. Its repeats compute what the call did, on what lies at the addresses
-that they get, as kernels do; so a key that lacks something gives another call's result, which the long way does not.
+`done` (conftest.py) has the cpu backend stand in for one with kernels.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,110 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import Dense, alibi, attention, causal, scores, softcap, window
-from saccade.backends import cpu
-from saccade.call import flatten, unflatten
 from saccade.errors import Unsupported
-from saccade.ops import execution, replay
+from saccade.ops import replay
 
 bind = importlib.import_module("saccade.scores.bind")
 """By name, as the package holds its function."""
-
-
-class Replay:
-    """Does a call again on what lies at other addresses."""
-
-    static = None
-
-    def __init__(self, work: Any, operands: list[Tensor], done: list[str]) -> None:
-        self.plan, self.call, self.rest = work.args
-        self.operands = operands
-        self.lies = [(x.shape, x.stride(), x.dtype) for x in operands]
-        self.function, self.done = work.func, done
-        self.backward = self.function is execution._planned_backward
-        self.stopped = False
-
-    def ready(self) -> bool:
-        return not self.stopped
-
-    def __call__(self, addresses: list[int]) -> list[Tensor | None]:
-        self.done.append("backward" if self.backward else "forward")
-        given = [at(address, *lie) for address, lie in zip(addresses, self.lies, strict=True)]
-        others = {id(x): y for x, y in zip(self.operands, given, strict=True)}
-        rest, flat = self.rest, [other(x, others) for x in flatten(self.call, self.plan.backend)]
-        out = self.call.given[3]
-        call, _ = unflatten(*flat, out=None if out is None else others[id(out)])
-        if self.backward:
-            dout, out, lse = given[:3]
-            dlse = None if rest.dlse is None else given[3]
-            views = {"dout": call.layout.canonical(dout), "out": call.layout.canonical(out)}
-            rest = replace(rest, **views, lse=lse, dlse=dlse)
-        with torch._C._AutoDispatchBelowAutograd():
-            results = list(self.function(self.plan, call.planned({}), rest))
-        return [None if x is out and not self.backward else x for x in results]
-
-
-def other(x: Any, others: dict[int, Tensor]) -> Any:
-    """What stands in the place of an operand."""
-    if isinstance(x, (list, tuple)):
-        return [other(y, others) for y in x]
-    return others[id(x)] if isinstance(x, Tensor) else x
-
-
-def at(address: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What lies in memory."""
-    size = 1 + sum((n - 1) * m for n, m in zip(shape, strides, strict=True))
-    raw = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides)
-
-
-class Recorder:
-    """What `Found.recorded` asks a backend for."""
-
-    compiles = False
-
-    def __init__(self, done: list[str]) -> None:
-        self.done, self.work = done, None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *of: Any) -> None:
-        pass
-
-    def replay(self, operands: list[Tensor], results: Any) -> Replay | None:
-        known = {*map(id, operands)}
-        plan, call, _ = self.work.args
-        read = [x for of in flatten(call, plan.backend) for x in (of if isinstance(of, (list, tuple)) else [of])]
-        unknown = [x for x in read if isinstance(x, Tensor) and id(x) not in known]
-        return None if unknown else Replay(self.work, operands, self.done)
-
-
-@pytest.fixture
-def done(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What was replayed."""
-    done: list[str] = []
-    recorders: list[Recorder] = []
-
-    def recorder() -> Recorder:
-        recorders.append(Recorder(done))
-        return recorders[-1]
-
-    recorded = replay.Found.recorded
-
-    def noted(self: Any, module: Any, more: Any, work: Callable[[], Any]) -> Any:
-        def noted_work() -> Any:
-            for one in recorders:
-                one.work = one.work or work
-            return work()
-
-        return recorded(self, module, more, noted_work)
-
-    monkeypatch.setattr(replay.Found, "recorded", noted)
-    monkeypatch.setattr(replay, "on_host", lambda x: False)
-    monkeypatch.setattr(cpu, "recorder", recorder, raising=False)
-    replay.forget()
-    yield done
-    replay.forget()
 
 
 def operands(s: int = 8, *, grad: bool = False, dtype: torch.dtype = torch.bfloat16, order: str = "bhsd") -> Any:
@@ -452,7 +349,7 @@ def test_a_repeat_that_may_not_run(done: list[str]) -> None:
         gradients(given, given[0].detach())
     done.clear()
     for entry in replay._replays._entries.values():
-        if isinstance(entry.value, Replay):
+        if hasattr(entry.value, "stopped"):
             entry.value.stopped = True
     check(attention(*given), given)
     check_gradients(given, given[0].detach())

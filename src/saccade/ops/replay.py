@@ -25,7 +25,8 @@ from saccade import dispatch, scores
 from saccade.alignment import ALIGNMENT
 from saccade.arguments import PLAIN, watched
 from saccade.bounded_cache import BoundedCache
-from saccade.call import Call, Static, flatten
+from saccade.call import Call, Static, flatten, needs_gradient
+from saccade.descale import Descale
 from saccade.dropout import Dropout
 from saccade.layouts import Layout
 from saccade.masks import Blocked, Mask, MaskMod, Window, as_mask
@@ -194,13 +195,14 @@ def of_arguments(
     flags: tuple[Any, Any, Any],
     backend: Any,
     out: Any,
+    descale: Any,
 ) -> Found | None:
-    """A call of 16 or 32 bits by its arguments; None of one that takes the long way.
+    """A call by its arguments; None of one that takes the long way.
 
     Args:
         flags: `return_lse`, `return_max_scores` and `deterministic`.
     """
-    plain = type(dropout_p) is float and type(backend) is str and _FLAGS.issuperset(map(type, flags))
+    plain = type(dropout_p) in (float, int) and type(backend) is str and _FLAGS.issuperset(map(type, flags))
     if not plain or not isinstance(layout, Layout) or layout.validate or not isinstance(q, Tensor):
         return None
     # 0.0, which -0.0 is equal to
@@ -212,7 +214,11 @@ def of_arguments(
     grad = torch.is_grad_enabled()
     needs = grad and any(map(_requires_grad, tensors))
     masked: Any = None
-    others = layout.tensors
+    others, scaled = layout.tensors, None
+    if descale is not None:
+        if needs or (scaled := _factors(descale)) is None:
+            return None
+        others = *others, *scaled.tensors
     if type(mask) is Window:
         masked = mask.left, mask.right
     elif mask is not None:
@@ -222,7 +228,7 @@ def of_arguments(
     deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
     static = (
         layout.text, layout.ints, layout.bounds, masked, scale, sunk, flags, deterministic, backend, dropout_p,
-        _settings(q),
+        scaled and scaled.static, _settings(q),
     )  # fmt: skip
     if score_mod is not None:
         if type(score_mod) is Softcap:
@@ -240,14 +246,23 @@ def _is_cast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
 
 
-class _Bound(NamedTuple):
-    """A mask as a key holds it."""
+class _Part(NamedTuple):
+    """A mask, or factors, as a key holds them."""
 
     static: Hashable
     tensors: Sequence[Tensor]
 
 
-def _bound(mask: Any) -> _Bound | None:
+def _factors(descale: Any) -> _Part | None:
+    """None of numbers, of which each call makes tensors, and of a shift, which is added to what a call returns."""
+    given = (descale.q, descale.k, descale.v) if isinstance(descale, Descale) else (1.0,)
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    if len(tensors) + given.count(None) < len(given) or descale.shift is not None:
+        return None
+    return _Part((descale.backward, *map(is_, given, (None,) * 3)), tensors)
+
+
+def _bound(mask: Any) -> _Part | None:
     """None of what is no mask, which the long way refuses."""
     try:
         mask = mask if isinstance(mask, Mask) else as_mask(mask)
@@ -257,7 +272,7 @@ def _bound(mask: Any) -> _Bound | None:
     if isinstance(mask, Blocked):  # how often its tensors were written decides whether its states hold
         return None
     forms = tuple([leaf.form for leaf in mask.leaves() if isinstance(leaf, MaskMod)])
-    return _Bound((mask.identity, mask.lower, mask.numbers, forms), mask.tensors)
+    return _Part((mask.identity, mask.lower, mask.numbers, forms), mask.tensors)
 
 
 def _with_gradients(
@@ -338,9 +353,11 @@ def _of_flat(
     return _find(static, operands) if out is None else _find((*static, "out"), (*operands, out), 1)
 
 
-def of_tensors(static: Hashable, tensors: Sequence[Tensor], written: int) -> Found | None:
-    """A call of another operator, whose last tensors are written to."""
-    return None if on_host(tensors[0]) or watched() else _find(static, tensors, written)
+def of_tensors(static: Hashable, tensors: Sequence[Any], written: int = 0) -> Found | None:
+    """A call of another function, which has no gradients and writes to the last tensors."""
+    if not PLAIN.issuperset(map(type, tensors)) or on_host(tensors[-1]) or watched():
+        return None
+    return None if needs_gradient(*tensors) else _find(static, tensors, written)
 
 
 def of_call(call: Call, backend: str, lse: bool) -> Found | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade import block_sparsity
-from saccade.backends.device import masks, sequences, visits
+from saccade.backends.device import masks, replay, sequences, visits
 from saccade.backends.device.block_lists_kernel import (
     block_list_kernel,
     mark_kernel,
@@ -95,7 +95,11 @@ def build(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> Bloc
         return index, count
 
     key = "lists", *blocks, by_keys, *lengths
-    index, count = derived(key, [tile_states], write_lists) if outlives else write_lists()
+    if outlives:  # they are of the call's key alone
+        index, count = derived(key, [tile_states], write_lists)
+        replay.note_kept(index, count)
+    else:
+        index, count = write_lists()
     strides = h * outers if b > 1 else 0, outers if h > 1 else 0, inners
     return BlockLists(index, count, *map(runtime_int, strides))
 

@@ -53,15 +53,21 @@ class Replay:
         workspace: int,
         launches: Sequence[PackedLaunch | Fill],
         counter: Callable[[torch.device], Tensor] | None,
+        kept: Sequence[Tensor],
     ) -> None:
         self.device, self.index, self.counter = device, device.index or 0, counter
         self.results, self.workspace, self.launches = results, workspace, launches
+        self.kept, self.kept_at = kept, [x.data_ptr() for x in kept]
+        self.stream = torch._C._cuda_getCurrentRawStream(self.index) if kept else None
         self.static: Any = None
         """See `saccade.ops.replay`."""
 
     def ready(self) -> bool:
-        """Whether it may run: on the current device, where nothing listens to launches."""
-        return torch._C._cuda_getDevice() == self.device.index and not hooked()
+        """Whether it may run: on the current device, where nothing listens to launches; and where it reads what an
+        earlier call computed, on that one's stream."""
+        if torch._C._cuda_getDevice() != self.device.index or hooked():
+            return False
+        return self.stream is None or torch._C._cuda_getCurrentRawStream(self.index) == self.stream
 
     def __call__(self, addresses: Sequence[int]) -> list[Tensor | None]:
         """What the call returns; None for a result that is an operand. `addresses` are those of its operands; the
@@ -80,6 +86,9 @@ class Replay:
         if self.counter is not None:
             drawn = self.counter(self.device)
             places.append(drawn.data_ptr())
+        else:
+            places.append(0)
+        places += self.kept_at
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         for launch in self.launches:
             launch(self.index, stream, places)
@@ -152,6 +161,7 @@ class Recorder(DispatchMode):
         self.started: list[_Started | tuple[Tensor, Any]] = []
         """launches, and tensors with the number that fills them"""
         self.drawn: tuple[Tensor, Callable[[torch.device], Tensor]] | None = None
+        self.kept: list[Tensor] = []
         self.obstacle: str | None = None
         """What the call did besides."""
         self.compiles = False
@@ -179,7 +189,7 @@ class Recorder(DispatchMode):
         """What was recorded, of a call that had these operands and returned these results."""
         if self.obstacle or self.compiles or not self.started:
             return None
-        device, places = operands[0].device, _Memory(operands, self.drawn)
+        device, places = operands[0].device, _Memory(operands, self.drawn, self.kept)
         for x in results:
             if not places.add_result(x, self.allocated):
                 self.obstacle = "a result that is a part of a piece of memory"
@@ -196,7 +206,7 @@ class Recorder(DispatchMode):
             launches.append(launch)
         made = [None if x is None else _Result(tuple(x.shape), x.stride(), x.dtype) for x in places.results]
         counter = None if self.drawn is None else self.drawn[1]
-        return Replay(device, made, places.workspace, launches, counter)
+        return Replay(device, made, places.workspace, launches, counter, self.kept)
 
 
 def new_recorder() -> Recorder | None:
@@ -231,15 +241,23 @@ def note_counter(drawn: Tensor, counter: Callable[[torch.device], Tensor]) -> No
         recorder.drawn = drawn, counter
 
 
+def note_kept(*tensors: Tensor) -> None:
+    """Tells it of memory that lives on: what was computed of the call's key alone, on this stream."""
+    recorder = current()
+    if recorder is not None:
+        recorder.kept += tensors
+
+
 _ALIGNMENT = 512
 """Bytes between pieces of memory, as between allocations of their own."""
 
 
 class _Memory:
-    """Where the tensors of a call are: operands, results, one piece of memory for all else, the counter."""
+    """Where the tensors of a call are: operands, results, one piece of memory for all else, the counter, what lives
+    on."""
 
-    def __init__(self, operands: Sequence[Tensor], drawn: tuple[Tensor, Any] | None) -> None:
-        self.operands, self.drawn = operands, drawn
+    def __init__(self, operands: Sequence[Tensor], drawn: tuple[Tensor, Any] | None, kept: Sequence[Tensor]) -> None:
+        self.operands, self.drawn, self.kept = operands, drawn, kept
         self.results: list[Tensor | None] = []
         """None where the call returns nothing, or an operand"""
         self.in_workspace: dict[int, tuple[Tensor, int]] = {}
@@ -273,7 +291,10 @@ class _Memory:
         behind += len(self.results)
         if (mine := self.in_workspace.get(_memory(x))) is not None:
             return behind, mine[1] + int(x.storage_offset()) * x.element_size()
-        return (behind + 1, 0) if self.drawn is not None and x is self.drawn[0] else None
+        if self.drawn is not None and x is self.drawn[0]:
+            return behind + 1, 0
+        kept = [i for i, y in enumerate(self.kept) if _same_memory(x, y)]
+        return (behind + 2 + kept[0], x.data_ptr() - self.kept[kept[0]].data_ptr()) if kept else None
 
 
 def _memory(x: Tensor) -> int:

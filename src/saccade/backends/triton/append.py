@@ -15,6 +15,7 @@ from saccade.backends import Append, Rotary
 from saccade.backends.device.descale import DescaleArgs, FactorArgs
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
+from saccade.backends.device.replay import new_recorder as recorder
 from saccade.backends.triton.append_kernel import Angles, AppendShape, append_kernel
 from saccade.backends.triton.paged import many, page_table
 from saccade.backends.triton.paged_tiles import PageTable
@@ -22,6 +23,8 @@ from saccade.backends.triton.quantize import TYPES, converts
 from saccade.bounded_cache import BoundedCache
 from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
+
+__all__ = ["append", "recorder"]
 
 
 def append(call: Append) -> Tensor | None:

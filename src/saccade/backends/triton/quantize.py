@@ -16,6 +16,7 @@ from saccade.backends import Quantization, rotated_elements
 from saccade.backends.device.eight_bits import converts
 from saccade.backends.device.launch import Launch, multiprocessors, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
+from saccade.backends.device.replay import new_recorder as recorder
 from saccade.backends.device.sequences import spans_of
 from saccade.backends.triton import quantize_kernel as kernels
 from saccade.backends.triton.mean_kernel import PARTS, mean_kernel, mean_parts_kernel
@@ -34,6 +35,8 @@ _KERNELS = {
     "parts": mean_parts_kernel,
     "mean": mean_kernel,
 }
+
+__all__ = ["mean", "quantize", "recorder"]
 
 
 def quantize(call: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
