@@ -1,7 +1,9 @@
-"""The host's time for a small call beside SDPA's: eager, with gradients, compiled, with functions, by other names.
+"""The host's time for a small call beside SDPA's: eager, with gradients, compiled, with functions, by other names; and
+of every layout and mask beside the best of SDPA, `varlen_attn` and FlashAttention-3 that can do the call.
 
-    python benchmarks/host.py [--rounds 7] [--out rows.jsonl]        about 150 s on one GPU, most of it compiling
+    python benchmarks/host.py [--rounds 7] [--out rows.jsonl]        about 200 s on one GPU, most of it compiling
     python benchmarks/host.py --modes training --calls gluon
+    python benchmarks/host.py --modes layouts                        FA3_LIBRARY names FlashAttention-3's library
 
 One call of `1 8 128 64`, bf16, many times without a synchronization. All calls of a mode take turns, in an order that
 changes in every round; a row has the median in microseconds, its ratio to SDPA's of the same mode, and for score
@@ -21,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import host_layouts
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,8 +35,10 @@ from saccade.integrations.transformers import attention_forward
 
 CALLS = 300
 """In a sample."""
-BARS = {"forward": 1.25, "training": 1.5, "compiled": 1.5, "compiled training": 1.5}
+BARS = {"forward": 1.0, "training": 1.1, "compiled": 1.25, "compiled training": 1.25}
 """Times SDPA's."""
+LAYOUTS = "layouts"
+"""The mode of `host_layouts.py`."""
 MORE = 10
 """Microseconds of score functions and faces, beside a plain call."""
 VIEWS = "views, and back"
@@ -145,7 +150,7 @@ def _microseconds(step: Callable[[], Any]) -> float:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--rounds", type=int, default=7)
-    words.add_argument("--modes", default=",".join(BARS), help="of the calls, with commas")
+    words.add_argument("--modes", default=",".join([*BARS, LAYOUTS]), help="of the calls, with commas")
     words.add_argument("--calls", default="", help="words that a call's name begins with, with commas; all if omitted")
     words.add_argument("--out", type=Path)
     words.add_argument("--commit")
@@ -157,6 +162,9 @@ def main() -> None:
     wanted = "sdpa", *given.calls.split(",")  # which others are compared with
     calls = [x for x in _calls() if x.name.startswith(wanted)]
     for mode in given.modes.split(","):
+        if mode == LAYOUTS:
+            host_layouts.measure(given.rounds, given.calls, run, given.out)
+            continue
         bar = BARS[mode]
         tensors = learned if mode.endswith("training") else operands
         here = [x for x in calls if x.mode == mode]
@@ -164,7 +172,7 @@ def main() -> None:
         given_to = [by_rows if x.rows else tensors for x in here]
         steps = [_step(x, own, dout) for x, own in zip(here, given_to, strict=True)]
         for x, own, step in zip(here, given_to, steps, strict=True):
-            for _ in range(4):  # by the fourth call all shortcuts are known
+            for _ in range(5):  # by the fifth call all are replayed
                 _check(x, own, dout)
             _microseconds(step)
         samples: list[list[float]] = [[] for _ in here]
