@@ -1,5 +1,5 @@
 """What ptxas makes of matrix products' descriptors: uniform registers that are changed before anything is written to
-them.
+them, or while they hold something else.
 
 ptxas 12.8, which Triton 3.6 has, forgets a register where the descriptors of two products agree in their lower halves
 and differ in their upper ones, as of tiles of other widths at one place in shared memory: the products then read
@@ -18,12 +18,14 @@ NEVER = 63
 WRITERS = "U", "R2UR", "S2UR", "REDUX", "CREDUX", "VOTEU"
 COMPARISONS = "UISETP", "UPLOP", "UP2"
 """Uniform instructions that write a predicate alone, or another kind of register."""
+UPPER = "0x40000040", "-0x7fffffe0", "-0x3ffffff0"
+"""Upper halves of descriptors, for rows of 128, 64 and 32 bytes; ptxas adds them to a zero."""
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s+(.*?) ;", re.MULTILINE)
 
 
 def unwritten(cubin: bytes) -> list[str]:
-    """Instructions that change a uniform register that none before them wrote, of a kernel's machine code. Others, such
-    as copies, may stand before what they follow in time."""
+    """Instructions that change a uniform register that none before them wrote, or make a descriptor of one that is not
+    zero, of a kernel's machine code. Others, such as copies, may stand before what they follow in time."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -44,17 +46,24 @@ def unwritten_in(text: str) -> list[str]:
     []
     """
     written: set[int] = {NEVER}
+    zero: set[int] = set()
     found: list[str] = []
     for operation, rest in _INSTRUCTION.findall(text):
         operands = [x.strip() for x in rest.split(",")]
         target = _target(operation, operands)
         if target is None:
             continue
-        first = int(operands[target][2:])
-        if first not in written and operands[target] in operands[target + 1 :]:
+        first, sources = int(operands[target][2:]), operands[target + 1 :]
+        lost = first not in written and operands[target] in sources
+        if operation == "UIADD3.X" and any(x in UPPER for x in sources):
+            lost |= any(int(x[2:]) not in zero for x in sources if re.fullmatch(r"UR\d+", x))
+        if lost:
             found.append(f"{operation} {rest}")
         wide = 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
-        written.update(range(first, first + wide))
+        written.update(changed := range(first, first + wide))
+        zero.difference_update(changed)
+        if operation == "UMOV" and sources == ["URZ"]:
+            zero.add(first)
     return found
 
 

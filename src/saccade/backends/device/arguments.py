@@ -11,7 +11,6 @@ from torch import Tensor
 
 from saccade.backends.device import block_d, block_lists, distance_tables, dropout, masks, scores, sequences
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS
 
 
 class TileShape(NamedTuple):
@@ -36,18 +35,15 @@ class TileShape(NamedTuple):
         """columns: of v that a program sums, or 0: all."""
         d, d_v = call.q.shape[3], call.v.shape[3]
         of_k, of_v = block_d(d), min(columns or block_d(d_v), block_d(d_v))
-        whole = of_v == block_d(d_v) and max(d, d_v) <= ONE_WIDTH
-        if call.k.dtype in EIGHT_BITS and block_q >= WARP_GROUP_ROWS and whole:
-            of_k = of_v = max(of_k, of_v)
-        sizes = call.group, d, d_v, block_q, block_k, of_k, of_v, precision()
+        alike = min(max(of_k, of_v), SWIZZLED // call.k.element_size())
+        sizes = call.group, d, d_v, block_q, block_k, max(of_k, alike), max(of_v, alike), precision()
         return TileShape(*map(tl.constexpr, sizes))
 
 
-WARP_GROUP_ROWS = 64
-"""Rows from which products are those of whole warp groups on Hopper."""
-ONE_WIDTH = 256
-"""Head dims up to which tiles of 8-bit keys and values have one width. Converted, they take turns at one place in
-shared memory, and where their widths differ ptxas 12.8 loses the place of the values (docs/findings/triton.md)."""
+SWIZZLED = 128
+"""Bytes of a row from which all tiles lie alike in shared memory; narrower ones have an order for each width. Tiles
+that pass through registers take turns at one place there, and where their orders differ ptxas 12.8 loses the place of
+one (docs/findings/triton.md)."""
 
 
 def precision() -> str:

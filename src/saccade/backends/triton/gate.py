@@ -68,6 +68,7 @@ def features() -> Iterator[str]:
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
     yield from (f"triton paged 16bit d576/512 {word} latent" for word in paged.LATENT)
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
+    yield "triton forward 16bit d75/1 listed dropout"
     yield from (f"triton paged {size} d512/512 {word}" for size in ("8bit", "16bit") for word in ("decode", "fixed"))
     yield from (f"triton {name} 16bit d512/512 relative_bias" for name in ("captured_gradients", "row_totals"))
     yield from (f"triton {words}" for words in WIDE_ROWS)
