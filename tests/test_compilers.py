@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -10,8 +13,22 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from saccade import Packed, alibi, attention, bias, causal, documents, mask_mod, relative_bias, softcap, window
+from saccade import (
+    Packed,
+    ScoreMod,
+    alibi,
+    attention,
+    bias,
+    causal,
+    documents,
+    mask_mod,
+    relative_bias,
+    softcap,
+    window,
+)
 from saccade.compat import sdpa
+from saccade.layouts import Layout
+from saccade.masks import Mask
 
 CHECKPOINTED = {
     "alibi": lambda w, t: {"score_mod": alibi(w)},
@@ -145,3 +162,17 @@ def test_documents_in_a_checkpoint_that_keeps_all():
     again = checkpoint(layer, q, use_reentrant=False, context_fn=contexts)
     for x, y in zip(*((out, *torch.autograd.grad(out.sum(), q)) for out in (again, layer(q))), strict=True):
         torch.testing.assert_close(x, y)
+
+
+def below(kind: type) -> Iterator[type]:
+    yield kind
+    for made in kind.__subclasses__():
+        yield from below(made)
+
+
+@pytest.mark.parametrize("kind", [Mask, Layout, ScoreMod])
+def test_constructors_take_the_defaults_of_all_fields(kind: type) -> None:
+    """With which Dynamo of torch 2.11 calls those of frozen dataclasses, also of one that its own class wrote."""
+    for made in filter(is_dataclass, below(kind)):
+        defaults = {x.name for x in fields(made) if x.init and (x.default, x.default_factory) != (MISSING, MISSING)}
+        assert defaults <= {*inspect.signature(made).parameters}, made

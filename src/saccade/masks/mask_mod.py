@@ -27,7 +27,7 @@ class MaskMod(PredicateMask):
 
     predicate: scores.Traced
     """The function as a graph, with what it captured."""
-    form: tuple[int, int, int, int] | None = None
+    form: tuple[int, int, int, int] | None
     """(b or 1, h_q or 1, s_q, s_k) of a BlockMask, which is for calls of one shape, all of whose rows are in use."""
 
     @property

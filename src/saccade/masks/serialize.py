@@ -88,7 +88,7 @@ def from_tensors(
         name, _, program = tree.removesuffix("]").partition("[")
         if name == "mask_tensor":
             return TensorMask(tensors.pop(0))
-        return MaskMod(scores.Traced.of_tensors(program, tensors, ints, lists[float]))
+        return MaskMod(scores.Traced.of_tensors(program, tensors, ints, lists[float]), None)
 
     if identity == "none":
         return None
