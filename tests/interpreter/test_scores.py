@@ -349,3 +349,17 @@ def test_near_and_far_integers_in_turns():
     q, k, v = (torch.randn(1, h, s, 16) for h, s in ((2, 33), (1, 45), (1, 45)))
     for n in (9, 1 << 30, 12, -(1 << 40), 1 << 30):
         check(q, k, v, score_mod=halved_from(n), mask=mask_mod(near_or_third(n)), backend="triton").assert_ok()
+
+
+def test_another_thread_finds_no_half_of_a_source(monkeypatch):
+    """It asks while the first one reads it."""
+    others = []
+
+    def read(*given):
+        if not others:
+            others.append(None)
+            others.append(device_scores.jit("def whole():\n    return 1\n")["whole"])
+        return compile(*given)
+
+    monkeypatch.setattr(device_scores, "compile", read, raising=False)
+    assert device_scores.jit("def whole():\n    return 1\n")["whole"] is others[1]

@@ -287,8 +287,9 @@ def jit(text: str) -> dict[str, Any]:
     if name not in _sources:
         file = f"<{name}>"
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-        _sources[name] = {**NAMES, "__name__": name}
-        exec(compile(text, file, "exec"), _sources[name])
+        names = {**NAMES, "__name__": name}
+        exec(compile(text, file, "exec"), names)
+        _sources.setdefault(name, names)  # other threads find all of its functions, and the same ones
     return _sources[name]
 
 
