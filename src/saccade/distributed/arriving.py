@@ -17,13 +17,13 @@ from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable, split, unflatten
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import library
+from saccade.distributed.once import once
 from saccade.distributed.peers import row_bytes
 from saccade.distributed.pull import PulledRows
 from saccade.distributed.rows import Segment, numbers
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
 from saccade.errors import Unsupported
-from saccade.kept_memory import keep
 from saccade.layouts import Packed
 from saccade.ops import vmap
 from saccade.ops.autograd import FIRST_ALONE
@@ -75,15 +75,9 @@ class ArrivingRows(PulledRows):
         for rank, segments in enumerate(self.received):
             for segment in segments if rank != transport.rank else ():
                 self.of_piece[bisect_right(first, segment.target) - 1].append((rank, segment))
-        self._layouts: dict[torch.device, Layouts] = {}
-        self._steps: dict[Any, Steps] = {}
 
+    @once
     def layouts(self, device: torch.device) -> Layouts:
-        if device not in self._layouts:
-            self._layouts[device] = keep(lambda: self._made_layouts(device))
-        return self._layouts[device]
-
-    def _made_layouts(self, device: torch.device) -> Layouts:
         own: dict[int, int] = {}
         for piece in self.pieces:
             own[piece.document] = own.get(piece.document, 0) + piece.rows
@@ -111,14 +105,9 @@ class ArrivingRows(PulledRows):
         places[-1, lent] = lent.int()
         return places
 
+    @once
     def steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
         """Of rows with so many heads, each of so many bytes with its value."""
-        key = heads, head_bytes, device
-        if key not in self._steps:
-            self._steps[key] = keep(lambda: self._made_steps(*key))
-        return self._steps[key]
-
-    def _made_steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
         steps: list[Step] = []
         needed = torch.zeros(len(self.pieces) + 1, heads, dtype=torch.int32, device="cpu")
         least = -(-heads * sum(map(len, self.of_piece)) // MOST_COPIES)

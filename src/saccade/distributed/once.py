@@ -15,7 +15,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def once(make: Method) -> Method:
-    """A method of a plan that runs once for its arguments."""
+    """A method of a plan, or of an exchange, that runs once for its arguments."""
     name = make.__name__
 
     def kept(self: Any, *arguments: Any) -> Any:

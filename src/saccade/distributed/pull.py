@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.distributed.once import once
 from saccade.distributed.peers import PeerMemory, memory_of, row_bytes
 from saccade.distributed.pieces import Piece
 from saccade.distributed.rows import RowExchange, Segment, sums_dtype
 from saccade.distributed.transport import Transport
-from saccade.kept_memory import keep
 
 Range = tuple[int, int]
 """The first row, and how many."""
@@ -86,7 +86,7 @@ class RowSums:
 
     def __init__(self, rows: int, of_ranks: Sequence[list[Segment]]) -> None:
         self.rows, self.of_ranks = rows, of_ranks
-        self._tables: dict[torch.device, tuple[Tensor, list[int]]] = {}
+        self._kept: dict[Any, Any] = {}
 
     def of(self, ranks: list[Tensor]) -> Tensor:
         """Of what each rank has, in their order."""
@@ -101,14 +101,10 @@ class RowSums:
                 sums[target : target + n] += rank[source : source + n]
         return sums.to(like.dtype)
 
+    @once
     def table(self, device: torch.device) -> tuple[Tensor, list[int]]:
         """(layers, rows) int32: which row of a rank's is part of a sum, -1 for none, in the order of ranks; and the
         rank of each layer."""
-        if device not in self._tables:
-            self._tables[device] = keep(lambda: self._made(device))
-        return self._tables[device]
-
-    def _made(self, device: torch.device) -> tuple[Tensor, list[int]]:
         layers: list[Tensor] = []
         ranks: list[int] = []
         for i, segments in enumerate(self.of_ranks):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from saccade.distributed.exchanges import Exchange
+from saccade.distributed.once import once
 from saccade.distributed.pieces import Piece
 from saccade.distributed.transport import Transport
-from saccade.kept_memory import keep
 
 
 class Segment(NamedTuple):
@@ -62,18 +62,13 @@ class RowExchange(Exchange):
             [0 if i == rank else sum(segment.rows for segment in part) for i, part in enumerate(parts)]
             for parts in (self.sent, self.received)
         )
-        self._indices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        self._kept: dict[Any, Any] = {}
 
+    @once
     def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """For each rank, which own rows it needs, and where its rows are among those needed here."""
-        if device not in self._indices:
-            self._indices[device] = keep(
-                lambda: (
-                    [numbers([(s.source, s.rows) for s in part], device) for part in self.sent],
-                    [numbers([(s.target, s.rows) for s in part], device) for part in self.received],
-                )
-            )
-        return self._indices[device]
+        sources = [numbers([(s.source, s.rows) for s in part], device) for part in self.sent]
+        return sources, [numbers([(s.target, s.rows) for s in part], device) for part in self.received]
 
     def forward(self, xs: list[Tensor], stage: str) -> list[Tensor]:
         sources, targets = self.indices(xs[0].device)
