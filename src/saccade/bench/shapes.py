@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from saccade.testing.cases import Case
 
@@ -22,28 +21,18 @@ def dims() -> Iterator[Case]:
         yield from _both(4, 16, 4096, d, d_v)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer of a vision model: b images of s patches."""
-
-    b: int
-    h: int
-    s: int
-    d: int
-    keys: int = 0
-    """Of the text that it attends to; 0: its own patches."""
-
-    def case(self) -> Case:
-        return Case("", b=self.b, h_q=self.h, h_k=self.h, s_q=self.s, s_k=self.keys or self.s, d=self.d)
+def _layer(b: int, h: int, s: int, d: int, keys: int = 0) -> Case:
+    """A layer of a vision model: b images of s patches, which attend to so many keys of a text; 0: to themselves."""
+    return Case("", b=b, h_q=h, h_k=h, s_q=s, s_k=keys or s, d=d)
 
 
 _LAYERS = (
-    _Layer(64, 16, 577, 64),  # ViT-L/14 at 336 pixels
-    _Layer(32, 16, 729, 72),  # SigLIP so400m/14 at 384 pixels
-    _Layer(32, 16, 1024, 80),  # ViT-H/14 at 448 pixels
-    _Layer(8, 10, 4096, 64),  # SDXL: 64 x 64 patches
-    _Layer(8, 10, 4096, 64, 77),  # and its text
-    _Layer(16, 8, 4096, 40, 77),  # Stable Diffusion 1
+    _layer(64, 16, 577, 64),  # ViT-L/14 at 336 pixels
+    _layer(32, 16, 729, 72),  # SigLIP so400m/14 at 384 pixels
+    _layer(32, 16, 1024, 80),  # ViT-H/14 at 448 pixels
+    _layer(8, 10, 4096, 64),  # SDXL: 64 x 64 patches
+    _layer(8, 10, 4096, 64, 77),  # and its text
+    _layer(16, 8, 4096, 40, 77),  # Stable Diffusion 1
 )
 
 
@@ -55,7 +44,7 @@ def odd() -> Iterator[Case]:
             yield from _both(16384 // s, 2048 // d, s, d)
     for d in (72, 80, 96, 160, 192):
         yield from _both(4, 16, 2048, d)
-    yield from (layer.case() for layer in _LAYERS)
+    yield from _LAYERS
     for h, s in ((8, 1024), (16, 1024), (8, 4096), (16, 4096)):
         for d in (64, 128):
             yield from _both(1, h, s, d)

@@ -16,7 +16,7 @@ from saccade.bench.providers.flash import FlashAttention3, FlashAttention4, Flas
 from saccade.bench.providers.flex import Flex
 from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
 from saccade.bench.providers.quantize import CopyOfBytes, Quantize
-from saccade.bench.providers.saccade import MaxScores, Naive, Saccade, SharedPrefix
+from saccade.bench.providers.saccade import Naive, Saccade, SharedPrefix
 from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
 from saccade.bench.providers.torch_varlen import TorchVarlen
 from saccade.bench.providers.transformers import Transformers
@@ -26,13 +26,11 @@ __all__ = ["CEILINGS", "PROVIDERS", "PeerInputs", "Prepared", "Provider", "match
 _ALL: list[Provider] = [
     *(Saccade(backend) for backend in dispatch.NAMES if backend != "reference"),
     Saccade("auto"),
-    MaxScores("gluon"),
-    MaxScores("triton"),
-    SharedPrefix(),
+    *(Saccade(backend, f"max-scores-{backend}", return_max_scores=True) for backend in ("gluon", "triton")),
+    SharedPrefix("auto", "shared-prefix"),
     *(CausalInterval(form) for form in FORMS),
-    LeftPadded(),
-    WiderValues("gluon"),
-    WiderValues("triton"),
+    LeftPadded("gluon", "left-padded"),
+    *(WiderValues(backend, f"saccade-{backend}-bf16") for backend in ("gluon", "triton")),
     CudnnFp8(),
     FlashAttention3(),
     FlashAttention4(),
@@ -44,7 +42,7 @@ _ALL: list[Provider] = [
     SdpaPadded(),
     TorchVarlen(),
     Flex(),
-    Naive(),
+    Naive("reference", "naive"),
     BlockMasks(),
     FlexBlockMasks(),
     Quantize(),

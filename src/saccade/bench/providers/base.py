@@ -55,6 +55,7 @@ class Provider:
     deterministic = False
     module = ""
     """What `available` imports."""
+    needs_cuda = False
     checked = True
     """Whether its results are those of the cell; a copy has none."""
     timed_if_wrong = False
@@ -62,6 +63,8 @@ class Provider:
 
     def available(self, device: torch.device) -> str | None:
         """Why it does not run on this machine at all."""
+        if self.needs_cuda and device.type != "cuda":
+            return "runs on CUDA GPUs"
         try:
             if self.module:
                 import_module(self.module)

@@ -19,10 +19,6 @@ EIGHT_BITS = "fp8_e4m3", "fp8_e5m2"
 class WiderValues(Saccade):
     """A backend on q, k and v in bfloat16, which holds every 8-bit number: what 8 bits have to be faster than."""
 
-    def __init__(self, backend: str) -> None:
-        super().__init__(backend)
-        self.name = f"saccade-{backend}-bf16"
-
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         if cell.case.dtype not in EIGHT_BITS or cell.call != "forward":
             return "is for forwards of 8-bit operands"
@@ -49,9 +45,7 @@ class CudnnFp8(Provider):
     dtypes = ("fp8_e4m3",)
     module = "cudnn"
     timed_if_wrong = True
-
-    def available(self, device: torch.device) -> str | None:
-        return super().available(device) if device.type == "cuda" else "cuDNN runs on CUDA GPUs"
+    needs_cuda = True
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         case = cell.case

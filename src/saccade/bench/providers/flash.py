@@ -142,9 +142,6 @@ class FlashAttnFace(Provider):
     scores = ("softcap",)
     deterministic = True
 
-    def available(self, device: torch.device) -> str | None:
-        return None
-
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         from saccade.compat import flash_attn
 

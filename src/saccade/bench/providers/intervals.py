@@ -23,8 +23,8 @@ class CausalInterval(Saccade):
     """A causal mask by the `stops` of all rows, by starts and stops (`rows`), or as `starts` of 0 & `causal`."""
 
     def __init__(self, form: str, backend: str = "gluon") -> None:
-        super().__init__(backend)
-        self.name, self.form = f"interval-{form}", form
+        super().__init__(backend, f"interval-{form}")
+        self.form = form
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         if cell.case.mask != "causal" or cell.layout != "dense":
@@ -44,10 +44,6 @@ class CausalInterval(Saccade):
 
 class LeftPadded(Saccade):
     """Packed sequences as the end of each row of a padded batch, which a start for each row hides. Made untimed."""
-
-    def __init__(self, backend: str = "gluon") -> None:
-        super().__init__(backend)
-        self.name = "left-padded"
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         layout = inputs.keywords.get("layout", Dense())

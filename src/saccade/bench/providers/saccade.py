@@ -26,8 +26,10 @@ class Saccade(Provider):
 
     role = "saccade"
 
-    def __init__(self, backend: str) -> None:
-        self.name, self.backend = backend if backend == "auto" else f"saccade-{backend}", backend
+    def __init__(self, backend: str, name: str = "", **more: Any) -> None:
+        """`more`: keywords of `attention` besides the cell's."""
+        self.name = name or (backend if backend == "auto" else f"saccade-{backend}")
+        self.backend, self.more = backend, more
         if backend == "cudnn":  # NVIDIA's kernels
             self.role = "peer"
 
@@ -60,26 +62,11 @@ class Saccade(Provider):
         return prepared(function, cell.call, operands)
 
     def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
-        return inputs.keywords | {"backend": self.backend, "deterministic": cell.deterministic}
-
-
-class MaxScores(Saccade):
-    """The same with the largest score of each row, which should cost nothing."""
-
-    def __init__(self, backend: str) -> None:
-        super().__init__(backend)
-        self.name = f"max-scores-{backend}"
-
-    def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
-        return super().keywords(cell, inputs) | {"return_max_scores": True}
+        return inputs.keywords | {"backend": self.backend, "deterministic": cell.deterministic} | self.more
 
 
 class SharedPrefix(Saccade):
     """The same with the pages that all sequences begin with read once."""
-
-    def __init__(self) -> None:
-        super().__init__("auto")
-        self.name = "shared-prefix"
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         return super().supports(cell, inputs) if shared_pages(cell.case) else "the sequences share no pages"
@@ -93,9 +80,6 @@ class Naive(Saccade):
     """Plain PyTorch operations over the whole score matrix."""
 
     role = "peer"
-
-    def __init__(self) -> None:
-        self.name, self.backend = "naive", "reference"
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         case = cell.case

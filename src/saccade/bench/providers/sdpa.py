@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,12 +21,7 @@ class Sdpa(Provider):
     """No mask, or a causal one by its flag."""
 
     def __init__(self, name: str = "sdpa", kernel: SDPBackend | None = None) -> None:
-        self.name, self.kernel = name, kernel
-
-    def available(self, device: torch.device) -> str | None:
-        if self.kernel == SDPBackend.CUDNN_ATTENTION and device.type != "cuda":
-            return "cuDNN runs on CUDA GPUs"
-        return None
+        self.name, self.kernel, self.needs_cuda = name, kernel, kernel == SDPBackend.CUDNN_ATTENTION
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         case = cell.case

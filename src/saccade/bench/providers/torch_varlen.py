@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from saccade.bench.grids import Cell
@@ -22,9 +21,7 @@ class TorchVarlen(Provider):
     layouts = ("packed",)
     dtypes = "bf16", "fp16"
     masks = Window
-
-    def available(self, device: torch.device) -> str | None:
-        return super().available(device) if device.type == "cuda" else "runs on CUDA GPUs"
+    needs_cuda = True
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         from torch.nn.attention.varlen import varlen_attn

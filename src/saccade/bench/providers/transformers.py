@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from saccade.bench.grids import Cell
@@ -20,6 +19,7 @@ class Transformers(Provider):
 
     A layer as Llama's has it: operands (b, h, s, d) that are views of (b, s, h, d), the mask that the model makes once
     for all layers, a scale, and a result (b, s, h, d). Sequences end to end are one batch row with offsets.
+    The function itself needs no transformers.
     """
 
     name = "transformers"
@@ -28,9 +28,6 @@ class Transformers(Provider):
     masks = Window
     scores = ("softcap",)
     sinks = True
-
-    def available(self, device: torch.device) -> str | None:
-        return None  # the function itself needs no transformers
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         mask = inputs.keywords.get("mask")
