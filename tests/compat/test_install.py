@@ -74,7 +74,7 @@ def test_an_installed_library_is_not_hidden(name, first, fresh_process, tmp_path
         look += "import flash_attn.layers\nassert flash_attn.layers.rotary == 2\n"
     code += (look + INSTALL if first == "before" else INSTALL) + look
     code += "from flash_attn import flash_attn_func, cute\nprint(flash_attn_func.__module__, cute.cute)"
-    assert fresh_process(code).split() == ["saccade.compat.flash_attn.func", "4"]
+    assert fresh_process(code).split() == ["saccade.compat.flash_attn.flash_attn_interface", "4"]
 
 
 def test_a_second_time_and_patches(fresh_process):

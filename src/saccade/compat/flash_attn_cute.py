@@ -16,10 +16,7 @@ from torch import Tensor
 
 from saccade import arguments, masks
 from saccade.api import ScoreFunction, attention
-from saccade.compat.flash_attn.call import BSHD, sequences
-from saccade.compat.flash_attn.gradients import without_gradients
-from saccade.compat.flash_attn.lengths import offset
-from saccade.compat.flash_attn.masks import band
+from saccade.compat.flash_attn.call import BSHD, band, offset, sequences, without_gradients
 from saccade.layouts import Dense, Layout, Paged
 from saccade.partial import Partial
 from saccade.scores import softcap as capped

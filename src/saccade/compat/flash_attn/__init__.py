@@ -7,12 +7,14 @@ More than there: float32 and float64, any head dim, gradients of the LSE and of 
 pages of any size. Source: https://github.com/Dao-AILab/flash-attention
 """
 
-from saccade.compat.flash_attn.func import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from saccade.compat.flash_attn.kv_cache import flash_attn_with_kvcache
-from saccade.compat.flash_attn.varlen import (
+from saccade.compat.flash_attn.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 __version__ = "2.8.4"

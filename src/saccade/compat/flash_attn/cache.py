@@ -11,10 +11,7 @@ from torch import Tensor
 from saccade import arguments
 from saccade.backends import Rotary
 from saccade.backends.cpu.append import rotated
-from saccade.compat.flash_attn.call import Terms, attend
-from saccade.compat.flash_attn.gradients import without_gradients
-from saccade.compat.flash_attn.lengths import of_rows, row_numbers
-from saccade.compat.flash_attn.masks import bounds
+from saccade.compat.flash_attn.call import Terms, attend, bounds, of_rows, row_numbers, without_gradients
 from saccade.descale import EIGHT_BITS, Descale
 from saccade.kept_memory import capturing, keep
 from saccade.kv_cache import append_kv, check_rotary

@@ -1,7 +1,8 @@
-"""The way from FlashAttention's arguments and back to its results, that all functions share."""
+"""The way from FlashAttention's arguments and back to its results, that all functions share: lengths, masks, scores."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.api import ScoreFunction, attention
-from saccade.call import Call, check_call
-from saccade.compat.flash_attn.gradients import without_gradients
-from saccade.compat.flash_attn.masks import chunked, visible
-from saccade.compat.flash_attn.scores import score_mod
+from saccade.call import Call, check_call, needs_gradient
+from saccade.compat.alibi import alibi
 from saccade.descale import Descale
+from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout, Packed, Paged
-from saccade.masks import Mask
+from saccade.masks import Mask, causal, interval, window
 from saccade.partial import Partial
+from saccade.scores import ScoreMod, compose
+from saccade.scores import softcap as capped
 
 BSHD = Dense("bshd")
 
@@ -125,3 +127,182 @@ def parts(name: str, packed: Any, dim: int, count: int, shape: str) -> tuple[Ten
     if packed.dim() != dim + 3 or packed.shape[dim] != count:
         raise ValueError(f"{name} must be {shape}, got {tuple(packed.shape)}")
     return packed.unbind(dim)
+
+
+# Which keys a query sees
+
+
+def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) -> Mask | None:
+    """Row i sees keys `i + off - left <= j <= i + off + right`, with `off = s_k - s_q` for each sequence.
+
+    Args:
+        is_causal: right is 0.
+        window_size: (left, right), as a tensor too; a bound that is negative or None is unbounded.
+        leftpad: (b,) the first key of each sequence.
+
+    Raises:
+        TypeError: bounds that are not two integers.
+        ValueError: another leftpad than an integer vector.
+    """
+    left, right = bounds(window_size)
+    if is_causal:
+        right = 0
+    if left is None:
+        mask = None if right is None else causal() if right == 0 else window(None, right)
+    else:
+        mask = window(left, right)
+    if leftpad is None:
+        return mask
+    starts = interval(_vector("leftpad", leftpad)[:, None], None)
+    return starts if mask is None else starts & mask
+
+
+def bounds(window_size: Any) -> tuple[int | None, int | None]:
+    """(left, right), None where a bound is negative; they may be a tensor of two integers."""
+    if type(window_size) is tuple and window_size == (-1, -1):  # in the hot path of small calls
+        return None, None
+    if isinstance(window_size, Tensor) and window_size.shape == (2,):
+        window_size = window_size.tolist()
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size is (left, right), got {arguments.told(window_size)}")
+    left, right = (
+        None if bound is None or arguments.integer("window_size", bound, least=None) < 0 else bound
+        for bound in window_size
+    )
+    return left, right
+
+
+def _vector(name: str, x: Any) -> Tensor:
+    arguments.tensors(**{name: x})
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be an integer tensor (b,), got {x.dtype} {tuple(x.shape)}")
+    return x
+
+
+def band(left: int | None, right: int | None, layout: Layout, q: Tensor, k: Tensor) -> Mask:
+    """Row i sees keys `i + off - left <= j <= i + off + right`, as a window does; bounds may be negative."""
+    row = _diagonal(layout, q, k)
+    return interval(None if left is None else row - left, None if right is None else row + right + 1)
+
+
+def chunked(chunk: int, layout: Layout, q: Tensor, k: Tensor, leftpad: Tensor | None = None) -> Mask:
+    """Row i sees the keys of its own chunk: `floor(r / chunk) <= j' / chunk < floor(r / chunk) + 1`, with j' and
+    `r = i + off` counted from the first key in use.
+
+    Raises:
+        ValueError, TypeError: a chunk that is no integer from 1 on.
+
+    Source: FlashAttention-3's attention_chunk.
+    """
+    arguments.integer("attention_chunk", chunk, least=1)
+    first = 0 if leftpad is None else of_rows(_vector("leftpad", leftpad), layout.cu_seqlens_q, q)
+    row = _diagonal(layout, q, k) - first
+    start = row - row % chunk + first
+    return interval(start, start + chunk)
+
+
+def _diagonal(layout: Layout, q: Tensor, k: Tensor) -> Tensor:
+    """`i + off` of each row: (b or 1, s_q), or (t_q,) of sequences end to end."""
+    arguments.tensors(q=q, k=k)
+    cu, off = layout.cu_seqlens_q, offset(layout, q, k)
+    return row_numbers(cu, q) + (of_rows(off, cu, q) if isinstance(off, Tensor) else off)
+
+
+# How scores change
+
+
+def score_mod(
+    softcap: float, slopes: Tensor | None, causal: Any, layout: Layout, q: Tensor, k: Tensor
+) -> Callable[..., Tensor] | None:
+    """`softcap tanh(score / softcap) - slopes[b, h] |i + off - j|`, with `off = s_k - s_q` for each sequence.
+
+    Args:
+        softcap: none where it is not above 0.
+        slopes: (h_q) or (b, h_q), or None.
+        causal: no row sees a key after its own.
+        layout: of the call, for the offsets.
+        q: of the call, and k.
+
+    Raises:
+        TypeError, ValueError: a cap that is no number, slopes of another shape.
+    """
+    cap = None
+    if softcap != 0.0 and not arguments.number("softcap", softcap) <= 0:
+        cap = capped(arguments.number("softcap", softcap))
+    if slopes is None:
+        return cap
+    bias = _bias(slopes, bool(causal), layout, q, k)
+    return bias if cap is None else compose(cap, bias)
+
+
+def _bias(slopes: Tensor, causal: bool, layout: Layout, q: Tensor, k: Tensor) -> ScoreMod:
+    arguments.tensors(alibi_slopes=slopes, q=q, k=k)
+    heads = q.shape[-2]
+    b = q.shape[0] if layout.rectangular else layout.sequences
+    if not arguments.is_one_of(slopes.shape, (heads,), (b, heads)) or not slopes.is_floating_point():
+        got = f"{slopes.dtype} {tuple(slopes.shape)}"
+        raise ValueError(f"alibi_slopes must be floats ({heads},) or ({b}, {heads}), got {got}")
+    off = 0 if layout.has_pages else offset(layout, q, k)  # indices of a cache's queries are positions
+    return alibi(slopes, off, causal)
+
+
+# What is counted from the lengths of sequences, on the device
+
+
+def offset(layout: Layout, q: Tensor, k: Tensor) -> int | Tensor:
+    """`off`: keys in use less query rows in use; a tensor (b) where sequences differ."""
+    cu_q, cu_k, used_q, used_k = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.seqused_q, layout.seqused_k
+    if cu_q is not None and cu_q is cu_k and used_q is used_k:
+        return 0
+    rows = used_q if used_q is not None else q.shape[1] if cu_q is None else cu_q.diff()
+    keys = used_k if used_k is not None else k.shape[1] if cu_k is None else cu_k.diff()
+    return keys - rows
+
+
+def row_numbers(cu_seqlens: Tensor | None, q: Tensor) -> Tensor:
+    """The number of each row within its sequence: (1, s), or (t,) of sequences end to end."""
+    if cu_seqlens is None:
+        return torch.arange(q.shape[1], device=q.device)[None]
+    return torch.arange(q.shape[0], device=q.device) - of_rows(cu_seqlens[:-1], cu_seqlens, q)
+
+
+def of_rows(x: Tensor, cu_seqlens: Tensor | None, q: Tensor) -> Tensor:
+    """What each row's sequence has in x (b): (b, 1), or (t,) of sequences end to end."""
+    if cu_seqlens is None:
+        return x[:, None]
+    row = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
+    return x[torch.bucketize(row, cu_seqlens[1:-1], right=True)]  # rows after the last sequence count to it
+
+
+# Calls that have no gradients, where operands require them: they run, and a backward through them is refused
+
+
+def without_gradients(run: Callable[[], Tensor | Partial], *operands: Tensor | None) -> Tensor | Partial:
+    """`run()`, which reads a cache. FlashAttention runs such calls outside `torch.no_grad()` too.
+
+    Its results then have no gradients, silently. Here they require one if an operand does.
+
+    Raises:
+        Unsupported: in the backward; under torch.compile in the call, which has its backward made beforehand.
+    """
+    if torch.compiler.is_compiling() or not needs_gradient(*operands):
+        return run()
+    result: Any = _Refused.apply(run, *operands)
+    return Partial(*result) if isinstance(result, tuple) else result
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(run: Callable[[], Any], *_: Any) -> Any:
+        return run()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """torch.func wants it; nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise Unsupported(
+            "attention to a cache of keys has no gradients: call it inside torch.no_grad(), or pass keys and values "
+            "without pages to flash_attn_func or flash_attn_varlen_func"
+        )
