@@ -158,7 +158,7 @@ def test_what_a_graph_would_capture(order, monkeypatch):
     """Lengths that only the device knows."""
     server, (core, params) = Server(torch.float32), made(order, True)
     wanted = server.run(core, params, order)
-    monkeypatch.setattr("saccade.compat.transformer_engine.cache_step.capturing", lambda: True)
+    monkeypatch.setattr("saccade.compat.transformer_engine.inference.capturing", lambda: True)
     assert torch.equal(server.run(core, params, order), wanted)
 
 

@@ -15,12 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from saccade import arguments
 from saccade.api import Explanation, attention, explain
 from saccade.bounded_cache import BoundedCache
-from saccade.compat.transformer_engine.cache_step import CacheStep
 from saccade.compat.transformer_engine.call import CallArguments, Settings, WrongCall, mask_type
 from saccade.compat.transformer_engine.context import TYPES, ranks_of, self_attention, shared
-from saccade.compat.transformer_engine.inference import cached_visibility
-from saccade.compat.transformer_engine.masks import layout_of, visibility
-from saccade.compat.transformer_engine.score_mods import combined_score_mod
+from saccade.compat.transformer_engine.inference import CacheStep, cached_visibility
+from saccade.compat.transformer_engine.masks import combined_score_mod, layout_of, visibility
 from saccade.dispatch import Unsupported
 from saccade.layouts import Layout
 from saccade.masks import Mask
