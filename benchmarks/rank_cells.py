@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 from simulate_ranks import drawn
 
 from saccade import alibi, causal, relative_bias, window
-from saccade.distributed import cost
-from saccade.distributed.pieces import reach_of
-from saccade.distributed.sharding import Sharding
+from saccade.distributed import estimates
+from saccade.distributed.sharding import Sharding, reach_of
 
 D = 128
 WINDOW, REACH = 4096, 1024
@@ -132,7 +131,7 @@ def predicted(cell: Cell, method: str, ranks: int, backward: bool) -> float:
     """The share of ideal that the model says."""
     name = "ulysses×pull" if "x" in method else method
     positions = cell.score is not None
-    found = cost.expected(sharding_of(cell, method, ranks), name, cell.heads, cell.d, backward, positions)
+    found = estimates.expected(sharding_of(cell, method, ranks), name, cell.heads, cell.d, backward, positions)
     return found.efficiency[0]
 
 

@@ -16,8 +16,7 @@ import random
 from statistics import geometric_mean
 
 from saccade.distributed.estimates import BACKWARD, COPIES, FORWARD, INFINIBAND, estimate
-from saccade.distributed.pieces import Reach
-from saccade.distributed.sharding import Sharding
+from saccade.distributed.sharding import Reach, Sharding
 
 TABLE = {
     (1, 10): 0.22, (11, 50): 2.91, (51, 100): 5.2, (101, 200): 10.23, (201, 500): 28.19, (501, 1024): 24.64,

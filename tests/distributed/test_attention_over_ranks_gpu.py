@@ -110,7 +110,7 @@ def test_pull_with_delays(gpus):
 def delayed(group, times):
     from saccade import attention, causal
     from saccade.distributed import plan
-    from saccade.distributed.peers import PeerMemory
+    from saccade.distributed.pull import PeerMemory
 
     made = plan(list(LENGTHS), group, mask=causal(), method="pull", timeout=30)
     torch.manual_seed(3)

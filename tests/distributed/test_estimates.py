@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from saccade import causal
 from saccade.distributed import plan
-from saccade.distributed.cost import expected
-from saccade.distributed.estimates import BACKWARD, COLLECTIVE, COPIES, FORWARD, estimate, rows_moved
-from saccade.distributed.pieces import Reach
-from saccade.distributed.sharding import Sharding
+from saccade.distributed.estimates import BACKWARD, COLLECTIVE, COPIES, FORWARD, estimate, expected, rows_moved
+from saccade.distributed.sharding import Reach, Sharding
 
 ROOT = Path(__file__).parents[2]
 SHARDINGS = st.builds(

@@ -199,7 +199,7 @@ def test_ranks_may_have_other_histories(pool, debug):
 
 def compared(group, debug):
     """Exchanges on devices, as far as the host is in them: which of them ranks compare, and rank 1 alone at last."""
-    from saccade.distributed.agreement import agreement_of
+    from saccade.distributed.transport import agreement_of
 
     made, other = (plan(x, group, mask=causal(), timeout=2.0, debug=debug) for x in (LENGTHS, [21]))
     ranks, found = agreement_of(group), []

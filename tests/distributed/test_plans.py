@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from saccade import Dense, Packed, causal, documents, mask_mod, prefix, window
 from saccade.distributed import Piece, plan
-from saccade.distributed.balance import balanced
-from saccade.distributed.pieces import Reach, reach_of, spans
-from saccade.distributed.sharding import Sharding
+from saccade.distributed.sharding import Reach, Sharding, balanced, reach_of, spans
 
 REACHES = st.tuples(*[st.one_of(st.none(), st.integers(0, 300))] * 2).map(lambda bounds: Reach(*bounds))
 LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 700)), max_size=12).map(tuple)

@@ -24,8 +24,8 @@ from saccade import (
     relative_bias,
     window,
 )
-from saccade.distributed import peers, plan
-from saccade.distributed.agreement import agreement_of
+from saccade.distributed import plan, pull
+from saccade.distributed.transport import agreement_of
 from saccade.scores import ScoreMod
 
 HERE = str(Path(__file__))
@@ -209,4 +209,4 @@ def test_operands_without_values(method):
 
 def test_rocm_gathers(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert peers.obstacle("group", "cuda:0") == "ranks on ROCm: copies are asked of CUDA's driver"
+    assert pull.obstacle("group", "cuda:0") == "ranks on ROCm: copies are asked of CUDA's driver"

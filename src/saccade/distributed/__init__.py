@@ -6,6 +6,6 @@ process would compute for them.
 
 from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.make import plan
-from saccade.distributed.pieces import Piece
+from saccade.distributed.sharding import Piece
 
 __all__ = ["ContextPlan", "Piece", "plan"]

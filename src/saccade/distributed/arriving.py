@@ -16,11 +16,9 @@ from saccade.arrivals import ArrivalArgs, Arrivals
 from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable, split, unflatten
 from saccade.distributed import exchanges
-from saccade.distributed.exchanges import library
+from saccade.distributed.exchanges import Segment, library, numbers
 from saccade.distributed.once import once
-from saccade.distributed.peers import row_bytes
-from saccade.distributed.pull import PulledRows
-from saccade.distributed.rows import Segment, numbers
+from saccade.distributed.pull import PulledRows, row_bytes
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
 from saccade.errors import Unsupported

@@ -12,12 +12,10 @@ from saccade.call import Call, autocast, check_call
 from saccade.descale import EIGHT_BITS
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.arriving import attention as arriving_attention
-from saccade.distributed.context_plan import ContextPlan
-from saccade.distributed.exchanges import moved
-from saccade.distributed.heads import heads_error
+from saccade.distributed.context_plan import ContextPlan, padded
+from saccade.distributed.exchanges import heads_error, moved
 from saccade.distributed.once import constant
-from saccade.distributed.pieces import reach_of, sees_all_before
-from saccade.distributed.row_values import padded
+from saccade.distributed.sharding import reach_of, sees_all_before
 from saccade.distributed.transport import counted
 from saccade.dropout import Dropout
 from saccade.errors import Unsupported

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.bounded_cache import BoundedCache
-from saccade.distributed import peers
+from saccade.distributed import pull
 from saccade.distributed.context_plan import ContextPlan
-from saccade.distributed.cost import divided_bytes, exchange_seconds, gathered_bytes
+from saccade.distributed.estimates import divided_bytes, exchange_seconds, gathered_bytes
+from saccade.distributed.exchanges import heads_error
 from saccade.distributed.groups import Ranks, check_order, ranks_of
-from saccade.distributed.heads import heads_error
-from saccade.distributed.pieces import Reach, reach_of
-from saccade.distributed.sharding import PairSharding, Sharding
+from saccade.distributed.sharding import PairSharding, Reach, Sharding, reach_of
 from saccade.layouts.offsets import check_offsets, shortened
 from saccade.masks import Mask
 
@@ -148,7 +147,7 @@ def _made(asked: Request) -> ContextPlan:
     each = None if pairs or rows == "balanced" else _rows_of_each(asked, sharding)
     made = ContextPlan(sharding, chosen, word, why, batch, heads, head_dim, timeout, debug, each)
     if ranks.rows_group or ranks.heads_group:
-        if method == "pull" and not peers.reachable(ranks.device):
+        if method == "pull" and not pull.reachable(ranks.device):
             raise ValueError(
                 "method='pull' needs GPUs that reach each other's memory, and a group of NCCL, got ranks on "
                 f"{ranks.device}: 'gather' runs everywhere"
@@ -283,6 +282,6 @@ def _method(asked: Request, shared: Sharding) -> tuple[Ranks, str, str]:
 
 def _sharing(ranks: Ranks) -> tuple[str, str]:
     """How ranks share keys, and why."""
-    if (obstacle := peers.obstacle(ranks.rows_group, ranks.device)) is not None:
+    if (obstacle := pull.obstacle(ranks.rows_group, ranks.device)) is not None:
         return "gather", f"no pull: {obstacle}"
     return "pull", "GPUs of one host reach each other's memory"

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from saccade.distributed import peers
+from saccade.distributed import pull
 
 
-class MappedFiles(peers.PeerMemory):
+class MappedFiles(pull.PeerMemory):
     """Nothing runs beside anything: copies are made at once."""
 
     def __init__(self, size: int, group: Any, device: torch.device) -> None:
@@ -56,9 +56,9 @@ class MappedFiles(peers.PeerMemory):
 @contextmanager
 def mapped_files() -> Iterator[None]:
     """Ranks on CPUs may `pull`."""
-    before = peers.opened, peers.reachable
-    peers.opened, peers.reachable = MappedFiles, lambda device: True
+    before = pull.opened, pull.reachable
+    pull.opened, pull.reachable = MappedFiles, lambda device: True
     try:
         yield
     finally:
-        peers.opened, peers.reachable = before
+        pull.opened, pull.reachable = before

@@ -89,7 +89,7 @@ def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, 
 
 def _of_sequences(group: Any, ranks: int, layout: Packed, mask: Any, told: str) -> Any:
     from saccade import distributed
-    from saccade.distributed.pieces import reach_of
+    from saccade.distributed.sharding import reach_of
 
     if layout.seqused_q is not None and reach_of(mask).right != 0:
         raise Unsupported(
