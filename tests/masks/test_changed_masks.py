@@ -11,7 +11,7 @@ import torch
 
 from saccade import attention, block_mask, block_sparsity, causal, mask_mod, window
 from saccade.compat.flex import BlockMask, create_block_mask, flex_attention
-from saccade.masks import as_mask, convert
+from saccade.masks import as_mask, predicates
 
 S, SIZE, LONG = 576, 192, 512
 """A BlockMask's rows and keys and those of a block; rows and keys whose tiles a CPU looks at."""
@@ -122,7 +122,7 @@ def test_compiled_masks_made_before(name):
 
 def test_unchanged_lists_are_read_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(convert, "_mark", lambda *given, mark=convert._mark: calls.append(1) or mark(*given))
+    monkeypatch.setattr(predicates, "_mark", lambda *given, mark=predicates._mark: calls.append(1) or mark(*given))
     q = torch.randn(1, 1, S, 4)
     given = create_block_mask(everything, None, None, S, S, device="cpu", BLOCK_SIZE=SIZE)
     given.full_kv_num_blocks.copy_(counts(3, 1, 2))

@@ -25,7 +25,7 @@ from saccade import (
     window,
 )
 from saccade.call import Call
-from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, convert
+from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, predicates
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
 from saccade.testing.scores import halved_from, near_or_third
@@ -229,7 +229,7 @@ def test_compiled():
 def test_tensor_first_used_while_compiling():
     """Nothing of the process has recorded the reading of such a tensor before."""
     q, k, v = operands()
-    convert._program.cache_clear()
+    predicates._program.cache_clear()
     made = torch.compile(lambda q, k, v, seen: attention(q, k, v, mask=seen), fullgraph=True, backend="eager")
     seen = MASKS["tensor"]
     assert torch.equal(made(q, k, v, seen), attention(q, k, v, mask=seen))

@@ -2,11 +2,9 @@
 
 from saccade.layouts.base import LENGTHS, Layout, SequencePlace
 from saccade.layouts.dense import ORDERS, Dense, dense_of
-from saccade.layouts.nested import unwrap
-from saccade.layouts.packed import Packed
-from saccade.layouts.paged import Paged
+from saccade.layouts.packed import Packed, unwrap
+from saccade.layouts.paged import CacheSlots, Paged
 from saccade.layouts.rebuild import from_tensors, view_layout
-from saccade.layouts.slots import CacheSlots
 from saccade.layouts.strides import empty_bytes, empty_like_rows, ordered_like, with_rows
 
 __all__ = [

@@ -7,8 +7,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.layouts.positions import check_positions, of_sequence, offset_error, positions_of, reach_error
-from saccade.layouts.validate import counts_from_first
+from saccade.layouts.validate import (
+    check_positions,
+    counts_from_first,
+    of_sequence,
+    offset_error,
+    positions_of,
+    reach_error,
+)
 from saccade.masks import Blocked, Extent, Mask, MaskMod, Positions
 from saccade.scores import Sizes
 

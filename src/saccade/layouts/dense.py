@@ -10,8 +10,7 @@ from torch import Tensor
 from saccade.arguments import broadcasts
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_vector, same_vector, shortened
-from saccade.layouts.positions import check_offset
-from saccade.layouts.validate import interval_error, operand_error
+from saccade.layouts.validate import check_offset, interval_error, operand_error
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
 

@@ -1,20 +1,28 @@
-"""Packed layouts: sequences of different lengths end to end, without padding."""
+"""Packed layouts: sequences of different lengths end to end, without padding; nested (jagged) tensors are such."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade import arguments
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
-from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, same_vector, shortened
-from saccade.layouts.positions import check_offset
-from saccade.layouts.sources import offsets_of_lengths, offsets_of_position_ids
-from saccade.layouts.validate import interval_error, operand_error, sequence_mask_error
+from saccade.layouts.offsets import (
+    check_offsets,
+    check_vector,
+    described,
+    has_values,
+    offsets_of_lengths,
+    offsets_of_position_ids,
+    same_vector,
+    shortened,
+)
+from saccade.layouts.validate import check_offset, interval_error, operand_error, sequence_mask_error
 from saccade.masks import Extent, Mask
 from saccade.scores import Sizes
 
@@ -284,3 +292,53 @@ def _longest(bound: int | Tensor | None, lengths: Callable[[], Tensor], rows: in
     if torch.compiler.is_compiling() or offsets.device.type != "cpu" or not has_values(offsets) or offsets.shape[0] < 2:
         return rows
     return min(max(int(lengths().max()), 0), rows)
+
+
+_RAGGED = {"bhsd": 2, "bshd": 1}
+"""The dimension that has the sequences."""
+
+
+@dataclass(frozen=True, eq=False)
+class Nested(Packed):
+    """Packed sequences whose result becomes a nested tensor."""
+
+    nested_order: str = "bhsd"
+
+    def wrap_out(self, out: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(out, self.cu_seqlens_q)
+        return nested if self.nested_order == "bshd" else nested.transpose(1, 2)
+
+    def out_error(self, out: Any) -> str | None:
+        return f"out must be a tensor, and q must not be nested, got out {type(out).__name__}"
+
+
+def unwrap(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Layout]:
+    """The values of nested q, k and v as (t, h, d) tensors, and their layout.
+
+    Raises:
+        ValueError: operands that are not all nested, not jagged, with holes, of different offsets, or in another order
+            than the layout's.
+    """
+    ragged_dim = _RAGGED.get(layout.order)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_nested or x.layout != torch.jagged:
+            raise ValueError(f"q, k and v must all be nested tensors of layout torch.jagged, or none; {name} is not")
+        if x.dim() != 4 or x._ragged_idx != ragged_dim or x.lengths() is not None or layout.tensors:
+            raise ValueError(
+                "nested tensors must be (b, h, s, d) with layout=Dense('bhsd'), or (b, s, h, d) with Dense('bshd'), "
+                "jagged in s, without holes, used lengths or offsets that are tensors; "
+                f"{name} has {x.dim()} dimensions, "
+                f"jagged in dimension {x._ragged_idx}, layout {layout!r}"
+            )
+    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+        raise ValueError("nested k and v must have the same offsets")
+    q_rows, k_rows, v_rows = (x.values() if ragged_dim == 1 else x.values().transpose(0, 1) for x in (q, k, v))
+    bounds = _bound(q), _bound(k)
+    places = {"q_offset": layout.q_offset, "k_offset": layout.k_offset}
+    return q_rows, k_rows, v_rows, Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order, **places)
+
+
+def _bound(x: Any) -> int | None:
+    """The longest sequence of a tensor on a device, as torch keeps it of those that are made from several; a layout
+    finds it itself where the host has the offsets."""
+    return None if torch.compiler.is_compiling() or x.offsets().device.type == "cpu" else x._maybe_max_seqlen

@@ -1,12 +1,16 @@
-"""What is wrong with the shapes of a call and with its mask, in words: the error's text, or None."""
+"""What is wrong with the shapes of a call, its mask and its positions, in words: the error's text, or None."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.masks import Blocked, Documents, KeyInterval, Mask, TensorMask
-from saccade.scores import Sizes
+from saccade import arguments
+from saccade.layouts.offsets import described, has_values, shortened
+from saccade.masks import FARTHEST, Blocked, Documents, KeyInterval, Mask, Positions, TensorMask
+from saccade.scores import LONGEST, Sizes
 
 
 def operand_error(q: torch.Size, k: torch.Size, v: torch.Size, h: int, s: int) -> str | None:
@@ -72,3 +76,93 @@ def interval_error(mask: Mask | None, sequences: int, rows: int, end_to_end: boo
     leaves = mask.leaves()
     errors = (leaf.bounds_error(sequences, rows, end_to_end) for leaf in leaves if isinstance(leaf, KeyInterval))
     return next(filter(None, errors), None)
+
+
+Offset = int | Tensor
+
+
+def check_offset(name: str, x: Any) -> None:
+    """
+    Raises:
+        ValueError: a tensor that is not an int32 or int64 one of one or two dimensions, or an int beyond FARTHEST.
+        TypeError: neither an int, a tensor nor None.
+    """
+    if x is None:
+        return
+    if isinstance(x, Tensor):
+        if x.dtype not in (torch.int32, torch.int64) or not 1 <= x.dim() <= 2:
+            rows = ", or a position for each row" if name == "q_offset" else ""
+            raise ValueError(f"{name} must be an int, or an int32 or int64 tensor (b,){rows}, got {described(x)}")
+        return
+    arguments.integer(name, x, least=None)
+    if not -FARTHEST <= x <= FARTHEST:
+        raise ValueError(f"{name} must be from {-FARTHEST} to {FARTHEST}, got {x}")
+
+
+def positions_of(q_offset: Offset | None, k_offset: Offset | None, flat_rows: int | None) -> Positions | None:
+    """The Positions of checked offsets; None where neither is given. `flat_rows`: how many rows there are of queries
+    end to end."""
+    if q_offset is None and k_offset is None:
+        return None
+    q, k, by_row = 0 if q_offset is None else q_offset, 0 if k_offset is None else k_offset, False
+    if isinstance(q, Tensor):
+        by_row = q.shape[-1] == flat_rows if q.dim() == 1 else q.shape[1] != 1
+        if q.dim() == 1 and not by_row:
+            q = q[:, None]
+        elif by_row and flat_rows is not None:
+            q = q.flatten()
+    return Positions(q, k[:, None] if isinstance(k, Tensor) and k.dim() == 1 else k, by_row)
+
+
+def of_sequence(positions: Positions, i: int, rows: slice) -> tuple[Offset, Offset]:
+    """`q_offset` and `k_offset` of one sequence as a Dense batch of one row; `rows` are its of queries end to end."""
+
+    def own(x: Offset) -> Offset:
+        if not isinstance(x, Tensor):
+            return x
+        if x.dim() == 1:
+            return x[None, rows]
+        return x[i : i + 1] if x.shape[0] > 1 else x
+
+    return own(positions.q), own(positions.k)
+
+
+def offset_error(q: Offset | None, k: Offset | None, b: int, rows: int, end_to_end: bool) -> str | None:
+    """What is wrong with the shapes of offsets, for b batch rows of so many rows, or b sequences of so many in all."""
+    if isinstance(k, Tensor) and not arguments.is_one_of(k.shape, (b,), (b, 1)):
+        return f"k_offset must have shape ({b},), got {tuple(k.shape)}"
+    if not isinstance(q, Tensor):
+        return None
+    shape = tuple(q.shape)
+    if not end_to_end:
+        if arguments.is_one_of(shape, (b,), (b, 1), (b, rows), (1, rows)):
+            return None
+        wanted = f"({b},), an offset for each batch row, or ({b}, {rows}) or (1, {rows}), a position for each row"
+        return f"q_offset must be {wanted}; got {shape}"
+    if arguments.is_one_of(shape, (b,)) and b == rows != 1:
+        return (
+            f"q_offset {shape} could be an offset for each of {b} sequences or a position for each of {rows} rows: "
+            "pass q_offset[:, None] for sequences, or q_offset[None] for rows"
+        )
+    if arguments.is_one_of(shape, (b,), (b, 1), (rows,), (1, rows)):
+        return None
+    wanted = f"({b},) or ({b}, 1), an offset for each sequence, or ({rows},) or (1, {rows}), a position for each row"
+    return f"q_offset must be {wanted}; got {shape}"
+
+
+def reach_error(name: str, x: Offset | None, s: int) -> str | None:
+    """Why functions do not take the positions of s rows or keys, of an offset that is a number."""
+    if x is None or isinstance(x, Tensor) or (x >= -LONGEST and x + s <= LONGEST):
+        return None
+    return f"functions take positions from {-LONGEST} to {LONGEST - 1}, got {name} {x} with {s} rows or keys"
+
+
+def check_positions(name: str, x: Offset | None, s: int, functions: bool) -> None:
+    """Reads an offset of s rows or keys that is a tensor; `functions` take nearer positions.
+
+    Raises:
+        ValueError: one that is too far from 0.
+    """
+    least, most = (-LONGEST, LONGEST - s) if functions else (-FARTHEST, FARTHEST)
+    if isinstance(x, Tensor) and has_values(x) and bool(((x > most) | (x < least)).any()):
+        raise ValueError(f"{name} must be from {least} to {most}, got {shortened(x.flatten().tolist())}")

@@ -1,13 +1,23 @@
 """Which query may attend to which key."""
 
 from saccade.masks.base import UNBOUNDED, Mask
-from saccade.masks.blocked import EMPTY, FULL, PARTIAL, TILE, Blocked
 from saccade.masks.builtin import Documents, Prefix, Window, causal, documents, prefix, window
 from saccade.masks.combine import And, Combined, Not, Or
-from saccade.masks.convert import TensorMask, as_mask, is_block_mask
 from saccade.masks.hull import FARTHEST, Extent, Interval, Positions
 from saccade.masks.interval import KeyInterval, interval
-from saccade.masks.mask_mod import MaskMod, Written, mask_mod
+from saccade.masks.predicates import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    TILE,
+    Blocked,
+    MaskMod,
+    TensorMask,
+    Written,
+    as_mask,
+    is_block_mask,
+    mask_mod,
+)
 from saccade.masks.serialize import (
     KINDS,
     from_tensors,

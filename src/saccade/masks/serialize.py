@@ -12,12 +12,10 @@ from torch import Tensor
 
 from saccade import scores
 from saccade.masks.base import Mask
-from saccade.masks.blocked import Blocked
 from saccade.masks.builtin import Documents, Prefix, Window
 from saccade.masks.combine import And, Combined, Not, Or
-from saccade.masks.convert import TensorMask
 from saccade.masks.interval import KeyInterval
-from saccade.masks.mask_mod import MaskMod, OfRow
+from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
 from saccade.scores.recording.compile_constant import compile_constant
 
 
