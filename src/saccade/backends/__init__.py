@@ -13,6 +13,7 @@ from torch import Tensor
 from saccade.call import Call
 from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged
+from saccade.masks import KINDS as MASKS
 from saccade.spec import FLAGS, Spec
 
 ANY_SCORE = "any function"
@@ -92,6 +93,19 @@ class Support:
         """The plainest call that is declared here: what is left against it is the device."""
         flags: dict[str, Any] = dict.fromkeys(self.needs, True)
         return Spec(self.dtypes[0], d=64, device=device, **flags)
+
+
+EVERYTHING = Support(
+    devices=("any",),
+    dtypes=("fp16", "bf16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2"),
+    kv=("fp8_e4m3", "fp8_e5m2"),
+    layouts=("dense", "padded", "packed", "ranges", "paged"),
+    masks=MASKS,
+    scores=(ANY_SCORE,),
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
+    max_d=1 << 20,
+)
+"""What a backend of plain PyTorch operations runs."""
 
 
 _NEEDS = {"aligned": "takes aligned rows: pointers and strides of q, k and v at multiples of 16 bytes"}

@@ -4,22 +4,12 @@ one likes; it has no backward of its own."""
 from __future__ import annotations
 
 from saccade import reference
-from saccade.backends import ANY_SCORE, Outputs, Support
+from saccade.backends import EVERYTHING, Outputs
 from saccade.call import Call
 from saccade.layouts import ordered_like
-from saccade.masks import KINDS as MASKS
 from saccade.spec import Spec
 
-SUPPORT = Support(
-    devices=("any",),
-    dtypes=("fp16", "bf16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2"),
-    kv=("fp8_e4m3", "fp8_e5m2"),
-    layouts=("dense", "padded", "packed", "ranges", "paged"),
-    masks=MASKS,
-    scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
-    max_d=1 << 20,
-)
+SUPPORT = EVERYTHING
 GRADIENT = None
 
 

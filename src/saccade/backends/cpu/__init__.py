@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support
-from saccade.backends.cpu import packed, paged, sdpa, tiled
+import torch
+
+from saccade.backends import EVERYTHING, Gradients, Outputs, Saved
+from saccade.backends.cpu import paged, sdpa, sink, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
 from saccade.call import Call
-from saccade.masks import KINDS as MASKS
+from saccade.layouts import empty_like_rows
 from saccade.spec import Spec
 
-SUPPORT = Support(
-    devices=("cpu",),
-    dtypes=("fp16", "bf16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2"),
-    kv=("fp8_e4m3", "fp8_e5m2"),
-    layouts=("dense", "padded", "packed", "ranges", "paged"),
-    masks=MASKS,
-    scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
-    max_d=1 << 20,
-)
+SUPPORT = replace(EVERYTHING, devices=("cpu",))
 GRADIENT = replace(
     SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32", "fp64"), kv=()
 )
@@ -36,7 +29,7 @@ def workspace(spec: Spec) -> str:
 
 def run_forward(call: Call, lse: bool) -> Outputs:
     if call.layout.ragged_keys:
-        return packed.forward(call, lse, _forward)
+        return _packed_forward(call, lse)
     if call.layout.has_pages:
         return paged.forward(call, lse)
     if call.descale is None:
@@ -47,7 +40,7 @@ def run_forward(call: Call, lse: bool) -> Outputs:
 
 def run_backward(call: Call, saved: Saved) -> Gradients:
     if call.layout.ragged_keys:
-        return packed.backward(call, saved, _backward)
+        return _packed_backward(call, saved)
     return _backward(call, saved)
 
 
@@ -64,3 +57,53 @@ def _backward(call: Call, saved: Saved) -> Gradients:
     if sdpa.runs_backward(call, saved):
         return *sdpa.backward(call, saved), ()
     return tiled.backward(call, saved)
+
+
+def _packed_forward(call: Call, lse: bool) -> Outputs:
+    """Of sequences end to end, one after the other, each in the way that is the fastest for it: out (1, h_q, t_q, d_v)
+    and, if asked for, lse and max_scores (1, h_q, t_q)."""
+    out = call.empty_out()
+    row_lse = torch.full(call.q.shape[:3], -torch.inf, dtype=call.lse_dtype(), device="cpu")
+    top = torch.full_like(row_lse, -torch.inf)
+    end = 0
+    for rows, _, sequence in call.sequences():
+        end = rows.stop
+        out[:, :, rows], *parts = _forward(sequence, lse)
+        for whole, part in zip((row_lse, top), parts, strict=True):
+            if part is not None:
+                whole[:, :, rows] = part
+    out[:, :, end:] = 0
+    return out, row_lse if lse else None, top if call.max_scores else None
+
+
+def _packed_backward(call: Call, saved: Saved) -> Gradients:
+    """dq, dk and dv, and the sums over all sequences of dsink and of captured tensors' gradients. Where sequences may
+    share keys, dk and dv are sums too, in the order of the sequences."""
+    dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (call.q, call.k, call.v))
+    shared = call.layout.starts_k is not None
+    shares = tuple(torch.zeros_like(x, dtype=call.lse_dtype()) for x in (dk, dv)) if shared else ()
+    captures = call.score.tensors if call.score else ()
+    pairs = zip(captures, saved.wanted, strict=True)
+    sums = [torch.zeros(x.shape, dtype=call.lse_dtype(), device="cpu") if want else None for x, want in pairs]
+    end_q = end_k = 0
+    for rows, keys, sequence in call.sequences():
+        end_q, end_k = rows.stop, keys.stop
+        dlse = None if saved.dlse is None else saved.dlse[:, :, rows]
+        part = Saved(saved.dout[:, :, rows], dlse, saved.out[:, :, rows], saved.lse[:, :, rows], saved.wanted)
+        dq[:, :, rows], *more_keys, _, of_captures = _backward(sequence, part)
+        for x, share, more in zip((dk, dv), shares or (None, None), more_keys, strict=True):
+            if share is None:
+                x[:, :, keys] = more
+            else:
+                share[:, :, keys] += more
+        for total, more in zip(sums, of_captures, strict=False):
+            if total is not None and more is not None:
+                total += more
+    dq[:, :, end_q:] = 0
+    for x, share in zip((dk, dv), shares or (None, None), strict=True):
+        if share is None:
+            x[:, :, end_k:] = 0
+        else:
+            x.copy_(share)
+    dsink = sink.gradient(call, saved, sink.delta(saved)) if call.sink is not None else None
+    return dq, dk, dv, dsink, [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from saccade.backends import CALLBACKS, Gradients, Outputs, Saved, Support
-from saccade.backends.cudnn.frontend import installed
+from saccade.backends.cudnn.graphs import installed
 from saccade.call import Call
 from saccade.masks import Window
 from saccade.spec import Spec
@@ -39,8 +39,7 @@ def obstacle() -> str | None:
 
 def refusals(call: Call, gradient: bool) -> list[str]:
     """What no Spec says: lengths, and what a callback does."""
-    from saccade.backends.cudnn.callbacks import NoCallback, score_graph
-    from saccade.backends.cudnn.limits import callback_limits
+    from saccade.backends.cudnn.callbacks import NoCallback, callback_limits, score_graph
 
     reasons = []
     if call.mask is not None and not isinstance(call.mask, Window):

@@ -1,19 +1,54 @@
-"""cuDNN graphs of attention: described, built, cached and run."""
+"""cuDNN graphs of attention, by NVIDIA's Python frontend, which a call imports first: built, cached and run."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.backends.cudnn.callbacks import GraphReplay, ScoreGraph
-from saccade.backends.cudnn.frontend import frontend
 from saccade.bounded_cache import BoundedCache
 from saccade.lazily import lazily
+
+
+def installed() -> bool:
+    return find_spec("cudnn") is not None
+
+
+@cache
+def frontend() -> Any:
+    """The module `cudnn`."""
+    return import_module("cudnn")
+
+
+_handles = threading.local()
+"""Of this thread, by device: a handle holds the stream of one caller, and is not safe for two threads."""
+
+
+def handle_of(device: torch.device) -> Any:
+    """This thread's handle for the current device, on torch's current stream."""
+    cudnn, handles = frontend(), _handles.__dict__
+    handle = handles.get(str(device))
+    if handle is None:
+        handle = handles[str(device)] = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    return handle
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A handle is created for the current device."""
+    if device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
 
 FRONTEND_KERNELS = ("sdpa_fwd_prefill_sm", "sdpa_bwd_sm")
 """Prefixes of the frontend's own kernels, which stand beside cuDNN's engines and know no score_mod."""

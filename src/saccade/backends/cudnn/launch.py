@@ -14,8 +14,7 @@ from torch import Tensor
 
 from saccade.backends import Gradients, Saved
 from saccade.backends.cudnn.callbacks import TILE, ScoreGraph, score_graph, within
-from saccade.backends.cudnn.frontend import frontend, handle_of, on_device
-from saccade.backends.cudnn.graphs import BuiltGraph, GraphKey, TensorDesc, built_graph
+from saccade.backends.cudnn.graphs import BuiltGraph, GraphKey, TensorDesc, built_graph, frontend, handle_of, on_device
 from saccade.call import Call, aligned
 from saccade.errors import Unsupported
 from saccade.layouts import empty_like_rows

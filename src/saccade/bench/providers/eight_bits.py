@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.backends.cudnn.frontend import frontend, handle_of
+from saccade.backends.cudnn.graphs import frontend, handle_of
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, Results
 from saccade.bench.providers.saccade import Saccade
