@@ -25,8 +25,7 @@ from saccade.bench.providers.torch_varlen import options
 from saccade.bench.rows import BenchRow
 from saccade.bench.run import Bench
 from saccade.bench.timing import Clock, HostStopwatch, Times
-from saccade.bench.verify import Verifier, sampled
-from saccade.bench.verify_bytes import BytesVerifier
+from saccade.bench.verify import BytesVerifier, Verifier, sampled
 from saccade.compat import torch_varlen
 from saccade.masks import Extent, of_batch_row
 from saccade.testing.cases import NAMED, SMALL, Case

@@ -7,9 +7,97 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from saccade.bench import quantizing, serving, shapes
+from saccade.bench import quantizing
 from saccade.testing.callbacks import USUAL
 from saccade.testing.cases import MODELS, NAMED, Case
+
+
+def _both(b: int, h: int, s: int, d: int, d_v: int = 0, dtype: str = "bf16") -> Iterator[Case]:
+    """Full and causal."""
+    for mask in ("none", "causal"):
+        yield Case("", dtype=dtype, b=b, h_q=h, h_k=h, s_q=s, s_k=s, d=d, d_v=d_v, mask=mask)
+
+
+def dims() -> Iterator[Case]:
+    """One problem at each head dim, for comparison with its neighbours in the same run."""
+    yield from _both(4, 16, 4096, 128)
+    yield from _both(4, 16, 4096, 128, dtype="fp16")
+    for d, d_v in ((192, 128), (96, 96), (80, 80)):
+        yield from _both(4, 16, 4096, d, d_v)
+
+
+def _layer(b: int, h: int, s: int, d: int, keys: int = 0) -> Case:
+    """A layer of a vision model: b images of s patches, which attend to so many keys of a text; 0: to themselves."""
+    return Case("", b=b, h_q=h, h_k=h, s_q=s, s_k=keys or s, d=d)
+
+
+_LAYERS = (
+    _layer(64, 16, 577, 64),  # ViT-L/14 at 336 pixels
+    _layer(32, 16, 729, 72),  # SigLIP so400m/14 at 384 pixels
+    _layer(32, 16, 1024, 80),  # ViT-H/14 at 448 pixels
+    _layer(8, 10, 4096, 64),  # SDXL: 64 x 64 patches
+    _layer(8, 10, 4096, 64, 77),  # and its text
+    _layer(16, 8, 4096, 40, 77),  # Stable Diffusion 1
+)
+
+
+def odd() -> Iterator[Case]:
+    """Short rows of many heads; head dims that are no power of two; layers of vision models; and few heads, so that
+    there are fewer tiles than multiprocessors."""
+    for d in (64, 128):
+        for s in (128, 256, 512):
+            yield from _both(16384 // s, 2048 // d, s, d)
+    for d in (72, 80, 96, 160, 192):
+        yield from _both(4, 16, 2048, d)
+    yield from _LAYERS
+    for h, s in ((8, 1024), (16, 1024), (8, 4096), (16, 4096)):
+        for d in (64, 128):
+            yield from _both(1, h, s, d)
+
+
+def paged(b: int, s_k: int, h_q: int = 32, page_size: int = 64, s_q: int = 1, score: str = "none") -> Case:
+    """Requests with caches of s_k keys each, or, below 0, of mixed lengths up to -s_k; their last s_q rows attend."""
+    case = Case("", b=b, h_q=h_q, h_k=8, s_q=s_q, s_k=abs(s_k), d=128, order="paged", page_size=page_size, score=score)
+    return case.replace(mask="causal" if s_q > 1 else "none", used="all" if s_k > 0 else "k")
+
+
+def latent(b: int, s_k: int, h_q: int, page_size: int = 64, s_q: int = 1) -> Case:
+    """Heads of queries on one of keys, of which values are the first 512 columns: read once, as multi-head latent
+    attention has them."""
+    case = paged(b, s_k, h_q, page_size, s_q)
+    return case.replace(h_k=1, d=576, d_v=512, cache="latent")
+
+
+_CACHES = (1, 65536), (8, 8192), (64, 4096), (128, 8192), (256, -16384)
+DECODE = [
+    *(paged(b, s_k, h_q) for h_q in (32, 64) for b, s_k in _CACHES),
+    *(paged(b, s_k, page_size=size) for size in (1, 16) for b, s_k in _CACHES),
+    paged(64, 4096, score="alibi"),
+    paged(1, 2048),
+    *(paged(b, s_k, page_size=size).replace(cache="heads") for size in (64, 16) for b, s_k in _CACHES[1:4]),
+]
+PROMPTS = [
+    *(paged(4, 8192 + 2048, page_size=size, s_q=2048) for size in (64, 16)),
+    *(paged(b, s, page_size=size, s_q=new) for b, s, new in ((1, 32768, 2048), (8, 4096, 4096)) for size in (64, 128)),
+    paged(16, 8192, s_q=256),
+    *(paged(4, 8192 + 2048, page_size=size, s_q=2048).replace(cache="heads") for size in (64, 16)),
+]
+EIGHT_BITS = [
+    *(paged(b, s_k).replace(dtype="fp8_e4m3") for s_k in (1024, 8192, 65536) for b in (1, 8, 64) if b * s_k <= 1 << 20),
+    *(paged(64, 8192, page_size=size).replace(dtype="fp8_e4m3") for size in (1, 16)),
+    paged(64, 8192, h_q=64).replace(dtype="fp8_e4m3"),
+]
+SHARED = [paged(b, n + 512).replace(used=f"shared{n}") for n in (8192, 32768) for b in (4, 16, 64)]
+DRAFTS = [
+    *(paged(b, s_k, s_q=s_q) for b, s_k in ((8, 8192), (64, 4096)) for s_q in (1, 2, 4, 8, 16, 32, 64)),
+    *(paged(b, s_k, s_q=15).replace(mask="tree") for b, s_k in ((8, 8192), (64, 4096))),
+]
+LATENT = [
+    *(latent(b, s_k, h_q) for h_q in (16, 128) for b in (1, 8, 64, 128) for s_k in (1024, 8192, 65536)),
+    *(latent(b, 8192, h_q, s_q=2) for h_q in (16, 128) for b in (8, 64, 128)),
+    *(latent(b, 8192, h_q, page_size=1) for h_q in (16, 128) for b in (8, 64, 128)),
+]
+
 
 MODES = ("forward", "backward", "forward+backward")
 
@@ -268,12 +356,12 @@ GRIDS = {
         "the cost of the largest score of each row as one more output: d 128, s 8192",
     ),
     "dims": BenchGrid(
-        _cells(map(named, shapes.dims()), "forward", "backward"),
+        _cells(map(named, dims()), "forward", "backward"),
         FUSED,
         "fp16 and bf16 at d 128, and d 192/128, 96 and 80: 4 x 16 heads, s = 4096",
     ),
     "odd": BenchGrid(
-        _cells(map(named, shapes.odd()), "forward", "backward"),
+        _cells(map(named, odd()), "forward", "backward"),
         FUSED,
         "s = 128 to 512, head dims 72 to 192, vision layers of 577 to 4096 patches, and one row of 8 or 16 heads",
     ),
@@ -288,32 +376,32 @@ GRIDS = {
         "64 packed documents of 100 to 2000 tokens against SDPA on the padded batch",
     ),
     "decode": BenchGrid(
-        _cells(map(named, serving.DECODE), "decode"),
+        _cells(map(named, DECODE), "decode"),
         ("auto", "fa3"),
         "one new token over a paged cache, as a CUDA graph: 32 or 64 heads on 8, pages of 64, 16 and 1, views",
     ),
     "decode-8bit": BenchGrid(
-        _cells(map(named, serving.EIGHT_BITS), "decode"),
+        _cells(map(named, EIGHT_BITS), "decode"),
         ("auto", "saccade-triton-bf16"),
         "one new token over 8-bit pages, beside 16-bit ones of the same values, as a CUDA graph: 1k to 64k keys",
     ),
     "shared-prefix": BenchGrid(
-        _cells(map(named, serving.SHARED), "decode"),
+        _cells(map(named, SHARED), "decode"),
         ("auto", "shared-prefix", "fa3"),
         "one new token over 8k or 32k keys that 4 to 64 sequences share and 512 of their own: plain, and shared_pages",
     ),
     "drafts": BenchGrid(
-        _cells(map(named, serving.DRAFTS), "decode"),
+        _cells(map(named, DRAFTS), "decode"),
         ("auto", "fa3"),
         "1 to 64 drafted tokens over a paged cache, as a CUDA graph: causal, and a tree of 15 by mask_mod",
     ),
     "mla": BenchGrid(
-        _cells(map(named, serving.LATENT), "decode"),
+        _cells(map(named, LATENT), "decode"),
         ("auto", "saccade-triton", "fa3"),
         "latent attention, 16 and 128 heads on one of d 576/512: 1 to 128 caches of 1k to 64k, as a CUDA graph",
     ),
     "prompts": BenchGrid(
-        _cells(map(named, serving.PROMPTS), "forward"),
+        _cells(map(named, PROMPTS), "forward"),
         ("saccade-gluon", "saccade-triton", "fa3"),
         "chunks of 256 to 4096 tokens over a paged cache, causal: 32 heads on 8, pages of 64, 128 and 16",
     ),

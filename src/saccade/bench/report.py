@@ -7,28 +7,52 @@ A page says where a table goes and what it selects:
 
 `gpu` is a folder under benchmarks/results, `grid` one of `saccade bench`. Every other word is a field of a BenchRow
 and its value; `|` separates alternatives. `providers=` names the columns, and a cell's figures are of the last run that
-timed most of them. `summary` makes tables of speed-ups. Both write everything between two markers.
+timed most of them. Speed-ups have a line for each kind of call and peer:
+
+    <!-- speedups
+    Packed sequences: grid=varlen own=saccade-gluon peers=fa3|torch-varlen
+    -->
+    <!-- /speedups -->
+
+A line names the calls, then what it selects: the cells of a grid, one provider of saccade's, the peers, and as many
+fields of a BenchRow as it needs. A figure is of the newest run of each cell that timed both. Both write everything
+between two markers.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from saccade.bench import summary
 from saccade.bench.rows import BenchRow, geometric_mean, latest, parsed, read, selected
 
 RESULTS = Path("benchmarks/results")
 
-_MARKED = re.compile(r"(<!-- bench (?P<query>[^>]*?)-->\n)(?P<old>.*?)(<!-- /bench -->)", re.DOTALL)
+_TABLES = re.compile(r"(<!-- bench (?P<query>[^>]*?)-->\n)(?P<old>.*?)(<!-- /bench -->)", re.DOTALL)
 _SHAPE = (
     *("mode", "dtype", "layout", "mask", "score", "sink", "deterministic"),
     *("h_q", "h_k", "d", "d_v", "b", "s_q", "s_k", "page_size", "lengths", "cache"),
 )
 _SAME = {"h_k": "h_q", "d_v": "d", "s_k": "s_q"}
 """Columns that are omitted where they equal another."""
+_SPEEDUPS = re.compile(r"(<!-- speedups\n(?P<lines>.*?)-->\n)(.*?)(<!-- /speedups -->)", re.DOTALL)
+PEERS = {
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "sdpa-cudnn": "cuDNN",
+    "saccade-cudnn": "cuDNN",
+    "cudnn-fp8": "cuDNN's FP8",
+    "saccade-gluon-bf16": "16 bits",
+    "flex": "compiled FlexAttention",
+    "torch-varlen": "PyTorch's `varlen_attn`",
+    "sdpa-padded": "SDPA on a padded batch",
+}
+"""Providers as people call them."""
 
 
 def updated(page: Path, results: Path = RESULTS) -> str:
@@ -47,10 +71,8 @@ def updated(page: Path, results: Path = RESULTS) -> str:
             raise ValueError(f"no rows for <!-- bench {found['query']}-->")
         return f"{found[1]}{table(chosen, columns)}\n{found[4]}"
 
-    text = _MARKED.sub(filled, page.read_text(encoding="utf-8"))
-    return summary.MARKED.sub(
-        lambda found: f"{found[1]}{summary.table(found['lines'], results, page)}\n{found[4]}", text
-    )
+    text = _TABLES.sub(filled, page.read_text(encoding="utf-8"))
+    return _SPEEDUPS.sub(lambda found: f"{found[1]}{speedup_table(found['lines'], results, page)}\n{found[4]}", text)
 
 
 def table(rows: list[BenchRow], columns: list[str] | None = None) -> str:
@@ -75,6 +97,71 @@ def table(rows: list[BenchRow], columns: list[str] | None = None) -> str:
         words += [_figure(providers.get(name)) for name in columns]
         lines.append(f"| {' | '.join([*words, _best(providers.values())])} |")
     return "\n".join([*lines, "", _caption(rows)])
+
+
+class Pair(NamedTuple):
+    """One cell, timed of both in one run."""
+
+    mode: str
+    ratio: float
+    """The peer's time over saccade's: above 1 is faster."""
+    file: Path
+
+
+def speedup_table(lines: str, results: Path, page: Path) -> str:
+    """Markdown: geometric means, with the least and the largest, and links from `page` to the rows.
+
+    Raises:
+        ValueError: a line is malformed, or a peer has no rows.
+    """
+    found = [["calls", "versus", "forward", "backward", "rows"], ["---"] * 5]
+    for line in lines.splitlines():
+        label, colon, query = line.partition(": ")
+        if not colon:
+            raise ValueError(f"{line!r} in <!-- speedups --> is not 'calls: field=value …'")
+        wanted = parsed(query, "own", "peers")
+        folder = results / wanted.pop("gpu", ["h200"])[0]
+        (own,), peers = wanted.pop("own"), wanted.pop("peers")
+        for peer in peers:
+            pairs = list(_pairs(folder, wanted, own, peer))
+            if not pairs:
+                raise ValueError(f"no rows of {own} beside {peer} for {line!r}")
+            forward = [pair.ratio for pair in pairs if pair.mode != "backward"]
+            backward = [pair.ratio for pair in pairs if pair.mode == "backward"]
+            files = Counter(pair.file for pair in pairs)
+            links = ", ".join(f"[{n}]({_link(file, page)})" for file, n in sorted(files.items()))
+            found.append([label, PEERS.get(peer, peer), _mean(forward), _mean(backward), links])
+            label = ""
+    shown = [i for i in range(5) if any(words[i] for words in found[2:])]  # a column for backwards, if there are any
+    return "\n".join(f"| {' | '.join(words[i] for i in shown)} |" for words in found)
+
+
+def _pairs(folder: Path, query: dict[str, list[str]], own: str, peer: str) -> Iterator[Pair]:
+    files: dict[str, Path] = {}
+    rows: list[BenchRow] = []
+    for file in sorted(folder.glob("*.jsonl")):
+        of_file = [row for row in selected(read(file), query) if row.provider in (own, peer)]
+        files |= {row.run: file for row in of_file}
+        rows += of_file
+    times: dict[tuple[str, str, bool], dict[str, BenchRow]] = {}
+    for row in latest(rows, (own, peer)):
+        times.setdefault(row.cell, {})[row.provider] = row
+    for cell, by_provider in times.items():
+        ours, theirs = by_provider.get(own), by_provider.get(peer)
+        if ours and theirs and ours.ms and theirs.ms:
+            yield Pair(cell[1], theirs.ms / ours.ms, files[ours.run])
+
+
+def _mean(ratios: list[float]) -> str:
+    """
+    >>> _mean([0.5, 2.0, 1.0])
+    '1.00 (0.50–2.00)'
+    """
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})" if ratios else ""
+
+
+def _link(file: Path, page: Path) -> str:
+    return Path(os.path.relpath(file.resolve(), page.resolve().parent)).as_posix()
 
 
 def comparison(new: Iterable[BenchRow], old: Iterable[BenchRow]) -> str:

@@ -22,8 +22,7 @@ from saccade.bench.machine import Run
 from saccade.bench.providers import CEILINGS, Prepared, Provider
 from saccade.bench.rows import BenchRow, empty_row, with_ratios
 from saccade.bench.timing import Clock
-from saccade.bench.verify import Verifier
-from saccade.bench.verify_bytes import BytesVerifier
+from saccade.bench.verify import BytesVerifier, Verifier
 from saccade.testing.cases import Case, Inputs
 
 Tell = Callable[[str], None]

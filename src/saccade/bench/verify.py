@@ -1,23 +1,20 @@
-"""How far a provider's result is from the exact one, in units of the tolerance that `testing.accuracy` defines.
-
-The oracle answers once for each Cell: for some heads of some sequences, one query head at a time, and for some rows at
-a time where the mask allows it. So it holds about ten float64 score matrices of these. Every provider is measured on
-those heads, and must be finite on all of them.
-"""
+"""Results against the oracle, and the bytes of `quantize` against what they must be, in float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Results
-from saccade.descale import EIGHT_BITS
+from saccade.bench.quantizing import options
+from saccade.descale import BLOCK, EIGHT_BITS, NAMES
 from saccade.layouts import ORDERS, Dense, SequencePlace
+from saccade.quantization import Quantized
 from saccade.testing.call_slice import At, CheckedCall, Precision
 from saccade.testing.cases import Inputs
 from saccade.testing.error_tally import ErrorTally
@@ -29,7 +26,7 @@ _SCORES = {"cuda": 1 << 31, "cpu": 1 << 25}
 _PAIRS = 1 << 28
 """Elements of the score matrix that the oracle holds at once, about ten times in float64."""
 
-NAMES = {
+RESULTS = {
     "forward": ("out",),
     "backward": ("dq", "dk", "dv"),
     "forward+backward": ("dq", "dk", "dv"),
@@ -51,7 +48,7 @@ class Verifier:
     """The exact answer to a Cell."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
-        self.cell, self.names = cell, NAMES[cell.call]
+        self.cell, self.names = cell, RESULTS[cell.call]
         self.answers: list[_Answer] = []
         self.layout = inputs.keywords.get("layout", Dense())
         self.eps = torch.finfo(torch.bfloat16 if inputs.q.dtype in EIGHT_BITS else inputs.q.dtype).eps
@@ -156,3 +153,76 @@ def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
     places = dict.fromkeys(round(i * (every - 1) / max(1, count - 1)) for i in range(count))
     for place in reversed(places):  # the last head first: where offsets overflow
         yield divmod(place, case.h_k)
+
+
+STEP = 2.0**-9
+"""Between the least numbers of e4m3."""
+
+
+class BytesVerifier:
+    """What `quantize` must return for dense operands, in float64, one key head at a time."""
+
+    names = NAMES
+
+    def __init__(self, mode: str, inputs: Inputs) -> None:
+        self.options, self.inputs = options(mode), inputs
+
+    def check(self, prepared: Prepared) -> float:
+        return self.error_ratio(cast(Quantized, prepared.call()))
+
+    def error_ratio(self, made: Quantized) -> float:
+        """The worst error over what a byte's half step and float32's sums allow: at most 1 passes."""
+        return max(ratio for name in NAMES for ratio in self._ratios(name, made))
+
+    def _ratios(self, name: str, made: Quantized) -> Iterator[float]:
+        given, codes, descale = getattr(self.inputs, name), getattr(made, name), getattr(made.descale, name)
+        b, h_k, s, _ = self.inputs.k.shape if name != "q" else (*self.inputs.k.shape[:2], *given.shape[2:])
+        group = given.shape[1] // h_k
+        # (b, h_k, n)
+        factor = descale.double().expand(b, h_k) if descale.dim() < 3 else descale.double()
+        factor = factor if factor.dim() == 3 else factor[..., None]
+        largest = torch.zeros_like(factor)
+        for i in range(b):
+            for j in range(h_k):
+                heads = slice(j * group, (j + 1) * group)
+                x, shift = self._exact(name, i, heads, j)
+                blocks = factor.shape[2]
+                by_row = factor[i, j].repeat_interleave(BLOCK)[:s] if blocks > 1 else factor[i, j].expand(s)
+                sizes = x.abs().amax((0, 2))
+                sizes = torch.nn.functional.pad(sizes, (0, -s % BLOCK)).view(-1, BLOCK).amax(1)
+                largest[i, j] = sizes if blocks > 1 else sizes.amax()
+                yield _ratio(codes[i, heads].double(), x, by_row[:, None])
+                if shift is not None and made.shift is not None:
+                    # A sum of d products of numbers, in float32.
+                    room = 2.0**-20 * (self.inputs.q[i, heads].double().norm(dim=-1) * self.norm + 1e-30)
+                    yield float(((made.shift[i, heads] - shift).abs() / room).amax())
+        if self.options["per"] == "tensor":
+            largest = largest.amax().expand_as(largest)
+        wanted = largest / torch.finfo(codes.dtype).max
+        yield float(((factor - wanted).abs() / (wanted * 2.0**-18)).amax())
+
+    def _exact(self, name: str, i: int, heads: slice, j: int) -> tuple[Tensor, Tensor | None]:
+        """[group, s, d]: what becomes bytes, and q's product with the mean of keys."""
+        x = getattr(self.inputs, name)[i, heads].double()
+        shift = None
+        if "smooth_k" in self.options and name != "v":
+            mean = self.inputs.k[i, j].double().mean(0)
+            self.norm = mean.norm()
+            x, shift = (x - mean, None) if name == "k" else (x, x @ mean)
+        return x @ _hadamard(x.shape[2], x) if "rotate" in self.options and name != "v" else x, shift
+
+
+def _ratio(codes: Tensor, x: Tensor, factor: Tensor) -> float:
+    """The worst `|codes factor - x|` over half a step of the code, and what float32 adds."""
+    exponent = torch.frexp(codes).exponent - 4
+    half = torch.ldexp(torch.ones_like(codes), exponent).clamp(min=STEP) / 2
+    room = half * factor + x.norm(dim=-1, keepdim=True) * 2.0**-21
+    return float(torch.nan_to_num((codes * factor - x).abs() / room, nan=torch.inf).amax())
+
+
+def _hadamard(d: int, like: Tensor) -> Tensor:
+    """[d, d]: of neighbouring elements, as many as the largest power of two that divides d."""
+    made = like.new_ones(1, 1)
+    while d % (2 * len(made)) == 0:
+        made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
+    return torch.block_diag(*[made / len(made) ** 0.5] * (d // len(made)))
