@@ -146,6 +146,8 @@ def learned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 CALLS: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
     "plain": (dense(), {}),
+    "rows that are not aligned": ([x[..., 1:] for x in dense()], {}),
+    "the gradient of a sum": (dense(), {}),
     "causal": (dense(h_k=4), {"mask": causal()}),
     "window sink": (dense(), {"mask": window(99, 0), "sink": SINK}),
     "wide": (wide(), {"mask": causal(), "sink": SINK, "deterministic": True}),
@@ -187,9 +189,10 @@ CALLS: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
 }
 
 OTHERS: dict[str, tuple[list[Tensor], dict[str, Any], set[str]]] = {
-    # What no kernel reads lies as the user has it, and is copied.
-    "rows that are not aligned": (
-        [x[..., 1:] for x in dense()], {"backend": "triton"}, {"aten.copy_.default"},
+    # Kernels read numbers that lie side by side.
+    "every second length": (
+        dense(), {"layout": Dense("bhsd", *BOUNDS[0, :, ::2].mT[:2])},
+        {"aten.clone.default", "aten.contiguous.default"},
     ),
     # Without keys no kernel runs: each row's LSE is its sink.
     "no keys": (
@@ -201,7 +204,7 @@ OTHERS: dict[str, tuple[list[Tensor], dict[str, Any], set[str]]] = {
 
 
 def done(
-    operands: list[Tensor], keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    operands: list[Tensor], keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch, expanded: bool = False
 ) -> tuple[set[str], list[str]]:
     """The operations of two calls and their backwards, and the kernels that the second ones compiled."""
     for limit in ("LEAST_ITEMS", "LEAST_ROWS"):
@@ -214,14 +217,17 @@ def done(
             compiled.clear()
             results = attention(*leaves, return_lse=True, **keywords)[:2]
             if trains:
-                torch.autograd.backward(results, [torch.zeros_like(x) for x in results])
+                sums = [x.sum() for x in results]
+                dout, dlse = torch.autograd.grad(sums, results)
+                torch.autograd.backward(results, [dout if expanded else dout.contiguous(), dlse.contiguous()])
     return found, compiled
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_allocate_and_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operands, keywords = CALLS[name]
     for backend in ("auto", "triton"):
-        found, compiled = done(CALLS[name][0], CALLS[name][1] | {"backend": backend}, monkeypatch)
+        found, compiled = done(operands, keywords | {"backend": backend}, monkeypatch, "gradient" in name)
         assert not found
         assert not compiled
 

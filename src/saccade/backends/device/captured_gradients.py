@@ -143,5 +143,5 @@ def _accumulate(
 
 def tensors(call: Call, saved: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the sums."""
-    operands = map(aligned_rows, (call.q, call.k, call.v, saved.dout, saved.out))
+    operands = (aligned_rows(call, x) for x in (call.q, call.k, call.v, saved.dout, saved.out))
     return *operands, saved.lse.contiguous(), None if saved.dlse is None else saved.dlse.contiguous()

@@ -24,7 +24,7 @@ from saccade.backends.device import (
 )
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
-from saccade.backends.device.gradients import sink_launch
+from saccade.backends.device.gradients import copy_launch, sink_launch
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.recompute import recompute_launch
 from saccade.backends.device.records import runtime_int
@@ -139,7 +139,7 @@ def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
 
 SHARED = (
     "order", "captured_gradients", "level_sums", "row_totals", "sink", "tile_states", "block_list",
-    "packed_tile_states", "packed_block_list", "mark", "ranks", "results",
+    "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy",
 )  # fmt: skip
 
 
@@ -168,6 +168,8 @@ def compiled(kernel: str, call: Call) -> Any:
         arguments = *row_totals.tensors(call, saved, saved), *arguments
     elif kernel == "sink":
         launch, arguments = sink_launch(call.replace(sink=torch.empty(2)), lse, lse, 1.0, torch.empty(2))
+    elif kernel == "copy":
+        launch, arguments = copy_launch(call, call.q, call.q)
     elif kernel == "results":
         launch, made = captured_gradients.results_launch(call, lse), lse.long()
         arguments = lse.bfloat16(), made, made[0, 0].int(), runtime_int(40), lse.numel()

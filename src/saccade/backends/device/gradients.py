@@ -16,20 +16,57 @@ from saccade.alignment import ALIGNMENT
 from saccade.backends import Saved
 from saccade.backends.device.launch import Launch, cached_launch, on_device
 from saccade.backends.device.records import TensorArgs, plain_int, runtime_int
+from saccade.backends.device.tiles import head
 from saccade.call import Call, aligned
 
 
-def aligned_rows(x: Tensor) -> TensorArgs:
+def aligned_rows(call: Call, x: Tensor) -> TensorArgs:
     """Rows that kernels read in pieces of 16 bytes; others are copied, padded. (Element by element they would be slow,
     and Triton 3.6 miscompiles some such tiles: docs/findings/triton.md.)"""
-    return TensorArgs.of(x if aligned(x) else padded(x))
+    return TensorArgs.of(x if aligned(x) else padded(call, x))
 
 
-def padded(x: Tensor) -> Tensor:
+def padded(call: Call, x: Tensor) -> Tensor:
     """A copy of x (b, h, s, d) whose rows start at multiples of 16 bytes."""
     whole = ALIGNMENT // x.element_size()
     copy = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
-    return copy.copy_(x)
+    if copy.numel():
+        with on_device(x):
+            launch, arguments = copy_launch(call, x, copy)
+            launch(x.device.index, arguments)
+    return copy
+
+
+COPIED = 4096
+"""Numbers of one program of `copy_kernel`."""
+
+
+def copy_launch(call: Call, x: Tensor, copy: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+    """The kernel that copies x, and its arguments: integers of as many bits, whatever the numbers are."""
+    b, h, s, d = x.shape
+    block = min(triton.next_power_of_2(d), COPIED)
+    grid, sizes = (b * h * -(-s // (COPIED // block)), -(-d // block), 1), (block, COPIED // block)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+    rows = [TensorArgs.of(y.view(bits)) for y in (x, copy)]
+    launch = cached_launch(
+        call, ("copy", grid, sizes, bits, *specialised(rows, [x])), lambda: Launch(copy_kernel, grid, sizes)
+    )
+    return launch, (*rows, *map(runtime_int, (x.stride(3), h, s, d)))
+
+
+@triton.jit
+def copy_kernel(x, copy, pitch, h, s, d, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """copy = x for ROWS rows of one head, and BLOCK columns, which lie `pitch` numbers apart in x."""
+    h, s, d = plain_int(h), plain_int(s), plain_int(d)
+    blocks = tl.cdiv(s, ROWS)
+    bh = tl.program_id(0) // blocks
+    # [ROWS, 1]
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)[:, None]
+    # [1, BLOCK]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = (row < s) & (column < d)
+    value = tl.load(head(x, bh // h, bh % h, row) + column * plain_int(pitch).to(tl.int64), mask=there)
+    tl.store(head(copy, bh // h, bh % h, row) + column, value, mask=there)
 
 
 def specialised(operands: Iterable[TensorArgs], rows: Iterable[Tensor | None]) -> tuple[Any, ...]:

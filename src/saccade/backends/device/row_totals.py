@@ -49,6 +49,6 @@ def divide_gradients(call: Call, saved: Saved, fast: bool = False) -> Saved:
 
 def tensors(call: Call, saved: Saved, divided: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the common arguments."""
-    operands = map(aligned_rows, (call.q, call.k, saved.dout))
+    operands = (aligned_rows(call, x) for x in (call.q, call.k, saved.dout))
     sink = None if call.sink is None else call.sink.contiguous()
     return *operands, TensorArgs.of(divided.dout), saved.lse.contiguous(), saved.dlse, divided.dlse, sink

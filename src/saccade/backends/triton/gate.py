@@ -57,7 +57,7 @@ def features() -> Iterator[str]:
     """What a call may have besides."""
     yield from (f"triton dkdv 16bit d128/128 {edges}" for edges in ("packed", "ranges", "listed"))
     yield "triton order 16bit d128/128 packed"
-    yield from (f"triton {name} 16bit d128/128 full" for name in ("sink", "results"))
+    yield from (f"triton {name} 16bit d128/128 full" for name in ("sink", "results", "copy"))
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
     yield from (f"triton {name} 16bit d64/64 full one_distance" for name in ("captured_gradients", "level_sums"))
     yield from (f"triton {name} 16bit d128/128 masked bias" for name in ("forward", "dkdv", "dq", "captured_gradients"))

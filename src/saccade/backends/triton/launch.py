@@ -65,13 +65,13 @@ def backward(
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
-        dout = aligned_rows(saved.dout)
+        dout = aligned_rows(call, saved.dout)
         # Packed rows stand alone here.
         used = None if call.layout.ragged_keys else sequences.spans(call)[0]
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(call.score)
         block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
         grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
-        out = aligned_rows(saved.out)
+        out = aligned_rows(call, saved.out)
         sizes, key = (v.shape[3], block_q, block_d(v.shape[3])), ("delta", *specialised((dout, out), rows[:2]))
         preprocess = cached_launch(call, key, lambda: Launch(delta_kernel, grid, sizes))
         preprocess(q.device.index, (dout, out, *rows))
@@ -98,7 +98,7 @@ def operand(call: Call, name: str, x: Tensor | None = None) -> TensorArgs:
     tensor = eight_bits.readable(getattr(call, name) if x is None else x)
     if name in call.launches:
         return TensorArgs(tensor, *call.launches[name])
-    args = aligned_rows(tensor) if x is None else TensorArgs.of(tensor)
+    args = aligned_rows(call, tensor) if x is None else TensorArgs.of(tensor)
     if args.ptr is tensor:
         call.launches[name] = args[1:]
     return args

@@ -57,7 +57,7 @@ def backward(
     if call.scoreless:
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, saved)
     with on_device(q):
-        dout, out = bulk_rows(saved.dout), bulk_rows(saved.out)
+        dout, out = bulk_rows(call, saved.dout), bulk_rows(call, saved.out)
         # What the compiled kernels depend on besides the Call's key.
         key = "backward", saved.dlse is None, call.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
         key = *key, captured and captured.key
@@ -152,10 +152,10 @@ def arguments(
         yield (), tuple(map(TensorArgs.of, (dk, dv, *whole)))
 
 
-def bulk_rows(x: Tensor) -> Tensor:
+def bulk_rows(call: Call, x: Tensor) -> Tensor:
     """x, or a copy of it that bulk copies can read: an expanded tensor has strides of zero."""
     if not aligned(x):
-        return padded(x)
+        return padded(call, x)
     strides = x.stride()
     expanded = 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(x.shape, strides, strict=True))
-    return padded(x) if expanded else x
+    return padded(call, x) if expanded else x

@@ -58,7 +58,7 @@ def forward(call: Call, lse: bool = True, tile: ForwardConfig | None = None) -> 
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     out = _destination(call)
     if not aligned(call.q):  # which the Spec of a cache leaves open
-        call = call.replace(q=padded(call.q))
+        call = call.replace(q=padded(call, call.q))
     q, k, v = call.q, call.k, call.v
     row_lse, top = per_row(call, lse), per_row(call, call.max_scores)
     if not out.numel():

@@ -56,7 +56,7 @@ def forward(call: Call, lse: bool = True) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     layout = call.layout
     if not aligned(call.q):  # which the Spec of a cache leaves open
-        call = call.replace(q=padded(call.q))
+        call = call.replace(q=padded(call, call.q))
     q = call.q
     out, row_lse = call.empty_out(), per_row(call, lse)
     if not layout.sequences or not layout.capacity(call.k.shape[2]):
