@@ -1,6 +1,5 @@
-"""What a call does by PyTorch between its operands and its results, forward and backward: it allocates memory, fills
-all of it, and looks at it through views. All else are launches of kernels, which are compiled once, so that the driver
-can do a call again.
+"""What recorders see of calls, forward and backward: that they allocate memory, fill it, look at it through views, and
+launch kernels that are compiled once. Anything else keeps a call from being replayed.
 
 Nothing runs here: a launch does nothing, and results are whatever lies in memory.
 """
@@ -16,8 +15,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-
-from triton.runtime.jit import JITFunction
 
 from saccade import (
     Dense,
@@ -38,64 +35,31 @@ from saccade import (
     window,
 )
 from saccade.backends import gluon, triton
+from saccade.backends.device.replay import Recorder
 from saccade.backends.gluon.forward import splits
 from saccade.bounded_cache import derived
-from saccade.dispatch_mode import DispatchMode
 from saccade.layouts import Layout
 from saccade.testing.emulator import emulated
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-aten = torch.ops.aten
-ALLOCATIONS = {
-    aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default,
-    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.full.default,
-}  # fmt: skip
-FILLS = {aten.zero_.default, aten.fill_.Scalar}
-
-
-class Watch(DispatchMode):
-    """Notes operations that are neither of these nor views."""
-
-    def __init__(self, found: set[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        filled = func in FILLS and args[0].nbytes == args[0].untyped_storage().nbytes()
-        if func not in ALLOCATIONS and not filled and not _is_view(args, result):
-            self.found.add(str(func))
-        return result
-
-
-def _is_view(args: Any, result: Any) -> bool:
-    """Whether all of the result is memory of the first argument, which nothing was written to."""
-    made = result if isinstance(result, (list, tuple)) else [result]
-    memory = args[0].untyped_storage().data_ptr() if args and isinstance(args[0], Tensor) else None
-    return all(x is not args[0] and x.untyped_storage().data_ptr() == memory for x in made)
 
 
 @contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[tuple[set[str], list[str]]]:
-    """The operations in the backends' own functions, and the kernels that were compiled, of which none runs."""
-    found, compiled = set[str](), list[str]()
+def recorded(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[list[Recorder]]:
+    """What recorders see in the backends' own functions. No kernel runs."""
+    recorders = list[Recorder]()
     with emulated(processors=processors) as emulation, monkeypatch.context() as patch:
         patch.setattr(emulation, "launch", lambda *given: None)
         patch.setattr(triton, "obstacle", lambda: None)
-        compiling = JITFunction.run
-
-        def counted(self: Any, *given: Any, **options: Any) -> Any:
-            compiled.append(self.fn.__name__)
-            return compiling(self, *given, **options)
 
         def inside(run: Callable[..., Any]) -> Callable[..., Any]:
-            def watched_run(*given: Any) -> Any:
-                with Watch(found):
+            def recorded_run(*given: Any) -> Any:
+                recorders.append(Recorder())
+                with recorders[-1]:
                     return run(*given)
 
-            return watched_run
+            return recorded_run
 
-        patch.setattr(JITFunction, "run", counted)
         for module in (gluon, triton):
             for name in ("run_forward", "run_backward"):
                 patch.setattr(module, name, inside(getattr(module, name)))
@@ -105,7 +69,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[tuple[
         for kind in (Layout, Dense, Packed, Paged):
             patch.setattr(kind, "check_lengths", lambda *given: None)
             patch.setattr(kind, "check_positions", lambda *given: None)
-        yield found, compiled
+        yield recorders
 
 
 def dense(h_q: int = 4, h_k: int = 2, s: int = 256, d: int = 64) -> list[Tensor]:
@@ -188,64 +152,49 @@ CALLS: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
     "latent": ([x[..., :1, :] if i else x for i, x in enumerate(pages(1, d=576, d_v=512))], {"layout": paged()}),
 }
 
-OTHERS: dict[str, tuple[list[Tensor], dict[str, Any], set[str]]] = {
+OTHERS: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
     # Kernels read numbers that lie side by side.
-    "every second length": (
-        dense(), {"layout": Dense("bhsd", *BOUNDS[0, :, ::2].mT[:2])},
-        {"aten.clone.default", "aten.contiguous.default"},
-    ),
+    "every second length": (dense(), {"layout": Dense("bhsd", *BOUNDS[0, :, ::2].mT[:2])}, "aten.clone.default"),
     # Without keys no kernel runs: each row's LSE is its sink.
     "no keys": (
         [dense()[0], *(x[:, :, :0] for x in dense()[1:])], {"sink": SINK, "layout": Dense("bhsd", USED)},
-        {"aten.copy_.default", "aten.arange.default", "aten.ge.Tensor", "aten.masked_fill_.Scalar"},
+        "aten.copy_.default",
     ),
 }  # fmt: skip
-"""Calls that do more, and what."""
+"""Calls that do more, and what first."""
 
 
-def done(
+def recorders_of(
     operands: list[Tensor], keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch, expanded: bool = False
-) -> tuple[set[str], list[str]]:
-    """The operations of two calls and their backwards, and the kernels that the second ones compiled."""
+) -> list[Recorder]:
+    """Of the second of two calls, and of its backward."""
     for limit in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, limit, 1)
     monkeypatch.setattr(splits, "LEAST_KEYS", 64)
     trains = operands[1].dtype == BF16 and not isinstance(keywords.get("layout"), Paged)
     leaves = [x.detach().requires_grad_(trains) for x in operands]
-    with watched(monkeypatch, processors=132) as (found, compiled):
+    with recorded(monkeypatch, processors=132) as recorders:
         for _ in range(2):
-            compiled.clear()
+            recorders.clear()
             results = attention(*leaves, return_lse=True, **keywords)[:2]
             if trains:
-                sums = [x.sum() for x in results]
-                dout, dlse = torch.autograd.grad(sums, results)
+                dout, dlse = torch.autograd.grad([x.sum() for x in results], results)
                 torch.autograd.backward(results, [dout if expanded else dout.contiguous(), dlse.contiguous()])
-    return found, compiled
+    assert len(recorders) == 1 + trains
+    return recorders
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_allocate_and_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operands, keywords = CALLS[name]
     for backend in ("auto", "triton"):
-        found, compiled = done(operands, keywords | {"backend": backend}, monkeypatch, "gradient" in name)
-        assert not found
-        assert not compiled
+        for recorder in recorders_of(operands, keywords | {"backend": backend}, monkeypatch, "gradient" in name):
+            assert recorder.obstacle is None
+            assert not recorder.compiles
+            assert recorder.started
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_do_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operands, keywords, known = OTHERS[name]
-    assert done(operands, keywords, monkeypatch)[0] == known
-
-
-def test_what_is_found() -> None:
-    x = torch.zeros(3, 4)
-    with Watch(found := set[str]()):
-        x.mT[1:].unbind()[0].view(3, 1).expand(3, 5)
-        torch.zeros_like(x).fill_(2.0), torch.empty(3).zero_(), x.contiguous()
-    assert not found
-    does = x.mT.contiguous, x[0].zero_, lambda: x + 1, lambda: torch.sum(x, 1, out=torch.empty(3)), lambda: x.add_(1)
-    for i, do in enumerate(does, 1):
-        with Watch(found):
-            do()
-        assert len(found) == i
+    assert {x.obstacle for x in recorders_of(operands, keywords, monkeypatch)} >= {known}
