@@ -170,7 +170,7 @@ def attention(
         flags = return_lse, return_max_scores, deterministic
         given = mask, score_mod, layout, scale, sink, dropout_p, flags, backend, out, descale
         found = replay.of_arguments(q, k, v, *given)
-        if found is not None and (results := ops.replayed(found)) is not None:
+        if found is not None and found.replay is not None and (results := ops.replayed(found)) is not None:
             result, lse, max_scores = results
             return _returned(result if out is None else out, lse, max_scores, return_lse, return_max_scores)
     call = check_call(

@@ -137,9 +137,13 @@ def told(x: Any) -> str:
 
 def watched() -> bool:
     """Whether a compiler, mode or transform may look at what a call does, or change what operations do."""
-    return bool(
-        torch.compiler.is_compiling()  # first, as torch.compile follows this code
-        or torch._C._len_torch_dispatch_stack()
+    return torch.compiler.is_compiling() or watched_in_eager()  # in this order, as torch.compile follows this code
+
+
+def watched_in_eager() -> bool:
+    """The same where torch.compile is known not to."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or getattr(forward_ad, "_current_level", 0) >= 0
         or torch._C._get_tracing_state() is not None

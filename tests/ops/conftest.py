@@ -42,8 +42,8 @@ class Replay:
         out = self.call.given[3]
         call, _ = unflatten(*flat, out=None if out is None else others[id(out)])
         if self.backward:
-            dout, out, lse = given[:3]
-            dlse = None if rest.dlse is None else given[3]
+            with_dlse = rest.dlse is not None
+            dout, dlse, out, lse = given[:4] if with_dlse else (given[0], None, *given[1:3])
             views = {"dout": call.layout.canonical(dout), "out": call.layout.canonical(out)}
             of_rows = {
                 name: x if x is None else call.layout.canonical_lse(x) for name, x in (("lse", lse), ("dlse", dlse))

@@ -296,7 +296,7 @@ def test_modes_transforms_and_subclasses_take_the_long_way(done: list[str]) -> N
     torch.vmap(attention)(*(torch.stack([x, x]) for x in given))
     torch.func.vjp(attention, *given)[1](given[0])
     attention(given[0].as_subclass(Own), *given[1:])
-    assert replay._find((), (given[0].as_subclass(Own), *given[1:])) is None
+    assert replay.of_tensors((), (given[0].as_subclass(Own), *given[1:])) is None
     with pytest.raises(Unsupported, match="forward mode"):
         torch.func.jvp(lambda q: attention(q, *given[1:]), (given[0],), (given[0],))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):

@@ -66,6 +66,8 @@ class Layout:
     FLAT: ClassVar[tuple[str, ...]]
     """The fields that pass through a registered operator. Tensors go beside the text, which names them, and so do
     offsets that are numbers; numbers and flags are part of the text."""
+    BOUNDS: ClassVar[tuple[str, ...]] = ()
+    """Other fields that checks depend on."""
     text: str
     """The static part, such as `bshd,seqused_k,q_offset=`."""
     tensors: tuple[Tensor, ...]
@@ -73,7 +75,7 @@ class Layout:
     ints: tuple[int, ...]
     """The offsets that are numbers, which `text` names too."""
     bounds: tuple[Any, ...]
-    """What does not pass, and checks depend on: numbers such as `max_seqlen_q`."""
+    """The numbers among `BOUNDS`."""
     positioned: bool
     """Whether the caller says where rows and keys stand."""
 
@@ -93,8 +95,8 @@ class Layout:
                 words.append(f"{name}={x}")
         positioned = self.q_offset is not None or self.k_offset is not None
         flat: dict[str, Any] = {"text": ",".join(words), "tensors": (*tensors,), "ints": (*ints,)}
-        bounds = [x for name, x in self.__dict__.items() if name not in self.FLAT and not isinstance(x, Tensor)]
-        flat |= {"positioned": positioned, "bounds": (*bounds,)}
+        bounds = [getattr(self, name) for name in self.BOUNDS]
+        flat |= {"positioned": positioned, "bounds": tuple([None if isinstance(x, Tensor) else x for x in bounds])}
         for name, x in flat.items():
             object.__setattr__(self, name, x)
 

@@ -82,7 +82,8 @@ class Packed(Layout):
 
     order = "thd"
     ragged_keys = True
-    # No bounds: no result needs them.
+    # No result needs the bounds.
+    BOUNDS = "max_seqlen_q", "max_seqlen_k"
     FLAT = "cu_seqlens_q", "cu_seqlens_k", "starts_k", *LENGTHS, *OFFSETS, "validate"
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ class _Attention(SingleLevel):
     def setup_context(ctx, inputs, output):
         flat, *tensors = inputs
         _, static = split(flat)
-        _save(ctx, static, tensors, output)
+        _save(ctx, static, programs(static), tensors, output)
 
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -64,19 +64,20 @@ class _Attention(SingleLevel):
         needs = ctx.needs_input_grad[-len(tensors) :][: 4 + captures]
         flat = joined(tensors, ctx.static)
         given, wanted = (dout, dlse, out, lse), needs[4:]
-        found = None if torch.is_grad_enabled() else replay.of_backward(*given, flat, wanted)
+        found = None if torch.is_grad_enabled() else replay.of_backward(given, flat, wanted)
         if found is None:
             *gradients, dcaptures = operator("backward", flat)(*given, *flat, wanted)
+            gradients += dcaptures
         else:  # nothing could tell that it goes past the dispatcher
-            *gradients, dcaptures = execution.gradients(found, *given, flat, wanted)
-        gradients = [x if asked else None for x, asked in zip([*gradients, *dcaptures], needs, strict=True)]
+            gradients = found.again() or execution.computed_gradients(found, given, flat, wanted)
+        gradients = [x if asked else None for x, asked in zip(gradients, needs, strict=True)]
         return (None, *gradients, *[None] * (len(tensors) - len(needs)))
 
 
-def _save(ctx: Any, static: Static, tensors: Sequence[Tensor], results: Outputs) -> None:
-    """What the backward needs of a call, by its `split`, and of its results."""
+def _save(ctx: Any, static: Static, kept: list[Any], tensors: Sequence[Tensor | None], results: Outputs) -> None:
+    """What the backward needs of a call, by its `split` and its programs, and of its results."""
     out, lse, max_scores = results
-    ctx.static, ctx.programs = static, programs(static)
+    ctx.static, ctx.programs = static, kept
     ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
     if max_scores is not None:
         ctx.mark_non_differentiable(max_scores)
@@ -87,15 +88,14 @@ class _Eager(torch.autograd.Function):
     """The same past the dispatcher: where no mode or transform may see what a call does."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Outputs], static: Static, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, run: Callable[[], Outputs], static: Static, kept: list[Any], *tensors: Tensor) -> Any:
         out, lse, max_scores = run()
-        results = out, lse, max_scores
-        _save(ctx, static, tensors, results)
-        return results
+        _save(ctx, static, kept, tensors, (out, lse, max_scores))
+        return out, lse, max_scores
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *_Attention.backward(ctx, dout, dlse, _)
+        return None, None, *_Attention.backward(ctx, dout, dlse, _)
 
 
 _above: Any = super(torch.autograd.Function, _Eager)
@@ -112,7 +112,7 @@ def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | N
     dequantized = call.descale is not None and call.descale.backward
     _refuse_without_gradients(call.layout, call.given[:3], dequantized)
     tensors, static = split(flatten(call, backend))
-    results = _apply_eager(run, static, *tensors)
+    results = _apply_eager(run, static, programs(static), *tensors)
     if found is not None:
         found.learn(tensors, static)
     return results
@@ -120,13 +120,14 @@ def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | N
 
 def replayed(found: Found) -> Outputs | None:
     """What an earlier call of this key did, with gradients; None where the call takes the long way."""
-    if found.replay is None or found.replay.static is None or not found.replay.ready():
+    replay = found.replay
+    if replay is None or replay.static is None or not replay.ready():
         return None
     if found.dropout_p:
         found = found.drawn()
-    static, sunk = found.replay.static
-    tensors = found.operands if sunk else (*found.operands[:3], None, *found.operands[3:])
-    return _apply_eager(partial(found.replay, found.addresses), static, *tensors)
+    (static, kept, sunk), operands = replay.static, found.operands
+    tensors = operands if sunk else (*operands[:3], None, *operands[3:])
+    return _apply_eager(partial(replay, found.addresses), static, kept, *tensors)
 
 
 def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantized: bool) -> None:

@@ -116,13 +116,21 @@ def _inputs(call: Call) -> Iterator[tuple[str, Tensor]]:
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *flat, lse = arguments
-    found = replay.of_operator("forward", flat, lse)
-    if found is not None and (results := found.again()) is not None:
-        q, (out, row_lse, max_scores) = flat[0], results
-        return cast(Tensor, out), _or_empty(q, row_lse), _or_empty(q, max_scores)
-    call, backend = unflatten(*flat)
-    out, row_lse, max_scores = execute(call, backend, lse, found)
-    return out, _or_empty(call.q, row_lse), _or_empty(call.q, max_scores)
+    return forward_of(replay.of_operator("forward", flat, lse), flat, lse)
+
+
+def forward_of(found: Found | None, flat: Sequence[Any], lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The results that the operator returns.
+
+    Args:
+        found: the call, if it has a key.
+    """
+    q = flat[0]
+    if found is None or (results := found.again()) is None:
+        call, backend = unflatten(*flat)
+        results = execute(call, backend, lse, found)
+    out, row_lse, max_scores = results
+    return cast(Tensor, out), _or_empty(q, row_lse), _or_empty(q, max_scores)
 
 
 def forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -141,42 +149,35 @@ def _or_empty(q: Tensor, x: Tensor | None) -> Tensor:
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> BackwardResults:
-    *flat, wanted = arguments
-    found = replay.of_backward(dout, dlse, out, lse, flat, wanted)
-    return gradients(found, dout, dlse, out, lse, flat, wanted)
+    given, (*flat, wanted) = (dout, dlse, out, lse), arguments
+    return backward_of(replay.of_backward(given, flat, wanted), given, flat, wanted)
 
 
-def gradients(
-    found: Found | None,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flat: Sequence[Any],
-    wanted: Sequence[bool],
+def backward_of(
+    found: Found | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
 ) -> BackwardResults:
-    """Those of a call by its results. What nobody asked for, and those of 8-bit operands, are empty.
-
-    Args:
-        found: the backward, if it has a key.
-    """
+    """The same of a backward, whose first arguments are dout, dlse, out and lse."""
     if found is None or (results := found.again()) is None:
-        results = _computed_backward(found, dout, dlse, out, lse, flat, wanted)
-    none = partial(dout.new_empty, 0)
-    dq, dk, dv = (none() if x.dtype in EIGHT_BITS else dx for dx, x in zip(results[:3], flat[:3], strict=True))
-    dsink, *dcaptures = (none() if x is None else x for x in results[3:])
+        results = computed_gradients(found, given, flat, wanted)
+    dout, (dq, dk, dv, *others) = given[0], results
+    dsink, *dcaptures = (dout.new_empty(0) if x is None else x for x in others)
+    if flat[1].dtype in EIGHT_BITS:
+        dq, dk, dv = (
+            dout.new_empty(0) if x.dtype in EIGHT_BITS else dx for dx, x in zip((dq, dk, dv), flat, strict=False)
+        )
     return cast(BackwardResults, (dq, dk, dv, dsink, dcaptures))
 
 
-def _computed_backward(
-    found: Found | None,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flat: Sequence[Any],
-    wanted: Sequence[bool],
+def computed_gradients(
+    found: Found | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
 ) -> Sequence[Tensor | None]:
+    """Those of a call by its results: dq, dk, dv, dsink, and those of captured tensors.
+
+    Args:
+        found: the backward, if it has a key, to be recorded.
+        given: dout, dlse, out and lse.
+    """
+    dout, dlse, out, lse = given
     call, backend = unflatten(*flat)
     call = call.replace(max_scores=False)  # which have no gradient
     if call.descale is not None:

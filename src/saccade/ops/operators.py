@@ -19,7 +19,7 @@ from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, needs_gradient, operator, outline
 from saccade.descale import EIGHT_BITS
 from saccade.layouts import empty_like_rows
-from saccade.ops import autograd, execution, flops, vmap
+from saccade.ops import autograd, execution, flops, replay, vmap
 from saccade.ops.autograd import refuse_gradients
 from saccade.ops.execution import execute
 from saccade.ops.replay import Found
@@ -124,38 +124,36 @@ _is_meta = attrgetter("is_meta")
 
 
 def _forward_autograd(*arguments: Any) -> Any:
-    *flat, _ = arguments
-    operands, captures, others, header = flat[:4], flat[4], flat[5], flat[6]
-    tensors = *operands, *captures
+    *flat, lse = arguments
+    tensors = *flat[:4], *flat[4]
     autograd.refuse_tangents(*tensors)
     if needs_gradient(*tensors):
-        return autograd.forward(flat, *tensors, *others)
-    return _below("forward", execution.forward, header, tensors, arguments)
+        return autograd.forward(flat, *tensors, *flat[5])
+    found = replay.of_operator("forward", flat, lse)
+    return _below("forward", flat, arguments) if found is None else execution.forward_of(found, flat, lse)
 
 
 def _forward_out_autograd(out: Tensor, *arguments: Any) -> Any:
     tensors = out, *arguments[:4], *arguments[4]
     autograd.refuse_tangents(*tensors)
     refuse_gradients(*tensors)
-    return _below("forward_out", execution.forward_out, arguments[6], tensors, (out, *arguments))
+    return _below("forward_out", arguments, (out, *arguments))
 
 
 def _backward_autograd(*arguments: Any) -> Any:
+    given, flat, wanted = arguments[:4], arguments[4:-1], arguments[-1]
     tensors = *arguments[:8], *arguments[8]
     autograd.refuse_tangents(*tensors)
     if needs_gradient(*tensors):
         return autograd.backward(arguments, *tensors)
-    return _below("backward", execution.backward, arguments[10], tensors, arguments)
+    found = replay.of_backward(given, flat, wanted)
+    return _below("backward", flat, arguments) if found is None else execution.backward_of(found, given, flat, wanted)
 
 
-def _below(
-    name: str, kernel: Callable[..., Any], header: str, tensors: Sequence[Tensor | None], arguments: Sequence[Any]
-) -> Any:
-    """The operator of tensors that need no gradient: its kernel, where no other stands above it."""
-    if _unseen(*tensors):
-        return kernel(*arguments)
+def _below(name: str, flat: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """The operator of tensors that need no gradient."""
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(name, (header,) * 7)(*arguments)
+        return operator(name, flat)(*arguments)
 
 
 # Fakes: shapes, dtypes and strides of the results.

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Sequence
-from operator import attrgetter, is_
+from functools import lru_cache, reduce
+from operator import attrgetter, is_, or_
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -23,18 +24,19 @@ from torch import Tensor
 
 from saccade import dispatch, scores
 from saccade.alignment import ALIGNMENT
-from saccade.arguments import PLAIN, watched
+from saccade.arguments import PLAIN, watched, watched_in_eager
 from saccade.bounded_cache import BoundedCache
-from saccade.call import Call, Static, flatten, needs_gradient
+from saccade.call import Call, Static, flatten, needs_gradient, programs
 from saccade.descale import Descale
 from saccade.dropout import Dropout
 from saccade.layouts import Layout
-from saccade.masks import Blocked, Mask, MaskMod, Window, as_mask
+from saccade.masks import Blocked, Mask, MaskMod, as_mask
 from saccade.scores import Softcap
 
 on_host = attrgetter("is_cpu")
 _form, _requires_grad = attrgetter("shape", "dtype", "device"), attrgetter("requires_grad")
-_FLAGS = {bool, type(None)}
+_address, _strides, _is_neg = Tensor.data_ptr, Tensor.stride, Tensor.is_neg
+_FLAGS, _NUMBERS = {bool, type(None)}, {float, int}
 _HALF_OR_LESS = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 """The dtypes whose kernels depend on no setting of torch."""
 
@@ -42,8 +44,8 @@ _HALF_OR_LESS = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float
 class Kept(Protocol):
     """What a backend makes of a recorded call."""
 
-    static: tuple[Static, bool] | None
-    """Of a forward with gradients: what its operator takes besides tensors, and whether there is a sink."""
+    static: tuple[Static, list[Any], bool] | None
+    """Of a forward with gradients: what its operator takes besides tensors, its programs, and whether it has a sink."""
 
     def ready(self) -> bool:
         """Whether it may run now."""
@@ -58,7 +60,7 @@ class _Unready(NamedTuple):
     """In the place of a replay."""
 
     word: str
-    static: tuple[Static, bool] | None = None
+    static: tuple[Static, list[Any], bool] | None = None
 
     def ready(self) -> bool:
         return False
@@ -94,7 +96,7 @@ class Found(NamedTuple):
         """The results of a call without gradients, or None where it takes the long way."""
         if self.replay is None or not self.replay.ready():
             return None
-        found = self.drawn() if self.dropout_p else self
+        found = self.drawn() if self.dropout_p else self  # which holds the state until the launches are asked for
         return found.replay(found.addresses)
 
     def drawn(self) -> Found:
@@ -105,10 +107,12 @@ class Found(NamedTuple):
     def learn(self, tensors: Sequence[Tensor | None], static: Static) -> None:
         """Keeps what an operator takes besides these tensors, if they are the operands: for later calls with
         gradients, which are not flattened."""
-        kept, given = _replays.get(self.key), [x for x in tensors if x is not None]
-        same = len(given) == len(self.operands) + bool(self.dropout_p) and all(map(is_, given, self.operands))
-        if kept is not None and kept.static is None and kept.ready() and same:
-            kept.static = static, tensors[3] is not None
+        kept = _replays.get(self.key)
+        if kept is None or kept.static is not None or not kept.ready():
+            return
+        given = [x for x in tensors if x is not None]
+        if len(given) == len(self.operands) + bool(self.dropout_p) and all(map(is_, given, self.operands)):
+            kept.static = static, programs(static), tensors[3] is not None
 
     def recorded(
         self, module: Any, more: Sequence[Tensor], work: Callable[[], Sequence[Tensor | None]]
@@ -123,7 +127,7 @@ class Found(NamedTuple):
             if self.replay is None:
                 _replays.put(self.key, _ONCE)
             return work()
-        recorder = module.recorder()
+        recorder = None if any(map(on_host, self.operands)) else module.recorder()  # whose numbers the host may read
         if recorder is None:
             return work()
         with recorder:
@@ -134,29 +138,30 @@ class Found(NamedTuple):
         return results
 
 
-def _find(static: Hashable, tensors: Sequence[Tensor], written: int = 0, **more: Any) -> Found | None:
-    """The call of these tensors, and of all else that the host reads; None of tensors that are not plainly memory.
+def _find(
+    static: Hashable, tensors: Sequence[Tensor], written: int = 0, needs_gradient: bool = False, dropout_p: float = 0.0
+) -> Found | None:
+    """The call of these tensors, of classes in PLAIN, and of all else that the host reads; None of tensors that are not
+    plainly memory. In the path of every small call.
 
     Args:
         written: how many of the last tensors the call writes to: the key holds how they lie to the others, so that
             what was found not to overlap does not.
     """
-    if not PLAIN.issuperset(map(type, tensors)) or any(map(Tensor.is_neg, tensors)) or any(map(on_host, tensors)):
+    if any(map(_is_neg, tensors)):
         return None
     try:
-        addresses = [*map(Tensor.data_ptr, tensors)]
-        lie = *map(_form, tensors), *map(Tensor.stride, tensors)
+        addresses = [*map(_address, tensors)]
+        lie = *map(_form, tensors), *map(_strides, tensors)
     except RuntimeError:  # tensors without memory, or of no strides
         return None
     if not all(addresses):
         return None
-    low = 0
-    for address in addresses:
-        low |= address
-    rests = low % ALIGNMENT and tuple([address % ALIGNMENT for address in addresses])
-    same = len({*addresses}) != len(addresses) and tuple(map(addresses.index, addresses))
-    key = static, *lie, rests, same, written and _distances(tensors, addresses, written)
-    return Found(key, tensors, addresses, _replays.get(key), **more)
+    low, same = reduce(or_, addresses) % ALIGNMENT, len({*addresses}) != len(addresses)
+    rests = low and tuple([address % ALIGNMENT for address in addresses])
+    of_one = same and tuple(map(addresses.index, addresses))
+    key = static, lie, rests, of_one, written and _distances(tensors, addresses, written)
+    return Found(key, tensors, addresses, _replays.get(key), needs_gradient, dropout_p)
 
 
 def _distances(tensors: Sequence[Tensor], addresses: Sequence[int], written: int) -> Hashable:
@@ -202,58 +207,62 @@ def of_arguments(
     Args:
         flags: `return_lse`, `return_max_scores` and `deterministic`.
     """
-    plain = type(dropout_p) in (float, int) and type(backend) is str and _FLAGS.issuperset(map(type, flags))
-    if not plain or not isinstance(layout, Layout) or layout.validate or not isinstance(q, Tensor):
+    if not _is_plain(q, layout, scale, dropout_p, flags, backend):
         return None
-    # 0.0, which -0.0 is equal to
-    if (type(scale) is not float and scale is not None) or scale == 0 or watched() or _is_cast(q):
+    masked = _NOTHING if mask is None else _of_mask(mask)
+    scored = _NOTHING if score_mod is None else _of_function(score_mod, q)
+    scaled = _NOTHING if descale is None else _of_factors(descale)
+    if masked is None or scored is None or scaled is None:
         return None
-    tensors, sunk = (q, k, v) if sink is None else (q, k, v, sink), sink is not None
-    if not all(isinstance(x, Tensor) for x in tensors):
-        return None
-    grad = torch.is_grad_enabled()
-    needs = grad and any(map(_requires_grad, tensors))
-    masked: Any = None
-    others, scaled = layout.tensors, None
-    if descale is not None:
-        if needs or (scaled := _factors(descale)) is None:
-            return None
-        others = *others, *scaled.tensors
-    if type(mask) is Window:
-        masked = mask.left, mask.right
-    elif mask is not None:
-        if (bound := _bound(mask)) is None:
-            return None
-        masked, others = bound.static, (*others, *bound.tensors)
     deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
     static = (
-        layout.text, layout.ints, layout.bounds, masked, scale, sunk, flags, deterministic, backend, dropout_p,
-        scaled and scaled.static, _settings(q),
+        layout.text, layout.ints, layout.bounds, masked.static, scored.static, scaled.static, scale, sink is None,
+        flags, deterministic, backend, dropout_p, _settings(q),
     )  # fmt: skip
-    if score_mod is not None:
-        if type(score_mod) is Softcap:
-            static = *static, struct.pack("d", score_mod.cap)
-        else:
-            return _with_function(score_mod, static, tensors, others, out, needs, dropout_p)
-    return _with_gradients(static, (*tensors, *others), out, needs, dropout_p)
+    tensors = (q, k, v, *scored.tensors) if sink is None else (q, k, v, sink, *scored.tensors)
+    if not PLAIN.issuperset(map(type, tensors)):
+        return None
+    needs = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    others = *layout.tensors, *masked.tensors, *scaled.tensors
+    if others:
+        if not PLAIN.issuperset(map(type, others)):
+            return None
+        tensors += others
+    if out is None:
+        return None if needs and descale is not None else _find((static, needs), tensors, 0, needs, dropout_p)
+    if needs or type(out) not in PLAIN or (out.requires_grad and torch.is_grad_enabled()):
+        return None
+    return _find((static, "out"), (*tensors, out), 1, False, dropout_p)
+
+
+def _is_plain(q: Tensor, layout: Any, scale: Any, dropout_p: Any, flags: Any, backend: Any) -> bool:
+    """Whether arguments are of the types that keys are made of, and nothing watches or casts."""
+    if not isinstance(layout, Layout) or layout.validate or type(backend) is not str:
+        return False
+    if scale is not None and (type(scale) is not float or not scale):  # 0.0, which -0.0 is equal to
+        return False
+    if type(dropout_p) not in _NUMBERS or not _FLAGS.issuperset(map(type, flags)) or watched_in_eager():
+        return False
+    return not torch._C._is_any_autocast_enabled() or not _is_cast(q)
 
 
 def _is_cast(x: Tensor) -> bool:
-    """Whether autocast may take another dtype."""
-    if not torch._C._is_any_autocast_enabled():
-        return False
+    """Whether autocast, which is on somewhere, may take another dtype."""
     device = x.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
 
 
 class _Part(NamedTuple):
-    """A mask, or factors, as a key holds them."""
+    """A mask, factors or a function, as a key holds them."""
 
     static: Hashable
     tensors: Sequence[Tensor]
 
 
-def _factors(descale: Any) -> _Part | None:
+_NOTHING = _Part(None, ())
+
+
+def _of_factors(descale: Any) -> _Part | None:
     """None of numbers, of which each call makes tensors, and of a shift, which is added to what a call returns."""
     given = (descale.q, descale.k, descale.v) if isinstance(descale, Descale) else (1.0,)
     tensors = [x for x in given if isinstance(x, Tensor)]
@@ -262,29 +271,29 @@ def _factors(descale: Any) -> _Part | None:
     return _Part((descale.backward, *map(is_, given, (None,) * 3)), tensors)
 
 
-def _bound(mask: Any) -> _Part | None:
-    """None of what is no mask, which the long way refuses."""
+def _of_mask(mask: Any) -> _Part | None:
+    """None of what is no mask, which the long way refuses, and of one whose states hold until its tensors are written
+    to, which the host counts. What never changes is computed once for a mask."""
+    if isinstance(mask, Mask):
+        if (known := mask.__dict__.get(_PART)) is not None:
+            return known
+    elif type(mask) in PLAIN and mask.dtype is torch.bool:  # its shape says the rest
+        return _Part("tensor", (mask,))
     try:
         mask = mask if isinstance(mask, Mask) else as_mask(mask)
-        mask = mask.bound() if mask.listed else mask
+        bound = mask.bound() if mask.listed else mask
     except (TypeError, ValueError):
         return None
-    if isinstance(mask, Blocked):  # how often its tensors were written decides whether its states hold
+    if isinstance(bound, Blocked):
         return None
-    forms = tuple([leaf.form for leaf in mask.leaves() if isinstance(leaf, MaskMod)])
-    return _Part((mask.identity, mask.lower, mask.numbers, forms), mask.tensors)
+    forms = tuple([leaf.form for leaf in bound.leaves() if isinstance(leaf, MaskMod)])
+    part = _Part((bound.identity, bound.lower, bound.numbers, forms), bound.tensors)
+    if not mask.listed:
+        mask.__dict__[_PART] = part
+    return part
 
 
-def _with_gradients(
-    static: Hashable, tensors: Sequence[Tensor], out: Any, needs: bool, dropout_p: float
-) -> Found | None:
-    """The call that may need gradients, or write to `out`."""
-    more: dict[str, Any] = {"needs_gradient": needs, "dropout_p": dropout_p}
-    if out is None:
-        return _find((static, needs), tensors, **more)
-    if needs or not isinstance(out, Tensor) or (out.requires_grad and torch.is_grad_enabled()):
-        return None
-    return _find((static, "out"), (*tensors, out), 1, **more)
+_PART = "part_of_a_key"
 
 
 class _Guess(NamedTuple):
@@ -295,30 +304,21 @@ class _Guess(NamedTuple):
     recording: Hashable
 
 
-def _with_function(
-    score_mod: Any,
-    static: tuple[Hashable, ...],
-    tensors: Sequence[Tensor],
-    others: Sequence[Tensor],
-    out: Any,
-    needs: bool,
-    dropout_p: float,
-) -> Found | None:
-    """The call with a function."""
-    grad, numbers = torch.is_grad_enabled(), []
-    at = id(score_mod), grad, torch.get_default_dtype(), tensors[0].device, tensors[0].dtype
+def _of_function(score_mod: Any, q: Tensor) -> _Part | None:
+    """None of a function without a proof."""
+    if type(score_mod) is Softcap:
+        return _Part(struct.pack("d", score_mod.cap), ())
+    at = id(score_mod), torch.is_grad_enabled(), torch.get_default_dtype(), q.device, q.dtype
     guess = _guesses.get(at)
     if guess is not None and (now := guess.inputs(score_mod)) is not None:
-        recording, captures = guess.recording, now[0]
-    else:
-        if (bound := scores.proven(score_mod, tensors[0])) is None:
-            return None
-        recording, captures, numbers, inputs = bound
-        if inputs is not None:
-            _guesses.put(at, _Guess(inputs, recording))
-    needs = needs or (grad and any(map(_requires_grad, captures)))
-    static = *static, recording, _bits(*numbers), len(captures)
-    return _with_gradients(static, (*tensors, *captures, *others), out, needs, dropout_p)
+        return _Part(guess.recording, now[0])
+    if (found := scores.proven(score_mod, q)) is None:
+        return None
+    recording, captures, numbers, inputs = found
+    recording = recording, _bits(*numbers)
+    if inputs is not None:
+        _guesses.put(at, _Guess(inputs, recording))
+    return _Part(recording, captures)
 
 
 # Calls of the operators, as compiled models make them, and of backwards.
@@ -333,24 +333,30 @@ def of_operator(name: str, arguments: Sequence[Any], *more: Hashable, out: Tenso
     return _of_flat(name, (), arguments, more, out)
 
 
-def of_backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]
-) -> Found | None:
-    """A backward."""
-    given = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
-    return _of_flat("backward", given, arguments, (dlse is None, *wanted), None)
+def of_backward(given: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool]) -> Found | None:
+    """A backward, of dout, dlse, out and lse."""
+    without = given[1] is None
+    tensors = (given[0], *given[2:]) if without else given
+    return _of_flat("backward", tensors, arguments, (without, *wanted), None)
 
 
 def _of_flat(
     name: str, given: Sequence[Tensor], arguments: Sequence[Any], more: Sequence[Hashable], out: Tensor | None
 ) -> Found | None:
     q, k, v, sink, captures, tensors, header, ints, floats = arguments
-    # The host reads lengths, numbers, and how often the tensors of a Blocked mask were written.
-    if on_host(q) or watched() or "validate" in header or " numbers" in header or f" {Blocked.MARK}" in header:
+    if on_host(q) or watched() or _is_read(header):
         return None
     operands = (*given, q, k, v, *captures, *tensors) if sink is None else (*given, q, k, v, sink, *captures, *tensors)
+    if not PLAIN.issuperset(map(type, operands)):
+        return None
     static = name, header, sink is None, len(captures), *more, *ints, _settings(q), *map(float.hex, floats)
     return _find(static, operands) if out is None else _find((*static, "out"), (*operands, out), 1)
+
+
+@lru_cache(maxsize=512)
+def _is_read(header: str) -> bool:
+    """Whether the host reads lengths, numbers, or how often the tensors of a Blocked mask were written."""
+    return "validate" in header or " numbers" in header or f" {Blocked.MARK}" in header
 
 
 def of_tensors(static: Hashable, tensors: Sequence[Any], written: int = 0) -> Found | None:
