@@ -188,6 +188,13 @@ def test_linear_scores_of_few_keys(monkeypatch):
     check(q, k, v, score_mod=alibi(torch.tensor([0.3])), backward=False, backend="triton").assert_ok()
 
 
+def test_linear_scores_near_the_diagonal(monkeypatch):
+    """Keys of one tile are far from one another: numbers of their distances round what they leave."""
+    monkeypatch.setattr(Precision, "of", classmethod(lambda cls, *_: cls(torch.float32, torch.float32)))
+    q, k, v = torch.randn(3, 1, 1, 130, 128, dtype=torch.float16)
+    check(q, k, v, mask=causal(), score_mod=alibi(torch.tensor([0.8])), backward=False, backend="triton").assert_ok()
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -300,14 +300,15 @@ def linear_scores(qk, args, terms, q_idx, start, MASKED: tl.constexpr):
     """The scores of a tile of keys from `start` on, but for what is added to all of a row, as scale x + level:
     x [block_q, block_k], one multiply-add for each, and level [block_q]."""
     pitch, _, key = terms
-    # [1, block_k]
-    column = tl.arange(0, qk.shape[1])[None, :]
+    # [1, block_k], from the tile's middle, as what is added to the row rounds what it takes away again
+    middle: tl.constexpr = qk.shape[1] // 2
+    column = tl.arange(0, qk.shape[1])[None, :] - middle
     x = tl.fma(tl.broadcast_to(pitch[:, None], qk.shape), tl.broadcast_to(column.to(tl.float32), qk.shape), qk)
     if MASKED:
-        kv_idx = start + column
+        kv_idx = start + middle + column
         seen = visible(args.mask, args.b, args.h, q_idx[:, None], kv_idx, args.rows, args.keys, args.off)
         x = tl.where(seen, x, float("-inf"))
-    return x, pitch * args.scale * (start - key).to(tl.float32)
+    return x, pitch * args.scale * (start + middle - key).to(tl.float32)
 
 
 @triton.jit
