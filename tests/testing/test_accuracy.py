@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Partial, attention, causal, softcap, window
+from saccade import Dense, Partial, attention, bias, causal, compose, softcap, window
 from saccade.testing import check
 from saccade.testing.cases import MODELS, NAMED, Case
 
@@ -227,3 +227,16 @@ def test_each_operation_of_a_function_rounds():
     changed_order = changed(score_mod=partial(product, factors[::-1]))
     keywords = {"score_mod": partial(product, factors), "return_max_scores": True}
     assert max(ratios(changed_order, "fp16", **keywords).values()) <= 1
+
+
+def test_derivatives_of_steep_functions():
+    """What 1 - tanh^2 leaves where it cancels is rounded as much as 1 is, whatever it is multiplied by."""
+    case = Case("", b=1, h_q=2, h_k=1, s_q=40, s_k=6, d=1)
+    table = torch.randn(2, 40, 6).requires_grad_()
+
+    def steep(factor):
+        return compose(bias(table), lambda s, b, h, i, j: factor * 4 * torch.tanh(s / 0.05))
+
+    assert max(ratios(attention, "fp32", case, score_mod=steep(1)).values()) <= 1
+    found = ratios(changed(score_mod=steep(1.001)), "fp32", case, score_mod=steep(1))
+    assert min(found["dq"], found["dk"], found["dscore0"]) > 1

@@ -174,10 +174,11 @@ class Score:
         raise NotImplementedError
 
     def accumulate(
-        self, sums: Sequence[Tensor | None], gradient: Tensor, score: Tensor, *at: Tensor, power: int = 1
-    ) -> None:
-        """Adds d loss / d tensor to `sums`, for those that are there; gradient is d loss / d modified.
-        With a power, of d modified / d tensor."""
+        self, sums: Sequence[Tensor | None], gradient: Tensor, score: Tensor, *at: Tensor,
+        of: Callable[[Any], Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Adds d loss / d tensor to `sums`, for those that are there; gradient is d loss / d modified, which `of`
+        d modified / d tensor is multiplied by."""
 
 
 class Traced(Score):
@@ -229,13 +230,14 @@ class Traced(Score):
         return _like(self._run(module, score, b, h, q_idx, kv_idx)[0], score)
 
     def accumulate(
-        self, sums: Sequence[Tensor | None], gradient: Tensor, score: Tensor, *at: Tensor, power: int = 1
-    ) -> None:
+        self, sums: Sequence[Tensor | None], gradient: Tensor, score: Tensor, *at: Tensor,
+        of: Callable[[Any], Any] | None = None,
+    ) -> None:  # fmt: skip
         module, reads = self.program.locals([x is not None for x in sums])
         for read, (local, places) in zip(reads, self._run(module, score, *at), strict=True):
             target = sums[read.tensor]
             assert target is not None
-            local = (gradient * local**power).to(target.dtype)
+            local = (gradient * (local if of is None else of(local))).to(target.dtype)
             if not places or all(isinstance(x, int) for x in places):
                 target += local.sum().view(target.shape)
                 continue

@@ -16,7 +16,7 @@ from saccade.descale import EIGHT_BITS, Factors, factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, SequencePlace, dense_of
 from saccade.masks import as_mask, of_rows
-from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured
+from saccade.testing.shifted import ShiftedDropout, ShiftedMask, ShiftedScore, captured, derivative_term
 
 Results = dict[str, Tensor]
 """out, lse, and as far as they are asked for max_scores, dq, dk, dv, dsink."""
@@ -230,8 +230,7 @@ class CallSlice(NamedTuple):
             score_term, slope_term = moved**2
             # A score that is far from zero masks its key, or equals all of its row: a constant, which nothing rounds.
             score_term = score_term + of_functions * torch.where(modified.abs() < far, modified, 0) ** 2
-            # A derivative is made of values of the function, as 1 - tanh^2 is.
-            slope_term = slope_term + of_functions * (slope**2 + 4 * (1 - slope) ** 2)
+            slope_term = slope_term + derivative_term(of_functions, slope, least=1.0)
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
         if self.precision.probabilities is not None:
@@ -262,7 +261,8 @@ class CallSlice(NamedTuple):
             if isinstance(call.score, ShiftedScore) and call.score.captured():
                 before_term = p_term * before**2 + p**2 * dp_term
                 of_row = p * row_term.sqrt()  # an error in delta, which is common to a row's keys
-                for name, rows in call.score.squares(before_term, of_row, score.detach(), self.indices()).items():
+                terms = p * before, before_term, of_row, of_functions
+                for name, rows in call.score.squares(*terms, score.detach(), self.indices()).items():
                     squares[name] = exact[name].double() ** 2 + rows
             ds = p * before * slope
             ds_term = p_term * (before * slope) ** 2 + p**2 * ((dp_term + row_term) * slope**2 + before**2 * slope_term)

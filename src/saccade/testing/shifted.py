@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,15 @@ def _widely() -> Iterator[None]:
         torch.set_default_dtype(usual)
 
 
+def derivative_term(of_functions: float, x: Any, least: float = 0.0) -> Tensor:
+    """What is rounded in derivatives by values of a function, squared: they are made of such values, as 4 (1 - tanh^2)
+    is, of which each is as large as the steepest derivative of its head, or as `least`."""
+    x = torch.as_tensor(x)
+    size = x.nan_to_num(0, 0, 0).abs()
+    steepest = size.amax((-2, -1), keepdim=True) if size.dim() > 1 and size.numel() else size
+    return of_functions * (x**2 + 4 * (steepest.clamp(min=least) - size) ** 2)
+
+
 class ShiftedScore(scores.Score):
     """A score modification as some batch rows and heads see it, from b and h on."""
 
@@ -98,22 +108,29 @@ class ShiftedScore(scores.Score):
     def captured(self) -> dict[str, Tensor]:
         return captured(getattr(self.score, "fn", None))
 
-    def squares(self, gradient: Tensor, of_rows: Tensor, score: Tensor, at: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """The roundings of what is added up for captured tensors, squared: sum gradient (d modified / d tensor)^2, and
-        what a row's keys have in common, of_rows (d modified / d tensor), added up by rows first."""
+    def squares(
+        self, gradient: Tensor, gradient_term: Tensor, of_rows: Tensor, of_functions: float, score: Tensor,
+        at: tuple[Tensor, ...],
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """The roundings of what is added up for captured tensors, squared: those of the gradient and of
+        d modified / d tensor, and what a row's keys have in common, of_rows (d modified / d tensor), added up by rows
+        first."""
         leaves, held = self.captured(), self.score.tensors
         at = (at[0] + self.b, at[1] + self.h, *at[2:])
 
-        def added(gradient: Tensor, power: int) -> list[Tensor | None]:
+        def added(gradient: Tensor, of: Callable[[Any], Any] | None = None) -> list[Tensor | None]:
             sums = [torch.zeros_like(x, dtype=torch.float64) if x.requires_grad else None for x in held]
-            self.score.accumulate(sums, gradient, score, *at, power=power)
+            self.score.accumulate(sums, gradient, score, *at, of=of)
             return sums
 
-        total = added(gradient, 2)
+        total = added(gradient_term, lambda x: x * x)
+        for x, more in zip(total, added(gradient**2, partial(derivative_term, of_functions)), strict=True):
+            if x is not None and more is not None:
+                x += more
         signs = torch.Generator().manual_seed(0)
         for _ in range(DRAWS):  # rows of random signs add up as their squares do
             sign = 2 * torch.randint(0, 2, (*score.shape[:3], 1), generator=signs).to(score) - 1
-            for x, more in zip(total, added(sign * of_rows, 1), strict=True):
+            for x, more in zip(total, added(sign * of_rows), strict=True):
                 if x is not None and more is not None:
                     x += more**2 / DRAWS
         # What the score computes from them beforehand is treated as a choice among them.
