@@ -175,4 +175,4 @@ def test_constructors_take_the_defaults_of_all_fields(kind: type) -> None:
     """With which Dynamo of torch 2.11 calls those of frozen dataclasses, also of one that its own class wrote."""
     for made in filter(is_dataclass, below(kind)):
         defaults = {x.name for x in fields(made) if x.init and (x.default, x.default_factory) != (MISSING, MISSING)}
-        assert defaults <= {*inspect.signature(made).parameters}, made
+        assert defaults <= {*inspect.signature(made.__init__).parameters}, made
