@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade import Dense, attention, causal, mask_mod, scores, window
 from saccade.scores import Traced, bind
 from saccade.scores.codegen import source
-from saccade.scores.codegen.reads import EmitOptions
+from saccade.scores.codegen.emitter import EmitOptions
 from saccade.testing import check
 
 S_Q, S_K = 90, 112

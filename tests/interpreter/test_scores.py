@@ -17,7 +17,7 @@ from saccade.backends.device import scores as device_scores
 from saccade.backends.device.pointwise import index_float, quotient
 from saccade.scores import bind
 from saccade.scores.codegen import source
-from saccade.scores.codegen.reads import EmitOptions
+from saccade.scores.codegen.emitter import EmitOptions
 from saccade.testing.accuracy import check
 from saccade.testing.call_slice import Precision
 from saccade.testing.non_finite import TABLES, operands, table_results

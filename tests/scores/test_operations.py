@@ -10,9 +10,8 @@ from torch import fx
 
 from saccade import alibi, attention, compose, mask_mod
 from saccade.scores import bind
-from saccade.scores.codegen.arguments import Arguments
+from saccade.scores.codegen.emitter import Arguments, EmitOptions
 from saccade.scores.codegen.linear import linear_source
-from saccade.scores.codegen.reads import EmitOptions
 from saccade.scores.codegen.source import value_source
 from saccade.scores.recording.tape import Refused
 from saccade.testing.accuracy import check

@@ -31,7 +31,7 @@ from saccade import (
     window,
 )
 from saccade.scores import bind
-from saccade.scores.codegen.reads import EmitOptions
+from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.source import value_source
 from saccade.testing.accuracy import check
 from saccade.testing.scores import NAMES, build_score

@@ -1,9 +1,8 @@
 """How a scaled score changes before the softmax."""
 
 from saccade.scores.bind import bind, captured, evaluated, from_tensors, is_kind, predicate, proven, recorded_predicate
-from saccade.scores.callbacks.callback_key import callback_key
 from saccade.scores.callbacks.graph import Graph, data_type
-from saccade.scores.callbacks.score_callback import callback_clear, callback_info, score_callback
+from saccade.scores.callbacks.score_callback import callback_clear, callback_info, callback_key, score_callback
 from saccade.scores.capture_checks import Sizes, complaint, short
 from saccade.scores.codegen.program_cache import CacheInfo, cache_clear, cache_info, program_of
 from saccade.scores.codegen.program_text import read_programs, written_programs

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.scores.callbacks.program_callbacks import callbacks_of
-from saccade.scores.callbacks.score_callback import CallbackMod
+from saccade.scores.callbacks.score_callback import CallbackMod, callbacks_of
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.program_cache import cache, pinned
 from saccade.scores.codegen.ranges import check_numbers

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from saccade.alignment import ALIGNMENT
 from saccade.scores import Score, Traced
-from saccade.scores.callbacks.graph import GraphStep, data_type
-from saccade.scores.callbacks.operations import OPERATIONS
+from saccade.scores.callbacks.graph import OPERATIONS, GraphStep, data_type
 
 Steps = tuple[GraphStep, ...]
 FLOAT, INT32, BOOLEAN, NOT_SET = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN, data_type.NOT_SET

@@ -25,7 +25,7 @@ from saccade.backends.device.recompute import recompute_blocks
 from saccade.backends.device.records import plain_int, runtime_int
 from saccade.call import Call
 from saccade.scores import Traced
-from saccade.scores.codegen.plateaus import has_plateaus
+from saccade.scores.codegen.linear import has_plateaus
 from saccade.scores.codegen.source import steady
 
 

@@ -19,9 +19,8 @@ from saccade.backends.device.records import FAR, FLAGS, LOG2E, NARROW_LIMIT, con
 from saccade.call import Call
 from saccade.scores import LONGEST
 from saccade.scores.codegen import source
-from saccade.scores.codegen.linear import linear_source
-from saccade.scores.codegen.plateaus import has_plateaus, plateau_source
-from saccade.scores.codegen.reads import EmitOptions
+from saccade.scores.codegen.emitter import EmitOptions
+from saccade.scores.codegen.linear import has_plateaus, linear_source, plateau_source
 
 
 class DeviceScore(NamedTuple):

@@ -1,20 +1,133 @@
-"""Callbacks that build a cuDNN graph as score modifications: a new one is recorded once."""
+"""Callbacks that build a cuDNN graph as score modifications: a new one is recorded once.
+
+A callback's own key, `score_mod_graph_cache_key`, stands for everything that the callback holds. A function without one
+is known for as long as a proof holds that nothing which it reads has changed. Bound methods and callable objects may
+hold anything: they have no key unless they say one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.bounded_cache import BoundedCache, CacheInfo
-from saccade.scores.callbacks.callback_key import Callback, callback_key
-from saccade.scores.callbacks.graph import CallbackRecording, Graph, data_type
+from saccade.scores.callbacks.graph import CallbackRecording, Graph, GraphStep, Node, data_type
+from saccade.scores.codegen.program import Program
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
-from saccade.scores.recording.tape import is_number
+from saccade.scores.recording.proof import Proof, Unproven
+from saccade.scores.recording.tape import Tape, is_number
 from saccade.scores.score_mod import Score, ScoreMod, name_of
+
+Callback = Callable[..., Any]
+OWN_KEY = "score_mod_graph_cache_key"
+_ATTRIBUTES = frozenset((*dir(Graph()), *vars(Node), "get", "items", "keys", "values"))
+"""What a callback may ask of its arguments: nobody changes what these mean."""
+_proofs: BoundedCache[int, Proof] = BoundedCache(256)
+
+
+def callback_key(callback: Callback | None) -> Any:
+    """Equal for callbacks that record the same graph; None for one without a key, which is recorded each time.
+
+    Raises:
+        TypeError: a `score_mod_graph_cache_key` that holds tensors or unhashable values.
+    """
+    if callback is None:
+        return ("nothing",)
+    method = isinstance(callback, types.MethodType)
+    owner = callback.__self__ if method else callback
+    if hasattr(owner, OWN_KEY):
+        own = getattr(owner, OWN_KEY)
+        code = getattr(getattr(callback, "__func__", callback), "__code__", None)
+        names = getattr(callback, "__module__", None), getattr(callback, "__qualname__", None)
+        return "own", type(owner), code, *names, frozen(own() if callable(own) else own)
+    if not isinstance(callback, (types.FunctionType, functools.partial)):
+        return None
+    proof = _proofs.get(id(callback))
+    if proof is None or not proof.holds(callback):
+        try:
+            proof = Proof(callback, set(), _ATTRIBUTES)
+        except Unproven:
+            return None
+        _proofs.put(id(callback), proof, [callback])
+    return proof
+
+
+def frozen(value: Any) -> Any:
+    """A hashable form of a key: dictionaries, lists, tuples and sets by their contents.
+
+    Raises:
+        TypeError: a tensor, or an unhashable value.
+    """
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"{OWN_KEY} must not hold tensors, got {value.dtype} {tuple(value.shape)}: what changes from call to call "
+            "goes into the dictionaries of tensors"
+        )
+    if isinstance(value, dict):
+        return "dict", frozenset((frozen(k), frozen(v)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(frozen, value))
+    if isinstance(value, (set, frozenset)):
+        return "set", frozenset(map(frozen, value))
+    hash(value)
+    return type(value), value
+
+
+class ProgramCallbacks(NamedTuple):
+    """Recordings that read what the Program does: a step `tensor` has its number among the Program's tensors, and a
+    step `runtime` among its numbers."""
+
+    forward: CallbackRecording
+    backward: CallbackRecording | None
+    """None: the derivative is autograd's."""
+
+
+def callbacks_of(mod: CallbackMod, program: Program, tape: Tape) -> ProgramCallbacks | None:
+    """None where a recording reads something that is not an input of the Program."""
+    if program.before[1] is not None or program.numbers[1] is not None:
+        return None
+    places = [_place(x, program, tape) for x in mod.tensors]
+    forward, backward = mod.fn, mod.bprop
+    assert isinstance(forward, CallbackRecording)
+    assert backward is None or isinstance(backward, CallbackRecording)
+    if any(
+        step.name == "tensor" and places[step.attributes[0]] is None
+        for recording in (forward, backward)
+        if recording is not None
+        for step in recording.steps
+    ):
+        return None
+
+    def placed(recording: CallbackRecording) -> CallbackRecording:
+        steps = (places[x.attributes[0]] or x if x.name == "tensor" else x for x in recording.steps)
+        return replace(recording, steps=tuple(steps))
+
+    return ProgramCallbacks(placed(forward), None if backward is None else placed(backward))
+
+
+def _place(x: Tensor, program: Program, tape: Tape) -> GraphStep | None:
+    """The step that reads one of the callback's tensors of a Program's inputs, which are picked from the tensors and
+    then the numbers of a tape."""
+    for name, captures, first, (picked, _) in (
+        ("tensor", tape.tensors, 0, program.before),
+        ("runtime", tape.sources, len(tape.tensors), program.numbers),
+    ):
+        i = _index(captures, x)
+        if i is not None and first + i in picked:
+            return GraphStep(name, (), (picked.index(first + i),))
+    return None
+
+
+def _index(captures: Sequence[Tensor | None], x: Tensor) -> int | None:
+    return next((i for i, other in enumerate(captures) if other is x), None)
+
 
 Tensors = dict[str, Tensor]
 RecordingPair = tuple[CallbackRecording, CallbackRecording | None]

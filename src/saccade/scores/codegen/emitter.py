@@ -5,26 +5,150 @@ then the numbers. Floats are float32. Integers are 32 bits wide where their rang
 """
 
 # torch.fx types the arguments of nodes as unions of everything.
+# pyright: reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
 # pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
+import math
+import string
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from saccade.scores.codegen.arguments import Arguments
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, limits_of, modulo, range_of, within
-from saccade.scores.codegen.reads import EmitOptions, Reads, Value, kind_of
-from saccade.scores.codegen.texts import arity, literal, low_bits, power, rounded
 from saccade.scores.recording.shapes import broadcast_shape
-from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import TILE_SHAPES, K, Q, Refused, in_order, name_of
+from saccade.scores.recording.tape import TILE, Refused
+from saccade.scores.recording.trace import TILE_SHAPES, K, Q, in_order, name_of
+
+
+def literal(x: float) -> str:
+    if math.isnan(x):
+        return "(INF - INF)"
+    if math.isinf(x):
+        return "INF" if x > 0 else "(-INF)"
+    return repr(x) if x >= 0 else f"({x!r})"
+
+
+def power(x: str, y: str, exponent: Any) -> str:
+    if isinstance(exponent, (int, float)):
+        if exponent == 0.5:
+            return f"tl.sqrt_rn({x})"
+        if exponent == -1:
+            return f"(1.0 / {x})"
+        if exponent == int(exponent) and 0 < exponent <= 8:
+            return "(" + " * ".join([x] * int(exponent)) + ")"
+    return f"power({x}, {y})"
+
+
+def arity(formula: str) -> int:
+    """How many operands a formula takes."""
+    fields = [name for _, name, _, _ in string.Formatter().parse(formula) if name is not None]
+    return len(fields) if "" in fields else len({*fields})
+
+
+def rounded(x: str, decimals: int) -> str:
+    """To so many decimals, halves to even, as torch does it."""
+    if decimals == 0:
+        return f"rounded({x})"
+    power = f"{10.0 ** abs(decimals)!r}"
+    if decimals > 0:
+        return f"tl.div_rn(rounded({x} * {power}), {power})"
+    return f"(rounded(tl.div_rn({x}, {power})) * {power})"
+
+
+def low_bits(x: str, dtype: torch.dtype) -> str:
+    """An integer of 32 or 64 bits, wrapped to a dtype of 32 bits or fewer, as 32 bits."""
+    if dtype in (torch.uint8, torch.uint16):
+        return f"({x} & {torch.iinfo(dtype).max}).to(tl.int32)"
+    narrow = f"{x}.to(tl.int32)"
+    return narrow if dtype == torch.int32 else f"{narrow}.to(tl.{str(dtype).partition('.')[2]}).to(tl.int32)"
+
+
+_FORM = frozenset(("dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"))
+"""What says which tensor holds a result; the graph has its dtype besides."""
+
+
+class Arguments:
+    """What an operation of aten is given beyond its defaults. What nobody took is refused, so that no argument is
+    ignored."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.name = name_of(node)
+        self.schema = node.target._schema.arguments
+        named = dict(zip((x.name for x in self.schema), node.args, strict=False)) | dict(node.kwargs)
+        defaults = {x.name: x.default_value for x in self.schema if x.has_default_value()}
+        self.given = {name: x for name, x in named.items() if name not in defaults or x is not defaults[name]}
+        self.left = {name: x for name, x in self.given.items() if name not in defaults or x != defaults[name]}
+
+    def first(self, count: int) -> list[Any]:
+        """The first of them, as many as there are or were meant to be; None where one is left out."""
+        names = [x.name for x in self.schema if not x.kwarg_only][:count]
+        while names and names[-1] not in self.given:
+            names.pop()
+        return [self.option(name, None) for name in names]
+
+    def option(self, name: str, default: Any) -> Any:
+        self.left.pop(name, None)
+        return self.given.get(name, default)
+
+    def form(self) -> None:
+        """Takes what says no more than which tensor holds the result."""
+        self.left = {name: x for name, x in self.left.items() if name not in _FORM}
+
+    def end(self) -> None:
+        """
+        Raises:
+            Refused: something is left.
+        """
+        if self.left:
+            more = ", ".join(f"{name}={x}" for name, x in self.left.items())
+            raise Refused(f"{self.name} with {more} has no device form; write it with other operations")
+
+
+class EmitOptions(NamedTuple):
+    """What the source of a program depends on besides the program."""
+
+    wide_tensors: tuple[bool, ...]
+    """Which captured tensors need 64-bit offsets."""
+    fast: bool = False
+    """tanh is one instruction, to 11 bits, and a quotient by what is not one number for each score a product."""
+    wide_integers: frozenset[int] = frozenset()
+    """Which captured numbers are integers above LONGEST, and take 64 bits."""
+    indices: str = "numbers"
+    """`numbers` of rows and keys; their `positions`, which may be negative; `rows`: positions in any order."""
+    tables: bool = False
+    """Reads by distance come from tables of every distance: see `device.distance_tables`."""
+    units: tuple[int, ...] = ()
+    """`Score.units`, where every key has an element; () elsewhere."""
+    brought: int | None = None
+    """The one of `Program.own_elements` of which data's last entry is a tile, as it is for these rows and keys."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A name in the source, with what is known about it."""
+
+    text: str
+    kind: str
+    """float, int, wide or bool"""
+    shape: tuple[int, ...] = ()
+    """As in the trace: Q and K where it differs by query and by key."""
+    span: tuple[int, int] = ANY
+    """Of integers."""
+    parts: tuple[str, Value, Value] | None = None
+    """Sums and differences: the operation and its operands."""
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
+
 
 _FLOAT = {
     "abs": "tl.abs({})", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
@@ -73,7 +197,7 @@ _LOW_BITS = frozenset(("add", "sub", "mul", "neg", "bitwise_and", "bitwise_or", 
 """Operations whose lower bits depend on the lower bits of the operands alone."""
 
 
-class Emitter(Reads):
+class Emitter:
     """Writes one function: the nodes that its outputs need, once each, in order."""
 
     def __init__(self, program: Program, options: EmitOptions) -> None:
@@ -326,6 +450,115 @@ class Emitter(Reads):
         """The whole function; its last line returns, or is, `result`."""
         body = [f"{used} = {text}" for used, text in self.used.items()] + self.lines + [result]
         return f"@triton.jit\ndef {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
+
+    # Reads of captured tensors: where they lie in `data`, and what is loaded
+
+    def start(self, tensor: int) -> int:
+        """Where a tensor's data starts."""
+        return sum(1 + 2 * rank for rank in self.program.ranks[:tensor])
+
+    def read(self, node: fx.Node, at: Sequence[Any]) -> Value:
+        if node.meta["read"] in self._tables:
+            return self.table(self._tables.index(node.meta["read"]), (Q, K))
+        i = int(str(node.args[0].target)[1:])
+        if i == self.options.brought:
+            return self.keep(f"data[{self._behind(len(self._tables))}].to(tl.float32)", "float", (Q, K))
+        dtype, shape = self.program.dtypes[i], self.place_shape(at)
+        self.used[f"t{i}"] = f"data[{self.start(i)}]"
+        places = " + ".join(filter(None, (f"t{i}", self.place(i, at))))
+        # Where no index is moved the compiler sees which elements lie side by side.
+        rest = f", mask={self.inside(i, at, 'kv_idx')}, other=0" if self._by_units(i, at) else ""
+        loaded = f"tl.load({places}{rest})"
+        if dtype.is_floating_point:
+            return self.keep(f"{loaded}.to(tl.float32)", "float", shape)
+        if dtype == torch.bool:
+            return self.keep(f"({loaded} != 0)", "bool", shape)
+        if dtype == torch.uint64:
+            raise Refused("captured tensors of uint64 have no device form; capture x.to(torch.int64)")
+        if dtype == torch.uint32:
+            return self.keep(f"widened({loaded})", "wide", shape, limits_of(dtype))
+        wide = dtype == torch.int64
+        return self.keep(
+            loaded if wide else f"{loaded}.to(tl.int32)", "wide" if wide else "int", shape, limits_of(dtype)
+        )
+
+    @property
+    def _tables(self) -> list[int]:
+        """The reads that come from tables."""
+        return [*self.program.distance_reads] if self.options.tables else []
+
+    def _behind(self, tables: int) -> int:
+        """The place in `data` behind the tensors, the numbers, and so many tables."""
+        return self.start(len(self.program.ranks)) + len(self.program.integral) + 4 * tables
+
+    def table(self, n: int, shape: tuple[int, ...]) -> Value:
+        """What a read by distance reads, of the n-th table: float32 (b, h, distances), contiguous but for its b and h.
+        An addition to a pointer of the row's is all that an element costs."""
+        row, zero = self._table_row(n)
+        return self.keep(f"tl.load(({row} + ({zero} - q_idx)) + kv_idx)", "float", shape)
+
+    def table_reach(self, n: int) -> tuple[str, str]:
+        """The first two numbers of the n-th table: see `device.distance_tables`."""
+        row, _ = self._table_row(n)
+        return f"tl.load({row})", f"tl.load({row} + 1)"
+
+    def _table_row(self, n: int) -> tuple[str, str]:
+        """A pointer to the table of one head, and the place of distance 0."""
+        place = self._behind(n)
+        parts = "pointer", "b", "h", "zero"
+        pointer, b, h, zero = (f"d{n}_{part}" for part in parts)
+        self.used |= {name: f"data[{place + i}]" for i, name in enumerate((pointer, b, h, zero))}
+        return f"({pointer} + (b * plain_int({b}) + h * plain_int({h})))", f"plain_int({zero})"
+
+    def place(self, tensor: int, at: Sequence[Any], contiguous: bool = False, alone: bool = False) -> str:
+        """The offset of an element from the tensor's first one. Indices count from the end where they are negative, and
+        are kept inside: rows and keys that are not in use have indices too. `alone` leaves all as they are."""
+        terms = []
+        for dim, x in enumerate(at):
+            value = self.value(x)
+            if value.span == (0, 0):
+                continue
+            text, last = value.text, dim == len(at) - 1
+            if not alone and (contiguous or not last or not self._by_units(tensor, at)):
+                text = f"{'inside' if value.span[0] >= 0 else 'wrapped'}({text}, {self._size(tensor, dim, last)})"
+            text = f"widened({text})" if self.options.wide_tensors[tensor] else text
+            if contiguous:
+                text += "".join(f" * {self._size(tensor, i, i == len(at) - 1)}" for i in range(dim + 1, len(at)))
+            elif not last or not self._unit(tensor) > 1:
+                text += f" * {self._stride(tensor, dim)}"
+            terms.append((value.shape.count(1), text))
+        # What fewer elements share is added first.
+        return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
+
+    def place_shape(self, at: Sequence[Any]) -> tuple[int, ...]:
+        """The shape of `place`, to which indices that are always 0 add nothing."""
+        values = map(self.value, at)
+        return broadcast_shape((1, 1), *(value.shape for value in values if value.span != (0, 0)))
+
+    def inside(self, tensor: int, at: Sequence[Any], *names: str) -> str:
+        """Whether those of the indices are below the tensor's sizes."""
+        texts = ((self.value(x).text, self._size(tensor, dim, dim == len(at) - 1)) for dim, x in enumerate(at))
+        return " & ".join(f"({text} < {size})" for text, size in texts if text in names)
+
+    def _unit(self, tensor: int) -> int:
+        return self.options.units[tensor] if self.options.units else 1
+
+    def _by_units(self, tensor: int, at: Sequence[Any]) -> bool:
+        """Whether a read's last index is a key's number itself, in a tensor whose rows are whole units."""
+        return self._unit(tensor) > 1 and bool(at) and self.value(at[-1]).text == "kv_idx"
+
+    def _size(self, tensor: int, dim: int, last: bool) -> str:
+        unit = self._unit(tensor) if last else 1
+        return self._number(f"t{tensor}_n{dim}", self.start(tensor) + 2 + 2 * dim, unit)
+
+    def _stride(self, tensor: int, dim: int) -> str:
+        return self._number(f"t{tensor}_s{dim}", self.start(tensor) + 1 + 2 * dim, self._unit(tensor))
+
+    def _number(self, name: str, place: int, unit: int) -> str:
+        """A multiple of the unit, as the compiler is to know."""
+        text = f"plain_int(data[{place}])"
+        self.used[name] = text if unit == 1 else f"{text} // {unit} * {unit}"
+        return name
 
 
 def _needed(node: fx.Node) -> Sequence[Any]:

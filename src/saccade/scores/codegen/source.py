@@ -14,9 +14,8 @@ from torch import fx
 
 from saccade.scores.codegen.assembly import Read
 from saccade.scores.codegen.distances import by_distance
-from saccade.scores.codegen.emitter import Emitter
+from saccade.scores.codegen.emitter import EmitOptions, Emitter
 from saccade.scores.codegen.program import Program
-from saccade.scores.codegen.reads import EmitOptions
 from saccade.scores.recording.trace import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
