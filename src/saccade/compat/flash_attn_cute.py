@@ -240,15 +240,6 @@ def _paged(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: _Terms) -> tuple[Tensor, Tensor | None]:
-    result: Any
-    if layout.has_pages:
-        result = without_gradients(lambda: _run(q, k, v, layout, terms), q, k, v, terms.learnable_sink)
-    else:
-        result = _run(q, k, v, layout, terms)
-    return result if isinstance(result, Partial) else (result, None)
-
-
-def _run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: _Terms) -> Any:
     scale, causal, window_size, sink, softcap, deterministic, score_mod, mask_mod, return_lse = terms
     arguments.flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     mask = _mask(causal, window_size, mask_mod, (layout, q, k))
@@ -258,10 +249,15 @@ def _run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: _Terms) -> Any:
         score_mod = capped(softcap)
     elif score_mod is not None:
         score_mod = _of_rows(score_mod, layout, q, k)
-    return attention(
-        q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, return_lse=return_lse,
-        deterministic=deterministic or None,
-    )  # fmt: skip
+
+    def run() -> Any:
+        return attention(
+            q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, return_lse=return_lse,
+            deterministic=deterministic or None,
+        )  # fmt: skip
+
+    result = without_gradients(run, q, k, v, sink) if layout.has_pages else run()
+    return result if isinstance(result, Partial) else (result, None)
 
 
 def _mask(causal: Any, window_size: Any, mask_mod: Any, call: tuple[Layout, Tensor, Tensor]) -> masks.Mask | None:

@@ -42,20 +42,16 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None, chunk: int = 0
 ) -> Tensor | Partial:
     """out, or with return_attn_probs (out, softmax_lse)."""
-    if layout.has_pages:
-        return without_gradients(lambda: _attend(q, k, v, layout, terms, leftpad, chunk), q, k, v, terms.alibi_slopes)
-    return _attend(q, k, v, layout, terms, leftpad, chunk)
 
+    def run() -> Tensor | Partial:
+        mask, mod = meaning(q, k, layout, terms, leftpad, chunk)
+        dropout_p, scale, *_, deterministic, return_attn_probs, descale = terms
+        return attention(
+            q, k, v, mask=mask, score_mod=mod, layout=layout, scale=scale, dropout_p=dropout_p,
+            return_lse=return_attn_probs, deterministic=deterministic or None, descale=descale,
+        )  # fmt: skip
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None, chunk: int
-) -> Tensor | Partial:
-    mask, mod = meaning(q, k, layout, terms, leftpad, chunk)
-    dropout_p, scale, *_, deterministic, return_attn_probs, descale = terms
-    return attention(
-        q, k, v, mask=mask, score_mod=mod, layout=layout, scale=scale, dropout_p=dropout_p,
-        return_lse=return_attn_probs, deterministic=deterministic or None, descale=descale,
-    )  # fmt: skip
+    return without_gradients(run, q, k, v, terms.alibi_slopes) if layout.has_pages else run()
 
 
 def attend_with_probabilities(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: Terms) -> Any:

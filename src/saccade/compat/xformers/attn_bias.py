@@ -50,11 +50,21 @@ class SequenceInfo:
 
 
 @dataclass
-class PaddedSequenceInfo(SequenceInfo):
-    """Blocks of `padding` rows, of which the first `seqlen[i]` are in use."""
+class UsedSequenceInfo(SequenceInfo):
+    """Sequences of which `seqlen[i]` rows are in use."""
 
     seqlen: Tensor
     seqlen_py: Sequence[int]
+
+    def intervals(self) -> Iterator[tuple[int, int]]:
+        for start, length in zip(self.seqstart_py, self.seqlen_py, strict=False):
+            yield start, start + length
+
+
+@dataclass
+class PaddedSequenceInfo(UsedSequenceInfo):
+    """Blocks of `padding` rows, of which the first `seqlen[i]` are in use."""
+
     padding: int
 
     @classmethod
@@ -71,18 +81,11 @@ class PaddedSequenceInfo(SequenceInfo):
         used = _vector(lengths, device)
         return PaddedSequenceInfo(_vector(starts, device), longest, shortest, starts, used, lengths, padding)
 
-    def intervals(self) -> Iterator[tuple[int, int]]:
-        for start, length in zip(self.seqstart_py, self.seqlen_py, strict=False):
-            yield start, start + length
-
 
 @dataclass
-class GappySequenceInfo(SequenceInfo):
+class GappySequenceInfo(UsedSequenceInfo):
     """`seqlen[i]` rows from `seqstart[i]` on, anywhere; the last start is the dimension's length. Of pages, each
     sequence has its own: `seqstart[i]` is its first row in use, and `seqlen[i]` the one after its last."""
-
-    seqlen: Tensor
-    seqlen_py: Sequence[int]
 
     @classmethod
     def from_seqlens_gappy(
@@ -101,10 +104,6 @@ class GappySequenceInfo(SequenceInfo):
             lengths = [start + n for start, n in zip(starts, lengths, strict=True)]
             starts.append(-1)
         return GappySequenceInfo(_vector(starts, device), longest, shortest, starts, _vector(lengths, device), lengths)
-
-    def intervals(self) -> Iterator[tuple[int, int]]:
-        for start, length in zip(self.seqstart_py, self.seqlen_py, strict=False):
-            yield start, start + length
 
 
 def usual_device(device: Any) -> Any:
