@@ -361,7 +361,7 @@ def _is_read(header: str) -> bool:
 
 def of_tensors(static: Hashable, tensors: Sequence[Any], written: int = 0) -> Found | None:
     """A call of another function, which has no gradients and writes to the last tensors."""
-    if not PLAIN.issuperset(map(type, tensors)) or on_host(tensors[-1]) or watched():
+    if watched() or not PLAIN.issuperset(map(type, tensors)) or on_host(tensors[-1]):  # torch.compile follows this
         return None
     return None if needs_gradient(*tensors) else _find(static, tensors, written)
 
