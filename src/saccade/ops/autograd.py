@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,15 @@ class SingleLevel(torch.autograd.function._SingleLevelFunction):
     _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key  # which torch gives to plain ones alone
 
 
+Kept = tuple[Static, list[Any], Hashable]
+"""What a backward needs besides tensors: the static part of a call's `split`, its programs, and its part of a key."""
+
+
+def kept_of(static: Static, tensors: Sequence[Tensor | None]) -> Kept:
+    tail = None if tensors[0] is None or replay.on_host(tensors[0]) else replay.tail_of(static)
+    return static, programs(static), tail
+
+
 # Tensors come one by one: those in a list would get no gradient.
 class _Attention(SingleLevel):
     @staticmethod
@@ -52,7 +61,7 @@ class _Attention(SingleLevel):
     def setup_context(ctx, inputs, output):
         flat, *tensors = inputs
         _, static = split(flat)
-        _save(ctx, static, programs(static), tensors, output)
+        _save(ctx, kept_of(static, tensors), tensors, output)
 
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -62,22 +71,24 @@ class _Attention(SingleLevel):
         captures, *_ = ctx.static
         dout = torch.zeros_like(out) if dout is None else dout
         needs = ctx.needs_input_grad[-len(tensors) :][: 4 + captures]
-        flat = joined(tensors, ctx.static)
         given, wanted = (dout, dlse, out, lse), needs[4:]
-        found = None if torch.is_grad_enabled() else replay.of_backward(given, flat, wanted)
-        if found is None:
-            *gradients, dcaptures = operator("backward", flat)(*given, *flat, wanted)
-            gradients += dcaptures
-        else:  # nothing could tell that it goes past the dispatcher
-            gradients = found.again() or execution.computed_gradients(found, given, flat, wanted)
+        found = None if torch.is_grad_enabled() else replay.of_saved(given, tensors, ctx.tail, wanted)
+        gradients = None if found is None else found.again()  # nothing could tell that it goes past the dispatcher
+        if gradients is None:
+            flat = joined(tensors, ctx.static)
+            if found is None:
+                *gradients, dcaptures = operator("backward", flat)(*given, *flat, wanted)
+                gradients += dcaptures
+            else:
+                gradients = execution.computed_gradients(found, given, flat, wanted)
         gradients = [x if asked else None for x, asked in zip(gradients, needs, strict=True)]
         return (None, *gradients, *[None] * (len(tensors) - len(needs)))
 
 
-def _save(ctx: Any, static: Static, kept: list[Any], tensors: Sequence[Tensor | None], results: Outputs) -> None:
-    """What the backward needs of a call, by its `split` and its programs, and of its results."""
+def _save(ctx: Any, kept: Kept, tensors: Sequence[Tensor | None], results: Outputs) -> None:
+    """What the backward needs of a call, and of its results."""
     out, lse, max_scores = results
-    ctx.static, ctx.programs = static, kept
+    ctx.static, ctx.programs, ctx.tail = kept
     ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
     if max_scores is not None:
         ctx.mark_non_differentiable(max_scores)
@@ -88,14 +99,14 @@ class _Eager(torch.autograd.Function):
     """The same past the dispatcher: where no mode or transform may see what a call does."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Outputs], static: Static, kept: list[Any], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, run: Callable[[], Outputs], kept: Kept, *tensors: Tensor) -> Any:
         out, lse, max_scores = run()
-        _save(ctx, static, kept, tensors, (out, lse, max_scores))
+        _save(ctx, kept, tensors, (out, lse, max_scores))
         return out, lse, max_scores
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *_Attention.backward(ctx, dout, dlse, _)
+        return None, *_Attention.backward(ctx, dout, dlse, _)
 
 
 _above: Any = super(torch.autograd.Function, _Eager)
@@ -112,9 +123,10 @@ def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | N
     dequantized = call.descale is not None and call.descale.backward
     _refuse_without_gradients(call.layout, call.given[:3], dequantized)
     tensors, static = split(flatten(call, backend))
-    results = _apply_eager(run, static, programs(static), *tensors)
+    kept = kept_of(static, tensors)
+    results = _apply_eager(run, kept, *tensors)
     if found is not None:
-        found.learn(tensors, static)
+        found.learn(tensors, kept)
     return results
 
 
@@ -125,9 +137,9 @@ def replayed(found: Found) -> Outputs | None:
         return None
     if found.dropout_p:
         found = found.drawn()
-    (static, kept, sunk), operands = replay.static, found.operands
+    (kept, sunk), operands = replay.static, found.operands
     tensors = operands if sunk else (*operands[:3], None, *operands[3:])
-    return _apply_eager(partial(replay, found.addresses), static, kept, *tensors)
+    return _apply_eager(partial(replay, found.addresses), kept, *tensors)
 
 
 def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantized: bool) -> None:

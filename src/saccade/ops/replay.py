@@ -26,7 +26,7 @@ from saccade import dispatch, scores
 from saccade.alignment import ALIGNMENT
 from saccade.arguments import PLAIN, watched, watched_in_eager
 from saccade.bounded_cache import BoundedCache
-from saccade.call import Call, Static, flatten, needs_gradient, programs
+from saccade.call import Call, Static, flatten, needs_gradient, split
 from saccade.descale import Descale
 from saccade.dropout import Dropout
 from saccade.layouts import Layout
@@ -44,8 +44,8 @@ _HALF_OR_LESS = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float
 class Kept(Protocol):
     """What a backend makes of a recorded call."""
 
-    static: tuple[Static, list[Any], bool] | None
-    """Of a forward with gradients: what its operator takes besides tensors, its programs, and whether it has a sink."""
+    static: tuple[Any, bool] | None
+    """Of a forward with gradients: what its backward needs besides tensors, and whether there is a sink."""
 
     def ready(self) -> bool:
         """Whether it may run now."""
@@ -60,7 +60,7 @@ class _Unready(NamedTuple):
     """In the place of a replay."""
 
     word: str
-    static: tuple[Static, list[Any], bool] | None = None
+    static: tuple[Any, bool] | None = None
 
     def ready(self) -> bool:
         return False
@@ -104,15 +104,15 @@ class Found(NamedTuple):
         state = cast(Dropout, Dropout.draw(self.dropout_p, self.operands[0].device)).state
         return self._replace(operands=(*self.operands, state), addresses=[*self.addresses, state.data_ptr()])
 
-    def learn(self, tensors: Sequence[Tensor | None], static: Static) -> None:
-        """Keeps what an operator takes besides these tensors, if they are the operands: for later calls with
-        gradients, which are not flattened."""
+    def learn(self, tensors: Sequence[Tensor | None], static: Any) -> None:
+        """Keeps what a backward needs besides these tensors, if they are the operands: for later calls with gradients,
+        which are not flattened."""
         kept = _replays.get(self.key)
         if kept is None or kept.static is not None or not kept.ready():
             return
         given = [x for x in tensors if x is not None]
         if len(given) == len(self.operands) + bool(self.dropout_p) and all(map(is_, given, self.operands)):
-            kept.static = static, programs(static), tensors[3] is not None
+            kept.static = static, tensors[3] is not None
 
     def recorded(
         self, module: Any, more: Sequence[Tensor], work: Callable[[], Sequence[Tensor | None]]
@@ -330,27 +330,47 @@ def of_operator(name: str, arguments: Sequence[Any], *more: Hashable, out: Tenso
     Args:
         more: what else it takes that is no tensor.
     """
-    return _of_flat(name, (), arguments, more, out)
+    return _of_flat(name, arguments, more, out)
 
 
 def of_backward(given: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool]) -> Found | None:
     """A backward, of dout, dlse, out and lse."""
-    without = given[1] is None
-    tensors = (given[0], *given[2:]) if without else given
-    return _of_flat("backward", tensors, arguments, (without, *wanted), None)
-
-
-def _of_flat(
-    name: str, given: Sequence[Tensor], arguments: Sequence[Any], more: Sequence[Hashable], out: Tensor | None
-) -> Found | None:
-    q, k, v, sink, captures, tensors, header, ints, floats = arguments
-    if on_host(q) or watched() or _is_read(header):
+    if on_host(given[0]):
         return None
-    operands = (*given, q, k, v, *captures, *tensors) if sink is None else (*given, q, k, v, sink, *captures, *tensors)
+    tensors, static = split(arguments)
+    return of_saved(given, tensors, tail_of(static), wanted)
+
+
+def of_saved(
+    given: Sequence[Any], tensors: Sequence[Tensor | None], tail: Hashable | None, wanted: Sequence[bool]
+) -> Found | None:
+    """The same by what autograd saves of a call: its tensors, and its `tail_of`."""
+    if tail is None or watched():
+        return None
+    operands = [x for x in (*given, *tensors) if x is not None]
     if not PLAIN.issuperset(map(type, operands)):
         return None
-    static = name, header, sink is None, len(captures), *more, *ints, _settings(q), *map(float.hex, floats)
-    return _find(static, operands) if out is None else _find((*static, "out"), (*operands, out), 1)
+    static = "backward", given[1] is None, tensors[3] is None, *wanted, tail, _settings(given[0])
+    return _find(static, operands)
+
+
+def _of_flat(name: str, arguments: Sequence[Any], more: Sequence[Hashable], out: Tensor | None) -> Found | None:
+    if on_host(arguments[0]) or watched():
+        return None
+    tensors, static = split(arguments)
+    if (tail := tail_of(static)) is None:
+        return None
+    operands = [x for x in tensors if x is not None]
+    if not PLAIN.issuperset(map(type, operands)):
+        return None
+    key = name, tensors[3] is None, *more, tail, _settings(operands[0])
+    return _find(key, operands) if out is None else _find((*key, "out"), (*operands, out), 1)
+
+
+def tail_of(static: Static) -> Hashable | None:
+    """What an operator takes besides tensors, as a key holds it; None where the host reads tensors."""
+    captures, header, ints, floats = static
+    return None if _is_read(header) else (captures, header, *ints, *map(float.hex, floats))
 
 
 @lru_cache(maxsize=512)
