@@ -34,6 +34,9 @@ class Replay:
     def ready(self) -> bool:
         return not self.stopped
 
+    def nothing(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(0, dtype=dtype)
+
     def __call__(self, addresses: list[int]) -> list[Tensor | None]:
         self.done.append("backward" if self.backward else "forward")
         given = [at(address, *lie) for address, lie in zip(addresses, self.lies, strict=True)]

@@ -119,33 +119,28 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return forward_of(replay.of_operator("forward", flat, lse), flat, lse)
 
 
-def forward_of(found: Found | None, flat: Sequence[Any], lse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The results that the operator returns.
+def forward_of(
+    found: Found | None, flat: Sequence[Any], lse: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results that the operator returns: those that nobody asked for are empty tensors.
 
     Args:
         found: the call, if it has a key.
     """
-    q = flat[0]
-    if found is None or (results := found.again()) is None:
-        call, backend = unflatten(*flat)
-        results = execute(call, backend, lse, found)
-    out, row_lse, max_scores = results
-    return cast(Tensor, out), _or_empty(q, row_lse), _or_empty(q, max_scores)
+    dtype = torch.float64 if flat[0].dtype == torch.float64 else torch.float32
+    if found is not None and (results := found.again()) is not None:
+        nothing = partial(found.replay.nothing, dtype)
+    else:
+        call, backend = unflatten(*flat, out=out)
+        results, nothing = execute(call, backend, lse, found), partial(flat[0].new_empty, 0, dtype=dtype)
+    result, row_lse, max_scores = results
+    row_lse, max_scores = (nothing() if x is None else x for x in (row_lse, max_scores))
+    return cast(Tensor, result), row_lse, max_scores
 
 
 def forward_out(out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *flat, lse = arguments
-    found = replay.of_operator("forward", flat, lse, out=out)
-    if found is None or (results := found.again()) is None:
-        call, backend = unflatten(*flat, out=out)
-        results = execute(call, backend, lse, found)
-    _, row_lse, max_scores = results
-    return _or_empty(flat[0], row_lse), _or_empty(flat[0], max_scores)
-
-
-def _or_empty(q: Tensor, x: Tensor | None) -> Tensor:
-    """An operator's results are tensors: those that nobody asked for are empty."""
-    return q.new_empty(0, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32) if x is None else x
+    return forward_of(replay.of_operator("forward", flat, lse, out=out), flat, lse, out)[1:]
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> BackwardResults:

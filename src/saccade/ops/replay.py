@@ -55,6 +55,10 @@ class Kept(Protocol):
         """The results; None for one that is an operand."""
         ...
 
+    def nothing(self, dtype: torch.dtype) -> Tensor:
+        """An empty tensor."""
+        ...
+
 
 class _Unready(NamedTuple):
     """In the place of a replay."""

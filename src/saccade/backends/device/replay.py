@@ -94,6 +94,10 @@ class Replay:
             launch(self.index, stream, places)
         return results
 
+    def nothing(self, dtype: torch.dtype) -> Tensor:
+        """An empty tensor."""
+        return empty((0,), (1,), dtype, self.device)
+
 
 class _Result(NamedTuple):
     """A tensor that a call returns, of which it is the whole memory."""
