@@ -20,8 +20,8 @@ from saccade.reference import operands, probability
 from saccade.scores import Graph, bind, data_type, score_callback
 from saccade.scores.callbacks.graph import CallbackRecording
 from saccade.testing import check
+from saccade.testing.accuracy import ErrorTally
 from saccade.testing.callbacks import SoftcapCallback, added, case, one
-from saccade.testing.error_tally import ErrorTally
 
 CALLBACKS = "causal", "scaled_causal", "softcap", "post_scale_bias", "alibi", "added", "derivatives"
 """Those of `saccade.testing.callbacks` that cuDNN runs."""

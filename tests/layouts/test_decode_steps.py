@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade import Paged, append_kv, attention, causal, softcap, window
 from saccade.testing import check
-from saccade.testing.error_tally import worst_row_error
+from saccade.testing.accuracy import worst_row_error
 
 H_Q, H_K, D = 8, 2, 64
 CHECKED = 500

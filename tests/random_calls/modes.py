@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from saccade import attention
-from saccade.testing.shifted import captured as captured_tensors
+from saccade.testing.call_slice import captured as captured_tensors
 
 Result = Any
 REPEATS = 3

@@ -12,9 +12,9 @@ from saccade.backends.device import distance_tables
 from saccade.call import Call
 from saccade.testing import operations
 from saccade.testing.accuracy import Report, check
+from saccade.testing.call_slice import captured
 from saccade.testing.cases import NAMED
 from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
-from saccade.testing.shifted import captured
 
 pytestmark = pytest.mark.gpu
 

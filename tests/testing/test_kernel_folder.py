@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from saccade.testing.kernel_folder import drop_broken, whole_elf
+from saccade.testing.warm import drop_broken, whole_elf
 
 
 def elf() -> bytes:

@@ -15,9 +15,9 @@ from saccade.bench.quantizing import options
 from saccade.descale import BLOCK, EIGHT_BITS, NAMES
 from saccade.layouts import ORDERS, Dense, SequencePlace
 from saccade.quantization import Quantized
+from saccade.testing.accuracy import ErrorTally
 from saccade.testing.call_slice import At, CheckedCall, Precision
 from saccade.testing.cases import Inputs
-from saccade.testing.error_tally import ErrorTally
 
 _GROUPS = 4
 """Key heads that are checked, with all of their query heads."""

@@ -10,9 +10,8 @@ import saccade
 from saccade.bench.cli import bench
 from saccade.cli.check import check
 from saccade.cli.completion import completion
-from saccade.cli.doctor import doctor
+from saccade.cli.doctor import doctor, info
 from saccade.cli.explain import explain
-from saccade.cli.info import info
 from saccade.cli.tune import tune
 from saccade.cli.warm import warm
 

@@ -32,7 +32,6 @@ def warm(
 
     No GPU is needed, but the Triton and the Python that will run the kernels. Then set TRITON_CACHE_DIR to the folder.
     """
-    from saccade.testing import kernel_folder
     from saccade.testing import warm as warming
     from saccade.testing.processes import Died, in_processes
 
@@ -41,7 +40,7 @@ def warm(
     _known_gpu(gpu, parsed)
     _writable(out)
     folder, console = str(out.resolve()), Console(stderr=True)
-    for broken in kernel_folder.drop_broken(out):
+    for broken in warming.drop_broken(out):
         console.print(f"not whole, so that it does not count as known: {broken}", markup=False, soft_wrap=True)
     tasks = []
     for spec in parsed:

@@ -1,4 +1,4 @@
-"""Operands in which something is NaN or infinite, and results that have to be so in the same places."""
+"""Operands in which something is NaN or infinite, results that are so in the same places, and very low scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.api import attention
 from saccade.masks import causal, mask_mod, window
-from saccade.scores import softcap
+from saccade.scores import bias, softcap
 
 ROW, KEY, HEAD = 5, 3, 1
 """What is broken: a query row of head 1, or a key of head 0."""
@@ -142,3 +142,29 @@ def assert_endless_sink(given: list[Tensor], backend: str, gradients: bool = Tru
         assert float(near.amax()) <= 0.05 * max(float(y.nan_to_num(0, 0, 0).abs().amax()), 1.0)
     assert sides[0][1].isposinf().any()
     assert not gradients or sides[0][5][::2].tolist() == [0.0, 0.0]
+
+
+# Score functions that give all visible keys of a row one very low score, so that its weights are equal
+
+
+VALUES = -2000.0, -1e4, -1e9, -1e30, torch.finfo(torch.float32).min
+EVERY = 3
+"""One row in three is affected."""
+
+
+def filled(value: float) -> Callable[..., Tensor]:
+    """In place of the scores."""
+    return lambda score, b, h, q_idx, kv_idx: torch.where(q_idx % EVERY == 1, value, score)
+
+
+def filled_from(value: float) -> Callable[..., Tensor]:
+    """Keys from 5 on: a window may leave a row only those."""
+    return lambda score, b, h, q_idx, kv_idx: torch.where((q_idx % EVERY == 1) & (kv_idx > 4), value, score)
+
+
+def added(value: float, s_q: int, s_k: int, device: str = "cpu") -> Any:
+    """A learned table, at most -1e30: even float64 loses the scores that are added to it."""
+    assert value <= -1e30
+    table = torch.zeros(s_q, s_k, device=device)
+    table[1::EVERY] = value
+    return bias(table.requires_grad_())
